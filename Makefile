@@ -1,0 +1,41 @@
+# Everything runs in .venv, made from the Python named by PYTHON (3.11 or later) and the pins in constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench fuzz compat clean
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollbook needs Python 3.11 or later; set PYTHON")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## make experiences, write them, read them back, print them
+	@$(BIN)/python -m rollbook.demo
+
+test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and attack tests; needs nothing but Python and pip
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## side by side with peers and the hardware's bounds; installs the peer into .bench/
+	$(BIN)/python -m benchmarks
+
+FUZZ_FRAMES ?= 200000
+fuzz: $(STAMP)  ## mutated frames in child processes, with and without python -O
+	$(BIN)/python -m tests.attacks.fuzz --frames $(FUZZ_FRAMES)
+
+COMPAT_PYTHON ?= python3.12
+COMPAT_TORCH ?= 2.11.0
+compat:  ## the tests on another Python and torch (downloads that torch from the package index)
+	@test -x .compat/bin/python || $(COMPAT_PYTHON) -m venv .compat
+	.compat/bin/python -m pip install --quiet --disable-pip-version-check 'torch==$(COMPAT_TORCH)' -e '.[dev]'
+	.compat/bin/python -m pytest
+
+clean:
+	rm -rf $(VENV) .compat .bench build dist src/*.egg-info

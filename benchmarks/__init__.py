@@ -1,0 +1,1 @@
+"""Benchmarks: each peer and each bound beside Rollbook, in one run."""

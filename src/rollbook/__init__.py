@@ -1,0 +1,47 @@
+"""Rollbook: the experience layer of reinforcement fine-tuning for language and vision-language models.
+
+Public names load when they are first used, so that `import rollbook` is quick and loads no torch and no pyarrow.
+
+>>> import rollbook
+>>> rollbook.Experience(tokens=[1, 2, 3], reward=1.0).experience_type
+'single_turn'
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollbook.errors import WireError as WireError
+    from rollbook.experience import CustomField as CustomField
+    from rollbook.experience import Experience as Experience
+    from rollbook.experiences import Experiences as Experiences
+    from rollbook.ids import EID as EID
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "EID": "ids",
+    "CustomField": "experience",
+    "Experience": "experience",
+    "Experiences": "experiences",
+    "WireError": "errors",
+}
+_MODULES = ("experience", "experiences", "fields", "interchange", "wire")
+
+__all__ = ["EID", "CustomField", "Experience", "Experiences", "WireError", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"rollbook.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"rollbook.{name}")
+    raise AttributeError(f"module 'rollbook' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_MODULES})

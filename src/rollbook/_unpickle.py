@@ -1,0 +1,571 @@
+"""Read pickle bytes into plain values, never importing or calling anything on the payload's word.
+
+This is a small virtual machine of its own over the opcodes of protocols 0 to 5.  A name in the payload is
+looked up in the fixed tables below, and what a known name does is written here; any other name is an error
+as soon as it is referenced.  No length, count or shape is believed before it is checked against the bytes
+that are there.  Work that a few bytes could ask for over and over through the memo (copies, hashing, tensors
+larger than their storage) is paid from a purse sized by the payload.  The result holds no cycle and is
+limited in depth and size.  Malformed input of any kind gives :class:`UnpickleError` and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import Any, NoReturn, cast
+
+import numpy as np
+
+__all__ = ["Record", "UnpickleError", "load"]
+
+_LONGEST_INT = 4300  # digits: int() of decimal text takes quadratic time
+_KEY_DEPTH = 64  # hash() of nested tuples recurses in C without a check
+_FREE_KEY = 256  # characters up to which hashing and comparing a str key is not worth accounting
+_OTHER_KEYS = 1 << 16  # keys that are not text in one dict or set: the writer can choose their hashes, and
+_SAME_HASH = 64  # filling a table with chosen hashes takes quadratic time, the more so if they are equal
+_SMALL_INT = (1 << 61) - 1  # ints below this are their own hash
+_BASE_PURSE, _ITEM_COST, _OBJECT_COST, _TENSOR_COST = 1 << 26, 32, 256, 1024  # bytes, or about as much work
+_TORCH_STREAM = (0x1950A86A20F9469CFC6C, 1001)  # magic number and version of torch's legacy format
+_TORCH_TYPES = """bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64
+    complex32 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"""
+_WIDTHS = {name: int((re.findall(r"\d+", name) or [8])[0]) // 8 for name in _TORCH_TYPES.split()}
+_STORAGE_TYPES = """Float float32 Double float64 Half float16 BFloat16 bfloat16 Long int64 Int int32 Short int16
+    Char int8 Byte uint8 Bool bool ComplexFloat complex64 ComplexDouble complex128 Untyped uint8""".split()
+_STORAGES = {
+    ("torch", kind + "Storage"): dtype
+    for kind, dtype in zip(_STORAGE_TYPES[::2], _STORAGE_TYPES[1::2], strict=True)
+} | {("torch.storage", "UntypedStorage"): "uint8"}
+_NUMPY_TYPE = re.compile(r"b1|[iu][1248]|f(?:2|4|8|12|16)|c(?:8|16|24|32)|[SU][0-9]{1,9}|[Mm]8")
+_TIME_UNITS = frozenset("Y M W D h m s ms us ns ps fs as generic".split())
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+# What a step below may raise on malformed input; the machine turns each of these into UnpickleError.
+_FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+
+
+class UnpickleError(ValueError):
+    """The bytes are not a pickle that is read here; ``offset`` is the byte where that was seen."""
+
+    def __init__(self, message: str, offset: int = 0) -> None:
+        super().__init__(message)
+        self.offset = offset
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the payload says of an instance of a class the caller listed; never the class itself."""
+
+    module: str
+    name: str
+    state: dict[str, Any]
+
+
+@dataclass(eq=False)
+class _Hidden:
+    """What exists inside the machine only: to leave one in the result is an error."""
+
+    kind: str
+    value: Any = None  # name: the pair; dtype: so far; array: None before BUILD; storage: the torch object
+    dtype: str = ""  # of a storage, and its bytes:
+    raw: bytes = b""
+
+
+class _Machine:
+    def __init__(self, data: bytes, pos: int, records: frozenset[tuple[str, str]], purse: list[int]) -> None:
+        self.data, self.pos, self.records = data, pos, records
+        self.at = self.frame_end = pos  # at: where the opcode that is being executed begins
+        self.purse = purse  # one cell, shared with the machines that read nested torch storages
+        self.nested = False  # in a nested storage only storage classes may be named
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []  # one suspended stack for each open MARK
+        self.memo: dict[int, Any] = {}  # a dict, so that a large index costs nothing
+        self.hashes: dict[tuple[int, int], int] = {}
+
+    def run(self) -> Any:
+        """Execute up to and including STOP, and give the value that is left."""
+        data, ops = self.data, _OPS
+        try:
+            while True:
+                at = self.at = self.pos
+                op = data[at]
+                self.pos = at + 1
+                if op == 0x2E:  # STOP
+                    break
+                value = ops[op](self)
+                if value is not None:  # an opcode that may push None does so itself
+                    self.stack.append(value)
+            self.need(self.frame_end <= self.pos, "a frame runs past STOP")
+            self.need(not self.below and len(self.stack) == 1, "not exactly one value is left at STOP")
+            return self.stack.pop()
+        except UnpickleError:
+            raise
+        except IndexError:
+            self.fail("not enough values on the stack" if self.pos < len(data) else "the data ends early")
+        except ImportError:
+            self.fail("the payload holds a torch value, and torch is not installed")
+        except _FAILURES as exc:
+            self.fail(f"malformed pickle: {type(exc).__name__}: {_shown(str(exc))}")
+
+    def fail(self, message: str) -> NoReturn:
+        raise UnpickleError(f"{message} (at byte {self.at})", self.at) from None
+
+    def need(self, holds: bool, message: str) -> None:
+        if not holds:
+            self.fail(message)
+
+    def exact(self, value: Any, *kinds: type) -> Any:
+        if type(value) not in kinds:
+            self.fail(f"a {type(value).__name__} where only a {kinds[0].__name__} can be")
+        return value
+
+    def hidden(self, value: Any, kind: str) -> Any:
+        self.need(type(value) is _Hidden and value.kind == kind, f"something else where only a {kind} can be")
+        return value
+
+    def spend(self, cost: int) -> None:
+        self.purse[0] -= cost
+        self.need(self.purse[0] >= 0, "the payload asks for far more work than its size accounts for")
+
+    # Reading the bytes, the stack and the memo.
+
+    def take(self, size: int) -> bytes:
+        start, self.pos = self.pos, self.pos + size
+        self.need(self.pos <= len(self.data), "a value or its length runs past the end of the data")
+        return self.data[start : self.pos]
+
+    def line(self) -> bytes:
+        end = self.data.find(b"\n", self.pos)
+        self.need(end >= 0, "the data ends inside a line")
+        return self.take(end + 1 - self.pos)[:-1]
+
+    def count(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little") if size else self.digits(self.line())
+
+    def digits(self, text: bytes) -> int:
+        if text in (b"00", b"01"):  # how protocols 0 and 1 write bools
+            return text == b"01"
+        self.need(len(text) <= _LONGEST_INT, "an integer of too many digits")
+        self.need(re.fullmatch(rb"-?[0-9]+", text) is not None, "text that is not a decimal integer")
+        return int(text)
+
+    def frame(self) -> None:
+        self.need(self.at >= self.frame_end, "a frame inside a frame")
+        size = self.count(8)
+        self.frame_end = self.pos + size
+        self.need(self.frame_end <= len(self.data), "a frame runs past the end of the data")
+
+    def mark(self) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+
+    def to_mark(self) -> list[Any]:
+        self.need(bool(self.below), "no MARK on the stack")
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def pop(self, count: int) -> list[Any]:
+        items = self.stack[-count:]
+        self.need(len(items) == count, "not enough values on the stack")
+        del self.stack[-count:]
+        return items
+
+    def put(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
+    def get(self, index: int) -> None:
+        self.need(index in self.memo, "a memo entry that was never stored")
+        value = self.memo[index]
+        finished = type(value) is _Hidden and value.kind == "numpy array" and value.value is not None
+        self.stack.append(value.value if finished else value)
+
+    # Lists, dicts and sets: the holder is new, or on top of the stack.
+
+    def append(self, items: list[Any]) -> None:
+        self.exact(self.stack[-1], list).extend(items)
+
+    def fill(self, items: list[Any], *new: Any) -> Any:
+        holder = self.exact(*(new or self.pop(1)), dict)
+        self.need(len(items) % 2 == 0, "a dict key without a value")
+        for i in range(0, len(items), 2):
+            key = items[i]
+            if type(key) is not str or len(key) > _FREE_KEY:
+                self.check_key(holder, key)
+            holder[key] = items[i + 1]
+        return holder
+
+    def gather(self, members: list[Any], *new: Any) -> Any:
+        self.spend(_OBJECT_COST)  # a set takes that, and one byte of payload makes one
+        holder = self.exact(*(new or self.pop(1)), set)
+        for member in members:
+            if type(member) is not str or len(member) > _FREE_KEY:
+                self.check_key(holder, member)
+            holder.add(member)
+        return holder
+
+    def check_key(self, holder: dict[Any, Any] | set[Any], key: Any) -> None:
+        """Refuse a key or member that is not a plain scalar or a tuple of them, or is costly to hash."""
+        todo = [(key, 0)]
+        while todo:
+            value, depth = todo.pop()
+            kind = type(value)
+            if kind is tuple:
+                self.need(depth < _KEY_DEPTH, "a dict key or set member is nested too deep")
+                self.spend(_ITEM_COST * (1 + len(value)))
+                todo.extend((item, depth + 1) for item in value)
+            elif kind is int:
+                self.spend(value.bit_length() >> 3)
+            elif isinstance(value, (str, bytes, np.generic)):
+                self.spend(value.nbytes if isinstance(value, np.generic) else len(value))
+            elif kind not in _SCALARS:
+                self.fail(f"a dict key or set member that is a {kind.__name__}")
+        if isinstance(key, (str, bytes)):
+            return
+        self.need(len(holder) < _OTHER_KEYS, f"over {_OTHER_KEYS} keys that are not text in one dict or set")
+        if type(key) is not float and not (type(key) is int and abs(key) < _SMALL_INT):
+            slot = (id(holder), hash(key))
+            self.hashes[slot] = self.hashes.get(slot, 0) + 1
+            self.need(self.hashes[slot] <= _SAME_HASH, "too many keys of one hash in one dict or set")
+
+    # Names, calls and instances.
+
+    def name(self, module: Any, name: Any) -> Any:
+        pair = (self.exact(module, str), self.exact(name, str))
+        if pair in _STORAGES if self.nested else pair in self.records or pair in _CALLS:
+            return _Hidden("name", pair)
+        if module == "torch" and name in _WIDTHS and not self.nested:
+            return self.torch_dtype(name)
+        return self.fail(f"the payload refers to {_shown(module)}.{_shown(name)}, which is not read")
+
+    def call(self, function: Any, *args: Any) -> Any:
+        pair = self.hidden(function, "name").value
+        self.spend(_ITEM_COST * len(args))
+        if pair in self.records:
+            return self.instance(function, *args)
+        action = _CALLS.get(pair)
+        return action(self, *args) if action else self.fail(f"a call of {'.'.join(pair)}")
+
+    def reduce(self, function: Any, args: Any) -> Any:
+        return self.call(function, *self.exact(args, tuple))
+
+    def new(self, cls: Any, args: Any, options: Any = None) -> Record:
+        return self.instance(cls, *self.exact(args, tuple), *(options and self.exact(options, dict) or ()))
+
+    def instance(self, cls: Any, *args: Any) -> Record:
+        pair = self.hidden(cls, "name").value
+        self.need(pair in self.records, f"an instance of {'.'.join(pair)}")
+        self.need(not args, f"an instance of {'.'.join(pair)} made with arguments: only its state is read")
+        return Record(*pair, {})
+
+    def build(self, made: Any, state: Any) -> Any:
+        if type(made) is Record:
+            for part in state if type(state) is tuple and len(state) == 2 else (state,):
+                part = self.exact(part, dict, type(None)) or {}
+                self.spend(_ITEM_COST * len(part))
+                self.need(all(type(key) is str for key in part), "a field whose name is not text")
+                made.state.update(part)
+            return made
+        if type(made) is _Hidden and made.kind == "numpy dtype":
+            return self.build_dtype(made, *state)
+        self.need(self.hidden(made, "numpy array").value is None, "a numpy array that is built twice")
+        version, shape, dtype, fortran, raw = state
+        self.need(self.exact(version, int) == 1, "a numpy array of an unknown version")
+        made.value = self.array(raw, dtype, shape, "F" if self.exact(fortran, bool, int) else "C")
+        return made.value
+
+    def reconstructor(self, cls: Any, base: Any, state: Any) -> Record:
+        plain = self.hidden(base, "name").value[1] == "object" and state is None
+        self.need(plain, "copyreg._reconstructor for a class that derives from more than object")
+        return self.instance(cls)
+
+    # Builtins, as protocols 0 to 2 write them.
+
+    def encode(self, text: Any, encoding: Any) -> bytes:
+        self.need(self.exact(encoding, str) in ("latin1", "latin-1"), "_codecs.encode to other than latin1")
+        self.spend(_ITEM_COST + len(self.exact(text, str)))
+        return str(text).encode("latin-1")
+
+    def octets(self, value: Any = b"", *encoding: Any) -> bytes | bytearray:
+        # Never a number, which would be a size to allocate.
+        made: bytes = self.exact(self.encode(value, *encoding) if encoding else value, bytes, bytearray)
+        self.spend(_ITEM_COST + len(made))
+        return made
+
+    def items(self, values: Any = ()) -> list[Any]:
+        self.spend(_ITEM_COST * len(self.exact(values, list, tuple)))
+        return list(values)
+
+    def pairs(self, values: Any = ()) -> list[Any]:
+        pairs = [self.exact(pair, tuple, list) for pair in self.items(values)]
+        self.need(all(len(pair) == 2 for pair in pairs), "a dict not made of pairs")
+        return list(chain.from_iterable(pairs))
+
+    # numpy.
+
+    def dtype(self, code: Any, *_: Any) -> _Hidden:
+        plain = _NUMPY_TYPE.fullmatch(self.exact(code, str))
+        self.need(bool(plain), "a numpy dtype other than plain numbers, bool, text, bytes and times")
+        return _Hidden("numpy dtype", np.dtype(code))
+
+    def build_dtype(self, made: Any, _: Any, order: Any, *state: Any) -> Any:
+        subtype, names, fields, _, _, _, *more = state
+        self.need(subtype is None and names is None and fields is None, "a structured numpy dtype")
+        if made.value.kind in "Mm":
+            ((_, (unit, number, divisor, _)),) = more
+            unit = self.exact(unit, bytes, str) if type(unit) is not bytes else unit.decode("ascii")
+            known = unit in _TIME_UNITS and self.exact(number, int) > 0 and self.exact(divisor, int) == 1
+            self.need(known, "a numpy time of unknown unit")
+            made.value = np.dtype(made.value.kind + ("8" if unit == "generic" else f"8[{number}{unit}]"))
+        self.need(self.exact(order, str) in ("<", ">", "|", "="), "a numpy dtype of unknown byte order")
+        made.value = made.value.newbyteorder(order)
+        return made
+
+    def sizes(self, values: Any) -> tuple[int, ...]:
+        self.need(len(self.exact(values, tuple, list)) <= 64, "a shape of too many dimensions")
+        self.need(all(0 <= self.exact(value, int) < 1 << 63 for value in values), "a size below 0 or huge")
+        return tuple(values)
+
+    def array(self, raw: Any, dtype: Any, shape: Any, order: Any = "C", axes: Any = None) -> Any:
+        raw, plain, shape = self.exact(raw, bytes, bytearray), self.hidden(dtype, "numpy dtype").value, self.sizes(shape)
+        self.need(prod(shape) * plain.itemsize == len(raw), f"a numpy array with {len(raw)} bytes, not as its shape")
+        # Dimensions beside a zero take no bytes, but whoever walks the array pays for them.
+        self.spend(_OBJECT_COST + len(raw) + prod(size or 1 for size in shape))
+        self.need(plain.kind != "b" or not raw.translate(None, b"\0\1"), "a numpy bool not 0 or 1")
+        if plain.kind == "U" and raw:
+            self.need(np.frombuffer(raw, plain.str[0] + "u4").max() <= 0x10FFFF, "numpy text not of Unicode")
+        if axes is not None:  # order is "K": the array is a transposition of one in C order
+            return np.ndarray(shape, plain, raw).copy().transpose(self.sizes(axes))
+        self.need(self.exact(order, str) in ("C", "F"), "a numpy array of unknown order")
+        return np.ndarray(shape, plain, raw, order=order).copy(order)
+
+    def reconstruct(self, cls: Any, _shape: Any, _code: Any) -> _Hidden:
+        self.need(self.hidden(cls, "name").value == ("numpy", "ndarray"), "an array not of numpy.ndarray")
+        return _Hidden("numpy array")
+
+    # torch.
+
+    def torch_dtype(self, name: str) -> Any:
+        import torch
+
+        self.need(hasattr(torch, name), f"this torch has no torch.{name}")
+        return getattr(torch, name)
+
+    def persistent(self, pid: Any) -> _Hidden:
+        self.need(self.nested, "a persistent id: there is nothing outside of the payload to refer to")
+        kind, cls, key, _location, count, view = self.exact(pid, tuple)
+        self.need(self.exact(kind, str) == "storage" and view is None, "a persistent id of no plain storage")
+        dtype = _STORAGES[self.hidden(cls, "name").value]
+        return _Hidden("torch storage", (self.exact(key, str), self.exact(count, int)), dtype)
+
+    def storage(self, data: Any) -> _Hidden:
+        """Read torch's legacy stream of pickles, for the only thing a pickled tensor has there: one storage."""
+        self.need(self.exact(data, bytes, bytearray)[:2] != b"PK", "a torch storage in zip format is not read")
+        self.spend(_TENSOR_COST + 2 * len(data))
+        data, pos, parts = bytes(data), 0, []
+        for _ in range(5):
+            inner = _Machine(data, pos, frozenset(), self.purse)
+            inner.nested = True
+            try:
+                parts.append(inner.run())
+            except UnpickleError as exc:
+                self.fail(f"in a torch storage: {exc}")
+            self.spend(8 * (inner.pos - pos))
+            pos = inner.pos
+        magic, version, _, made, keys = parts
+        good = (self.exact(magic, int), self.exact(version, int)) == _TORCH_STREAM
+        self.need(good, "a torch storage of the wrong magic number or version")
+        key, count = self.hidden(made, "torch storage").value
+        good = len(self.exact(keys, list)) == 1 and self.exact(keys[0], str) == key
+        self.need(good, "torch data that is not exactly one storage")
+        made.value, made.raw = None, data[pos + 8 :]
+        good = int.from_bytes(data[pos : pos + 8], "little") == count
+        good = good and count * _WIDTHS[made.dtype] == len(made.raw)
+        self.need(good, f"a torch storage of {len(made.raw)} bytes cannot be {count} {made.dtype}")
+        return cast(_Hidden, made)
+
+    def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any = None, meta: Any = None) -> Any:
+        import torch
+
+        name, raw = self.hidden(storage, "torch storage").dtype, storage.raw
+        name = name if dtype is None else str(self.exact(dtype, torch.dtype)).removeprefix("torch.")
+        size, stride, (offset,) = self.sizes(size), self.sizes(stride), self.sizes((offset,))
+        self.need(len(size) == len(stride), "a torch tensor whose shape and stride differ in length")
+        width, empty, span = _WIDTHS[name], 0 in size, prod(n or 1 for n in size)
+        have, last = len(raw) // width, offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        self.need(empty or last < have, f"a torch tensor that reaches past the {have} values it has")
+        # Strides of 0, and dimensions beside a 0, take no bytes, but whoever copies the tensor pays for them.
+        self.spend(_TENSOR_COST + max(0, span - have) * width + (len(raw) if name == "bool" else 0))
+        self.need(name != "bool" or not raw.translate(None, b"\0\1"), "a torch bool not 0 or 1")
+        if storage.value is None:  # made once, so that aliased tensors stay aliased
+            make = torch.UntypedStorage
+            storage.value = make.from_buffer(raw, dtype=torch.uint8) if raw else make(0, device="cpu")
+        made = torch.empty(0, dtype=self.torch_dtype(name), device="cpu")
+        made.set_(storage.value, 0 if empty else offset, size, stride)
+        if meta:  # the storage has the conjugate, or the negative, of what the tensor means
+            self.need(self.exact(meta, dict).keys() <= {"conj", "neg"}, "unknown torch tensor metadata")
+            self.spend(2 * span * width)
+            made = made.conj().resolve_conj() if meta.get("conj") else made
+            made = made.neg() if meta.get("neg") else made
+        return made
+
+    def parameter(self, tensor: Any, _grad: Any, _hooks: Any) -> Any:
+        import torch
+
+        return self.exact(tensor, torch.Tensor)
+
+    def children(self, value: Any) -> Any:
+        kind = type(value)
+        self.need(kind is not _Hidden, f"a {getattr(value, 'kind', '')} is not a plain value")
+        if kind is dict or kind is Record:
+            value = value.state if kind is Record else value
+            return chain(value, value.values())
+        return value if kind in (list, tuple, set, frozenset) else None
+
+    def check(self, root: Any, max_depth: int, max_items: int) -> None:
+        """Refuse a result that has a cycle, is too deep or too large as a tree, or is not all plain values."""
+        known: dict[int, Any] = {}  # by id: the nodes and height of a value, or None from entering to leaving
+        todo = [(root, False)]
+        while todo:
+            value, leaving = todo.pop()
+            if not leaving and id(value) in known:
+                self.need(known[id(value)] is not None, "a value that contains itself")
+                continue
+            children, nodes, height = self.children(value), 1, 0
+            if children is not None and not leaving:
+                known[id(value)] = None
+                todo.append((value, True))
+                todo.extend((child, False) for child in children if type(child) not in _SCALARS)
+                continue
+            for child in children or ():
+                below = (1, 0) if type(child) in _SCALARS else known[id(child)]
+                nodes, height = nodes + below[0], max(height, below[1])
+            known[id(value)] = (nodes, height + (children is not None))
+            self.need(height < max_depth, f"values nested deeper than {max_depth}")
+            self.need(nodes <= max_items, f"over {max_items} values, with shared ones counted each time")
+
+
+def _shown(text: str) -> str:
+    return ascii(text[:200])[1:-1]
+
+
+def _signed(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+_CALLS: dict[tuple[str, str], Callable[..., Any] | None] = {
+    (module, name): action
+    for modules, name, action in (
+        ("builtins __builtin__", "object", None),  # None: may be named, not called
+        ("builtins __builtin__", "bytes", lambda m, *args: bytes(m.octets(*args))),
+        ("builtins __builtin__", "bytearray", lambda m, *args: bytearray(m.octets(*args))),
+        ("builtins __builtin__", "complex", lambda m, *args: complex(*(m.exact(part, float) for part in args))),
+        ("builtins __builtin__", "set", lambda m, *args: m.gather(m.items(*args), set())),
+        ("builtins __builtin__", "frozenset", lambda m, *args: frozenset(m.gather(m.items(*args), set()))),
+        ("collections", "OrderedDict", lambda m, *args: m.fill(m.pairs(*args), {})),
+        ("copyreg copy_reg", "_reconstructor", _Machine.reconstructor),
+        ("copyreg copy_reg", "__newobj__", _Machine.instance),
+        ("_codecs", "encode", _Machine.encode),
+        ("numpy", "ndarray", None),
+        ("numpy", "dtype", _Machine.dtype),
+        ("numpy.core.multiarray numpy._core.multiarray", "_reconstruct", _Machine.reconstruct),
+        ("numpy.core.multiarray numpy._core.multiarray", "scalar", lambda m, dt, raw: m.array(raw, dt, ())[()]),
+        ("numpy.core.numeric numpy._core.numeric", "_frombuffer", _Machine.array),
+        ("torch.storage", "_load_from_bytes", _Machine.storage),
+        ("torch._utils", "_rebuild_tensor", lambda m, *args: m.tensor(*args[:4])),
+        ("torch._utils", "_rebuild_tensor_v2", lambda m, *args: m.tensor(*args[:4], None, *args[6:])),
+        ("torch._utils", "_rebuild_tensor_v3", lambda m, *args: m.tensor(*args[:4], *args[6:])),
+        ("torch._utils", "_rebuild_parameter", _Machine.parameter),
+    )
+    for module in modules.split()
+}
+_REFUSED = {
+    b"P": "a persistent id: there is nothing outside of the payload to refer to",
+    b"STU": "a Python 2 string",
+    b"\x82\x83\x84": "a name by its number in copyreg's extension registry",
+    b"\x97\x98": "a buffer that is not in the payload",
+}
+# An opcode gives the value it pushes, or None.
+# fmt: off
+_BY_CODE: dict[bytes, Callable[[_Machine], Any]] = {
+    b"\x80": lambda m: m.need(m.count(1) <= 5, "a pickle protocol above 5"),
+    b"\x95": _Machine.frame,
+    b"(": _Machine.mark,
+    b"0": lambda m: (m.pop(1) if m.stack else m.to_mark()).clear(),
+    b"1": lambda m: m.to_mark().clear(),
+    b"2": lambda m: m.stack.append(m.stack[-1]),
+    b"N": lambda m: m.stack.append(None),
+    b"\x88": lambda m: True, b"\x89": lambda m: False,
+    b"I": lambda m: m.digits(m.line()), b"L": lambda m: m.digits(m.line().removesuffix(b"L")),
+    b"K": lambda m: m.count(1), b"M": lambda m: m.count(2), b"J": lambda m: _signed(m.take(4)),
+    b"\x8a": lambda m: _signed(m.take(m.count(1))), b"\x8b": lambda m: _signed(m.take(m.count(4))),
+    b"F": lambda m: float(m.line()), b"G": lambda m: struct.unpack(">d", m.take(8))[0],
+    b"V": lambda m: m.line().decode("raw-unicode-escape"), b"\x8c": lambda m: _text(m.take(m.count(1))),
+    b"X": lambda m: _text(m.take(m.count(4))), b"\x8d": lambda m: _text(m.take(m.count(8))),
+    b"C": lambda m: m.take(m.count(1)), b"B": lambda m: m.take(m.count(4)),
+    b"\x8e": lambda m: m.take(m.count(8)), b"\x96": lambda m: bytearray(m.take(m.count(8))),
+    b"]": lambda m: [], b"}": lambda m: {}, b")": lambda m: (), b"\x8f": lambda m: m.gather([], set()),
+    b"l": _Machine.to_mark, b"d": lambda m: m.fill(m.to_mark(), {}), b"t": lambda m: tuple(m.to_mark()),
+    b"\x85": lambda m: tuple(m.pop(1)), b"\x86": lambda m: tuple(m.pop(2)), b"\x87": lambda m: tuple(m.pop(3)),
+    b"\x91": lambda m: frozenset(m.gather(m.to_mark(), set())), b"\x90": lambda m: m.gather(m.to_mark()),
+    b"a": lambda m: m.append(m.pop(1)), b"e": lambda m: m.append(m.to_mark()),
+    b"s": lambda m: m.fill(m.pop(2)), b"u": lambda m: m.fill(m.to_mark()),
+    b"p": lambda m: m.put(m.count(0)), b"q": lambda m: m.put(m.count(1)), b"r": lambda m: m.put(m.count(4)),
+    b"g": lambda m: m.get(m.count(0)), b"h": lambda m: m.get(m.count(1)), b"j": lambda m: m.get(m.count(4)),
+    b"\x94": lambda m: m.put(len(m.memo)),
+    b"c": lambda m: m.name(_text(m.line()), _text(m.line())), b"\x93": lambda m: m.name(*m.pop(2)),
+    b"R": lambda m: m.reduce(*m.pop(2)), b"o": lambda m: m.call(*m.to_mark()),
+    b"i": lambda m: m.call(m.name(_text(m.line()), _text(m.line())), *m.to_mark()),
+    b"\x81": lambda m: m.new(*m.pop(2)), b"\x92": lambda m: m.new(*m.pop(3)),
+    b"b": lambda m: m.build(*m.pop(2)), b"Q": lambda m: m.persistent(*m.pop(1)),
+}
+# fmt: on
+_OPS: list[Callable[[_Machine], Any]] = [lambda m: m.fail(f"unknown opcode 0x{m.data[m.at]:02x}")] * 256
+for _code, _action in _BY_CODE.items():
+    _OPS[_code[0]] = _action
+for _codes, _words in _REFUSED.items():
+    for _number in _codes:
+        _OPS[_number] = lambda m, words=_words: m.fail(words + ", which is not read")  # type: ignore[misc]
+
+
+def _load_prefix(
+    data: bytes,
+    offset: int = 0,
+    *,
+    records: Collection[tuple[str, str]] = (),
+    max_depth: int = 64,
+    max_items: int | None = None,
+) -> tuple[Any, int]:
+    """Read the pickle that begins at ``offset``; give its value and where it ends."""
+    size = len(data) - offset
+    machine = _Machine(data, offset, frozenset(records), [_BASE_PURSE + 16 * size])
+    value = machine.run()
+    machine.check(value, max_depth, max(100_000, 4 * size) if max_items is None else max_items)
+    return value, machine.pos
+
+
+def load(
+    data: bytes | bytearray | memoryview,
+    *,
+    records: Collection[tuple[str, str]] = (),
+    max_depth: int = 64,
+    max_items: int | None = None,
+) -> Any:
+    """Read one pickle that is all of ``data``.
+
+    The result is made of None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
+    frozenset, numpy scalars and arrays, torch tensors (on the CPU) and dtypes, and a :class:`Record` for each
+    instance of a class in ``records``, which are pairs of module and qualified name.
+    """
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise TypeError(f"pickle data is bytes, not {type(data).__name__}")
+    data = bytes(data)
+    value, end = _load_prefix(data, records=records, max_depth=max_depth, max_items=max_items)
+    if end != len(data):
+        raise UnpickleError(f"{len(data) - end} bytes follow the end of the pickle (at byte {end})", end)
+    return value

@@ -1,0 +1,290 @@
+"""From many records to padded tensors, groups and single turns: Trinity's functions, on rows and on columns alike.
+
+Invariant: a result says the same whether it was made from a list of rows or from `Experiences`; a maximum that is too
+small raises and names the record, so that nothing is ever cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rollbook.experiences import ID_TYPES, Experiences
+from rollbook.fields import DTYPES, FIELDS
+from rollbook.ragged import Ragged, promote
+
+if TYPE_CHECKING:
+    from rollbook.experience import Experience
+
+    Records = Sequence[Experience] | Experiences
+
+
+def _shapes(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
+    """[N] prompt lengths and response lengths, once they are known to fit."""
+    if isinstance(experiences, Experiences):
+        prompts = experiences.prompt_lengths()
+        totals = experiences.token_lengths()
+    else:
+        prompts = np.array([row.prompt_length for row in experiences], dtype=np.int64)
+        totals = np.array([len(row.tokens) for row in experiences], dtype=np.int64)
+    # With a truncated prompt the tokens may be fewer than the prompt was long: all of them are prompt then.
+    prompts = np.minimum(prompts, totals)
+    if max_prompt is not None:
+        _fits("max_prompt_length", max_prompt, prompts, experiences)
+    responses = totals - prompts
+    _fits("max_response_length", max_response, responses, experiences)
+    return prompts, responses
+
+
+def _fits(name: str, limit: int, lengths: Any, experiences: Records) -> None:
+    over = np.flatnonzero(lengths > limit)
+    if limit < 0 or over.size:
+        if not over.size:
+            raise ValueError(f"{name}: got {limit}, expected 0 or more")
+        i = int(over[0])
+        raise ValueError(
+            f"{name}: got {limit}, expected at least {int(lengths.max())}: record {i} ({experiences[i].eid}) has {int(lengths[i])}"
+        )
+
+
+def _padded(experiences: Records, name: str, width: int, fill: Any, starts: Any, stops: Any, begins: Any) -> torch.Tensor:
+    """[N, width] Part `begins[i]:stops[i]` of each record's `name` at column `starts[i]`, the rest `fill`.
+
+    With `width` 0-d rows there is nothing to say about the type: it is the field's.
+    """
+    field = FIELDS[name]
+    if isinstance(experiences, Experiences):
+        column = experiences.column(name)
+        if isinstance(column, Ragged) and column.valid is None:
+            kind = _result_dtype(name, column.row_dtypes())
+            same = DTYPES[kind].storage == DTYPES[column.dtype].storage
+            out = torch.full((len(experiences), width, *column.trailing), fill, dtype=getattr(torch, kind))
+            target = out if same else out.to(getattr(torch, column.dtype))
+            flat = target.view(getattr(torch, DTYPES[column.dtype].storage)).numpy()
+            column.fill(flat, starts, begins, stops)
+            return target if same else target.to(getattr(torch, kind))
+        rows = experiences.values(name)
+    else:
+        rows = [getattr(row, name) for row in experiences]
+    for i, row in enumerate(rows):
+        if not isinstance(row, torch.Tensor):
+            raise ValueError(f"{name}: got {row!r} in record {i} ({experiences[i].eid}), expected a tensor in every record")
+        if row.dim() != 1 + field.trailing:
+            raise ValueError(f"{name}: got shape {list(row.shape)} in record {i} ({experiences[i].eid})")
+    if not rows:
+        return torch.full((0, width), fill, dtype=getattr(torch, field.dtype))
+    kind = _result_dtype(name, {str(row.dtype).removeprefix("torch.") for row in rows})
+    trailing = rows[0].shape[1:]
+    out = torch.full((len(rows), width, *trailing), fill, dtype=getattr(torch, kind), device=rows[0].device)
+    for target, row, at, a, b in zip(out, rows, starts.tolist(), begins.tolist(), stops.tolist(), strict=True):
+        target[at : at + b - a] = row[a:b]
+    return out
+
+
+def _result_dtype(name: str, dtypes: set[str]) -> str:
+    if not dtypes:
+        return FIELDS[name].dtype
+    joined = dtypes.copy().pop() if len(dtypes) == 1 else promote(dtypes)
+    if joined is None:
+        raise ValueError(f"{name}: got records of types {', '.join(sorted(dtypes))}, expected types that one can hold")
+    return joined
+
+
+def gather_token_ids(
+    experiences: Records, max_prompt_length: int, max_response_length: int, pad_token_id: int
+) -> torch.Tensor:
+    """[N, P + R] Token ids: prompts padded on the left to P, responses on the right to R.
+
+    >>> from rollbook import Experience
+    >>> rows = [Experience(tokens=[11, 12, 13]), Experience(tokens=[21, 22, 23, 24, 25], prompt_length=2)]
+    >>> gather_token_ids(rows, max_prompt_length=2, max_response_length=3, pad_token_id=9)
+    tensor([[ 9, 11, 12, 13,  9],
+            [21, 22, 23, 24, 25]], dtype=torch.int32)
+    """
+    prompts, responses = _shapes(experiences, max_prompt_length, max_response_length)
+    starts = max_prompt_length - prompts
+    width = max_prompt_length + max_response_length
+    zeros = np.zeros(len(prompts), dtype=np.int64)
+    return _padded(experiences, "tokens", width, pad_token_id, starts, prompts + responses, zeros)
+
+
+def gather_attention_masks(experiences: Records, max_prompt_length: int, max_response_length: int) -> torch.Tensor:
+    """[N, P + R] True on the tokens that `gather_token_ids` did not pad.
+
+    >>> from rollbook import Experience
+    >>> gather_attention_masks([Experience(tokens=[11, 12, 13])], 2, 3)
+    tensor([[False,  True,  True,  True, False]])
+    """
+    prompts, responses = _shapes(experiences, max_prompt_length, max_response_length)
+    device = "cpu"
+    if not isinstance(experiences, Experiences) and len(experiences):
+        device = str(experiences[0].tokens.device)
+    position = torch.arange(max_prompt_length + max_response_length, device=device)
+    first = torch.from_numpy(max_prompt_length - prompts).to(device)[:, None]
+    last = torch.from_numpy(max_prompt_length + responses).to(device)[:, None]
+    return (position >= first) & (position < last)
+
+
+def gather_action_masks(experiences: Records, max_response_length: int) -> torch.Tensor:
+    """[N, R] The action masks, padded on the right with False.
+
+    >>> from rollbook import Experience
+    >>> gather_action_masks([Experience(tokens=[1, 2, 3, 4], action_mask=[1, 0, 1])], 4)
+    tensor([[ True, False,  True, False]])
+    """
+    return gather_response_attrs(experiences, "action_mask", max_response_length)
+
+
+def gather_response_attrs(
+    experiences: Records, attr_name: str, max_response_length: int, pad_value: float = 0
+) -> torch.Tensor:
+    """[N, R, ...] A response-axis field, padded on the right with `pad_value`.
+
+    >>> from rollbook import Experience
+    >>> rows = [Experience(tokens=[1, 2], logprobs=[-0.5]), Experience(tokens=[1, 2, 3], logprobs=[-1.0, -2.0])]
+    >>> gather_response_attrs(rows, "logprobs", 3, pad_value=1)
+    tensor([[-0.5000,  1.0000,  1.0000],
+            [-1.0000, -2.0000,  1.0000]])
+    """
+    field = FIELDS.get(attr_name)
+    if field is None or field.kind != "tensor" or field.axis != "response":
+        names = ", ".join(f.name for f in FIELDS.values() if f.axis == "response")
+        raise ValueError(f"attr_name: got {attr_name!r}, expected a response-axis field: {names}")
+    column = experiences.column(attr_name) if isinstance(experiences, Experiences) else None
+    if isinstance(column, Ragged) and column.valid is None:
+        lengths = column.lengths
+    else:
+        given = (
+            experiences.values(attr_name)
+            if isinstance(experiences, Experiences)
+            else [getattr(row, attr_name) for row in experiences]
+        )
+        measured = [len(v) if isinstance(v, torch.Tensor) and v.dim() else 0 for v in given]
+        lengths = np.array(measured, dtype=np.int64)
+    _fits("max_response_length", max_response_length, lengths, experiences)
+    zeros = np.zeros(len(lengths), dtype=np.int64)
+    padded = _padded(experiences, attr_name, max_response_length, 0, zeros, lengths, zeros)
+    if pad_value != 0:
+        slot = torch.arange(max_response_length, device=padded.device)
+        padding = slot >= torch.from_numpy(lengths).to(padded.device)[:, None]
+        if not padded.is_floating_point() and float(pad_value) != int(pad_value):
+            raise ValueError(f"pad_value: got {pad_value}, expected a whole number, since {attr_name} is {padded.dtype}")
+        padded[padding] = pad_value
+    return padded
+
+
+def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tensor]]:
+    """The media tensors by name, one per record; a record without a name that others have gives an empty tensor.
+
+    >>> from rollbook import Experience
+    >>> rows = [Experience(tokens=[1, 2], multi_modal_inputs={"p": torch.ones(2, 2)}), Experience(tokens=[1, 2])]
+    >>> [tuple(t.shape) for t in gather_multi_modal_inputs(rows)["p"]]
+    [(2, 2), (0, 2)]
+    """
+    if isinstance(experiences, Experiences):
+        given = experiences.values("multi_modal_inputs")
+    else:
+        given = [row.multi_modal_inputs for row in experiences]
+    media = [item or {} for item in given]
+    models: dict[str, torch.Tensor] = {}
+    for item in media:
+        for key, tensor in item.items():
+            models.setdefault(key, tensor)
+    return {
+        key: [item[key] if key in item else model.new_empty((0, *model.shape[1:])) for item in media]
+        for key, model in models.items()
+    }
+
+
+def group_by(experiences: Records, id_type: str) -> dict[str, Any]:
+    """The records of each task, run or step (`id_type`), in the order they first appear.
+
+    A list gives lists, `Experiences` gives `Experiences`.
+
+    >>> from rollbook import EID, Experience
+    >>> rows = [Experience(eid=EID(0, task, run), tokens=[1, 2]) for task in range(2) for run in range(2)]
+    >>> [(tid, len(group)) for tid, group in group_by(rows, "task").items()]
+    [('0/0', 2), ('0/1', 2)]
+    """
+    if isinstance(experiences, Experiences):
+        return experiences.group_by(id_type)
+    if id_type not in ID_TYPES:
+        raise ValueError(f"id_type: got {id_type!r}, expected one of {', '.join(map(repr, ID_TYPES))}")
+    groups: dict[str, list[Experience]] = {}
+    for row in experiences:
+        groups.setdefault(getattr(row.eid, ID_TYPES[id_type]), []).append(row)
+    return groups
+
+
+def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience]:
+    """Each preference pair as two single turns, the chosen one first.
+
+    Whatever speaks of both answers goes to both (prompt text, tools, media, reward, an `info` of their own, custom
+    fields); `chosen_messages` and `rejected_messages` become `messages`; `parent` is the pair's uid and the suffix
+    is new. Columns of the field table that speak of one response have no meaning in a pair and are not there.
+
+    >>> from rollbook import Experience
+    >>> pair = Experience(tokens=[1, 2], chosen=[3, 4], rejected=[5], prompt_text="q", eid={"suffix": "p"})
+    >>> [(half.tokens.tolist(), half.prompt_length, half.parent) for half in split_dpo_experience_to_single_turn([pair])]
+    [([1, 2, 3, 4], 2, '//0/0/p'), ([1, 2, 5], 2, '//0/0/p')]
+    """
+    from rollbook.experience import EID, Experience
+
+    halves = []
+    for i, pair in enumerate(experiences):
+        if pair.experience_type != "dpo" or pair.chosen is None or pair.rejected is None:
+            raise ValueError(f"record {i} ({pair.eid}): experience_type: got {pair.experience_type!r}, expected 'dpo'")
+        common = {
+            name: getattr(pair, name)
+            for name, field in FIELDS.items()
+            if field.axis == "sample" and field.kind not in ("eid",)
+        }
+        for name in ("experience_type", "chosen_messages", "rejected_messages", "prompt_length"):
+            del common[name]
+        if isinstance(pair.policy_versions, int):
+            common["policy_versions"] = pair.policy_versions
+        for answer, messages in ((pair.chosen, pair.chosen_messages), (pair.rejected, pair.rejected_messages)):
+            if len(answer) == 0:
+                which = "chosen" if answer is pair.chosen else "rejected"
+                raise ValueError(f"record {i} ({pair.eid}): {which}: got no tokens, expected at least one")
+            given = {
+                **common,
+                "tokens": torch.cat([pair.tokens, answer.to(pair.tokens.device)]),
+                "prompt_length": len(pair.tokens),
+                "messages": messages if messages is not None else common["messages"],
+                "parent": pair.eid.uid,
+                "eid": pair.eid.replace(suffix=EID().suffix),
+            }
+            halves.append(Experience(**given))
+    return halves
+
+
+def to_hf_datasets(experiences: Records) -> Any:
+    """A `datasets.Dataset` with a column for every field, from which `from_hf_datasets` gives the same records back."""
+    from rollbook.experiences import as_experiences
+    from rollbook.interchange import to_hf
+
+    return to_hf(as_experiences(experiences))
+
+
+def from_hf_datasets(dataset: Any) -> list[Experience]:
+    """The records of a dataset that `to_hf_datasets` made, or Trinity did."""
+    from rollbook.interchange import from_hf
+
+    return from_hf(dataset).rows()
+
+
+__all__ = [
+    "from_hf_datasets",
+    "gather_action_masks",
+    "gather_attention_masks",
+    "gather_multi_modal_inputs",
+    "gather_response_attrs",
+    "gather_token_ids",
+    "group_by",
+    "split_dpo_experience_to_single_turn",
+    "to_hf_datasets",
+]

@@ -1,0 +1,54 @@
+"""When two values of a record are equal: by value, all the way down, NaN equal to NaN."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal: tensors and arrays by type, shape and value, NaN equal to NaN.
+
+    >>> same({"a": [float("nan"), (1, 2)]}, {"a": [float("nan"), (1, 2)]}), same([1], (1,))
+    (True, False)
+    """
+    if a is b:
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and _same_tensors(a, b)
+    if isinstance(a, (np.ndarray, np.generic)) or isinstance(b, (np.ndarray, np.generic)):
+        return _same_arrays(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return len(a) == len(b) and all(key in b and same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return isinstance(a, list) == isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (a != a and b != b)
+    equal = a == b
+    return equal if isinstance(equal, bool) else False
+
+
+def _same_tensors(a: Any, b: Any) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    from rollbook.ragged import tensor_bytes
+
+    if not (a.is_floating_point() or a.is_complex()):
+        return bool((a.detach().cpu() == b.detach().cpu()).all())
+    if a.element_size() == 1:
+        # No arithmetic is defined for 8-bit floats: compare the bits.
+        return bool((tensor_bytes(a) == tensor_bytes(b)).all())
+    a, b = a.detach().cpu(), b.detach().cpu()
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _same_arrays(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    equal = np.asarray(a == b)
+    if a.dtype.kind in "fcmM":
+        equal = equal | ((a != a) & (b != b))
+    return bool(equal.all())

@@ -1,0 +1,407 @@
+"""`Experiences`: many records as ragged columns, a sequence of `Experience` to the eye.
+
+Invariant: `Experiences(list(many)) == many`. Columns never change once they stand: assigning to a row changes the row
+alone, and everything that selects rows either shares memory (slices) or gathers (filter, sort, index lists).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rollbook import arrow, columns
+from rollbook.columns import Column, Columns
+from rollbook.fields import FIELDS, Field, owner
+from rollbook.ids import EID
+from rollbook.ragged import Ragged, offsets_of
+
+if TYPE_CHECKING:
+    import os
+
+    from rollbook.experience import Experience
+
+ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
+
+
+class Experiences(Sequence["Experience"]):
+    """A sequence of `Experience` on columns.
+
+    Rows are made when asked for, as views: their tensors share memory with the columns (in-place changes show in
+    both), while assigning to a row's attribute changes that row alone.
+
+    >>> from rollbook import Experience
+    >>> many = Experiences([
+    ...     Experience(eid={"batch": 1, "task": t, "run": r}, tokens=[1, 2, 3 + r], reward=float(r))
+    ...     for t in range(2) for r in range(2)
+    ... ])
+    >>> len(many), many[1].tokens.tolist(), many[2:].column("tokens").lengths.tolist()
+    (4, [1, 2, 4], [3, 3])
+    >>> many.filter(lambda row: row.reward > 0)
+    Experiences(2 records, 6 tokens)
+    >>> {tid: len(group) for tid, group in many.group_by("task").items()}
+    {'1/0': 2, '1/1': 2}
+    >>> Experiences.from_bytes(many.to_bytes()) == many
+    True
+    """
+
+    def __init__(self, rows: Iterable[Experience] = ()) -> None:
+        built = _from_rows(list(rows))
+        self._columns, self._count = built._columns, built._count
+
+    # --- making ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _of(cls, parts: Columns, count: int) -> Experiences:
+        self = cls.__new__(cls)
+        self._columns, self._count = parts, count
+        return self
+
+    @classmethod
+    def from_columns(cls, data: Mapping[str, Any]) -> Experiences:
+        """Records from columns by field name.
+
+        A tensor field takes a `Ragged`, a pair (values, offsets) of arrays, or a sequence of arrays; any other field
+        a sequence or array of its values. Ids that are not given are fresh; kinds are inferred.
+
+        >>> Experiences.from_columns({
+        ...     "tokens": (np.arange(7, dtype=np.int32), [0, 3, 7]), "prompt_length": [1, 2], "reward": [0.0, 1.0]
+        ... })[1].tokens.tolist()
+        [3, 4, 5, 6]
+        """
+        if "tokens" not in data:
+            raise ValueError("from_columns: got no 'tokens', expected a column of token ids")
+        parts: Columns = {}
+        counts: dict[str, int] = {}
+        for name, given in data.items():
+            field = FIELDS.get(name)
+            if field is None:
+                raise ValueError(f"from_columns: {name!r} is no field; the fields are {', '.join(FIELDS)}")
+            made = _column_from(field, given)
+            counts[name] = len(given) if not made else len(next(iter(made.values())))
+            parts.update(made)
+        count = counts["tokens"]
+        for name, length in counts.items():
+            if length != count:
+                raise ValueError(f"from_columns: {name!r} has {length} rows, expected {count} as 'tokens' has")
+        complete(parts, count)
+        arrow.check(parts, count)
+        return cls._of(parts, count)
+
+    @classmethod
+    def from_arrow(cls, data: pa.Table | pa.RecordBatch, private: bool = False) -> Experiences:
+        """Records from an Arrow table: Rollbook's own, or one that another tool wrote with these column names."""
+        from rollbook.interchange import from_table
+
+        return from_table(data, private)
+
+    @classmethod
+    def from_bytes(cls, data: Any, verify: bool = True) -> Experiences:
+        """Records from frames, without copying; see `rollbook.wire.decode`."""
+        from rollbook.wire import decode
+
+        return decode(data, verify=verify)
+
+    @classmethod
+    def from_parquet(cls, path: str | os.PathLike[str]) -> Experiences:
+        """Records from a Parquet file; see `rollbook.interchange.read_parquet`."""
+        from rollbook.interchange import read_parquet
+
+        return read_parquet(path)
+
+    @classmethod
+    def from_hf(cls, dataset: Any) -> Experiences:
+        """Records from a `datasets.Dataset`; see `rollbook.experience.from_hf_datasets`."""
+        from rollbook.interchange import from_hf
+
+        return from_hf(dataset)
+
+    @classmethod
+    def concat(cls, parts: Iterable[Experiences]) -> Experiences:
+        """All records of all parts, in order."""
+        given = [part for part in parts if len(part)]
+        if len(given) <= 1:
+            return given[0] if given else cls()
+        return cls._of(
+            columns.concat([(part._columns, part._count) for part in given]), sum(part._count for part in given)
+        )
+
+    # --- going out ------------------------------------------------------------------------------------------
+
+    def to_arrow(self, portable: bool = False) -> pa.Table:
+        """The columns as an Arrow table; `portable` as Parquet and HF have them, with a column for every field."""
+        from rollbook.interchange import to_table
+
+        return to_table(self, portable)
+
+    def to_bytes(self, compression: str | None = None) -> bytes:
+        """One frame; see `rollbook.wire.encode`."""
+        from rollbook.wire import encode
+
+        return bytes(encode(self, compression=compression))
+
+    def to_parquet(self, path: str | os.PathLike[str], compression: str = "zstd") -> None:
+        """A Parquet file that DuckDB, pandas and polars read as ordinary columns."""
+        from rollbook.interchange import write_parquet
+
+        write_parquet(self, path, compression)
+
+    def to_hf(self) -> Any:
+        """A `datasets.Dataset`, from which `from_hf` gives the same records back."""
+        from rollbook.interchange import to_hf
+
+        return to_hf(self)
+
+    # --- a sequence -----------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Experience: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int] | NDArray[Any]) -> Experiences: ...
+    def __getitem__(self, index: Any) -> Any:
+        """One row, a slice (sharing memory if its step is 1), or the rows of an index list or boolean mask."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._count)
+            if step == 1:
+                stop = max(start, stop)
+                parts = {name: columns.slice_column(c, start, stop) for name, c in self._columns.items()}
+                return Experiences._of(parts, stop - start)
+            return self.take(np.arange(start, stop, step))
+        if isinstance(index, (int, np.integer)):
+            row = int(index) + (self._count if index < 0 else 0)
+            if not 0 <= row < self._count:
+                raise IndexError(f"record {int(index)} of {self._count}")
+            for column in self._columns.values():
+                if isinstance(column, Ragged):
+                    column.tensor_of_values()
+            return self[row : row + 1].rows()[0]
+        return self.take(np.asarray(index))
+
+    def __iter__(self) -> Iterator[Experience]:
+        # In chunks: rows of a large book are not all alive at once, and bulk conversion still pays.
+        for column in self._columns.values():
+            if isinstance(column, Ragged):
+                column.tensor_of_values()
+        for start in range(0, self._count, 1024):
+            yield from self[start : start + 1024].rows()
+
+    def rows(self) -> list[Experience]:
+        """All rows at once: the fastest way to have them."""
+        from rollbook.experience import row_from_values
+
+        values: list[dict[str, Any]] = [{} for _ in range(self._count)]
+        aside: dict[int, set[str]] = {}
+        for field in FIELDS.values():
+            name = field.name
+            found = columns.decode(field, self._columns)
+            if found is not None:
+                for row, value in zip(values, found, strict=True):
+                    if value is not None:
+                        row[name] = value
+            if f"{name}__other" in self._columns:
+                for i, names in enumerate(columns.set_aside(field, self._columns, self._count)):
+                    if names:
+                        aside.setdefault(i, set()).update(names)
+        unknown = {name: c for name, c in self._columns.items() if owner(name) is None}
+        return [
+            row_from_values(
+                row,
+                frozenset(aside.get(i, ())),
+                {name: columns.slice_column(c, i, i + 1) for name, c in unknown.items()},
+            )
+            for i, row in enumerate(values)
+        ]
+
+    def __add__(self, other: Sequence[Experience]) -> Experiences:
+        return Experiences.concat([self, as_experiences(other)])
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to any sequence of equal records."""
+        if not isinstance(other, (Experiences, list, tuple)):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Experiences({self._count} records, {int(self.token_lengths().sum())} tokens)"
+
+    def __reduce__(self) -> Any:
+        return Experiences.from_bytes, (self.to_bytes(),)
+
+    # --- selecting ------------------------------------------------------------------------------------------
+
+    def take(self, indices: Sequence[int] | NDArray[Any]) -> Experiences:
+        """The rows at `indices` (or where a boolean mask is True), gathered: the parent's memory is not kept."""
+        chosen = np.asarray(indices)
+        if chosen.dtype == np.bool_:
+            if chosen.shape != (self._count,):
+                raise IndexError(f"mask of shape {chosen.shape}, expected ({self._count},)")
+            chosen = np.flatnonzero(chosen)
+        if chosen.size == 0:
+            chosen = chosen.astype(np.int64)
+        if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer):
+            raise IndexError(f"indices of type {chosen.dtype}, shape {chosen.shape}: expected a list of whole numbers")
+        chosen = np.where(chosen < 0, chosen + self._count, chosen).astype(np.int64)
+        if chosen.size and not (chosen.min() >= 0 and chosen.max() < self._count):
+            raise IndexError(f"indices reach from {chosen.min()} to {chosen.max()}, of {self._count} records")
+        return Experiences._of(
+            {name: columns.take_column(c, chosen) for name, c in self._columns.items()}, len(chosen)
+        )
+
+    def filter(self, keep: Callable[[Experience], Any] | Sequence[bool] | NDArray[Any]) -> Experiences:
+        """The records for which `keep(row)` is true, or where a mask is."""
+        mask = [bool(keep(row)) for row in self] if callable(keep) else keep
+        return self.take(np.asarray(mask, dtype=np.bool_))
+
+    def sort(self, key: Callable[[Experience], Any] | Sequence[Any] | NDArray[Any], reverse: bool = False) -> Experiences:
+        """The records in the order of `key(row)`, or of one key per record; stable."""
+        keys = [key(row) for row in self] if callable(key) else list(key)
+        if len(keys) != self._count:
+            raise ValueError(f"sort: got {len(keys)} keys, expected {self._count}")
+        return self.take(sorted(range(self._count), key=keys.__getitem__, reverse=reverse))
+
+    def group_by(self, id_type: str) -> dict[str, Experiences]:
+        """The records of each task, run or step, in the order they first appear."""
+        if id_type not in ID_TYPES:
+            raise ValueError(f"id_type: got {id_type!r}, expected one of {', '.join(map(repr, ID_TYPES))}")
+        groups: dict[str, list[int]] = {}
+        for i, eid in enumerate(self.eids()):
+            groups.setdefault(getattr(eid, ID_TYPES[id_type]), []).append(i)
+        return {key: self.take(indices) for key, indices in groups.items()}
+
+    def compact(self) -> Experiences:
+        """The same records on memory that holds nothing else (a slice keeps its parent's alive)."""
+        return self.take(np.arange(self._count))
+
+    # --- columns --------------------------------------------------------------------------------------------
+
+    def column(self, name: str) -> Column | None:
+        """A physical column by name: a `Ragged` for tensors, an Arrow array otherwise; `None` if no record has it."""
+        if name not in self._columns and owner(name) is None:
+            raise ValueError(f"column {name!r} is no field, and no column of these records")
+        return self._columns.get(name)
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """All physical columns."""
+        return dict(self._columns)
+
+    def values(self, name: str) -> list[Any]:
+        """One field of every record, without making rows."""
+        if name not in FIELDS:
+            raise ValueError(f"{name!r} is no field; the fields are {', '.join(FIELDS)}")
+        found = columns.decode(FIELDS[name], self._columns)
+        return [None] * self._count if found is None else found
+
+    def eids(self) -> list[EID]:
+        """Every record's id."""
+        return self.values("eid") if self._count else []
+
+    def token_lengths(self) -> NDArray[np.int64]:
+        """[N] How many tokens each record has."""
+        tokens = self._columns.get("tokens")
+        if isinstance(tokens, Ragged) and tokens.valid is None:
+            return tokens.lengths
+        return np.array([len(row) for row in self.values("tokens")] if self._count else [], dtype=np.int64)
+
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        """[N] How many of them are the prompt."""
+        if not self._count:
+            return np.empty(0, dtype=np.int64)
+        lengths: NDArray[np.int64] = self._columns["prompt_length"].to_numpy(zero_copy_only=False)
+        return lengths
+
+
+def as_experiences(rows: Iterable[Experience]) -> Experiences:
+    """`rows` as columns: itself if it is that already."""
+    return rows if isinstance(rows, Experiences) else Experiences(rows)
+
+
+def _from_rows(rows: list[Any]) -> Experiences:
+    from rollbook.experience import Experience, validate
+
+    for i, row in enumerate(rows):
+        if not isinstance(row, Experience):
+            raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
+    odd = [row.odd for row in rows]
+    parts: Columns = {}
+    for field in FIELDS.values():
+        name = field.name
+        parts.update(columns.encode(field, [getattr(row, name) for row in rows], odd if any(odd) else None))
+    unknown = {name: None for row in rows for name in row.unknown}
+    for name in unknown:
+        parts.update(columns.concat([({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]))
+    if rows:
+        try:
+            arrow.check(parts, len(rows))
+        except ValueError:
+            for i, row in enumerate(rows):
+                validate(row, f"record {i}: ")
+            raise
+    return Experiences._of(parts, len(rows))
+
+
+def _column_from(field: Field, given: Any) -> Columns:
+    if field.kind != "tensor":
+        if field.kind == "eid":
+            given = [EID() if e is None else e if isinstance(e, EID) else EID(**e) for e in given]
+        return columns.encode(field, given.tolist() if isinstance(given, np.ndarray) else list(given))
+    if isinstance(given, Ragged):
+        return {field.name: given}
+    if isinstance(given, tuple) and len(given) == 2 and not np.isscalar(given[0]):
+        values, offsets = np.asarray(given[0]), np.asarray(given[1], dtype=np.int64)
+        if offsets.ndim != 1 or len(offsets) == 0 or offsets[0] < 0 or offsets[-1] > len(values) or (np.diff(offsets) < 0).any():
+            raise ValueError(f"{field.name}: offsets must rise from 0 or more to at most {len(values)}")
+        if values.dtype.name not in arrow.DTYPES:
+            raise ValueError(f"{field.name}: got values of {values.dtype}, expected numbers")
+        name = values.dtype.name
+        return {field.name: Ragged(values.view(arrow.DTYPES[name].storage), offsets, name)}
+    from rollbook.experience import as_tensor
+
+    return columns.encode(field, [None if row is None else as_tensor(field, row) for row in given])
+
+
+def complete(parts: Columns, count: int) -> None:
+    """Add what every record must have: ids, prompt lengths, kinds and masks."""
+    kinds = FIELDS["experience_type"].name
+    tokens = parts.get("tokens")
+    lengths = tokens.lengths if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.int64)
+    if "eid" not in parts:
+        parts.update(columns.encode(FIELDS["eid"], [EID() for _ in range(count)]))
+    if kinds not in parts:
+        masked = arrow.has(parts, "action_mask", count)
+        paired = arrow.has(parts, "chosen", count) & arrow.has(parts, "rejected", count)
+        names = np.where(masked, "multi_turn", np.where(paired, "dpo", "single_turn"))
+        parts[kinds] = pa.array(names.tolist(), pa.large_string())
+    single, _, dpo = arrow.kinds(parts[kinds])
+    if "prompt_length" not in parts:
+        parts["prompt_length"] = pa.array(np.where(dpo, lengths, 1), pa.int64())
+    missing = single & ~arrow.has(parts, "action_mask", count)
+    if missing.any():
+        _add_masks(parts, count, lengths, missing)
+
+
+def _add_masks(parts: Columns, count: int, lengths: NDArray[np.int64], missing: NDArray[np.bool_]) -> None:
+    """Give single-turn records their masks: all True, or all False where the prompt was truncated."""
+    widths = np.where(missing, np.maximum(lengths - parts["prompt_length"].to_numpy(zero_copy_only=False), 0), 0)
+    fill = np.ones(count, dtype=np.uint8)
+    cut = arrow.truncated(parts, count) & missing
+    if cut.any():
+        logprobs = parts.get("logprobs")
+        widths = np.where(cut, logprobs.lengths if isinstance(logprobs, Ragged) else 0, widths)
+        fill[cut] = 0
+    made = Ragged(np.repeat(fill, widths), offsets_of(widths), "bool", missing, owned=True)
+    if missing.all():
+        made.valid = None
+        parts["action_mask"] = made
+        return
+    given = columns.decode(FIELDS["action_mask"], parts)
+    rows = [a if b is None else b for a, b in zip(given or [None] * count, made.tensors(), strict=True)]
+    parts.update(columns.encode(FIELDS["action_mask"], rows))

@@ -1,0 +1,135 @@
+"""`EID`, the id a record keeps from the engine to the optimizer, the disk and the screen.
+
+Invariant: `EID.parse(eid.uid) == eid` for every id, whatever text its parts hold.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+_ESCAPE = re.compile(r"%(25|2F)")
+
+
+def _suffix() -> str:
+    return os.urandom(8).hex()
+
+
+def _escape(part: int | str) -> str:
+    text = str(part)
+    if "%" in text or "/" in text:
+        return text.replace("%", "%25").replace("/", "%2F")
+    return text
+
+
+def _unescape(text: str) -> str:
+    if "%" in _ESCAPE.sub("", text):
+        raise ValueError(f"uid part {text!r}: '%' must be written %25 and '/' %2F")
+    return text.replace("%2F", "/").replace("%25", "%")
+
+
+def _number_or_text(text: str) -> int | str:
+    return int(text) if len(text) < 20 and _INTEGER.fullmatch(text) else _unescape(text)
+
+
+@dataclass(eq=False, repr=False)
+class EID:
+    """Where a record comes from: batch, task, run (which of the task's samples), step (turn), and a random suffix.
+
+    Groups are formed by these, never by position. Parts can be set; ids compare by what they print, and since they
+    can change they are not hashable: use `uid` as a key. In text parts `%` prints as `%25` and `/` as `%2F`, so that
+    every uid can be read back. The suffix has 64 random bits (Trinity's has 24, and collides within thousands).
+
+    >>> eid = EID(batch=1, task=2, run=3, step=4, suffix="abc123")
+    >>> eid
+    EID(batch=1, task=2, run=3, step=4, uuid=abc123)
+    >>> eid.uid, eid.tid, eid.rid, eid.sid
+    ('1/2/3/4/abc123', '1/2', '1/2/3', '1/2/4')
+    >>> EID.parse(eid.uid) == eid, eid.replace(run=0).rid
+    (True, '1/2/0')
+    >>> EID(batch="10/eval", task="50%").tid
+    '10%2Feval/50%25'
+    """
+
+    batch: int | str = ""
+    task: int | str = ""
+    run: int = 0
+    step: int = 0
+    suffix: str = field(default_factory=_suffix)
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "task"):
+            value = getattr(self, name)
+            if type(value) is not str and type(value) is not int:
+                setattr(self, name, str(value) if isinstance(value, str) else _index(name, value, "an int or a str"))
+        for name in ("run", "step"):
+            value = getattr(self, name)
+            if type(value) is not int:
+                setattr(self, name, _index(name, value, "an int"))
+        if type(self.suffix) is not str:
+            raise ValueError(f"EID.suffix: got {self.suffix!r}, expected a str")
+
+    @property
+    def uid(self) -> str:
+        """The whole id: batch/task/run/step/suffix."""
+        return f"{_escape(self.batch)}/{_escape(self.task)}/{self.run}/{self.step}/{_escape(self.suffix)}"
+
+    @property
+    def sid(self) -> str:
+        """The same step of all runs: batch/task/step."""
+        return f"{_escape(self.batch)}/{_escape(self.task)}/{self.step}"
+
+    @property
+    def rid(self) -> str:
+        """One run, all its steps: batch/task/run."""
+        return f"{_escape(self.batch)}/{_escape(self.task)}/{self.run}"
+
+    @property
+    def tid(self) -> str:
+        """One task, all its runs: batch/task."""
+        return f"{_escape(self.batch)}/{_escape(self.task)}"
+
+    @classmethod
+    def parse(cls, uid: str) -> EID:
+        """The id that prints as `uid`. A part that reads as a number becomes one (1 and "1" print alike)."""
+        parts = uid.split("/") if isinstance(uid, str) else []
+        if len(parts) != 5 or not all(_INTEGER.fullmatch(part) for part in parts[2:4]):
+            raise ValueError(f"uid: got {uid!r}, expected 'batch/task/run/step/suffix' with numbers for run and step")
+        batch, task, run, step, suffix = parts
+        return cls(_number_or_text(batch), _number_or_text(task), int(run), int(step), _unescape(suffix))
+
+    def replace(self, **changes: Any) -> EID:
+        """A copy with some parts changed."""
+        return EID(**{**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The five parts by name."""
+        return {
+            "batch": self.batch,
+            "task": self.task,
+            "run": self.run,
+            "step": self.step,
+            "suffix": self.suffix,
+        }
+
+    def __str__(self) -> str:
+        return self.uid
+
+    def __repr__(self) -> str:
+        return f"EID(batch={self.batch}, task={self.task}, run={self.run}, step={self.step}, uuid={self.suffix})"
+
+    def __eq__(self, other: object) -> bool:
+        return self.uid == other.uid if isinstance(other, EID) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _index(name: str, value: Any, expected: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"EID.{name}: got {value!r}, expected {expected}") from None

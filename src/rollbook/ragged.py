@@ -1,0 +1,321 @@
+"""Ragged columns: values and offsets; the only place that slices by offsets.
+
+Invariant: row i of a `Ragged` is `values[offsets[i]:offsets[i + 1]]`, offsets never fall, and a row that is absent
+(`valid[i]` False) has length 0. A tensor handed out never lies on read-only memory: a column over a foreign buffer
+is copied once, when the first tensor is asked for (an in-place operation on a read-only map would end the process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.errors import WireError
+from rollbook.fields import BY_CODE, COLUMNAR, DTYPES, INTEGERS
+
+if TYPE_CHECKING:
+    import torch
+
+_EXACT_IN_FLOAT32 = frozenset(("bool", "uint8", "int8", "uint16", "int16", "float16", "bfloat16", "float32"))
+_EXACT_IN_FLOAT64 = _EXACT_IN_FLOAT32 | {"uint32", "int32", "float64"}
+
+
+def promote(dtypes: Iterable[str]) -> str | None:
+    """The narrowest type that holds every value of all `dtypes` exactly, or `None` if there is none.
+
+    >>> promote(["int32", "int64"]), promote(["bfloat16", "float16"]), promote(["uint64", "int8"])
+    ('int64', 'float32', None)
+    """
+    names = set(dtypes)
+    if not names <= COLUMNAR:
+        return None
+    if len(names) == 1:
+        return names.pop()
+    if names <= INTEGERS | {"bool"}:
+        joined = np.result_type(*(np.dtype(name) for name in names)).name
+        return joined if joined in INTEGERS else None
+    if names <= _EXACT_IN_FLOAT32:
+        return "float32"
+    return "float64" if names <= _EXACT_IN_FLOAT64 else None
+
+
+def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """A tensor's elements in row-major order, as bytes; copied only if it is strided or on a device."""
+    import torch
+
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()
+
+
+def tensor_from_bytes(dtype: str, shape: Sequence[int], data: Any) -> torch.Tensor:
+    """The tensor of `dtype` and `shape` whose elements are `data`, on memory of its own.
+
+    The caller has checked that the sizes agree; `check_shape` does.
+    """
+    import torch
+
+    if not len(data):
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype))
+    memory = np.array(np.frombuffer(data, dtype=np.uint8))
+    return torch.from_numpy(memory).view(getattr(torch, dtype)).reshape(tuple(shape))
+
+
+def check_shape(dtype: Any, shape: Any, nbytes: int, where: str) -> tuple[int, ...]:
+    """The shape as a tuple, once it is known to be one of `nbytes` bytes of `dtype`."""
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise WireError(f"{where}: dtype {dtype!r} is none that is known")
+    if not isinstance(shape, (list, tuple)) or len(shape) > 64:
+        raise WireError(f"{where}: shape {shape!r} is no list of at most 64 sizes")
+    count = DTYPES[dtype].itemsize
+    for size in shape:
+        if type(size) is not int or not 0 <= size < 2**62:
+            raise WireError(f"{where}: shape {shape!r} holds {size!r}, which is no size")
+        count *= size
+    if count != nbytes:
+        raise WireError(f"{where}: {dtype} of shape {list(shape)} takes {count} bytes, got {nbytes}")
+    return tuple(shape)
+
+
+class Ragged:
+    """Many arrays of different length, as one array of values and the offsets between them.
+
+    `values` has shape (total, *trailing); its numpy type is the storage of `dtype` (bfloat16 lies as uint16, bool as
+    uint8). Where rows have different types the values are of one that holds all exactly, and `codes` (see
+    `fields.DTYPES`) says which each row has. Slices share memory, `take` copies.
+
+    >>> column = Ragged.from_arrays([[1, 2, 3], None, [4]], "int32")
+    >>> column.offsets.tolist(), column.values.tolist(), column.lengths.tolist()
+    ([0, 3, 3, 4], [1, 2, 3, 4], [3, 0, 1])
+    >>> column.tensor(0)
+    tensor([1, 2, 3], dtype=torch.int32)
+    >>> column.tensor(1) is None
+    True
+    """
+
+    __slots__ = ("_owned", "_tensor", "codes", "dtype", "offsets", "valid", "values")
+
+    def __init__(
+        self,
+        values: NDArray[Any],
+        offsets: NDArray[np.int64],
+        dtype: str,
+        valid: NDArray[np.bool_] | None = None,
+        codes: NDArray[np.uint8] | None = None,
+        owned: bool = False,
+    ) -> None:
+        self.values = values
+        self.offsets = offsets
+        self.dtype = dtype
+        self.valid = valid
+        self.codes = codes
+        self._owned = owned
+        self._tensor: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def trailing(self) -> tuple[int, ...]:
+        """The sizes of the dimensions behind the ragged one."""
+        return self.values.shape[1:]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """How long each row is; 0 where it is absent."""
+        return np.diff(self.offsets)
+
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        """Which rows have a value."""
+        return np.ones(len(self), dtype=np.bool_) if self.valid is None else self.valid
+
+    def row_dtype(self, index: int) -> str:
+        """The type of one row."""
+        return self.dtype if self.codes is None else BY_CODE[int(self.codes[index])].name
+
+    def row_dtypes(self) -> set[str]:
+        """The types that present rows have."""
+        if self.codes is None:
+            return {self.dtype} if self.present.any() else set()
+        return {BY_CODE[int(code)].name for code in np.unique(self.codes[self.present])}
+
+    @classmethod
+    def from_arrays(cls, rows: Sequence[Any], dtype: str) -> Ragged:
+        """A column from lists or numpy arrays (`None` for an absent row), each converted to `dtype`."""
+        if dtype == "bfloat16":
+            raise ValueError("dtype 'bfloat16': numpy has no such type; build the column from tensors")
+        storage = np.dtype(dtype)
+        arrays = [None if row is None else np.asarray(row, dtype=storage) for row in rows]
+        lengths = [0 if array is None else len(array) for array in arrays]
+        present = [array for array in arrays if array is not None]
+        values = np.concatenate(present) if present else np.empty(0, dtype=storage)
+        valid = None if len(present) == len(arrays) else np.array([a is not None for a in arrays], dtype=np.bool_)
+        return cls(values.view(DTYPES[dtype].storage), offsets_of(lengths), dtype, valid, owned=True)
+
+    @classmethod
+    def from_tensors(cls, rows: Sequence[torch.Tensor | None], dtype: str) -> Ragged:
+        """A column from tensors whose types all fit `dtype` and whose trailing sizes agree, copied in one pass."""
+        import torch
+
+        present = [row for row in rows if row is not None]
+        lengths = [0 if row is None else row.shape[0] for row in rows]
+        offsets = offsets_of(lengths)
+        info = DTYPES[dtype]
+        trailing = tuple(present[0].shape[1:]) if present else ()
+        memory = np.empty((int(offsets[-1]), *trailing), dtype=info.storage)
+        valid = None if len(present) == len(rows) else np.array([row is not None for row in rows], dtype=np.bool_)
+        codes = None
+        kinds = {row.dtype for row in present}
+        target = getattr(torch, dtype)
+        if kinds - {target}:
+            names = {kind: DTYPES[str(kind).removeprefix("torch.")].code for kind in kinds}
+            codes = np.array([0 if row is None else names[row.dtype] for row in rows], dtype=np.uint8)
+        column = cls(memory, offsets, dtype, valid, codes, owned=True)
+        if present and memory.size:
+            with torch.no_grad():
+                out = torch.from_numpy(memory)
+                column._tensor = out = out if out.dtype == target else out.view(target)
+                if codes is not None or any(row.requires_grad or not row.is_cpu for row in present):
+                    present = [row.detach().to("cpu", target) for row in present]
+                torch.cat(present, out=out)
+        return column
+
+    def tensor_of_values(self) -> torch.Tensor:
+        """All values as one tensor (total, *trailing) of type `dtype`, on writable memory."""
+        if self._tensor is None:
+            import torch
+
+            if not self._owned:
+                self.values = np.array(self.values)
+                self._owned = True
+            if self.dtype == "bool" and self.values.size and self.values.max() > 1:
+                raise WireError(f"a bool column holds the byte {int(self.values.max())}, expected 0 or 1")
+            tensor = torch.from_numpy(np.ascontiguousarray(self.values))
+            wanted = getattr(torch, self.dtype)
+            self._tensor = tensor if tensor.dtype == wanted else tensor.view(wanted)
+        return self._tensor
+
+    def tensor(self, index: int) -> torch.Tensor | None:
+        """Row `index`: a view of the column where the row has the column's type, else a copy in its own."""
+        if self.valid is not None and not self.valid[index]:
+            return None
+        row = self.tensor_of_values()[int(self.offsets[index]) : int(self.offsets[index + 1])]
+        return row if self.codes is None else self._cast(row, index)
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Every row, as `tensor` gives it, made in one pass."""
+        values = self.tensor_of_values()
+        start, stop = int(self.offsets[0]), int(self.offsets[-1])
+        rows: list[Any] = list(values[start:stop].split(self.lengths.tolist()))
+        if self.codes is not None:
+            rows = [self._cast(row, i) for i, row in enumerate(rows)]
+        if self.valid is not None:
+            rows = [row if ok else None for row, ok in zip(rows, self.valid.tolist(), strict=True)]
+        return rows
+
+    def _cast(self, row: torch.Tensor, index: int) -> torch.Tensor:
+        import torch
+
+        name = self.row_dtype(index) if self.valid is None or self.valid[index] else self.dtype
+        return row if name == self.dtype else row.to(getattr(torch, name))
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Rows start to stop, sharing memory."""
+        part = Ragged(
+            self.values,
+            self.offsets[start : stop + 1],
+            self.dtype,
+            None if self.valid is None else self.valid[start:stop],
+            None if self.codes is None else self.codes[start:stop],
+            self._owned,
+        )
+        part._tensor = self._tensor
+        return part
+
+    def take(self, indices: NDArray[np.int64]) -> Ragged:
+        """The rows at `indices`, in that order, copied together: nothing of the parent stays alive."""
+        lengths = self.lengths[indices]
+        offsets = offsets_of(lengths)
+        values = np.empty((int(offsets[-1]), *self.trailing), dtype=self.values.dtype)
+        source = self.values
+        starts = self.offsets[indices].tolist()
+        at = 0
+        for start, length in zip(starts, lengths.tolist(), strict=True):
+            values[at : at + length] = source[start : start + length]
+            at += length
+        return Ragged(
+            values,
+            offsets,
+            self.dtype,
+            None if self.valid is None else self.valid[indices],
+            None if self.codes is None else self.codes[indices],
+            owned=True,
+        )
+
+    def compact(self) -> Ragged:
+        """The same rows on memory that holds nothing else, offsets from 0; itself if that is so already."""
+        if self._owned and self.offsets[0] == 0 and self.offsets[-1] == len(self.values):
+            return self
+        start, stop = int(self.offsets[0]), int(self.offsets[-1])
+        return Ragged(
+            np.array(self.values[start:stop]), self.offsets - start, self.dtype, self.valid, self.codes, owned=True
+        )
+
+    def as_dtype(self, dtype: str) -> Ragged:
+        """The same rows on values of a wider type; each row keeps its own."""
+        if dtype == self.dtype:
+            return self
+        import torch
+
+        start, stop = int(self.offsets[0]), int(self.offsets[-1])
+        info = DTYPES[dtype]
+        values = np.empty((stop - start, *self.trailing), dtype=info.storage)
+        torch.from_numpy(values).view(getattr(torch, dtype)).copy_(self.tensor_of_values()[start:stop])
+        codes = self.codes
+        if codes is None:
+            codes = np.full(len(self), DTYPES[self.dtype].code, dtype=np.uint8)
+        return Ragged(values, self.offsets - start, dtype, self.valid, codes, owned=True)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Ragged]) -> Ragged:
+        """All rows of `parts`, which must have one `dtype` and one trailing shape."""
+        offsets = offsets_of(np.concatenate([part.lengths for part in parts]))
+        values = np.concatenate([part.values[part.offsets[0] : part.offsets[-1]] for part in parts])
+        valid = None
+        if any(part.valid is not None for part in parts):
+            valid = np.concatenate([part.present for part in parts])
+        codes = None
+        if any(part.codes is not None for part in parts):
+            own = DTYPES[parts[0].dtype].code
+            codes = np.concatenate(
+                [np.full(len(p), own, dtype=np.uint8) if p.codes is None else p.codes for p in parts]
+            )
+        return cls(values, offsets, parts[0].dtype, valid, codes, owned=True)
+
+    @classmethod
+    def absent(cls, count: int, dtype: str, trailing: tuple[int, ...] = ()) -> Ragged:
+        """A column of `count` rows, none of them there."""
+        values = np.empty((0, *trailing), dtype=DTYPES[dtype].storage)
+        return cls(values, np.zeros(count + 1, dtype=np.int64), dtype, np.zeros(count, dtype=np.bool_), owned=True)
+
+    def fill(self, out: NDArray[Any], starts: NDArray[np.int64], begin: NDArray[np.int64], stop: NDArray[np.int64]) -> None:
+        """Copy part `begin[i]:stop[i]` of each row i to `out[i, starts[i]:...]` (row copies: faster than indexing)."""
+        values = self.values
+        first = self.offsets[:-1]
+        columns = zip((first + begin).tolist(), (first + stop).tolist(), starts.tolist(), strict=True)
+        for row, (a, b, at) in zip(out, columns, strict=True):
+            row[at : at + b - a] = values[a:b]
+
+
+def offsets_of(lengths: Any) -> NDArray[np.int64]:
+    """Offsets, one more than there are lengths, from 0.
+
+    >>> offsets_of([3, 0, 1]).tolist()
+    [0, 3, 3, 4]
+    """
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

@@ -1,0 +1,321 @@
+"""Trinity-RFT's bytes: TRXP 1 (0.5.2 and later) read and written, and the pickles of earlier releases read.
+
+Invariant: reading runs nothing. The pickled part goes through `_unpickle`, which knows a handful of names and has each
+re-implemented; any other is a `WireError` that names it. Writing keeps all a record has: what Trinity does not know
+stands under keys that it skips, and is found again here.
+
+Layout: `TRXP`, u8 version, u64 length of the pickled part, u64 length of the tensors, the pickle, a safetensors blob.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rollbook import _unpickle, fields
+from rollbook.errors import WireError
+from rollbook.fields import FIELDS
+from rollbook.ragged import check_shape, tensor_bytes, tensor_from_bytes
+
+if TYPE_CHECKING:
+    from rollbook.experience import Experience
+    from rollbook.wire import Limits
+
+MAGIC = b"TRXP"
+_HEADER = struct.Struct("<4sBQQ")
+_MODULE = "trinity.common.experience"
+_RECORDS = [(_MODULE, name) for name in ("Experience", "EID", "CustomField", "ExperienceType")]
+_EXTRA = "rollbook"
+"""The key of an item under which fields stand that Trinity does not know; its reader skips unknown keys."""
+
+_META = (
+    "reward truncate_status info metrics prompt_length response_text prompt_text messages tools chosen_messages "
+    "rejected_messages"
+).split()
+_SAFETENSORS = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "C64": "complex64",
+}
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in _SAFETENSORS.items()}
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def read(view: memoryview, limits: Limits) -> list[Experience]:
+    """The records of a TRXP payload or of a legacy pickle."""
+    if bytes(view[:4]) == MAGIC:
+        return _read_trxp(view, limits)
+    if not len(view):
+        raise WireError("there are no bytes", 0)
+    if len(view) > limits.max_bytes:
+        raise WireError(f"{len(view)} bytes are over the limit of {limits.max_bytes}", 0)
+    if bytes(view[:1]) not in (b"\x80", b"(", b"]", b"c"):
+        magic = bytes(view[:8])
+        raise WireError(f"magic {magic!r} is none that is known (a frame begins with b'\\x8dROLLBK\\n')", 0)
+    value = _unpickled(view, 0, limits)
+    items = value if isinstance(value, list) else [value]
+    return [_legacy(item, i) for i, item in enumerate(items)]
+
+
+def _unpickled(view: memoryview, start: int, limits: Limits) -> Any:
+    try:
+        return _unpickle.load(view, records=_RECORDS, max_depth=limits.max_depth)
+    except _unpickle.UnpickleError as error:
+        # The offset is the unpickler's; ours counts from the first byte of the payload.
+        raise WireError(f"the pickled part: {error}", start + (error.offset or 0)) from None
+
+
+def _read_trxp(view: memoryview, limits: Limits) -> list[Experience]:
+    if len(view) < _HEADER.size:
+        raise WireError(f"the TRXP header is cut short: {len(view)} of {_HEADER.size} bytes", len(view))
+    _, version, meta_length, tensor_length = _HEADER.unpack_from(view)
+    if version != 1:
+        raise WireError(f"TRXP version {version}; this reader knows 1", 4)
+    total = _HEADER.size + meta_length + tensor_length
+    if total > limits.max_bytes:
+        raise WireError(f"{total} bytes are over the limit of {limits.max_bytes}", 5)
+    if total != len(view):
+        what = "are missing" if total > len(view) else "follow the payload"
+        raise WireError(f"{abs(total - len(view))} bytes {what}", min(total, len(view)))
+    split = _HEADER.size + meta_length
+    meta = _unpickled(view[_HEADER.size : split], _HEADER.size, limits)
+    if not isinstance(meta, dict) or not isinstance(meta.get("items"), list):
+        raise WireError("the pickled part holds no list of items", _HEADER.size)
+    items = meta["items"]
+    if meta.get("num_items") != len(items) or len(items) > limits.max_items:
+        raise WireError(f"num_items is {meta.get('num_items')!r}, {len(items)} items are there", _HEADER.size)
+    by_item: dict[int, dict[str, Any]] = {}
+    for key, tensor in _read_safetensors(view[split:], split).items():
+        index, _, name = key.partition(":")
+        if not index.isdecimal() or int(index) >= len(items) or not name:
+            raise WireError(f"tensor {key!r} belongs to none of the {len(items)} items", split)
+        by_item.setdefault(int(index), {})[name] = tensor
+    return [_from_item(item, by_item.get(i, {}), i) for i, item in enumerate(items)]
+
+
+def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
+    if len(view) < 8:
+        raise WireError("the tensor part is cut short", at)
+    size = struct.unpack_from("<Q", view)[0]
+    if size > len(view) - 8:
+        raise WireError(f"the tensor part states a header of {size} bytes, {len(view) - 8} are there", at)
+    try:
+        header = json.loads(bytes(view[8 : 8 + size]))
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"the tensor part's header is no JSON: {error}", at + 8) from None
+    if not isinstance(header, dict):
+        raise WireError("the tensor part's header is no object", at + 8)
+    data = view[8 + size :]
+    header.pop("__metadata__", None)
+    spans, tensors = [], {}
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise WireError(f"tensor {name!r} is not described by dtype, shape and data_offsets", at + 8)
+        span = entry["data_offsets"]
+        if not (isinstance(span, list) and len(span) == 2 and all(type(n) is int for n in span)) or not (
+            0 <= span[0] <= span[1] <= len(data)
+        ):
+            raise WireError(f"tensor {name!r} has data_offsets {span!r}, of {len(data)} bytes", at + 8)
+        dtype = _SAFETENSORS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+        shape = check_shape(dtype or entry["dtype"], entry["shape"], span[1] - span[0], f"tensor {name!r}")
+        part = data[span[0] : span[1]]
+        if dtype == "bool" and any(byte > 1 for byte in bytes(part)):
+            raise WireError(f"tensor {name!r} of bools holds other bytes than 0 and 1", at + 8 + size + span[0])
+        spans.append(span)
+        tensors[name] = tensor_from_bytes(str(dtype), shape, part)
+    end = 0
+    for start, stop in sorted(spans):
+        if start != end:
+            raise WireError("the tensors leave a hole, or overlap", at + 8 + size + end)
+        end = stop
+    if end != len(data):
+        raise WireError(f"{len(data) - end} bytes follow the tensors", at + 8 + size + end)
+    return tensors
+
+
+def _from_item(item: Any, tensors: Mapping[str, Any], index: int) -> Experience:
+    where = f"item {index}"
+    if not isinstance(item, dict):
+        raise WireError(f"{where}: got {type(item).__name__}, expected a dict")
+    values: dict[str, Any] = {name: item.get(name) for name in ("eid", "custom_fields", *_META)}
+    media: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        group, _, key = name.partition(":")
+        if group == "multi_modal_inputs" and key:
+            media[key] = tensor
+        elif name in FIELDS and FIELDS[name].kind == "tensor":
+            values[name] = tensor
+    keys = item.get("multi_modal_input_keys") or []
+    if not isinstance(keys, (list, tuple)) or set(media) != set(map(str, keys)):
+        raise WireError(f"{where}: multi_modal_input_keys {keys!r} do not match the tensors {sorted(media)}")
+    values["multi_modal_inputs"] = {key: media[key] for key in keys} or None
+    extra = item.get(_EXTRA) or {}
+    if not isinstance(extra, dict) or not set(extra) <= set(FIELDS):
+        raise WireError(f"{where}: {_EXTRA!r} holds what is no field")
+    values.update(extra)
+    return _restored(values, where)
+
+
+def _restored(values: dict[str, Any], where: str) -> Experience:
+    from rollbook.experience import restore
+
+    if values.get("experience_type") is None:
+        values["experience_type"] = _kind(values)
+    return restore(values, where)
+
+
+def _kind(values: Mapping[str, Any]) -> str | None:
+    """What the record was before Trinity wrote it, which makes every mask explicit and so every turn multi_turn.
+
+    A mask that is what a single turn's would be says that it was one; `None` leaves it to the constructor.
+    """
+    mask, tokens, prompt = values.get("action_mask"), values.get("tokens"), values.get("prompt_length")
+    if mask is None or tokens is None or str(mask.dtype) != "torch.bool" or type(prompt) is not int or prompt < 1:
+        return None
+    if values.get("truncate_status") == "prompt_truncated":
+        return "single_turn" if not bool(mask.any()) else None
+    whole = mask.dim() == 1 and tokens.dim() == 1 and 0 < len(mask) == len(tokens) - prompt
+    return "single_turn" if whole and bool(mask.all()) else None
+
+
+def _legacy(item: Any, index: int) -> Experience:
+    where = f"item {index}"
+    if not isinstance(item, _unpickle.Record) or item.name != "Experience":
+        raise WireError(f"{where}: got {type(item).__name__}, expected a pickled Experience")
+    state = {str(name): _plain(value, where) for name, value in item.state.items()}
+    values = {name: state.pop(name) for name in list(state) if name in FIELDS}
+    if "eid" not in values:
+        _from_before_eids(values, state)
+    info = dict(values.get("info") or {})
+    for name, value in state.items():
+        if value not in (None, ""):
+            info.setdefault(name, value)
+    values["info"] = info
+    return _restored(values, where)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A known record inside a pickled one as what the constructor takes."""
+    if isinstance(value, list):
+        return [_plain(entry, where) for entry in value]
+    if not isinstance(value, _unpickle.Record):
+        return value
+    if value.name == "ExperienceType":
+        return value.state.get("value")
+    if value.name == "CustomField":
+        return {name: str(part) for name, part in value.state.items()}
+    if value.name == "EID":
+        return value.state
+    raise WireError(f"{where}: an {value.name} stands where none can")
+
+
+def _from_before_eids(values: dict[str, Any], state: dict[str, Any]) -> None:
+    """Releases up to 0.2.0 had two texts for ids, and log-probs and masks over the whole sequence."""
+    from rollbook.ids import EID
+
+    group, unique = state.pop("group_id", ""), state.pop("unique_id", "")
+    values["eid"] = EID(task=str(group or ""), **({"suffix": str(unique)} if unique else {}))
+    tokens, prompt = values.get("tokens"), values.get("prompt_length")
+    for field in fields.tensor_fields("response"):
+        value = values.get(field.name)
+        if value is not None and tokens is not None and type(prompt) is int and len(value) == len(tokens):
+            values[field.name] = value[prompt:]
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def write(experiences: Iterable[Experience]) -> bytes:
+    """These records as TRXP 1.
+
+    A single turn's mask is left out: Trinity then makes it again, and with it the right kind.
+    """
+    items, tensors = [], {}
+    for i, row in enumerate(experiences):
+        items.append(_to_item(row))
+        for field in fields.tensor_fields():
+            value = getattr(row, field.name)
+            if hasattr(value, "dtype") and not (field.name == "action_mask" and _implied_mask(row)):
+                tensors[f"{i}:{field.name}"] = value
+        for key, value in (row.multi_modal_inputs or {}).items():
+            tensors[f"{i}:multi_modal_inputs:{key}"] = value
+    meta = pickle.dumps({"version": 1, "num_items": len(items), "items": items}, protocol=5)
+    blob = _write_safetensors(tensors)
+    return _HEADER.pack(MAGIC, 1, len(meta), len(blob)) + meta + blob
+
+
+def _implied_mask(row: Experience) -> bool:
+    mask = row.action_mask
+    if row.experience_type != "single_turn" or mask is None or str(mask.dtype) != "torch.bool" or row.odd:
+        return False
+    return bool((~mask if row.truncate_status == "prompt_truncated" else mask).all())
+
+
+def _to_item(row: Experience) -> dict[str, Any]:
+    item: dict[str, Any] = {"eid": row.eid.to_dict()}
+    item.update({name: _compact(getattr(row, name)) for name in _META})
+    item["custom_fields"] = [custom.to_dict() for custom in row.custom_fields]
+    item["multi_modal_input_keys"] = list(row.multi_modal_inputs or {})
+    known = {"eid", "custom_fields", *_META}
+    extra = {
+        name: _compact(getattr(row, name))
+        for name, field in FIELDS.items()
+        if name not in known and field.kind not in ("tensor", "media") and getattr(row, name) is not None
+    }
+    extra.update(
+        {f.name: v for f in fields.tensor_fields() if f.broadcast and isinstance(v := getattr(row, f.name), int)}
+    )
+    if row.multi_modal_inputs == {}:
+        extra["multi_modal_inputs"] = {}
+    item[_EXTRA] = extra
+    return item
+
+
+def _compact(value: Any) -> Any:
+    """The same value with tensors on memory of their own, since pickle would write all that lies behind a view."""
+    if isinstance(value, dict):
+        return {key: _compact(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_compact(entry) for entry in value)
+    return value.detach().cpu().clone() if hasattr(value, "untyped_storage") else value
+
+
+def _write_safetensors(tensors: Mapping[str, Any]) -> bytes:
+    header: dict[str, Any] = {}
+    parts, at = [], 0
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _SAFETENSORS_NAMES:
+            raise ValueError(f"{name}: a tensor of {dtype} cannot be kept in TRXP")
+        data = tensor_bytes(tensor).tobytes()
+        header[name] = {
+            "dtype": _SAFETENSORS_NAMES[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + len(data)],
+        }
+        parts.append(data)
+        at += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(parts)
