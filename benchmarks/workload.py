@@ -128,9 +128,7 @@ def check_same(workload: Workload, sides: Mapping[str, Sequence[Any]], sample: i
 
 def _same(found: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
-        return (
-            isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
-        )
+        return isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
     if isinstance(expected, dict):  # an id or an `info`
         found = found if isinstance(found, Mapping) else found.to_dict()
         return dict(found) == expected

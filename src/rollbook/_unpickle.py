@@ -14,9 +14,10 @@ import re
 import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import prod
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -30,20 +31,22 @@ _SAME_HASH = 64  # filling a table with chosen hashes takes quadratic time, the 
 _SMALL_INT = (1 << 61) - 1  # ints below this are their own hash
 _BASE_PURSE, _ITEM_COST, _OBJECT_COST, _TENSOR_COST = 1 << 26, 32, 256, 1024  # bytes, or about as much work
 _TORCH_STREAM = (0x1950A86A20F9469CFC6C, 1001)  # magic number and version of torch's legacy format
-_TORCH_TYPES = """bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64
-    complex32 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"""
-_WIDTHS = {name: int((re.findall(r"\d+", name) or [8])[0]) // 8 for name in _TORCH_TYPES.split()}
-_STORAGE_TYPES = """Float float32 Double float64 Half float16 BFloat16 bfloat16 Long int64 Int int32 Short int16
-    Char int8 Byte uint8 Bool bool ComplexFloat complex64 ComplexDouble complex128 Untyped uint8""".split()
-_STORAGES = {
-    ("torch", kind + "Storage"): dtype
-    for kind, dtype in zip(_STORAGE_TYPES[::2], _STORAGE_TYPES[1::2], strict=True)
-} | {("torch.storage", "UntypedStorage"): "uint8"}
+# fmt: off
+_WIDTHS = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8,
+    "uint64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8,
+    "complex128": 16, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+}
+_STORAGES = {("torch.storage", "UntypedStorage"): "uint8"} | {("torch", f"{k}Storage"): v for k, v in {
+    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
+    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "Untyped": "uint8",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128",
+}.items()}
+# fmt: on
 _NUMPY_TYPE = re.compile(r"b1|[iu][1248]|f(?:2|4|8|12|16)|c(?:8|16|24|32)|[SU][0-9]{1,9}|[Mm]8")
-_TIME_UNITS = frozenset("Y M W D h m s ms us ns ps fs as generic".split())
+_TIME_UNITS = {"Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"}
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
-# What a step below may raise on malformed input; the machine turns each of these into UnpickleError.
-_FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 class UnpickleError(ValueError):
@@ -82,7 +85,8 @@ class _Machine:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # one suspended stack for each open MARK
         self.memo: dict[int, Any] = {}  # a dict, so that a large index costs nothing
-        self.hashes: dict[tuple[int, int], int] = {}
+        # By id, each dict or set (kept, lest its id be used again) and how often it saw which key hash.
+        self.hashes: dict[int, tuple[Any, dict[int, int]]] = {}
 
     def run(self) -> Any:
         """Execute up to and including STOP, and give the value that is left."""
@@ -106,7 +110,7 @@ class _Machine:
             self.fail("not enough values on the stack" if self.pos < len(data) else "the data ends early")
         except ImportError:
             self.fail("the payload holds a torch value, and torch is not installed")
-        except _FAILURES as exc:
+        except Exception as exc:  # whatever Python, numpy or torch says of arguments that make no sense
             self.fail(f"malformed pickle: {type(exc).__name__}: {_shown(str(exc))}")
 
     def fail(self, message: str) -> NoReturn:
@@ -118,11 +122,12 @@ class _Machine:
 
     def exact(self, value: Any, *kinds: type) -> Any:
         if type(value) not in kinds:
-            self.fail(f"a {type(value).__name__} where only a {kinds[0].__name__} can be")
+            self.fail(f"a {_noun(value)} where only a {kinds[0].__name__} can be")
         return value
 
     def hidden(self, value: Any, kind: str) -> Any:
-        self.need(type(value) is _Hidden and value.kind == kind, f"something else where only a {kind} can be")
+        if type(value) is not _Hidden or value.kind != kind:
+            self.fail(f"a {_noun(value)} where only a {kind} can be")
         return value
 
     def spend(self, cost: int) -> None:
@@ -141,15 +146,16 @@ class _Machine:
         self.need(end >= 0, "the data ends inside a line")
         return self.take(end + 1 - self.pos)[:-1]
 
-    def count(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "little") if size else self.digits(self.line())
-
-    def digits(self, text: bytes) -> int:
+    def digits(self) -> int:
+        text = self.line().removesuffix(b"L")
         if text in (b"00", b"01"):  # how protocols 0 and 1 write bools
             return text == b"01"
         self.need(len(text) <= _LONGEST_INT, "an integer of too many digits")
         self.need(re.fullmatch(rb"-?[0-9]+", text) is not None, "text that is not a decimal integer")
         return int(text)
+
+    def count(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little") if size else self.digits()
 
     def frame(self) -> None:
         self.need(self.at >= self.frame_end, "a frame inside a frame")
@@ -197,7 +203,7 @@ class _Machine:
         return holder
 
     def gather(self, members: list[Any], *new: Any) -> Any:
-        self.spend(_OBJECT_COST)  # a set takes that, and one byte of payload makes one
+        self.spend(_OBJECT_COST * len(new))  # a set takes that, and one byte of payload makes one
         holder = self.exact(*(new or self.pop(1)), set)
         for member in members:
             if type(member) is not str or len(member) > _FREE_KEY:
@@ -220,20 +226,20 @@ class _Machine:
             elif isinstance(value, (str, bytes, np.generic)):
                 self.spend(value.nbytes if isinstance(value, np.generic) else len(value))
             elif kind not in _SCALARS:
-                self.fail(f"a dict key or set member that is a {kind.__name__}")
+                self.fail(f"a dict key or set member that is a {_noun(value)}")
         if isinstance(key, (str, bytes)):
             return
         self.need(len(holder) < _OTHER_KEYS, f"over {_OTHER_KEYS} keys that are not text in one dict or set")
         if type(key) is not float and not (type(key) is int and abs(key) < _SMALL_INT):
-            slot = (id(holder), hash(key))
-            self.hashes[slot] = self.hashes.get(slot, 0) + 1
-            self.need(self.hashes[slot] <= _SAME_HASH, "too many keys of one hash in one dict or set")
+            _, seen = self.hashes.setdefault(id(holder), (holder, {}))
+            count = seen[hash(key)] = seen.get(hash(key), 0) + 1
+            self.need(count <= _SAME_HASH, "too many keys of one hash in one dict or set")
 
     # Names, calls and instances.
 
     def name(self, module: Any, name: Any) -> Any:
         pair = (self.exact(module, str), self.exact(name, str))
-        if pair in _STORAGES if self.nested else pair in self.records or pair in _CALLS:
+        if pair in _STORAGES if self.nested else (pair in self.records or pair in _CALLS):
             return _Hidden("name", pair)
         if module == "torch" and name in _WIDTHS and not self.nested:
             return self.torch_dtype(name)
@@ -250,14 +256,14 @@ class _Machine:
     def reduce(self, function: Any, args: Any) -> Any:
         return self.call(function, *self.exact(args, tuple))
 
-    def new(self, cls: Any, args: Any, options: Any = None) -> Record:
-        return self.instance(cls, *self.exact(args, tuple), *(options and self.exact(options, dict) or ()))
+    def new(self, cls: Any, args: Any, options: Any = ()) -> Record:
+        return self.instance(cls, *self.exact(args, tuple), *self.exact(options, dict, tuple))
 
     def instance(self, cls: Any, *args: Any) -> Record:
         pair = self.hidden(cls, "name").value
         self.need(pair in self.records, f"an instance of {'.'.join(pair)}")
         self.need(not args, f"an instance of {'.'.join(pair)} made with arguments: only its state is read")
-        return Record(*pair, {})
+        return Record(pair[0], pair[1], {})
 
     def build(self, made: Any, state: Any) -> Any:
         if type(made) is Record:
@@ -268,7 +274,7 @@ class _Machine:
                 made.state.update(part)
             return made
         if type(made) is _Hidden and made.kind == "numpy dtype":
-            return self.build_dtype(made, *state)
+            return self.build_dtype(made, self.exact(state, tuple))
         self.need(self.hidden(made, "numpy array").value is None, "a numpy array that is built twice")
         version, shape, dtype, fortran, raw = state
         self.need(self.exact(version, int) == 1, "a numpy array of an unknown version")
@@ -309,17 +315,17 @@ class _Machine:
         self.need(bool(plain), "a numpy dtype other than plain numbers, bool, text, bytes and times")
         return _Hidden("numpy dtype", np.dtype(code))
 
-    def build_dtype(self, made: Any, _: Any, order: Any, *state: Any) -> Any:
-        subtype, names, fields, _, _, _, *more = state
+    def build_dtype(self, made: Any, state: tuple[Any, ...]) -> Any:
+        _, order, subtype, names, fields, _, _, _, more = state if len(state) == 9 else (*state[:9], None)
         self.need(subtype is None and names is None and fields is None, "a structured numpy dtype")
         if made.value.kind in "Mm":
-            ((_, (unit, number, divisor, _)),) = more
-            unit = self.exact(unit, bytes, str) if type(unit) is not bytes else unit.decode("ascii")
-            known = unit in _TIME_UNITS and self.exact(number, int) > 0 and self.exact(divisor, int) == 1
-            self.need(known, "a numpy time of unknown unit")
+            _, (unit, number, divisor, _) = more
+            unit = unit.decode("ascii") if type(unit) is bytes else self.exact(unit, str)
+            known = unit in _TIME_UNITS and 0 < self.exact(number, int) < 1 << 31
+            self.need(known and self.exact(divisor, int) == 1, "a numpy time of unknown unit")
             made.value = np.dtype(made.value.kind + ("8" if unit == "generic" else f"8[{number}{unit}]"))
         self.need(self.exact(order, str) in ("<", ">", "|", "="), "a numpy dtype of unknown byte order")
-        made.value = made.value.newbyteorder(order)
+        made.value = np.dtype(made.value.newbyteorder(order).str)  # by way of str, "<" is "=" where it can be
         return made
 
     def sizes(self, values: Any) -> tuple[int, ...]:
@@ -328,10 +334,11 @@ class _Machine:
         return tuple(values)
 
     def array(self, raw: Any, dtype: Any, shape: Any, order: Any = "C", axes: Any = None) -> Any:
-        raw, plain, shape = self.exact(raw, bytes, bytearray), self.hidden(dtype, "numpy dtype").value, self.sizes(shape)
-        self.need(prod(shape) * plain.itemsize == len(raw), f"a numpy array with {len(raw)} bytes, not as its shape")
+        plain, shape = self.hidden(dtype, "numpy dtype").value, self.sizes(shape)
+        have = len(self.exact(raw, bytes, bytearray))
+        self.need(prod(shape) * plain.itemsize == have, f"a numpy array whose shape is not for {have} bytes")
         # Dimensions beside a zero take no bytes, but whoever walks the array pays for them.
-        self.spend(_OBJECT_COST + len(raw) + prod(size or 1 for size in shape))
+        self.spend(_OBJECT_COST + have + prod(size or 1 for size in shape))
         self.need(plain.kind != "b" or not raw.translate(None, b"\0\1"), "a numpy bool not 0 or 1")
         if plain.kind == "U" and raw:
             self.need(np.frombuffer(raw, plain.str[0] + "u4").max() <= 0x10FFFF, "numpy text not of Unicode")
@@ -353,15 +360,16 @@ class _Machine:
         return getattr(torch, name)
 
     def persistent(self, pid: Any) -> _Hidden:
-        self.need(self.nested, "a persistent id: there is nothing outside of the payload to refer to")
+        self.need(self.nested, "a persistent id, which is not read")
         kind, cls, key, _location, count, view = self.exact(pid, tuple)
         self.need(self.exact(kind, str) == "storage" and view is None, "a persistent id of no plain storage")
         dtype = _STORAGES[self.hidden(cls, "name").value]
-        return _Hidden("torch storage", (self.exact(key, str), self.exact(count, int)), dtype)
+        return _Hidden("torch storage", (self.exact(key, str), *self.sizes((count,))), dtype)
 
-    def storage(self, data: Any) -> _Hidden:
-        """Read torch's legacy stream of pickles, for the only thing a pickled tensor has there: one storage."""
-        self.need(self.exact(data, bytes, bytearray)[:2] != b"PK", "a torch storage in zip format is not read")
+    def storage(self, data: Any) -> Any:
+        """Read torch's legacy stream of pickles, for all that a pickled tensor has there: one storage."""
+        zipped = self.exact(data, bytes, bytearray)[:2] == b"PK"
+        self.need(not zipped, "a torch storage in zip format, which is not read")
         self.spend(_TENSOR_COST + 2 * len(data))
         data, pos, parts = bytes(data), 0, []
         for _ in range(5):
@@ -383,9 +391,9 @@ class _Machine:
         good = int.from_bytes(data[pos : pos + 8], "little") == count
         good = good and count * _WIDTHS[made.dtype] == len(made.raw)
         self.need(good, f"a torch storage of {len(made.raw)} bytes cannot be {count} {made.dtype}")
-        return cast(_Hidden, made)
+        return made
 
-    def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any = None, meta: Any = None) -> Any:
+    def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, meta: Any = None) -> Any:
         import torch
 
         name, raw = self.hidden(storage, "torch storage").dtype, storage.raw
@@ -393,13 +401,14 @@ class _Machine:
         size, stride, (offset,) = self.sizes(size), self.sizes(stride), self.sizes((offset,))
         self.need(len(size) == len(stride), "a torch tensor whose shape and stride differ in length")
         width, empty, span = _WIDTHS[name], 0 in size, prod(n or 1 for n in size)
-        have, last = len(raw) // width, offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        have = len(raw) // width
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         self.need(empty or last < have, f"a torch tensor that reaches past the {have} values it has")
         # Strides of 0, and dimensions beside a 0, take no bytes, but whoever copies the tensor pays for them.
         self.spend(_TENSOR_COST + max(0, span - have) * width + (len(raw) if name == "bool" else 0))
         self.need(name != "bool" or not raw.translate(None, b"\0\1"), "a torch bool not 0 or 1")
         if storage.value is None:  # made once, so that aliased tensors stay aliased
-            make = torch.UntypedStorage
+            make: Any = torch.UntypedStorage
             storage.value = make.from_buffer(raw, dtype=torch.uint8) if raw else make(0, device="cpu")
         made = torch.empty(0, dtype=self.torch_dtype(name), device="cpu")
         made.set_(storage.value, 0 if empty else offset, size, stride)
@@ -417,15 +426,16 @@ class _Machine:
 
     def children(self, value: Any) -> Any:
         kind = type(value)
-        self.need(kind is not _Hidden, f"a {getattr(value, 'kind', '')} is not a plain value")
+        if kind is _Hidden:
+            self.fail(f"a {_noun(value)} in the result, which is not a plain value")
         if kind is dict or kind is Record:
             value = value.state if kind is Record else value
             return chain(value, value.values())
         return value if kind in (list, tuple, set, frozenset) else None
 
     def check(self, root: Any, max_depth: int, max_items: int) -> None:
-        """Refuse a result that has a cycle, is too deep or too large as a tree, or is not all plain values."""
-        known: dict[int, Any] = {}  # by id: the nodes and height of a value, or None from entering to leaving
+        """Refuse a result that has a cycle, is too deep, too large as a tree, or not all plain values."""
+        known: dict[int, Any] = {}  # by id: nodes and height of a value; None from entering to leaving it
         todo = [(root, False)]
         while todo:
             value, leaving = todo.pop()
@@ -441,13 +451,20 @@ class _Machine:
             for child in children or ():
                 below = (1, 0) if type(child) in _SCALARS else known[id(child)]
                 nodes, height = nodes + below[0], max(height, below[1])
-            known[id(value)] = (nodes, height + (children is not None))
-            self.need(height < max_depth, f"values nested deeper than {max_depth}")
+            height += children is not None
+            known[id(value)] = (nodes, height)
+            self.need(height <= max_depth, f"values nested deeper than {max_depth}")
             self.need(nodes <= max_items, f"over {max_items} values, with shared ones counted each time")
 
 
 def _shown(text: str) -> str:
     return ascii(text[:200])[1:-1]
+
+
+def _noun(value: Any) -> str:
+    if type(value) is not _Hidden:
+        return type(value).__name__
+    return f"reference to {'.'.join(value.value)}" if value.kind == "name" else value.kind
 
 
 def _signed(data: bytes) -> int:
@@ -458,13 +475,14 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
+_MULTIARRAY = "numpy.core.multiarray numpy._core.multiarray"  # the old spelling and the new
 _CALLS: dict[tuple[str, str], Callable[..., Any] | None] = {
     (module, name): action
     for modules, name, action in (
         ("builtins __builtin__", "object", None),  # None: may be named, not called
         ("builtins __builtin__", "bytes", lambda m, *args: bytes(m.octets(*args))),
         ("builtins __builtin__", "bytearray", lambda m, *args: bytearray(m.octets(*args))),
-        ("builtins __builtin__", "complex", lambda m, *args: complex(*(m.exact(part, float) for part in args))),
+        ("builtins __builtin__", "complex", lambda m, *args: complex(*(m.exact(x, float) for x in args))),
         ("builtins __builtin__", "set", lambda m, *args: m.gather(m.items(*args), set())),
         ("builtins __builtin__", "frozenset", lambda m, *args: frozenset(m.gather(m.items(*args), set()))),
         ("collections", "OrderedDict", lambda m, *args: m.fill(m.pairs(*args), {})),
@@ -473,11 +491,11 @@ _CALLS: dict[tuple[str, str], Callable[..., Any] | None] = {
         ("_codecs", "encode", _Machine.encode),
         ("numpy", "ndarray", None),
         ("numpy", "dtype", _Machine.dtype),
-        ("numpy.core.multiarray numpy._core.multiarray", "_reconstruct", _Machine.reconstruct),
-        ("numpy.core.multiarray numpy._core.multiarray", "scalar", lambda m, dt, raw: m.array(raw, dt, ())[()]),
+        (_MULTIARRAY, "_reconstruct", _Machine.reconstruct),
+        (_MULTIARRAY, "scalar", lambda m, kind, raw: m.array(raw, kind, ())[()]),
         ("numpy.core.numeric numpy._core.numeric", "_frombuffer", _Machine.array),
         ("torch.storage", "_load_from_bytes", _Machine.storage),
-        ("torch._utils", "_rebuild_tensor", lambda m, *args: m.tensor(*args[:4])),
+        ("torch._utils", "_rebuild_tensor", lambda m, *args: m.tensor(*args, None)),
         ("torch._utils", "_rebuild_tensor_v2", lambda m, *args: m.tensor(*args[:4], None, *args[6:])),
         ("torch._utils", "_rebuild_tensor_v3", lambda m, *args: m.tensor(*args[:4], *args[6:])),
         ("torch._utils", "_rebuild_parameter", _Machine.parameter),
@@ -485,7 +503,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any] | None] = {
     for module in modules.split()
 }
 _REFUSED = {
-    b"P": "a persistent id: there is nothing outside of the payload to refer to",
+    b"P": "a persistent id",
     b"STU": "a Python 2 string",
     b"\x82\x83\x84": "a name by its number in copyreg's extension registry",
     b"\x97\x98": "a buffer that is not in the payload",
@@ -501,17 +519,18 @@ _BY_CODE: dict[bytes, Callable[[_Machine], Any]] = {
     b"2": lambda m: m.stack.append(m.stack[-1]),
     b"N": lambda m: m.stack.append(None),
     b"\x88": lambda m: True, b"\x89": lambda m: False,
-    b"I": lambda m: m.digits(m.line()), b"L": lambda m: m.digits(m.line().removesuffix(b"L")),
+    b"I": _Machine.digits, b"L": _Machine.digits, b"F": lambda m: float(m.line()),
     b"K": lambda m: m.count(1), b"M": lambda m: m.count(2), b"J": lambda m: _signed(m.take(4)),
     b"\x8a": lambda m: _signed(m.take(m.count(1))), b"\x8b": lambda m: _signed(m.take(m.count(4))),
-    b"F": lambda m: float(m.line()), b"G": lambda m: struct.unpack(">d", m.take(8))[0],
-    b"V": lambda m: m.line().decode("raw-unicode-escape"), b"\x8c": lambda m: _text(m.take(m.count(1))),
-    b"X": lambda m: _text(m.take(m.count(4))), b"\x8d": lambda m: _text(m.take(m.count(8))),
+    b"G": lambda m: struct.unpack(">d", m.take(8))[0], b"V": lambda m: m.line().decode("raw-unicode-escape"),
+    b"\x8c": lambda m: _text(m.take(m.count(1))), b"X": lambda m: _text(m.take(m.count(4))),
+    b"\x8d": lambda m: _text(m.take(m.count(8))),
     b"C": lambda m: m.take(m.count(1)), b"B": lambda m: m.take(m.count(4)),
     b"\x8e": lambda m: m.take(m.count(8)), b"\x96": lambda m: bytearray(m.take(m.count(8))),
     b"]": lambda m: [], b"}": lambda m: {}, b")": lambda m: (), b"\x8f": lambda m: m.gather([], set()),
     b"l": _Machine.to_mark, b"d": lambda m: m.fill(m.to_mark(), {}), b"t": lambda m: tuple(m.to_mark()),
-    b"\x85": lambda m: tuple(m.pop(1)), b"\x86": lambda m: tuple(m.pop(2)), b"\x87": lambda m: tuple(m.pop(3)),
+    b"\x85": lambda m: tuple(m.pop(1)), b"\x86": lambda m: tuple(m.pop(2)),
+    b"\x87": lambda m: tuple(m.pop(3)),
     b"\x91": lambda m: frozenset(m.gather(m.to_mark(), set())), b"\x90": lambda m: m.gather(m.to_mark()),
     b"a": lambda m: m.append(m.pop(1)), b"e": lambda m: m.append(m.to_mark()),
     b"s": lambda m: m.fill(m.pop(2)), b"u": lambda m: m.fill(m.to_mark()),
@@ -530,16 +549,11 @@ for _code, _action in _BY_CODE.items():
     _OPS[_code[0]] = _action
 for _codes, _words in _REFUSED.items():
     for _number in _codes:
-        _OPS[_number] = lambda m, words=_words: m.fail(words + ", which is not read")  # type: ignore[misc]
+        _OPS[_number] = partial(_Machine.fail, message=f"{_words}, which is not read")
 
 
 def _load_prefix(
-    data: bytes,
-    offset: int = 0,
-    *,
-    records: Collection[tuple[str, str]] = (),
-    max_depth: int = 64,
-    max_items: int | None = None,
+    data: bytes, offset: int, records: Collection[tuple[str, str]], max_depth: int, max_items: int | None
 ) -> tuple[Any, int]:
     """Read the pickle that begins at ``offset``; give its value and where it ends."""
     size = len(data) - offset
@@ -565,7 +579,7 @@ def load(
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise TypeError(f"pickle data is bytes, not {type(data).__name__}")
     data = bytes(data)
-    value, end = _load_prefix(data, records=records, max_depth=max_depth, max_items=max_items)
+    value, end = _load_prefix(data, 0, records, max_depth, max_items)
     if end != len(data):
         raise UnpickleError(f"{len(data) - end} bytes follow the end of the pickle (at byte {end})", end)
     return value

@@ -19,9 +19,7 @@ from rollbook.errors import WireError
 from rollbook.fields import BY_CODE, DTYPES, EXPERIENCE_TYPES, FIELDS, Field, owner, tensor_fields
 from rollbook.ragged import Ragged, promote
 
-_STORAGE = {
-    name: pa.from_numpy_dtype(np.dtype(name)) for name in {d.storage for d in DTYPES.values() if d.code}
-}
+_STORAGE = {name: pa.from_numpy_dtype(np.dtype(name)) for name in {d.storage for d in DTYPES.values() if d.code}}
 _STORAGE_NAMES = {kind: name for name, kind in _STORAGE.items()}
 
 
@@ -60,7 +58,7 @@ def _ragged_to_arrow(column: Ragged, field: Field, portable: bool) -> tuple[pa.A
         column = column.as_dtype("float32")
     start, stop = int(column.offsets[0]), int(column.offsets[-1])
     offsets = column.offsets - start if start else np.ascontiguousarray(column.offsets)
-    values = column.values[start:stop]
+    values = (column.memory if column.pending else column.values)[start:stop]
     child = pa.Array.from_buffers(
         _STORAGE[values.dtype.name], values.size, [None, pa.py_buffer(np.ascontiguousarray(values).reshape(-1))]
     )
@@ -298,16 +296,16 @@ def check(columns: Columns, count: int) -> None:
             if wrong.any():
                 i = int(np.flatnonzero(wrong)[0])
                 got, want = int(column.lengths[i]), int(expected[i])
-                raise ValueError(f"record {i}: {field.name}: got {got} entries, expected {want} (one per response token)")
+                raise ValueError(
+                    f"record {i}: {field.name}: got {got} entries, expected {want} (one per response token)"
+                )
     for name in ("chosen", "rejected"):
         _all(has(columns, name, count) | ~dpo, f"{name}: got None, expected tokens in a dpo record")
 
 
 def kinds(column: pa.Array) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
     """Which records are single_turn, multi_turn and dpo."""
-    single, multi, dpo = (
-        np.asarray(pc.fill_null(pc.equal(column, name), False)) for name in EXPERIENCE_TYPES
-    )
+    single, multi, dpo = (np.asarray(pc.fill_null(pc.equal(column, name), False)) for name in EXPERIENCE_TYPES)
     return single, multi, dpo
 
 

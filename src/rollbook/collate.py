@@ -46,11 +46,14 @@ def _fits(name: str, limit: int, lengths: Any, experiences: Records) -> None:
             raise ValueError(f"{name}: got {limit}, expected 0 or more")
         i = int(over[0])
         raise ValueError(
-            f"{name}: got {limit}, expected at least {int(lengths.max())}: record {i} ({experiences[i].eid}) has {int(lengths[i])}"
+            f"{name}: got {limit}, expected at least {int(lengths.max())}: "
+            f"record {i} ({experiences[i].eid}) has {int(lengths[i])}"
         )
 
 
-def _padded(experiences: Records, name: str, width: int, fill: Any, starts: Any, stops: Any, begins: Any) -> torch.Tensor:
+def _padded(
+    experiences: Records, name: str, width: int, fill: Any, starts: Any, stops: Any, begins: Any
+) -> torch.Tensor:
     """[N, width] Part `begins[i]:stops[i]` of each record's `name` at column `starts[i]`, the rest `fill`.
 
     With `width` 0-d rows there is nothing to say about the type: it is the field's.
@@ -71,7 +74,9 @@ def _padded(experiences: Records, name: str, width: int, fill: Any, starts: Any,
         rows = [getattr(row, name) for row in experiences]
     for i, row in enumerate(rows):
         if not isinstance(row, torch.Tensor):
-            raise ValueError(f"{name}: got {row!r} in record {i} ({experiences[i].eid}), expected a tensor in every record")
+            raise ValueError(
+                f"{name}: got {row!r} in record {i} ({experiences[i].eid}), expected a tensor in every record"
+            )
         if row.dim() != 1 + field.trailing:
             raise ValueError(f"{name}: got shape {list(row.shape)} in record {i} ({experiences[i].eid})")
     if not rows:
@@ -171,7 +176,9 @@ def gather_response_attrs(
         slot = torch.arange(max_response_length, device=padded.device)
         padding = slot >= torch.from_numpy(lengths).to(padded.device)[:, None]
         if not padded.is_floating_point() and float(pad_value) != int(pad_value):
-            raise ValueError(f"pad_value: got {pad_value}, expected a whole number, since {attr_name} is {padded.dtype}")
+            raise ValueError(
+                f"pad_value: got {pad_value}, expected a whole number, since {attr_name} is {padded.dtype}"
+            )
         padded[padding] = pad_value
     return padded
 
@@ -228,7 +235,7 @@ def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience
 
     >>> from rollbook import Experience
     >>> pair = Experience(tokens=[1, 2], chosen=[3, 4], rejected=[5], prompt_text="q", eid={"suffix": "p"})
-    >>> [(half.tokens.tolist(), half.prompt_length, half.parent) for half in split_dpo_experience_to_single_turn([pair])]
+    >>> [(h.tokens.tolist(), h.prompt_length, h.parent) for h in split_dpo_experience_to_single_turn([pair])]
     [([1, 2, 3, 4], 2, '//0/0/p'), ([1, 2, 5], 2, '//0/0/p')]
     """
     from rollbook.experience import EID, Experience

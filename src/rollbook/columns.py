@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,9 @@ from rollbook.fields import COLUMNAR, FIELDS, Field
 from rollbook.ids import EID
 from rollbook.ragged import Ragged, check_shape, promote, tensor_bytes, tensor_from_bytes
 
-Column = Ragged | pa.Array
+Column: TypeAlias = Any
+"""A `Ragged` or a pyarrow array (which has no types of its own to check)."""
+_TEXT = {str, type(None)}
 Columns = dict[str, Column]
 
 OTHER = pa.struct(
@@ -60,16 +63,19 @@ PLAIN_TYPES: dict[tuple[str, str], pa.DataType] = {
 """The Arrow type of each (kind, side) but a tensor's main column, whose type follows its elements."""
 
 
-def encode(field: Field, values: Sequence[Any], odd: Sequence[frozenset[str]] | None = None) -> Columns:
+def encode(
+    field: Field, values: Sequence[Any], odd: Sequence[frozenset[str]] | None = None, copy: bool = True
+) -> Columns:
     """The columns of `values`, one per record, `None` where a record has none.
 
     `odd[i]` names the fields that record i was read with in a shape they cannot have (see `Experience.odd`).
+    `copy=False` may leave tensors pending (see `Ragged.from_tensors`).
     """
     name = field.name
     if all(value is None for value in values) or (field.kind == "custom_fields" and not any(values)):
         return {}
     if field.kind == "tensor":
-        return _encode_tensors(field, values, odd)
+        return _encode_tensors(field, values, odd, copy)
     if field.kind == "text":
         return _encode_text(name, values)
     if field.kind in ("json", "custom_fields"):
@@ -82,7 +88,9 @@ def encode(field: Field, values: Sequence[Any], odd: Sequence[frozenset[str]] | 
     try:
         return {name: pa.array(values, kind)}
     except (pa.ArrowException, TypeError, OverflowError) as error:
-        raise ValueError(f"{name}: expected {'a number' if field.kind == 'number' else 'an integer of 64 bits'} or None in each record: {error}") from None
+        raise ValueError(
+            f"{name}: expected {'a number' if field.kind == 'number' else 'an integer'} or None in each record: {error}"
+        ) from None
 
 
 def _json(field: Field, row: int, value: Any) -> str | None:
@@ -99,9 +107,10 @@ def _json(field: Field, row: int, value: Any) -> str | None:
 
 
 def _encode_text(name: str, values: Sequence[Any]) -> Columns:
-    for i, value in enumerate(values):
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"record {i}: {name}: got {type(value).__name__} {value!r}, expected a str or None")
+    if not set(map(type, values)) <= _TEXT:
+        for i, value in enumerate(values):
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"record {i}: {name}: got {type(value).__name__} {value!r}, expected a str or None")
     try:
         return {name: pa.array(values, pa.large_string())}
     except (UnicodeEncodeError, pa.ArrowException):
@@ -140,7 +149,9 @@ def _encode_eids(values: Sequence[Any]) -> pa.Array:
             fields=list(EID_TYPE),
         )
     except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise ValueError(f"eid: expected text or numbers for batch, task and suffix, 64-bit run and step: {error}") from None
+        raise ValueError(
+            f"eid: expected text or numbers for batch, task and suffix, 64-bit run and step: {error}"
+        ) from None
 
 
 def _part(part: int | str) -> str:
@@ -166,9 +177,13 @@ def _encode_media(name: str, values: Sequence[Any]) -> pa.Array:
     return pa.array(rows, MEDIA)
 
 
-def _encode_tensors(field: Field, values: Sequence[Any], odd: Sequence[frozenset[str]] | None) -> Columns:
+def _encode_tensors(
+    field: Field, values: Sequence[Any], odd: Sequence[frozenset[str]] | None, copy: bool = True
+) -> Columns:
     name = field.name
     rows = list(values)
+    if not odd and not field.trailing and (dtype := _uniform(rows)):
+        return {name: Ragged.from_tensors(rows, dtype, copy)}
     ones: dict[int, int] = {}
     others: dict[int, Any] = {}
     wanted = 1 + field.trailing
@@ -192,7 +207,7 @@ def _encode_tensors(field: Field, values: Sequence[Any], odd: Sequence[frozenset
             dtypes[dtype] += 1
             if field.trailing:
                 shapes[tuple(shape[1:])] += 1
-    if promote(dtypes) is None and dtypes:
+    if dtypes and promote(dtypes) is None:
         _set_aside(rows, others, lambda row: short[row.dtype] == dtypes.most_common(1)[0][0])
         dtypes = Counter(dtypes.most_common(1)[0][:1])
     if len(shapes) > 1:
@@ -211,6 +226,21 @@ def _encode_tensors(field: Field, values: Sequence[Any], odd: Sequence[frozenset
     if ones:
         columns[f"{name}__one"] = pa.array([ones.get(i) for i in range(len(rows))], pa.int64())
     return columns
+
+
+def _uniform(rows: list[Any]) -> str | None:
+    """The one type of all rows, if they are one-dimensional tensors of it: what nearly every column is."""
+    import torch
+
+    present = [row for row in rows if row is not None]
+    try:
+        if set(map(torch.Tensor.dim, present)) != {1}:
+            return None
+    except TypeError:
+        return None
+    kinds = set(map(attrgetter("dtype"), present))
+    dtype = str(kinds.pop()).removeprefix("torch.")
+    return dtype if not kinds and dtype in COLUMNAR else None
 
 
 def _set_aside(rows: list[Any], others: dict[int, Any], stays: Any) -> None:
@@ -262,14 +292,19 @@ def _decode_main(field: Field, column: Column) -> list[Any]:
     if field.kind == "text":
         return texts(column)
     if field.kind == "json":
-        return [None if text is None else freeform.loads(text) for text in texts(column)]
+        return freeform.loads_many(texts(column))
     if field.kind == "eid":
         return _decode_eids(column)
     if field.kind == "custom_fields":
         return [None if text is None else _custom_fields(text) for text in texts(column)]
     if field.kind == "media":
         return [_media(item, field.name) for item in column.to_pylist()]
-    values: list[Any] = column.to_pylist()
+    return numbers(column)
+
+
+def numbers(column: pa.Array) -> list[Any]:
+    """A number column's values, `None` where there is none (only `to_pylist` tells NaN from null; it is slower)."""
+    values: list[Any] = column.to_pylist() if column.null_count else column.to_numpy().tolist()
     return values
 
 
@@ -284,9 +319,7 @@ def texts(column: pa.Array) -> list[str | None]:
 
 def _decode_eids(column: pa.StructArray) -> list[EID]:
     batch, task, run, step, suffix, ints = (column.field(i) for i in range(6))
-    parts = zip(
-        texts(batch), texts(task), run.to_pylist(), step.to_pylist(), texts(suffix), ints.to_pylist(), strict=True
-    )
+    parts = zip(texts(batch), texts(task), numbers(run), numbers(step), texts(suffix), numbers(ints), strict=True)
     ids = []
     new, set_dict = EID.__new__, object.__setattr__
     for a, b, r, s, x, i in parts:

@@ -307,12 +307,6 @@ class Experience:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __getattr__(self, name: str) -> Any:
-        # Only reached for what the instance has not: a field no one gave is None, whenever it was declared.
-        if name in FIELDS:
-            return None
-        raise AttributeError(f"Experience has no attribute {name!r}")
-
     def __repr__(self) -> str:
         if "eid" not in self.__dict__:
             return "Experience(<not yet built>)"
@@ -321,7 +315,9 @@ class Experience:
         if self.experience_type == "dpo" and self.chosen is not None and self.rejected is not None:
             parts[2] = f"{len(self.tokens)}+{len(self.chosen)}|{len(self.rejected)} tokens"
         if self.reward is not None:
-            parts.append(f"reward={self.reward:g}" if self.reward != int_or_nan(self.reward) else f"reward={self.reward}")
+            parts.append(
+                f"reward={self.reward:g}" if self.reward != int_or_nan(self.reward) else f"reward={self.reward}"
+            )
         return f"Experience({', '.join(parts)})"
 
 
@@ -447,7 +443,9 @@ def _eid(value: Any) -> EID:
     if isinstance(value, Mapping):
         unknown = set(value) - set(EID().to_dict())
         if unknown:
-            raise ValueError(f"eid: got the key {sorted(map(str, unknown))[0]!r}, expected batch, task, run, step, suffix")
+            raise ValueError(
+                f"eid: got the key {sorted(map(str, unknown))[0]!r}, expected batch, task, run, step, suffix"
+            )
         return EID(**value)
     raise ValueError(f"eid: got {type(value).__name__} {value!r}, expected an EID or a dict of its parts")
 
@@ -474,9 +472,7 @@ def _settle(record: Experience) -> None:
     state = record.__dict__
     if "experience_type" not in state:
         pair = record.chosen is not None and record.rejected is not None
-        state["experience_type"] = (
-            "multi_turn" if record.action_mask is not None else "dpo" if pair else "single_turn"
-        )
+        state["experience_type"] = "multi_turn" if record.action_mask is not None else "dpo" if pair else "single_turn"
     kind = state["experience_type"]
     if kind == "dpo":
         state["prompt_length"] = len(record.tokens) if record.tokens.dim() else 0
@@ -514,9 +510,11 @@ def validate(record: Experience, where: str = "") -> None:
     if kind == "dpo" and record.chosen is None:
         raise ValueError(f"{where}chosen: got None, expected tokens in a dpo record")
     cut = record.truncate_status == "prompt_truncated" and kind != "dpo"
-    if kind == "single_turn" and not (0 < prompt and (cut or prompt < length)):
-        raise ValueError(f"{where}prompt_length: got {prompt}, expected 0 < prompt_length < {length}, the number of tokens")
-    if not 0 <= prompt or (prompt > length and not cut):
+    if kind == "single_turn" and not (prompt > 0 and (cut or prompt < length)):
+        raise ValueError(
+            f"{where}prompt_length: got {prompt}, expected 0 < prompt_length < {length}, the number of tokens"
+        )
+    if not prompt >= 0 or (prompt > length and not cut):
         raise ValueError(f"{where}prompt_length: got {prompt}, expected 0 to {length}, the number of tokens")
     expected, why = length - prompt, f"{length} tokens - prompt_length {prompt}"
     if cut:
@@ -524,7 +522,9 @@ def validate(record: Experience, where: str = "") -> None:
             raise ValueError(f"{where}logprobs: got None, expected them with truncate_status 'prompt_truncated'")
         expected, why = len(record.logprobs), "as logprobs, the prompt being truncated"
         if "logprobs" not in record.odd and record.action_mask is not None and bool((record.action_mask != 0).any()):
-            raise ValueError(f"{where}action_mask: got True, expected all False with truncate_status 'prompt_truncated'")
+            raise ValueError(
+                f"{where}action_mask: got True, expected all False with truncate_status 'prompt_truncated'"
+            )
     for field in fields.tensor_fields("response"):
         value = getattr(record, field.name)
         if isinstance(value, torch.Tensor) and field.name not in record.odd and len(value) != expected:
@@ -542,17 +542,17 @@ def row_from_values(
 ) -> Experience:
     """A record from values that are known to be good: those of columns, which were checked when they were made."""
     row = Experience.__new__(Experience)
-    state = row.__dict__
-    state.update(values)
-    for name in ("info", "metrics"):
-        if name not in state:
-            state[name] = {}
-    if "custom_fields" not in state:
-        state["custom_fields"] = []
+    if "info" not in values:
+        values["info"] = {}
+    if "metrics" not in values:
+        values["metrics"] = {}
+    if "custom_fields" not in values:
+        values["custom_fields"] = []
     if odd:
-        state["odd"] = odd
+        values["odd"] = odd
     if unknown:
-        state["unknown"] = unknown
+        values["unknown"] = unknown
+    row.__dict__ = values
     return row
 
 
@@ -598,11 +598,15 @@ _UPSTREAM_ORDER = ("eid", "tokens", "logprobs", "reward", "token_level_reward", 
 
 
 def _derive() -> None:
-    """(Re)make what Python's tools read of the class, `dataclasses.fields` and the signature, from the table."""
+    """(Re)make what the table says of the class: defaults, `dataclasses.fields` and the signature."""
     made = dataclasses.make_dataclass(
         "_Fields", [(name, Any, dataclasses.field(default=None)) for name in FIELDS], eq=False
     )
-    Experience.__dataclass_fields__ = made.__dataclass_fields__
+    for name in Experience.__dataclass_fields__.keys() - FIELDS.keys():
+        delattr(Experience, name)
+    for name in FIELDS:
+        setattr(Experience, name, None)
+    Experience.__dataclass_fields__ = {field.name: field for field in dataclasses.fields(made)}
     names = [*_UPSTREAM_ORDER, *(name for name in FIELDS if name not in _UPSTREAM_ORDER)]
     defaults = {"tokens": inspect.Parameter.empty, "prompt_length": 1}
     Experience.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ alone, and everything that selects rows either shares memory (slices) or gathers
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from rollbook import arrow, columns
 from rollbook.columns import Column, Columns
-from rollbook.fields import FIELDS, Field, owner
+from rollbook.fields import DTYPES, FIELDS, Field, owner
 from rollbook.ids import EID
 from rollbook.ragged import Ragged, offsets_of
 
@@ -49,8 +50,9 @@ class Experiences(Sequence["Experience"]):
     """
 
     def __init__(self, rows: Iterable[Experience] = ()) -> None:
-        built = _from_rows(list(rows))
-        self._columns, self._count = built._columns, built._count
+        built = from_rows(list(rows))
+        self._columns: Columns = built._columns
+        self._count: int = built._count
 
     # --- making ---------------------------------------------------------------------------------------------
 
@@ -193,6 +195,16 @@ class Experiences(Sequence["Experience"]):
 
     def rows(self) -> list[Experience]:
         """All rows at once: the fastest way to have them."""
+        # Thousands of new objects, none of them in a cycle: the collector would only walk them again and again.
+        paused = gc.isenabled()
+        gc.disable()
+        try:
+            return self._rows()
+        finally:
+            if paused:
+                gc.enable()
+
+    def _rows(self) -> list[Experience]:
         from rollbook.experience import row_from_values
 
         values: list[dict[str, Any]] = [{} for _ in range(self._count)]
@@ -209,6 +221,8 @@ class Experiences(Sequence["Experience"]):
                     if names:
                         aside.setdefault(i, set()).update(names)
         unknown = {name: c for name, c in self._columns.items() if owner(name) is None}
+        if not aside and not unknown:
+            return [row_from_values(row) for row in values]
         return [
             row_from_values(
                 row,
@@ -251,16 +265,16 @@ class Experiences(Sequence["Experience"]):
         chosen = np.where(chosen < 0, chosen + self._count, chosen).astype(np.int64)
         if chosen.size and not (chosen.min() >= 0 and chosen.max() < self._count):
             raise IndexError(f"indices reach from {chosen.min()} to {chosen.max()}, of {self._count} records")
-        return Experiences._of(
-            {name: columns.take_column(c, chosen) for name, c in self._columns.items()}, len(chosen)
-        )
+        return Experiences._of({name: columns.take_column(c, chosen) for name, c in self._columns.items()}, len(chosen))
 
     def filter(self, keep: Callable[[Experience], Any] | Sequence[bool] | NDArray[Any]) -> Experiences:
         """The records for which `keep(row)` is true, or where a mask is."""
         mask = [bool(keep(row)) for row in self] if callable(keep) else keep
         return self.take(np.asarray(mask, dtype=np.bool_))
 
-    def sort(self, key: Callable[[Experience], Any] | Sequence[Any] | NDArray[Any], reverse: bool = False) -> Experiences:
+    def sort(
+        self, key: Callable[[Experience], Any] | Sequence[Any] | NDArray[Any], reverse: bool = False
+    ) -> Experiences:
         """The records in the order of `key(row)`, or of one key per record; stable."""
         keys = [key(row) for row in self] if callable(key) else list(key)
         if len(keys) != self._count:
@@ -324,17 +338,21 @@ def as_experiences(rows: Iterable[Experience]) -> Experiences:
     return rows if isinstance(rows, Experiences) else Experiences(rows)
 
 
-def _from_rows(rows: list[Any]) -> Experiences:
+def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
+    """Columns from rows; with `copy=False` for one use at once, by a caller who copies the tensors itself."""
     from rollbook.experience import Experience, validate
 
     for i, row in enumerate(rows):
         if not isinstance(row, Experience):
             raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
     odd = [row.odd for row in rows]
+    states = [row.__dict__ for row in rows]
     parts: Columns = {}
-    for field in FIELDS.values():
-        name = field.name
-        parts.update(columns.encode(field, [getattr(row, name) for row in rows], odd if any(odd) else None))
+    given = set[str]().union(*states)
+    for name, field in FIELDS.items():
+        if name not in given:
+            continue
+        parts.update(columns.encode(field, [state.get(name) for state in states], odd if any(odd) else None, copy))
     unknown = {name: None for row in rows for name in row.unknown}
     for name in unknown:
         parts.update(columns.concat([({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]))
@@ -357,12 +375,18 @@ def _column_from(field: Field, given: Any) -> Columns:
         return {field.name: given}
     if isinstance(given, tuple) and len(given) == 2 and not np.isscalar(given[0]):
         values, offsets = np.asarray(given[0]), np.asarray(given[1], dtype=np.int64)
-        if offsets.ndim != 1 or len(offsets) == 0 or offsets[0] < 0 or offsets[-1] > len(values) or (np.diff(offsets) < 0).any():
+        if (
+            offsets.ndim != 1
+            or len(offsets) == 0
+            or offsets[0] < 0
+            or offsets[-1] > len(values)
+            or (np.diff(offsets) < 0).any()
+        ):
             raise ValueError(f"{field.name}: offsets must rise from 0 or more to at most {len(values)}")
-        if values.dtype.name not in arrow.DTYPES:
+        if values.dtype.name not in DTYPES:
             raise ValueError(f"{field.name}: got values of {values.dtype}, expected numbers")
         name = values.dtype.name
-        return {field.name: Ragged(values.view(arrow.DTYPES[name].storage), offsets, name)}
+        return {field.name: Ragged(values.view(DTYPES[name].storage), offsets, name)}
     from rollbook.experience import as_tensor
 
     return columns.encode(field, [None if row is None else as_tensor(field, row) for row in given])

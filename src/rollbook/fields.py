@@ -182,8 +182,23 @@ FIELDS: dict[str, Field] = {
 }
 
 BATCH_NAMES = frozenset(
-    "uid unique_ids input_ids sequences attention_mask position_ids prompts responses response_mask "
-    "token_level_scores rollout_log_probs cu_seqlens values labels references".split()
+    [
+        "uid",
+        "unique_ids",
+        "input_ids",
+        "sequences",
+        "attention_mask",
+        "position_ids",
+        "prompts",
+        "responses",
+        "response_mask",
+        "token_level_scores",
+        "rollout_log_probs",
+        "cu_seqlens",
+        "values",
+        "labels",
+        "references",
+    ]
 )
 """Names of a trainer's batch that a custom field must not overwrite."""
 

@@ -17,7 +17,7 @@ from rollbook import arrow, columns, experiences
 from rollbook.columns import PLAIN_TYPES, Columns
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
-from rollbook.fields import FIELDS, Field, owner
+from rollbook.fields import DTYPES, FIELDS, Field, owner
 from rollbook.ids import EID
 
 
@@ -98,20 +98,22 @@ def _normalise(name: str, array: pa.Array, arrays: dict[str, pa.Array], parts: C
     kind = PLAIN_TYPES[field.kind, side]
     if array.type == kind:
         arrays[name] = array
-    elif _is_text(kind) and not _is_text(array.type) or (field.kind == "eid" and "ints" not in _names(array.type)):
-        parts.update(_by_value(field, array))
-    elif field.kind == "media" and not _is_list(array.type):
+    elif (
+        (_is_text(kind) and not _is_text(array.type))
+        or (field.kind == "eid" and "ints" not in _names(array.type))
+        or (field.kind == "media" and not _is_list(array.type))
+    ):
         parts.update(_by_value(field, array))
     else:
         arrays[name] = array.cast(kind)
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _names(kind: pa.DataType) -> list[str]:
@@ -158,7 +160,9 @@ def _by_value(field: Field, array: pa.Array) -> Columns:
         dtype = str(element)
         values = [None if v is None else _tensor(v, dtype) for v in values]
     elif field.kind == "eid":
-        values = [EID() if v is None else experience._eid({k: x for k, x in v.items() if x is not None}) for v in values]
+        values = [
+            EID() if v is None else experience._eid({k: x for k, x in v.items() if x is not None}) for v in values
+        ]
     else:
         values = [experience._convert(field, v) if v is not None else None for v in values]
     return columns.encode(field, values)
@@ -168,7 +172,7 @@ def _tensor(value: Any, dtype: str) -> Any:
     import torch
 
     name = {"halffloat": "float16", "float": "float32", "double": "float64"}.get(dtype, dtype)
-    return torch.tensor(value, dtype=getattr(torch, name if name in arrow.DTYPES else "float32"))
+    return torch.tensor(value, dtype=getattr(torch, name if name in DTYPES else "float32"))
 
 
 # --- Parquet ------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def _message(body: memoryview, start: int, at: int) -> tuple[_Flat, int, int, in
 
 def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int) -> pa.RecordBatch:
     """The one record batch of the stream in `stored`, which begins at byte `at` of the data."""
-    body = memoryview(stored)
+    body = memoryview(stored.data)
     flat, kind, _, batch_start = _message(body, 0, at)
     if kind != _SCHEMA:
         raise WireError("the Arrow stream does not begin with a schema", at)
@@ -144,7 +144,9 @@ def _check_batch(body: memoryview, start: int, schema: pa.Schema, count: int, at
             at + start,
         )
     # A node's length is bounded by the body: an entry takes a bit at least, or none at all in a null array.
-    if len(nodes) and ((nodes < 0).any() or (nodes[:, 1] > nodes[:, 0]).any() or nodes[:, 0].max() > max(count, 8 * size)):
+    if len(nodes) and (
+        (nodes < 0).any() or (nodes[:, 1] > nodes[:, 0]).any() or nodes[:, 0].max() > max(count, 8 * size)
+    ):
         raise WireError("the Arrow record batch states impossible lengths", at + start)
     ends = buffers[:, 0] + buffers[:, 1]
     if len(buffers) and (
@@ -164,9 +166,14 @@ def _counts(kind: pa.DataType) -> tuple[int, int]:
         return 1, 0
     if pa.types.is_struct(kind) or pa.types.is_fixed_size_list(kind):
         buffers = 1
-    elif kind.num_fields or pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
-        buffers = 2
-    elif pa.types.is_boolean(kind) or pa.types.is_decimal(kind) or pa.types.is_temporal(kind):
+    elif (
+        kind.num_fields
+        or pa.types.is_primitive(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_decimal(kind)
+        or pa.types.is_temporal(kind)
+    ):
         buffers = 2
     else:
         buffers = 3

@@ -8,6 +8,8 @@ is copied once, when the first tensor is asked for (an in-place operation on a r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from rollbook.fields import BY_CODE, COLUMNAR, DTYPES, INTEGERS
 if TYPE_CHECKING:
     import torch
 
+_ON_CPU = attrgetter("is_cpu")
+_WITH_GRAD = attrgetter("requires_grad")
 _EXACT_IN_FLOAT32 = frozenset(("bool", "uint8", "int8", "uint16", "int16", "float16", "bfloat16", "float32"))
 _EXACT_IN_FLOAT64 = _EXACT_IN_FLOAT32 | {"uint32", "int32", "float64"}
 
@@ -30,7 +34,7 @@ def promote(dtypes: Iterable[str]) -> str | None:
     ('int64', 'float32', None)
     """
     names = set(dtypes)
-    if not names <= COLUMNAR:
+    if not names or not names <= COLUMNAR:
         return None
     if len(names) == 1:
         return names.pop()
@@ -40,6 +44,18 @@ def promote(dtypes: Iterable[str]) -> str | None:
     if names <= _EXACT_IN_FLOAT32:
         return "float32"
     return "float64" if names <= _EXACT_IN_FLOAT64 else None
+
+
+def allocate(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """An array to be filled. Large ones come from Arrow's pool, which keeps what is freed: touching fresh pages of the
+    operating system takes several times as long as writing on used ones."""
+    kind = np.dtype(dtype)
+    size = prod(shape) * kind.itemsize
+    if size < 1 << 20:
+        return np.empty(shape, dtype=kind)
+    import pyarrow as pa
+
+    return np.frombuffer(pa.allocate_buffer(size), dtype=kind).reshape(shape)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
@@ -95,7 +111,7 @@ class Ragged:
     True
     """
 
-    __slots__ = ("_owned", "_tensor", "codes", "dtype", "offsets", "valid", "values")
+    __slots__ = ("_owned", "_pending", "_tensor", "codes", "dtype", "memory", "offsets", "valid")
 
     def __init__(
         self,
@@ -106,13 +122,37 @@ class Ragged:
         codes: NDArray[np.uint8] | None = None,
         owned: bool = False,
     ) -> None:
-        self.values = values
+        self.memory = values
+        """What `values` gives, before any pending tensors have been copied there."""
         self.offsets = offsets
         self.dtype = dtype
         self.valid = valid
         self.codes = codes
         self._owned = owned
         self._tensor: torch.Tensor | None = None
+        self._pending: list[torch.Tensor] | None = None
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """All rows, one after the other: (total, *trailing)."""
+        if self._pending is not None:
+            self.copy_to(self.memory)
+            self._pending = None
+        return self.memory
+
+    @property
+    def pending(self) -> bool:
+        """Whether the values are still tensors elsewhere, to be copied to where they are wanted by `copy_to`."""
+        return self._pending is not None
+
+    def copy_to(self, memory: NDArray[Any]) -> None:
+        """Copy the pending tensors to an array of the column's size."""
+        import torch
+
+        target = getattr(torch, self.dtype)
+        out = torch.from_numpy(memory)
+        with torch.no_grad():
+            torch.cat(self._pending or [], out=out if out.dtype == target else out.view(target))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -120,7 +160,7 @@ class Ragged:
     @property
     def trailing(self) -> tuple[int, ...]:
         """The sizes of the dimensions behind the ragged one."""
-        return self.values.shape[1:]
+        return self.memory.shape[1:]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -156,31 +196,33 @@ class Ragged:
         return cls(values.view(DTYPES[dtype].storage), offsets_of(lengths), dtype, valid, owned=True)
 
     @classmethod
-    def from_tensors(cls, rows: Sequence[torch.Tensor | None], dtype: str) -> Ragged:
-        """A column from tensors whose types all fit `dtype` and whose trailing sizes agree, copied in one pass."""
+    def from_tensors(cls, rows: Sequence[torch.Tensor | None], dtype: str, copy: bool = True) -> Ragged:
+        """A column from tensors whose types all fit `dtype` and whose trailing sizes agree, copied in one pass.
+
+        `copy=False` leaves them pending, for a caller who knows that nobody changes them until they are copied.
+        """
         import torch
 
         present = [row for row in rows if row is not None]
-        lengths = [0 if row is None else row.shape[0] for row in rows]
-        offsets = offsets_of(lengths)
-        info = DTYPES[dtype]
         trailing = tuple(present[0].shape[1:]) if present else ()
-        memory = np.empty((int(offsets[-1]), *trailing), dtype=info.storage)
+        # numel is several times as fast as len here, and the same thing for a row of one dimension.
+        measure = len if trailing else torch.Tensor.numel
+        offsets = offsets_of([0 if row is None else measure(row) for row in rows])
+        memory = allocate((int(offsets[-1]), *trailing), DTYPES[dtype].storage)
         valid = None if len(present) == len(rows) else np.array([row is not None for row in rows], dtype=np.bool_)
         codes = None
-        kinds = {row.dtype for row in present}
+        kinds = set(map(attrgetter("dtype"), present))
         target = getattr(torch, dtype)
         if kinds - {target}:
             names = {kind: DTYPES[str(kind).removeprefix("torch.")].code for kind in kinds}
             codes = np.array([0 if row is None else names[row.dtype] for row in rows], dtype=np.uint8)
         column = cls(memory, offsets, dtype, valid, codes, owned=True)
-        if present and memory.size:
-            with torch.no_grad():
-                out = torch.from_numpy(memory)
-                column._tensor = out = out if out.dtype == target else out.view(target)
-                if codes is not None or any(row.requires_grad or not row.is_cpu for row in present):
-                    present = [row.detach().to("cpu", target) for row in present]
-                torch.cat(present, out=out)
+        if memory.size:
+            if codes is not None or not all(map(_ON_CPU, present)) or any(map(_WITH_GRAD, present)):
+                present = [row.detach().to("cpu", target) for row in present]
+            column._pending = present
+            if copy:
+                column.values  # noqa: B018 (reading it copies)
         return column
 
     def tensor_of_values(self) -> torch.Tensor:
@@ -189,8 +231,9 @@ class Ragged:
             import torch
 
             if not self._owned:
-                self.values = np.array(self.values)
-                self._owned = True
+                memory = allocate(self.memory.shape, self.memory.dtype)
+                memory[...] = self.memory
+                self.memory, self._owned = memory, True
             if self.dtype == "bool" and self.values.size and self.values.max() > 1:
                 raise WireError(f"a bool column holds the byte {int(self.values.max())}, expected 0 or 1")
             tensor = torch.from_numpy(np.ascontiguousarray(self.values))
@@ -207,9 +250,11 @@ class Ragged:
 
     def tensors(self) -> list[torch.Tensor | None]:
         """Every row, as `tensor` gives it, made in one pass."""
+        import torch
+
         values = self.tensor_of_values()
         start, stop = int(self.offsets[0]), int(self.offsets[-1])
-        rows: list[Any] = list(values[start:stop].split(self.lengths.tolist()))
+        rows: list[Any] = list(torch.split(values[start:stop], self.lengths.tolist()))
         if self.codes is not None:
             rows = [self._cast(row, i) for i, row in enumerate(rows)]
         if self.valid is not None:
@@ -239,7 +284,7 @@ class Ragged:
         """The rows at `indices`, in that order, copied together: nothing of the parent stays alive."""
         lengths = self.lengths[indices]
         offsets = offsets_of(lengths)
-        values = np.empty((int(offsets[-1]), *self.trailing), dtype=self.values.dtype)
+        values = allocate((int(offsets[-1]), *self.trailing), self.values.dtype)
         source = self.values
         starts = self.offsets[indices].tolist()
         at = 0
@@ -301,7 +346,9 @@ class Ragged:
         values = np.empty((0, *trailing), dtype=DTYPES[dtype].storage)
         return cls(values, np.zeros(count + 1, dtype=np.int64), dtype, np.zeros(count, dtype=np.bool_), owned=True)
 
-    def fill(self, out: NDArray[Any], starts: NDArray[np.int64], begin: NDArray[np.int64], stop: NDArray[np.int64]) -> None:
+    def fill(
+        self, out: NDArray[Any], starts: NDArray[np.int64], begin: NDArray[np.int64], stop: NDArray[np.int64]
+    ) -> None:
         """Copy part `begin[i]:stop[i]` of each row i to `out[i, starts[i]:...]` (row copies: faster than indexing)."""
         values = self.values
         first = self.offsets[:-1]

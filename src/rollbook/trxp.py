@@ -31,10 +31,19 @@ _RECORDS = [(_MODULE, name) for name in ("Experience", "EID", "CustomField", "Ex
 _EXTRA = "rollbook"
 """The key of an item under which fields stand that Trinity does not know; its reader skips unknown keys."""
 
-_META = (
-    "reward truncate_status info metrics prompt_length response_text prompt_text messages tools chosen_messages "
-    "rejected_messages"
-).split()
+_META = [
+    "reward",
+    "truncate_status",
+    "info",
+    "metrics",
+    "prompt_length",
+    "response_text",
+    "prompt_text",
+    "messages",
+    "tools",
+    "chosen_messages",
+    "rejected_messages",
+]
 _SAFETENSORS = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -235,7 +244,8 @@ def _from_before_eids(values: dict[str, Any], state: dict[str, Any]) -> None:
     from rollbook.ids import EID
 
     group, unique = state.pop("group_id", ""), state.pop("unique_id", "")
-    values["eid"] = EID(task=str(group or ""), **({"suffix": str(unique)} if unique else {}))
+    eid = EID(task=str(group or ""))
+    values["eid"] = eid.replace(suffix=str(unique)) if unique else eid
     tokens, prompt = values.get("tokens"), values.get("prompt_length")
     for field in fields.tensor_fields("response"):
         value = values.get(field.name)

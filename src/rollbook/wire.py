@@ -26,8 +26,10 @@ The format is specified in docs/wire.md. In short, all numbers little-endian:
 from __future__ import annotations
 
 import ctypes
+import mmap
 import struct
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -39,7 +41,8 @@ from numpy.typing import NDArray
 
 from rollbook import arrow, ipc
 from rollbook.errors import WireError
-from rollbook.experiences import Experiences, as_experiences
+from rollbook.experiences import Experiences, as_experiences, from_rows
+from rollbook.ragged import Ragged, allocate
 
 if TYPE_CHECKING:
     from rollbook.experience import Experience
@@ -71,21 +74,53 @@ DEFAULT_LIMITS = Limits()
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def _batch(many: Experiences) -> pa.RecordBatch:
-    arrays = arrow.to_arrays(many.columns)
-    if not arrays:
-        return pa.RecordBatch.from_arrays([], names=[])
-    return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+class _Layout:
+    """A frame's body as the pieces it is made of: Arrow says what they are, and copies none of them."""
+
+    def __init__(self, many: Experiences) -> None:
+        arrays = arrow.to_arrays(many.columns)
+        batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+        self.pieces: list[Any] = []
+        self.size = 0
+        self.closed = False
+        self.pending = {
+            column.memory.ctypes.data: column
+            for column in many.columns.values()
+            if isinstance(column, Ragged) and column.pending
+        }
+        with pa.ipc.new_stream(pa.PythonFile(self, mode="w"), batch.schema) as writer:
+            writer.write_batch(batch)
+
+    # What Arrow asks of a file.
+
+    def write(self, piece: Any) -> None:
+        self.pieces.append(piece)
+        self.size += len(piece)
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+    def fill(self, memory: NDArray[np.uint8]) -> None:
+        """Copy every piece to its place."""
+        at = 0
+        for piece in self.pieces:
+            target = memory[at : at + len(piece)]
+            at += len(piece)
+            column = self.pending.get(piece.address) if isinstance(piece, pa.Buffer) else None
+            if column is not None and len(piece) == column.memory.nbytes:
+                column.copy_to(target.view(column.memory.dtype).reshape(column.memory.shape))
+            else:
+                target[:] = np.frombuffer(piece, dtype=np.uint8)
 
 
 def encoded_size(experiences: Iterable[Experience]) -> int:
     """How many bytes `encode` writes for these records without compression."""
-    batch = _batch(as_experiences(experiences))
-    return HEADER_BYTES + _up(_stream_size(batch))
-
-
-def _stream_size(batch: pa.RecordBatch) -> int:
-    return batch.schema.serialize().size + pa.ipc.get_record_batch_size(batch) + ipc.END_BYTES
+    return HEADER_BYTES + _up(_Layout(as_experiences(experiences)).size)
 
 
 def _up(size: int) -> int:
@@ -106,15 +141,14 @@ def encode(experiences: Iterable[Experience], *, compression: str | None = None,
     """
     if compression not in COMPRESSION:
         raise ValueError(f"compression: got {compression!r}, expected None, 'zstd' or 'lz4'")
-    many = as_experiences(experiences)
-    batch = _batch(many)
-    size = _stream_size(batch)
+    many = experiences if isinstance(experiences, Experiences) else from_rows(list(experiences), copy=False)
+    layout = _Layout(many)
     stored: Any = None
     if compression is not None:
-        body = np.empty(size, dtype=np.uint8)
-        _write_stream(batch, body)
+        body = allocate((layout.size,), np.uint8)
+        layout.fill(body)
         stored = np.frombuffer(pa.Codec(compression).compress(pa.py_buffer(body)), dtype=np.uint8)
-    length = size if stored is None else len(stored)
+    length = layout.size if stored is None else len(stored)
     total = HEADER_BYTES + _up(length)
     result: Any
     if out is None:
@@ -129,12 +163,13 @@ def encode(experiences: Iterable[Experience], *, compression: str | None = None,
         result = memoryview(out).cast("B")[:total]
     target = memory[HEADER_BYTES : HEADER_BYTES + length]
     if stored is None:
-        _write_stream(batch, target)
+        layout.fill(target)
     else:
         target[:] = stored
     memory[HEADER_BYTES + length :] = 0
     memory[:HEADER_BYTES] = np.frombuffer(
-        _header(COMPRESSION[compression], length, size, len(many), xxhash.xxh3_64_intdigest(target)), dtype=np.uint8
+        _header(COMPRESSION[compression], length, layout.size, len(many), xxhash.xxh3_64_intdigest(target.data)),
+        dtype=np.uint8,
     )
     return result
 
@@ -144,37 +179,36 @@ def _header(flags: int, length: int, decoded: int, count: int, checksum: int) ->
     return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
 
 
-def _write_stream(batch: pa.RecordBatch, memory: NDArray[np.uint8]) -> None:
-    sink = pa.FixedSizeBufferWriter(pa.py_buffer(memory))
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    sink.close()
-
-
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object
 _new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _bytes_address = ctypes.pythonapi.PyBytes_AsString
 _bytes_address.restype = ctypes.c_void_p
 _bytes_address.argtypes = [ctypes.py_object]
-_MADV_HUGEPAGE = 14
-_HUGE = 4 << 20
+_MADV_POPULATE_WRITE = 23
+_PAGE = mmap.PAGESIZE
 
 
 def _fresh_bytes(size: int) -> tuple[bytes, NDArray[np.uint8]]:
     """A bytes object that nobody has seen yet, and its memory to fill: saves a copy of the whole frame.
 
-    The C API allows writing to such an object until it is handed out. Large ones ask for huge pages, as numpy does
-    for its own arrays: touching fresh 4 KiB pages would otherwise take most of the time.
+    The C API allows writing to such an object until it is handed out. Most of the time would go into the first touch
+    of its pages: on Linux two threads ask for them beforehand (kernels before 5.14 refuse, which does no harm).
     """
     data: bytes = _new_bytes(None, size)
     address = _bytes_address(data)
-    if size >= _HUGE and sys.platform == "linux":
-        page = 4096
-        start = -(-address // page) * page
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - page), _MADV_HUGEPAGE)
-    memory = np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
-    return data, memory
+    if size >= 4 << 20 and sys.platform == "linux":
+        start, half = -(-address // _PAGE) * _PAGE, size // 2 // _PAGE * _PAGE
+        helper = threading.Thread(target=_populate, args=(start, half))
+        helper.start()
+        _populate(start + half, (address + size - start - half) // _PAGE * _PAGE)
+        helper.join()
+    memory: Any = (ctypes.c_uint8 * size).from_address(address)
+    return data, np.frombuffer(memory, dtype=np.uint8)
+
+
+def _populate(start: int, size: int) -> None:
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
 
 def write_frame(file: BinaryIO, experiences: Iterable[Experience], *, compression: str | None = None) -> int:
@@ -212,13 +246,15 @@ def read_header(data: Any, start: int = 0, limits: Limits = DEFAULT_LIMITS) -> F
         raise WireError(f"magic {head[:8]!r} is none that is known (a frame begins with {MAGIC!r})", start)
     if len(head) < HEADER_BYTES:
         raise WireError(f"the header is cut short: {len(head)} of {HEADER_BYTES} bytes", start + len(head))
-    magic, version, flags, header_length, length, decoded, count, checksum, reserved = HEADER.unpack_from(head)
+    _, version, flags, header_length, length, decoded, count, checksum, reserved = HEADER.unpack_from(head)
     if version != VERSION:
         raise WireError(f"format version {version}; this reader knows {VERSION}", start + 8)
     if xxhash.xxh3_64_intdigest(head[:56]) != struct.unpack_from("<Q", head, 56)[0]:
         raise WireError("the header does not match its checksum", start + 56)
     if header_length != HEADER_BYTES or flags not in _COMPRESSION_NAMES or reserved:
-        raise WireError(f"flags {flags:#x}, header length {header_length} or reserved {reserved} is unknown", start + 10)
+        raise WireError(
+            f"flags {flags:#x}, header length {header_length} or reserved {reserved} is unknown", start + 10
+        )
     compression = _COMPRESSION_NAMES[flags]
     if compression is None and length != decoded:
         raise WireError(f"decoded length {decoded} of an uncompressed body of {length} bytes", start + 24)
@@ -229,9 +265,7 @@ def read_header(data: Any, start: int = 0, limits: Limits = DEFAULT_LIMITS) -> F
     return Frame(start, compression, length, decoded, count, checksum)
 
 
-def decode(
-    data: Any, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS, private: bool = False
-) -> Experiences:
+def decode(data: Any, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS, private: bool = False) -> Experiences:
     """The records of all frames in `data` (bytes, bytearray, memoryview, mmap, any buffer), without copying.
 
     `verify=True` checks every byte: checksum, text encoding, masks. `verify=False` checks the header, the schema and
@@ -273,7 +307,9 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
         stored, private = _decompress(stored, frame, begin), True
     elif stored.size and stored.ctypes.data % 8:
         # Arrow arrays must be aligned to their elements; a buffer that is not is copied once, whole.
-        stored, private = stored.copy(), True
+        aligned = allocate(stored.shape, np.uint8)
+        aligned[:] = stored
+        stored, private = aligned, True
     batch = ipc.read_batch(stored, frame.count, limits.max_columns, begin)
     if not frame.count:
         return Experiences()
@@ -293,14 +329,14 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
 
 def _decompress(stored: NDArray[np.uint8], frame: Frame, at: int) -> NDArray[np.uint8]:
     """The body, decompressed into memory of exactly the stated size: not a byte more is ever written."""
-    out = np.empty(frame.decoded, dtype=np.uint8)
+    out = allocate((frame.decoded,), np.uint8)
     try:
         if frame.compression == "zstd":
             ipc.check_zstd(stored, frame.decoded)
         with pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(stored)), frame.compression) as stream:
             got = 0
             while got < frame.decoded:
-                step = stream.readinto(memoryview(out)[got : got + (1 << 20)])
+                step = stream.readinto(out.data[got : got + (1 << 20)])
                 if not step:
                     raise WireError(f"the body decompresses to {got} bytes, {frame.decoded} are stated", at)
                 got += step
@@ -356,8 +392,7 @@ def read_any(data: Any, limits: Limits = DEFAULT_LIMITS) -> list[Experience]:
     """Rows from frames, TRXP or Trinity's legacy pickles, sharing nothing with `data`."""
     view = memoryview(data).cast("B")
     if bytes(view[:4]) == MAGIC[:4]:
-        memory = np.array(np.frombuffer(view, dtype=np.uint8))
-        return decode(memory, limits=limits, private=True).rows()
+        return decode(view, limits=limits).rows()
     from rollbook import trxp
 
     return trxp.read(view, limits)
