@@ -249,6 +249,8 @@ class _Machine:
         pair = self.hidden(function, "name").value
         self.spend(_ITEM_COST * len(args))
         if pair in self.records:
+            if len(args) == 1 and type(args[0]) is str:
+                return Record(pair[0], pair[1], {"value": args[0]})  # a member of an enum, as pickle writes it
             return self.instance(function, *args)
         action = _CALLS.get(pair)
         return action(self, *args) if action else self.fail(f"a call of {'.'.join(pair)}")
