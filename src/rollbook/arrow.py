@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rollbook.columns import PLAIN_TYPES, Column, Columns
 from rollbook.errors import WireError
-from rollbook.fields import BY_CODE, DTYPES, EXPERIENCE_TYPES, FIELDS, Field, owner, tensor_fields
+from rollbook.fields import BY_CODE, DTYPES, EXPERIENCE_TYPES, FIELDS, INTEGERS, Field, owner, tensor_fields
 from rollbook.ragged import Ragged, promote
 
 _STORAGE = {name: pa.from_numpy_dtype(np.dtype(name)) for name in {d.storage for d in DTYPES.values() if d.code}}
@@ -134,7 +134,7 @@ def _check_ragged_type(field: Field, kind: pa.DataType) -> None:
             inner = None
             break
         inner = inner.value_type
-    if inner not in _STORAGE_NAMES:
+    if inner not in _STORAGE_NAMES or (field.accepts == "integer" and not pa.types.is_integer(inner)):
         raise WireError(
             f"column {field.name!r}: type {kind}, expected a large_list of numbers"
             + (f" over {field.trailing} fixed sizes" if field.trailing else "")
@@ -236,6 +236,8 @@ def _row_codes(
     if unknown:
         raise WireError(f"column '{field.name}__dtype': code {unknown[0]} is none that is known")
     names = [BY_CODE[code].name for code in kinds]
+    if field.accepts == "integer" and not INTEGERS.issuperset(names):
+        raise WireError(f"column '{field.name}__dtype': {', '.join(names)}, expected whole numbers")
     if not names:
         return implied(storage, field), None
     if len(names) == 1 and DTYPES[names[0]].storage == storage:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollbook import freeform
 from rollbook.errors import WireError
-from rollbook.fields import COLUMNAR, FIELDS, Field
+from rollbook.fields import COLUMNAR, FIELDS, INTEGERS, Field
 from rollbook.ids import EID
 from rollbook.ragged import Ragged, check_shape, promote, tensor_bytes, tensor_from_bytes
 
@@ -262,20 +262,22 @@ def decode(field: Field, columns: Mapping[str, Column]) -> list[Any] | None:
     for key, side in sides.items():
         if side is None:
             continue
-        found = [_unbox(key, item, name) for item in side.to_pylist()]
+        found = [_unbox(key, item, field) for item in side.to_pylist()]
         values = found if values is None else [b if a is None else a for a, b in zip(values, found, strict=True)]
     return values
 
 
-def _unbox(side: str, item: Any, name: str) -> Any:
+def _unbox(side: str, item: Any, field: Field) -> Any:
     if item is None or side == "one":
         return item
     if side == "raw":
         try:
             return item.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
-            raise WireError(f"{name}__raw: {error}") from None
-    return _tensor(item, name)
+            raise WireError(f"{field.name}__raw: {error}") from None
+    if field.accepts == "integer" and item["dtype"] not in INTEGERS:
+        raise WireError(f"{field.name}__other: got {item['dtype']}, expected whole numbers")
+    return _tensor(item, field.name)
 
 
 def _tensor(item: dict[str, Any], where: str) -> Any:

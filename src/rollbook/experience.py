@@ -269,14 +269,11 @@ class Experience:
         >>> Experience(tokens=[1, 2, 3]).replace(reward=0.5).experience_type
         'single_turn'
         """
-        given = {name: getattr(self, name) for name in FIELDS}
-        for name in ("eid", *changes):
-            given[name] = changes.get(name, self.eid.replace())
-        # A record that was read with odd shapes keeps them unless they are changed; the rest is checked.
-        odd = self.odd - set(changes)
-        kept = {name: given.pop(name) for name in odd}
-        new = Experience(**given)
-        new.__dict__.update(kept, odd=odd, unknown=self.unknown)
+        given = {name: getattr(self, name) for name in FIELDS} | changes
+        # A record that was read with odd shapes keeps them unless they are changed.
+        new = restore(given, "replace") if self.odd else Experience(**given)
+        if self.unknown:
+            new.__dict__["unknown"] = self.unknown
         return new
 
     def compact(self) -> Experience:
@@ -364,6 +361,8 @@ def as_tensor(field: Field, value: Any) -> torch.Tensor:
         expected = "whole numbers" if field.accepts == "integer" else "real numbers"
         raise ValueError(f"{name}: got values of {array.dtype}, expected {expected}")
     target = np.dtype(field.dtype)
+    if target.kind == "b" and array.size and not np.isin(array, (0, 1)).all():
+        raise ValueError(f"{name}: got values other than 0 and 1; give a tensor to keep them")
     if target.kind in "iu" and array.size:
         low, high, bounds = int(array.min()), int(array.max()), np.iinfo(target)
         if low < bounds.min or high > bounds.max:
@@ -408,6 +407,8 @@ def _convert(field: Field, value: Any) -> Any:
     if kind == "integer":
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise ValueError(f"{name}: got {type(value).__name__} {value!r}, expected an int")
+        if name == "group_size" and int(value) < 1:
+            raise ValueError(f"{name}: got {value}, expected at least 1")
         return int(value)
     if kind == "eid":
         return _eid(value)
@@ -439,7 +440,8 @@ def _number(name: str, value: Any) -> float:
 
 def _eid(value: Any) -> EID:
     if isinstance(value, EID):
-        return value
+        # The record's own: `record.eid.run = i` must not change the id that others were built with.
+        return value.replace()
     if isinstance(value, Mapping):
         unknown = set(value) - set(EID().to_dict())
         if unknown:
@@ -521,7 +523,7 @@ def validate(record: Experience, where: str = "") -> None:
         if record.logprobs is None:
             raise ValueError(f"{where}logprobs: got None, expected them with truncate_status 'prompt_truncated'")
         expected, why = len(record.logprobs), "as logprobs, the prompt being truncated"
-        if "logprobs" not in record.odd and record.action_mask is not None and bool((record.action_mask != 0).any()):
+        if "action_mask" not in record.odd and record.action_mask is not None and bool((record.action_mask != 0).any()):
             raise ValueError(
                 f"{where}action_mask: got True, expected all False with truncate_status 'prompt_truncated'"
             )
@@ -573,14 +575,15 @@ def restore(values: Mapping[str, Any], where: str) -> Experience:
         _settle(row)
         odd = set()
         expected = len(row.tokens) - row.prompt_length
-        if row.truncate_status == "prompt_truncated" and row.experience_type != "dpo" and row.logprobs is not None:
+        cut = row.truncate_status == "prompt_truncated" and row.experience_type != "dpo"
+        if cut and row.logprobs is not None:
             expected = len(row.logprobs) if row.logprobs.dim() else -1
         for field in fields.tensor_fields():
             value = getattr(row, field.name)
             if not isinstance(value, torch.Tensor) or field.axis == "sequence":
                 continue
             fits = value.dim() == 1 + field.trailing and (field.axis == "free" or len(value) == expected)
-            if not fits:
+            if not fits or (field.name == "action_mask" and cut and bool((value != 0).any())):
                 odd.add(field.name)
         if odd:
             row.__dict__["odd"] = frozenset(odd)

@@ -21,15 +21,16 @@ from rollbook.fields import DTYPES, FIELDS, Field, owner
 from rollbook.ids import EID
 
 
-def to_table(many: Experiences, portable: bool) -> pa.Table:
-    """The columns as a table; `portable` has a column for every field of the table, null where no record has it."""
+def to_table(many: Experiences, portable: bool, typed: bool = True) -> pa.Table:
+    """The columns as a table; `portable` has a column for every field, null (and of null type unless `typed`) where no
+    record has it."""
     arrays = arrow.to_arrays(many.columns, portable)
     if portable:
         named = {}
         for field in FIELDS.values():
             named[field.name] = arrays.pop(field.name, None)
             if named[field.name] is None:
-                named[field.name] = pa.nulls(len(many), arrow.empty_type(field))
+                named[field.name] = pa.nulls(len(many), arrow.empty_type(field) if typed else pa.null())
             for side in [name for name in arrays if name.startswith(f"{field.name}__")]:
                 named[side] = arrays.pop(side)
         arrays = {**named, **arrays}
@@ -57,7 +58,9 @@ def from_table(table: pa.Table | pa.RecordBatch, private: bool = False) -> Exper
         try:
             array.validate(full=True)
             _normalise(name, array, arrays, parts)
-        except (pa.ArrowException, TypeError, OverflowError, NotImplementedError) as error:
+        except WireError:
+            raise
+        except (pa.ArrowException, TypeError, ValueError, OverflowError, NotImplementedError) as error:
             raise WireError(f"column {name!r} of type {array.type} cannot be read as its field: {error}") from None
     if "tokens" not in arrays and "tokens" not in parts and "tokens__other" not in arrays:
         raise WireError("the table has no column 'tokens'")
@@ -131,10 +134,10 @@ def _ragged_type(field: Field, kind: pa.DataType) -> pa.DataType | None:
         inner = inner.value_type
     if len(sizes) != field.trailing or 0 in sizes:
         return None
-    if pa.types.is_boolean(inner):
+    if pa.types.is_boolean(inner) and field.accepts == "real":
         inner = pa.uint8()
-    if not (pa.types.is_integer(inner) or pa.types.is_floating(inner)):
-        return None
+    if not pa.types.is_integer(inner) and (field.accepts == "integer" or not pa.types.is_floating(inner)):
+        raise WireError(f"column {field.name!r}: got values of {inner}, expected numbers that it can hold")
     for size in reversed(sizes):
         inner = pa.list_(inner, size)
     return pa.large_list(inner)
@@ -215,7 +218,8 @@ def to_hf(many: Experiences) -> Any:
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    table = to_table(many, portable=True)
+    # Empty columns without a type: datasets then concatenates with any.
+    table = to_table(many, portable=True, typed=False)
     # Left to itself, datasets pickles the whole table to name it; the same content gets the same name here too.
     digest = xxhash.xxh3_128(str(table.schema).encode())
     for column in table.columns:

@@ -1,0 +1,93 @@
+"""The demo: make experiences as a rollout would, write them, read them back, look at them.
+
+The "model" is a scripted one that sorts letters and sometimes slips, so that it runs on any machine; everything around it
+is the library itself: records with ids, columns, frames on disk, Parquet, groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import tempfile
+from pathlib import Path
+
+from rollbook.experience import EID, Experience, Experiences
+
+LETTERS = "abcdefghij"
+VOCABULARY = {letter: i for i, letter in enumerate(LETTERS + ">.")}
+NAMES = list(VOCABULARY)
+
+
+def sample(task: int, run: int, skill: float, rng: random.Random) -> Experience:
+    """One rollout: `dbfa>` is to be answered with `abdf.`; each letter is right with probability `skill`."""
+    prompt = random.Random(task).choices(LETTERS, k=5)
+    answer, logprobs = [], []
+    for right in sorted(prompt):
+        good = rng.random() < skill
+        answer.append(right if good else rng.choice(LETTERS))
+        logprobs.append(math.log(skill if good else (1 - skill) / len(LETTERS)))
+    exact = answer == sorted(prompt)
+    tokens = [VOCABULARY[name] for name in [*prompt, ">", *answer, "."]]
+    return Experience(
+        eid=EID(batch=0, task=task, run=run),
+        tokens=tokens,
+        prompt_length=len(prompt) + 1,
+        logprobs=[*logprobs, 0.0],
+        reward=1.0 if exact else 0.0,
+        prompt_text="".join(prompt) + ">",
+        response_text="".join(answer) + ".",
+        finish_reason="stop",
+        policy_versions=0,
+        group_size=4,
+        info={"task": "sort letters", "skill": skill},
+        metrics={"accuracy": sum(a == b for a, b in zip(answer, sorted(prompt), strict=True)) / len(prompt)},
+        sampling={"temperature": 1.0},
+    )
+
+
+def main() -> None:
+    """Run the demo; see `python -m rollbook.demo --help`."""
+    parser = argparse.ArgumentParser(prog="python -m rollbook.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder for the files (default: a temporary one)")
+    parser.add_argument("--tasks", type=int, default=6)
+    parser.add_argument("--runs", type=int, default=4)
+    options = parser.parse_args()
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        show(options.out, options.tasks, options.runs)
+        return
+    with tempfile.TemporaryDirectory(prefix="rollbook-demo-") as folder:
+        show(Path(folder), options.tasks, options.runs)
+
+
+def show(folder: Path, tasks: int, runs: int) -> None:
+    """Make, write, read back, print."""
+    rng = random.Random(0)
+    rollouts = [sample(task, run, 0.85, rng) for task in range(tasks) for run in range(runs)]
+    frames, parquet = folder / "rollouts.rollbook", folder / "rollouts.parquet"
+    frames.write_bytes(Experience.serialize_many(rollouts))
+    many = Experiences.from_bytes(frames.read_bytes())
+    many.to_parquet(parquet)
+    same = many == rollouts and Experiences.from_parquet(parquet) == rollouts
+    print(f"made     {many}")
+    print(f"wrote    {frames.name} ({frames.stat().st_size:,} bytes), {parquet.name} ({parquet.stat().st_size:,} bytes)")
+    print(f"read     both back: {'every field is the same' if same else 'SOMETHING DIFFERS'}")
+    if not same:
+        raise SystemExit("the records that were read are not those that were written")
+    print("\ntask     prompt   rewards                  mean")
+    for tid, group in many.group_by("task").items():
+        rewards = group.values("reward")
+        marks = "  ".join(f"{reward:.0f}" for reward in rewards)
+        print(f"{tid:<8} {group[0].prompt_text:<8} {marks:<24} {sum(rewards) / len(rewards):.2f}")
+    worst = min(many, key=lambda row: (row.reward, row.metrics["accuracy"]))
+    print(f"\n{worst!r}")
+    print(f"  {worst.prompt_text} -> {worst.response_text}  (accuracy {worst.metrics['accuracy']:.1f})")
+    response = worst.tokens[worst.prompt_length :].tolist()
+    print("  token    " + "".join(f"{NAMES[token]:>8}" for token in response))
+    if worst.logprobs is not None:
+        print("  logprob  " + "".join(f"{value:>8.2f}" for value in worst.logprobs.tolist()))
+
+
+if __name__ == "__main__":
+    main()

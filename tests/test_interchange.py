@@ -1,0 +1,188 @@
+"""Parquet, Arrow and HF: ordinary columns to other tools, and their tables read as records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset, concatenate_datasets, load_from_disk
+
+from rollbook import EID, Experience, Experiences, WireError
+from rollbook.experience import from_hf_datasets, to_hf_datasets
+from rollbook.fields import FIELDS
+
+
+def rows() -> list[Experience]:
+    return [
+        Experience(
+            eid=EID(1, "a/b", run, 0),
+            tokens=list(range(4 + run)),
+            prompt_length=2,
+            logprobs=torch.full((2 + run,), -0.5, dtype=torch.bfloat16),
+            advantages=torch.full((2 + run,), 0.25),
+            reward=[0.0, 1.0, None, float("nan")][run],
+            info={"model_version": run, "pair": (run, None)},
+            prompt_text="\N{GRINNING FACE}" * run,
+            routed_experts=torch.full((2 + run, 2, 3), run, dtype=torch.int16),
+        )
+        for run in range(4)
+    ]
+
+
+def write(path: Path) -> Path:
+    Experiences(rows()).to_parquet(path)
+    return path
+
+
+def test_parquet_is_ordinary_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet")
+    got = duckdb.sql(
+        f"select eid.task as task, len(tokens) as n, list_sum(logprobs) as s, reward, "
+        f"cast(info->>'model_version' as int) as v, routed_experts[1][1][1] as e from '{path}' order by n"
+    ).fetchall()
+    assert [row[:3] for row in got] == [("a/b", 4 + i, -0.5 * (2 + i)) for i in range(4)]
+    assert [row[4:] for row in got] == [(i, i) for i in range(4)]
+    assert [row[3] for row in got][:3] == [0.0, 1.0, None]
+    frame = pd.read_parquet(path)
+    assert frame["tokens"][1].tolist() == [0, 1, 2, 3, 4]
+    assert frame["logprobs"][0].tolist() == [-0.5, -0.5], "half precision is float32 to other tools"
+    table = pl.read_parquet(path)
+    assert table["advantages"].to_list()[1] == [0.25] * 3
+    assert list(pq.read_schema(path).names)[:4] == ["eid", "tokens", "prompt_length", "logprobs"]
+    assert set(FIELDS) <= set(pq.read_schema(path).names), "the schema does not depend on what the rows have"
+
+
+def test_parquet_through_other_tools(tmp_path: Path) -> None:
+    path, expected = write(tmp_path / "x.parquet"), rows()
+    original = Experiences.from_parquet(path)
+    through_polars, through_duckdb = tmp_path / "p.parquet", tmp_path / "d.parquet"
+    pl.read_parquet(path).write_parquet(through_polars)
+    duckdb.sql(f"copy (select * from '{path}') to '{through_duckdb}' (format parquet)")
+    for other in (through_polars, through_duckdb):
+        assert Experiences.from_parquet(other) == original
+    assert [row.tokens.tolist() for row in original] == [row.tokens.tolist() for row in expected]
+    assert original[0].logprobs.dtype == torch.bfloat16
+    kept = duckdb.sql(f"select * from '{path}' where reward > 0").to_arrow_table()
+    assert Experiences.from_arrow(kept) == [original[1], original[3]], "NaN is above all in SQL"
+
+
+def test_parquet_errors(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    path.write_bytes(b"not parquet at all")
+    with pytest.raises(WireError, match="no Parquet file"):
+        Experiences.from_parquet(path)
+    with pytest.raises(FileNotFoundError):
+        Experiences.from_parquet(tmp_path / "absent.parquet")
+    pq.write_table(pa.table({"x": [1]}), path)
+    with pytest.raises(WireError, match="no column 'tokens'"):
+        Experiences.from_parquet(path)
+    write(path)
+    data = path.read_bytes()
+    for cut in (10, len(data) // 2, len(data) - 3):
+        path.write_bytes(data[:cut])
+        with pytest.raises(WireError):
+            Experiences.from_parquet(path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet")
+    before = path.read_bytes()
+    with pytest.raises((ValueError, pa.ArrowException, OSError)):
+        Experiences(rows()).to_parquet(path, compression="no such codec")
+    assert path.read_bytes() == before
+    assert [item.name for item in tmp_path.iterdir()] == ["x.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "word"),
+    [
+        ({"tokens": [[1, 2], None]}, "tokens: got None"),
+        ({"tokens": [[1, 2], [1, None]]}, "null inside"),
+        ({"tokens": [[1.5, 2.0]]}, "tokens"),
+        ({"tokens": [["a", "b"]]}, "tokens"),
+        ({"tokens": [[1, 2]], "logprobs": [[0.5, 0.5]]}, "logprobs: got 2 entries, expected 1"),
+        ({"tokens": [[1, 2]], "reward": ["good"]}, "reward"),
+        ({"tokens": [[1, 2]], "experience_type": ["other"]}, "experience_type"),
+        ({"tokens": [[1, 2]], "prompt_length": [5]}, "prompt_length: got 5 with 2 tokens"),
+        ({"tokens": [[1, 2]], "info": ["{not json"]}, "no JSON"),
+    ],
+)
+def test_foreign_tables_are_checked(columns: dict[str, Any], word: str) -> None:
+    with pytest.raises(WireError, match=word):
+        list(Experiences.from_arrow(pa.table(columns)))
+
+
+def test_foreign_tables_are_read() -> None:
+    table = pa.table(
+        {
+            "tokens": pa.array([[1, 2, 3], [4, 5]], pa.list_(pa.int64())),
+            "action_mask": pa.array([[True, False], None], pa.list_(pa.bool_())),
+            "reward": pa.array([1, None], pa.int8()),
+            "info": pa.array([{"a": 1}, {"a": None}]),
+            "prompt_text": pa.array(["p", "p"]).dictionary_encode(),
+            "eid": [{"batch": 1, "task": "x", "run": 0, "step": 0, "suffix": "s"}, None],
+            "mine": [1, 2],
+        }
+    )
+    first, second = Experiences.from_arrow(table)
+    assert (first.tokens.dtype, first.action_mask.tolist(), first.reward) == (torch.int64, [True, False], 1.0)
+    assert (first.experience_type, second.experience_type) == ("multi_turn", "single_turn")
+    assert first.info == {"a": 1}
+    assert first.eid.uid == "1/x/0/0/s"
+    assert (second.prompt_text, second.action_mask.tolist(), second.reward) == ("p", [True], None)
+    assert first.unknown["mine"].to_pylist() == [1]
+
+
+def test_hf_after_its_operations(tmp_path: Path) -> None:
+    records = rows()
+    dataset = to_hf_datasets(records)
+    assert isinstance(dataset, Dataset)
+    assert dataset.column_names[:3] == ["eid", "tokens", "prompt_length"]
+    assert from_hf_datasets(dataset) == records
+    assert from_hf_datasets(dataset.select([3, 1])) == [records[3], records[1]]
+    assert from_hf_datasets(dataset.filter(lambda row: len(row["tokens"]) > 5)) == records[2:]
+    assert sorted(row.eid.run for row in from_hf_datasets(dataset.shuffle(seed=0))) == [0, 1, 2, 3]
+    doubled = concatenate_datasets([dataset, to_hf_datasets([Experience(tokens=[1, 2])])])
+    assert from_hf_datasets(doubled)[:4] == records
+    assert from_hf_datasets(doubled)[4].tokens.tolist() == [1, 2]
+    dataset.save_to_disk(tmp_path / "ds")
+    mapped = from_hf_datasets(load_from_disk(tmp_path / "ds"))
+    assert mapped == records
+    mapped[0].advantages.add_(1)
+    assert to_hf_datasets(records)._fingerprint == dataset._fingerprint, "the same content has the same name"
+    assert to_hf_datasets(records[:2])._fingerprint != dataset._fingerprint
+
+
+def test_trinitys_own_dataset_is_read() -> None:
+    """The columns that Trinity's to_hf_datasets makes: a struct for the id, nested lists, no kind."""
+    dataset = Dataset.from_list(
+        [
+            {
+                "eid": {"batch": 1, "task": 2, "run": 3, "step": 4, "suffix": "abc123"},
+                "tokens": [1, 2, 3],
+                "prompt_length": 1,
+                "logprobs": [-0.5, -0.25],
+                "reward": 1.0,
+                "info": {"model_version": 3},
+                "metrics": {},
+                "action_mask": [True, True],
+                "messages": [{"role": "user", "content": "hi"}],
+                "multi_modal_inputs": {"pixel_values": [[0.5, 1.0]]},
+                "custom_fields": [],
+                "chosen": None,
+            }
+        ]
+    )
+    (record,) = from_hf_datasets(dataset)
+    assert record.eid.uid == "1/2/3/4/abc123"
+    assert record.info == {"model_version": 3}
+    assert record.messages == [{"role": "user", "content": "hi"}]
+    assert record.multi_modal_inputs["pixel_values"].tolist() == [[0.5, 1.0]]
+    assert record.logprobs.tolist() == [-0.5, -0.25]
