@@ -64,10 +64,10 @@ def test_hex_dump_is_what_the_code_writes_and_reads() -> None:
 
 def test_hex_dump_ranges() -> None:
     frame = undump(block("hexdump", "00000000"))
-    ranges = dict(
-        (text, frame[int(a, 16) : int(b, 16) + 1])
+    ranges = {
+        text: frame[int(a, 16) : int(b, 16) + 1]
         for a, b, text in re.findall(r"\| `(0x\w+)`–`(0x\w+)` \| (.*) \|", PAGE)
-    )
+    }
     found = {text.split(":")[0]: data for text, data in ranges.items()}
     assert found["values of `tokens`"] == np.array([11, 12, 13], dtype="<i4").tobytes()
     assert found["values of `logprobs`"] == np.array([-0.5, -0.25], dtype="<f4").tobytes()
@@ -118,7 +118,9 @@ def test_compression(compression: str | None) -> None:
 
 def test_frames_follow_one_another(tmp_path: Path) -> None:
     parts = [many(3), [], many(2), [record(tokens=torch.tensor([1, 2, 3]))]]
-    data = b"".join(wire.encode(part, compression=c) for part, c in zip(parts, (None, "zstd", "lz4", None), strict=True))
+    data = b"".join(
+        wire.encode(part, compression=c) for part, c in zip(parts, (None, "zstd", "lz4", None), strict=True)
+    )
     rows = [row for part in parts for row in part]
     assert wire.decode(data) == rows
     assert Experience.deserialize_many(data) == rows
@@ -177,7 +179,11 @@ def test_rows_and_columns_give_the_same_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "word"),
-    [(wire.Limits(max_bytes=100), "bytes"), (wire.Limits(max_items=4), "records"), (wire.Limits(max_columns=3), "columns")],
+    [
+        (wire.Limits(max_bytes=100), "bytes"),
+        (wire.Limits(max_items=4), "records"),
+        (wire.Limits(max_columns=3), "columns"),
+    ],
 )
 def test_limits(limits: wire.Limits, word: str) -> None:
     data = wire.encode(many(5))

@@ -1,7 +1,7 @@
 """The demo: make experiences as a rollout would, write them, read them back, look at them.
 
-The "model" is a scripted one that sorts letters and sometimes slips, so that it runs on any machine; everything around it
-is the library itself: records with ids, columns, frames on disk, Parquet, groups.
+The "model" is a scripted one that sorts letters and sometimes slips, so that it runs on any machine; everything around
+it is the library itself: records with ids, columns, frames on disk, Parquet, groups.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def show(folder: Path, tasks: int, runs: int) -> None:
     many.to_parquet(parquet)
     same = many == rollouts and Experiences.from_parquet(parquet) == rollouts
     print(f"made     {many}")
-    print(f"wrote    {frames.name} ({frames.stat().st_size:,} bytes), {parquet.name} ({parquet.stat().st_size:,} bytes)")
+    print(
+        f"wrote    {frames.name} ({frames.stat().st_size:,} bytes), {parquet.name} ({parquet.stat().st_size:,} bytes)"
+    )
     print(f"read     both back: {'every field is the same' if same else 'SOMETHING DIFFERS'}")
     if not same:
         raise SystemExit("the records that were read are not those that were written")

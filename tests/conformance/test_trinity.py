@@ -151,7 +151,9 @@ def test_constructor_refuses(name: str, words: list[str]) -> None:
     assert all(word in str(caught.value) for word in words)
 
 
-@pytest.mark.parametrize("given", [[1, 2, 3], (1, 2, 3), range(1, 4), np.array([1, 2, 3])], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "given", [[1, 2, 3], (1, 2, 3), range(1, 4), np.array([1, 2, 3])], ids=lambda v: type(v).__name__
+)
 def test_ctor_tuple_tokens_dtype(given: Any) -> None:
     record = Experience(tokens=given)
     assert plain(record.tokens) == {"dtype": "int32", "shape": [3], "data": [1, 2, 3]}
@@ -198,7 +200,9 @@ def test_split_dpo() -> None:
         assert (half.eid.run, half.eid.step) == (expected["run"], expected["step"])
         assert half.eid.suffix != pair.eid.suffix
         assert half.parent == pair.eid.uid
-        expected_fields(half, {k: expected[k] for k in ("tokens", "prompt_length", "action_mask", "reward", "messages")})
+        expected_fields(
+            half, {k: expected[k] for k in ("tokens", "prompt_length", "action_mask", "reward", "messages")}
+        )
     halves[0].info["k"].append(2)
     assert pair.info == halves[1].info == {"k": [1]}, "each has an info of its own"
 

@@ -103,7 +103,9 @@ def test_trinity_reads_what_rollbook_writes() -> None:
     data = to_trxp(records)
     read = theirs.Experience.deserialize_many(data)
     assert [item.experience_type for item in read] == [record.experience_type for record in records]
-    names = "tokens prompt_length logprobs action_mask truncate_status metrics prompt_text messages tools chosen rejected"
+    names = (
+        "tokens prompt_length logprobs action_mask truncate_status metrics prompt_text messages tools chosen rejected"
+    )
     for item, record in zip(read, records, strict=True):
         assert item.eid.uid == record.eid.uid
         for name in [*names.split(), "chosen_messages", "routed_experts"]:
