@@ -430,14 +430,14 @@ def records(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), trxp: bool = F
         status = [None, "response_truncated", "\ud800", *(["prompt_truncated"] if kind == "dpo" else [])]
         given["truncate_status"] = draw(st.sampled_from(status))
     given["tokens"] = draw(_tensor_field(FIELDS["tokens"], length))
-    if kind == "dpo":
+    # A multi-turn record may carry a pair as well: the mask decides what it is.
+    if kind == "dpo" or (kind == "multi_turn" and draw(st.integers(0, 4)) == 4):
         for name in ("chosen", "rejected"):
             given[name] = draw(_tensor_field(FIELDS[name], draw(st.integers(0, 3))))
     optional = [name for name in FIELDS if name not in _DRAWN_APART]
     chosen = draw(st.sets(st.sampled_from(optional), max_size=6))
     if cut:
         chosen |= {"logprobs"}
-    # Everything but dpo can carry a pair too; then the kind has to be said, or a mask given.
     if kind == "multi_turn":
         chosen |= {"action_mask"}
     else:

@@ -15,5 +15,9 @@ class WireError(ValueError):
 
     def __init__(self, message: str, offset: int | None = None) -> None:
         super().__init__(message if offset is None else f"byte {offset}: {message}")
+        self.message = message
         self.offset = offset
         """Where it was seen, counted from the first byte of the data; `None` if it has no one place."""
+
+    def __reduce__(self) -> tuple[type[WireError], tuple[str, int | None]]:
+        return WireError, (self.message, self.offset)

@@ -364,7 +364,7 @@ def iter_frames(file: BinaryIO, *, verify: bool = True, limits: Limits = DEFAULT
         try:
             frame = read_header(head, 0, limits)
         except WireError as error:
-            raise WireError(str(error).split(": ", 1)[-1], at + (error.offset or 0)) from None
+            raise WireError(error.message, at + (error.offset or 0)) from None
         size = frame.stop
         memory = bytearray(head)
         while len(memory) < size:
