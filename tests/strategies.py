@@ -95,8 +95,8 @@ def exact(value: Any) -> Any:
     if kind is CustomField:
         return ("CustomField", value.source_field, value.destination_field, str(value.data_type))
     if kind is Experience:
-        extra = {name: array.to_pylist() for name, array in value.unknown.items()}
-        return ("Experience", tuple((name, exact(getattr(value, name))) for name in FIELDS), exact(extra))
+        unknown = tuple((name, repr(array.to_pylist())) for name, array in value.unknown.items())
+        return ("Experience", tuple((name, exact(getattr(value, name))) for name in FIELDS), unknown)
     raise TypeError(f"{kind} is not a value of a record")
 
 
@@ -301,17 +301,15 @@ _KEYS = st.one_of(
 )
 
 
-@functools.cache
-def _leaves(trxp: bool) -> st.SearchStrategy[Any]:
-    return st.one_of(
-        _PLAIN,
-        st.binary(max_size=5),
-        # By index: not all of them can be hashed, and a sampled list is.
-        st.integers(0, len(_NUMPY_SCALARS) - 1).map(_NUMPY_SCALARS.__getitem__),
-        ARRAYS,
-        free_tensors(trxp),
-        st.builds(_conjugated, SEEDS),
-    )
+_LEAVES = st.one_of(
+    _PLAIN,
+    st.binary(max_size=5),
+    # By index: not all of them can be hashed, and a sampled list is.
+    st.integers(0, len(_NUMPY_SCALARS) - 1).map(_NUMPY_SCALARS.__getitem__),
+    ARRAYS,
+    free_tensors(),
+    st.builds(_conjugated, SEEDS),
+)
 
 
 def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -325,32 +323,26 @@ def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@functools.cache
-def freeform(trxp: bool = False) -> st.SearchStrategy[Any]:
-    """Any value that `info` may hold."""
-    return st.recursive(_leaves(trxp), _nested, max_leaves=6)
+FREEFORM: st.SearchStrategy[Any] = st.recursive(_LEAVES, _nested, max_leaves=6)
+"""Any value that `info` may hold."""
 
+FREEFORM_DICTS: st.SearchStrategy[dict[Any, Any]] = st.one_of(
+    st.just({}),
+    st.dictionaries(TEXTS, _PLAIN, max_size=3),
+    st.dictionaries(_KEYS, FREEFORM, max_size=3),
+    st.builds(lambda key, item: {key: item}, st.sampled_from(_TAG_KEYS), FREEFORM),
+)
+"""What `info`, `metrics` and `sampling` may be."""
 
-@functools.cache
-def freeform_dicts(trxp: bool = False) -> st.SearchStrategy[dict[Any, Any]]:
-    """What `info`, `metrics` and `sampling` may be."""
-    return st.one_of(
-        st.just({}),
-        st.dictionaries(TEXTS, _PLAIN, max_size=3),
-        st.dictionaries(_KEYS, freeform(trxp), max_size=3),
-        st.builds(lambda key, item: {key: item}, st.sampled_from(_TAG_KEYS), freeform(trxp)),
-    )
-
-
-@functools.cache
-def conversations(trxp: bool = False) -> st.SearchStrategy[list[Any]]:
-    """What messages and tools may be: plain ones, ones with parts, and whatever else."""
-    content = st.one_of(TEXTS, st.none(), st.just([{"type": "image"}, {"type": "text", "text": "漢"}]), freeform(trxp))
-    message = st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "tool"]), "content": content},
-        optional={"tool_calls": st.just([]), "name": TEXTS},
-    )
-    return st.one_of(st.just([]), st.lists(message, max_size=2), st.lists(freeform(trxp), max_size=2))
+_CONTENT = st.one_of(TEXTS, st.none(), st.just([{"type": "image"}, {"type": "text", "text": "漢"}]), FREEFORM)
+_MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": _CONTENT},
+    optional={"tool_calls": st.just([]), "name": TEXTS},
+)
+CONVERSATIONS: st.SearchStrategy[list[Any]] = st.one_of(
+    st.just([]), st.lists(_MESSAGES, max_size=2), st.lists(FREEFORM, max_size=2)
+)
+"""What messages and tools may be: plain ones, ones with parts, and whatever else."""
 
 
 # --- records ------------------------------------------------------------------------------------------------------
@@ -406,7 +398,7 @@ def _plain_field(field: Field, trxp: bool) -> st.SearchStrategy[Any]:
         return CUSTOM_FIELDS
     if field.kind == "media":
         return st.dictionaries(MEDIA_KEYS, free_tensors(trxp), max_size=3)
-    return freeform_dicts(trxp) if field.name in ("info", "metrics", "sampling") else conversations(trxp)
+    return FREEFORM_DICTS if field.name in ("info", "metrics", "sampling") else CONVERSATIONS
 
 
 _DRAWN_APART = ("eid", "tokens", "prompt_length", "truncate_status", "experience_type", "chosen", "rejected")

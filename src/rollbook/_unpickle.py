@@ -29,6 +29,7 @@ _FREE_KEY = 256  # characters up to which hashing and comparing a str key is not
 _OTHER_KEYS = 1 << 16  # keys that are not text in one dict or set: the writer can choose their hashes, and
 _SAME_HASH = 64  # filling a table with chosen hashes takes quadratic time, the more so if they are equal
 _SMALL_INT = (1 << 61) - 1  # ints below this are their own hash
+_MARKS = 200_000
 _BASE_PURSE, _ITEM_COST, _OBJECT_COST, _TENSOR_COST = 1 << 26, 32, 256, 1024  # bytes, or about as much work
 _TORCH_STREAM = (0x1950A86A20F9469CFC6C, 1001)  # magic number and version of torch's legacy format
 # fmt: off
@@ -164,6 +165,8 @@ class _Machine:
         self.need(self.frame_end <= len(self.data), "a frame runs past the end of the data")
 
     def mark(self) -> None:
+        # One per container that is open: far more than a value can be deep would only cost memory.
+        self.need(len(self.below) < _MARKS, "more containers are open than can be nested")
         self.below.append(self.stack)
         self.stack = []
 

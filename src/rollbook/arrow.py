@@ -94,17 +94,15 @@ def empty_type(field: Field) -> pa.DataType:
 
 
 def check_schema(schema: pa.Schema) -> None:
-    """Refuse a schema that the field table does not allow; unknown columns may have any plain type."""
+    """Refuse a schema that the field table does not allow; of unknown columns it says nothing."""
     if len(set(schema.names)) != len(schema.names):
         raise WireError("the schema names a column twice")
     for arrow_field in schema:
-        if arrow_field.metadata and any(key.startswith(b"ARROW:") for key in arrow_field.metadata):
-            raise WireError(f"column {arrow_field.name!r}: Arrow extension types are refused")
         known = owner(arrow_field.name)
         kind = arrow_field.type
         if known is None:
-            _check_plain(arrow_field.name, kind)
-        elif known[0].kind == "tensor" and not known[1]:
+            continue
+        if known[0].kind == "tensor" and not known[1]:
             _check_ragged_type(known[0], kind)
         elif kind != PLAIN_TYPES[known[0].kind, known[1]]:
             expected = PLAIN_TYPES[known[0].kind, known[1]]
@@ -112,19 +110,6 @@ def check_schema(schema: pa.Schema) -> None:
     for name in ("eid", "tokens", "prompt_length", "experience_type"):
         if name not in schema.names and not (name == "tokens" and "tokens__other" in schema.names):
             raise WireError(f"the schema has no column {name!r}")
-
-
-def _check_plain(name: str, kind: pa.DataType) -> None:
-    if (
-        isinstance(kind, (pa.BaseExtensionType, pa.DictionaryType, pa.RunEndEncodedType, pa.UnionType))
-        or pa.types.is_binary_view(kind)
-        or pa.types.is_string_view(kind)
-        or pa.types.is_list_view(kind)
-        or pa.types.is_large_list_view(kind)
-    ):
-        raise WireError(f"column {name!r}: Arrow type {kind} is refused")
-    for i in range(kind.num_fields):
-        _check_plain(name, kind.field(i).type)
 
 
 def _check_ragged_type(field: Field, kind: pa.DataType) -> None:
@@ -259,7 +244,7 @@ def check(columns: Columns, count: int) -> None:
     if other is not None:
         for i in np.flatnonzero(np.asarray(other.is_valid())).tolist():
             shape = other[i]["shape"].as_py()
-            if there[i] or not shape or len(shape) != 1:
+            if there[i] or not shape or len(shape) != 1 or shape[0] is None:
                 raise ValueError(f"record {i}: tokens: got shape {shape}, expected one dimension, given once")
             lengths[i], there[i] = shape[0], True
     _all(there, "tokens: got None, expected token ids")
@@ -290,7 +275,9 @@ def check(columns: Columns, count: int) -> None:
         if aside is not None:
             known = known | np.asarray(aside.is_valid())
         _all(known | ~cut, "logprobs: got None, expected them with truncate_status 'prompt_truncated'")
-        expected = np.where(cut, logprobs.lengths if isinstance(logprobs, Ragged) else -1, expected)
+        # Log-probs that stand aside say nothing about the others: -1.
+        widths = np.where(logprobs.present, logprobs.lengths, -1) if isinstance(logprobs, Ragged) else -1
+        expected = np.where(cut, widths, expected)
     for field in tensor_fields("response"):
         column = columns.get(field.name)
         if isinstance(column, Ragged):

@@ -20,11 +20,12 @@ from rollbook import freeform
 from rollbook.errors import WireError
 from rollbook.fields import COLUMNAR, FIELDS, INTEGERS, Field
 from rollbook.ids import EID
-from rollbook.ragged import Ragged, check_shape, promote, tensor_bytes, tensor_from_bytes
+from rollbook.ragged import Ragged, promote, tensor_bytes, tensor_from_bytes
 
 Column: TypeAlias = Any
 """A `Ragged` or a pyarrow array (which has no types of its own to check)."""
 _TEXT = {str, type(None)}
+_MAPPING = {dict, type(None)}
 Columns = dict[str, Column]
 
 OTHER = pa.struct(
@@ -281,11 +282,9 @@ def _unbox(side: str, item: Any, field: Field) -> Any:
 
 
 def _tensor(item: dict[str, Any], where: str) -> Any:
-    data = item["data"]
-    if data is None:
+    if item is None or item["data"] is None:
         raise WireError(f"{where}: a tensor without data")
-    shape = check_shape(item["dtype"], item["shape"], len(data), where)
-    return tensor_from_bytes(item["dtype"], shape, data)
+    return tensor_from_bytes(item["dtype"], item["shape"], item["data"], where)
 
 
 def _decode_main(field: Field, column: Column) -> list[Any]:
@@ -294,7 +293,11 @@ def _decode_main(field: Field, column: Column) -> list[Any]:
     if field.kind == "text":
         return texts(column)
     if field.kind == "json":
-        return freeform.loads_many(texts(column))
+        values = freeform.loads_many(texts(column))
+        if field.mapping and not set(map(type, values)) <= _MAPPING:
+            wrong = next(value for value in values if value is not None and type(value) is not dict)
+            raise WireError(f"{field.name}: got a {type(wrong).__name__}, expected a dict")
+        return values
     if field.kind == "eid":
         return _decode_eids(column)
     if field.kind == "custom_fields":
@@ -351,6 +354,8 @@ def _int(text: Any) -> int:
 def _media(item: list[dict[str, Any]] | None, where: str) -> dict[str, Any] | None:
     if item is None:
         return None
+    if any(entry is None or entry["key"] is None for entry in item):
+        raise WireError(f"{where}: a tensor without a key")
     media = {entry["key"]: _tensor(entry, f"{where}[{entry['key']!r}]") for entry in item}
     if len(media) != len(item):
         raise WireError(f"{where}: a key stands twice")

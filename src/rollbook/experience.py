@@ -418,7 +418,7 @@ def _convert(field: Field, value: Any) -> Any:
         if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
             raise ValueError(f"{name}: got {type(value).__name__}, expected a list of CustomField")
         return [item if isinstance(item, CustomField) else CustomField.from_dict(item) for item in value]
-    if name in ("info", "metrics", "sampling") and not isinstance(value, Mapping):
+    if field.mapping and not isinstance(value, Mapping):
         raise ValueError(f"{name}: got {type(value).__name__}, expected a dict")
     return _own(dict(value) if isinstance(value, Mapping) else value)
 

@@ -124,6 +124,8 @@ class Field:
     """How many dimensions follow the first."""
     broadcast: bool = False
     """Whether one plain number may stand for the whole axis."""
+    mapping: bool = False
+    """Whether a `json` value must be a dict."""
     doc: str = ""
 
 
@@ -139,8 +141,8 @@ FIELDS: dict[str, Field] = {
         Field("advantages", "tensor", "response", "float32", doc="[R]"),
         Field("returns", "tensor", "response", "float32", doc="[R]"),
         Field("truncate_status", "text", doc="`prompt_truncated`, `response_truncated` or `None`."),
-        Field("info", "json", doc="Whatever the workflow wants to keep."),
-        Field("metrics", "json", doc="Numbers to log."),
+        Field("info", "json", mapping=True, doc="Whatever the workflow wants to keep."),
+        Field("metrics", "json", mapping=True, doc="Numbers to log."),
         Field("response_text", "text", doc="The response, decoded."),
         Field("prompt_text", "text", doc="The prompt, decoded."),
         Field("action_mask", "tensor", "response", "bool", doc="[R] True where the model chose the token."),
@@ -175,7 +177,7 @@ FIELDS: dict[str, Field] = {
         Field("loss_weights", "tensor", "response", "float32", pad=0, doc="[R] Weight of each token's loss."),
         Field("parent", "text", doc="The uid this record was made from."),
         Field("group_size", "integer", doc="How many runs this record's task has."),
-        Field("sampling", "json", doc="Temperature, top_p, top_k, seed and what else the engine used."),
+        Field("sampling", "json", mapping=True, doc="Temperature, top_p, top_k, seed and what else the engine used."),
         Field("policy_logprobs", "tensor", "response", "float32", doc="[R] The old policy's, recomputed."),
         Field("experience_type", "text", doc="`single_turn`, `multi_turn` or `dpo`; inferred once, then kept."),
     )

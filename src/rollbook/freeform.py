@@ -37,6 +37,7 @@ import binascii
 import math
 import re
 import sys
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,12 @@ from rollbook.errors import WireError
 from rollbook.ragged import check_shape, tensor_bytes, tensor_from_bytes
 
 MAX_DEPTH = 64
-_NUMPY_DTYPE = re.compile(r"[<>|][biufc][0-9]{1,2}|\|b1|[<>|]?[US][0-9]{1,9}|[<>][mM]8(\[[0-9]*[a-zA-Z]{1,2}\])?")
+_NUMPY_DTYPE = re.compile(
+    r"\|b1|[<>|][iufc][0-9]{1,2}|\|S[0-9]{1,9}|[<>]U[0-9]{1,9}"
+    r"|[<>][mM]8(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+)
 _INT64 = 2**63
+_SAME_HASH = 64
 _LARGE = sys.float_info.max
 _STR = {str}
 _FLAT = {str, int, float, bool, type(None)}
@@ -235,7 +240,7 @@ def _untag_one(tag: str, held: Any, depth: int) -> Any:
         if tag == "$tuple" and type(held) is list:
             return tuple(_untag(item, depth - 1) for item in held)
         if tag == "$map" and type(held) is list:
-            return {_key(_untag(key, depth - 1)): _untag(item, depth - 1) for key, item in held}
+            return _untag_map(held, depth - 1)
         if tag == "$float" and held in ("nan", "inf", "-inf"):
             return float(held)
         if tag == "$int" and type(held) is str:
@@ -246,15 +251,27 @@ def _untag_one(tag: str, held: Any, depth: int) -> Any:
             return binascii.a2b_base64(held, strict_mode=True)
         if tag == "$tensor" and type(held) is dict:
             data = binascii.a2b_base64(held["data"], strict_mode=True)
-            shape = check_shape(held["dtype"], held["shape"], len(data), "$tensor")
-            return tensor_from_bytes(held["dtype"], shape, data)
+            return tensor_from_bytes(held["dtype"], held["shape"], data, "$tensor")
         if tag in ("$array", "$scalar") and type(held) is dict:
             return _numpy(held, tag)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, WireError):
-            raise
+    except WireError:
+        raise
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WireError(f"the tag {tag} holds what it cannot: {error}") from None
     raise WireError(f"the tag {tag!r} is unknown, or holds a {type(held).__name__}, which it cannot")
+
+
+def _untag_map(pairs: list[Any], depth: int) -> dict[Any, Any]:
+    made: dict[Any, Any] = {}
+    hashes: Counter[int] = Counter()
+    for key, item in pairs:
+        found = _key(_untag(key, depth))
+        # Whoever writes numbers can choose their hashes, and a dict of equal ones takes quadratic time to fill.
+        hashes[hash(found)] += 1
+        if hashes[hash(found)] > _SAME_HASH:
+            raise WireError(f"a $map has more than {_SAME_HASH} keys of one hash")
+        made[found] = _untag(item, depth)
+    return made
 
 
 def _key(key: Any) -> Any:
@@ -273,9 +290,17 @@ def _numpy(held: dict[str, Any], tag: str) -> Any:
         raise WireError(f"{tag}: dtype {held['dtype']!r} has no bytes")
     data = binascii.a2b_base64(held["data"], strict_mode=True)
     shape = held["shape"] if tag == "$array" else []
-    if not isinstance(shape, list) or len(shape) > 64 or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
+    if not isinstance(shape, list) or len(shape) > 64 or not all(type(n) is int and n >= 0 for n in shape):
         raise WireError(f"{tag}: shape {shape!r} is no list of sizes")
+    if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**62:
+        raise WireError(f"{tag}: shape {shape!r} is larger than any array")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise WireError(f"{tag}: {held['dtype']} of shape {shape} does not take {len(data)} bytes")
     array = np.frombuffer(data, dtype=dtype).reshape(shape).copy()
+    if dtype.kind == "b" and array.size and array.view(np.uint8).max() > 1:
+        raise WireError(f"{tag}: a bool that is neither 0 nor 1")
+    if dtype.kind == "U" and array.size:
+        characters = np.frombuffer(data, dtype=f"{held['dtype'][0]}u4")
+        if characters.max() > sys.maxunicode:
+            raise WireError(f"{tag}: text of what is no character")
     return array[()] if tag == "$scalar" else array

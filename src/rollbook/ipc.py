@@ -54,16 +54,33 @@ class _Flat:
     def follow(self, position: int) -> int:
         return position + self.number("<I", position)
 
-    def pairs(self, table: int, index: int) -> NDArray[np.int64]:
-        """A vector of structs of two 64-bit numbers, as an array (count, 2)."""
+    def value(self, table: int, index: int, form: str, default: int = 0) -> int:
+        """A number in a table, or what it is when it is left out."""
+        slot = self.slot(table, index)
+        return self.number(form, slot) if slot else default
+
+    def vector(self, table: int, index: int, size: int) -> tuple[int, int]:
+        """Where the elements of a vector begin, and how many there are, each of `size` bytes."""
         slot = self.slot(table, index)
         if not slot:
-            return np.empty((0, 2), dtype=np.int64)
-        vector = self.follow(slot)
-        count = self.number("<I", vector)
-        if vector + 4 + 16 * count > len(self.data):
-            raise WireError("Arrow metadata lists more than it holds", self.at + vector)
-        return np.frombuffer(self.data[vector + 4 : vector + 4 + 16 * count], dtype=np.int64).reshape(-1, 2)
+            return 0, 0
+        start = self.follow(slot)
+        count = self.number("<I", start)
+        if start + 4 + size * count > len(self.data):
+            raise WireError("Arrow metadata lists more than it holds", self.at + start)
+        return start + 4, count
+
+    def pairs(self, table: int, index: int) -> NDArray[np.int64]:
+        """A vector of structs of two 64-bit numbers, as an array (count, 2)."""
+        start, count = self.vector(table, index, 16)
+        return np.frombuffer(self.data[start : start + 16 * count], dtype=np.int64).reshape(-1, 2)
+
+    def text(self, table: int, index: int) -> str:
+        start, count = self.vector(table, index, 1)
+        try:
+            return bytes(self.data[start : start + count]).decode()
+        except UnicodeDecodeError:
+            raise WireError("an Arrow name is not UTF-8", self.at + start) from None
 
 
 def _message(body: memoryview, start: int, at: int) -> tuple[_Flat, int, int, int]:
@@ -77,36 +94,163 @@ def _message(body: memoryview, start: int, at: int) -> tuple[_Flat, int, int, in
         raise WireError(f"an Arrow message states {size} bytes of metadata", at + start + 4)
     flat = _Flat(body[start + 8 : start + 8 + size], at + start + 8)
     root = flat.root()
-    version = flat.slot(root, 0)
-    if not version or flat.number("<h", version) != _V5:
+    if flat.value(root, 0, "<h") != _V5:
         raise WireError("an Arrow message is not of metadata version 5", at + start)
-    kind, header = flat.slot(root, 1), flat.slot(root, 2)
-    if not kind or not header:
+    header = flat.slot(root, 2)
+    if not header:
         raise WireError("an Arrow message has no header", at + start)
-    return flat, flat.number("<B", kind), flat.follow(header), start + 8 + size
+    _no_extras(flat, root, 4)
+    return flat, flat.value(root, 1, "<B"), flat.follow(header), start + 8 + size
+
+
+def _no_extras(flat: _Flat, table: int, index: int) -> None:
+    # Free-form metadata is where extension types hide, whose readers are code, and where a few bytes can be pointed at
+    # thousands of times, each time to be copied.
+    if flat.vector(table, index, 4)[1]:
+        raise WireError("Arrow's custom metadata (and with it extension types) is refused", flat.at + table)
+
+
+class _SchemaReader:
+    """Arrow's schema, read here: Arrow's own reader would copy what is pointed at as often as it is pointed at, and
+    would call the readers of whatever extension types this process happens to know."""
+
+    def __init__(self, flat: _Flat, max_columns: int) -> None:
+        self.flat = flat
+        self.max_columns = max_columns
+        # No two fields, and no two names, share their bytes in what a writer makes: this many fit.
+        self.fields_left = len(flat.data) // 16
+        self.name_bytes_left = len(flat.data)
+
+    def schema(self, table: int) -> pa.Schema:
+        flat = self.flat
+        if flat.value(table, 0, "<h"):
+            raise WireError("big-endian Arrow data is refused", flat.at + table)
+        _no_extras(flat, table, 2)
+        fields = self.fields(table, 1, depth=_MAX_DEPTH)
+        if len(fields) > self.max_columns:
+            raise WireError(f"{len(fields)} columns are over the limit of {self.max_columns}", flat.at)
+        return pa.schema(fields)
+
+    def fields(self, table: int, index: int, depth: int) -> list[pa.Field]:
+        start, count = self.flat.vector(table, index, 4)
+        self.fields_left -= count
+        if depth < 0 or self.fields_left < 0:
+            raise WireError(
+                "the Arrow schema has more fields than its bytes can hold, or nests them too deeply", self.flat.at
+            )
+        return [self.field(self.flat.follow(start + 4 * i), depth) for i in range(count)]
+
+    def field(self, table: int, depth: int) -> pa.Field:
+        flat = self.flat
+        name = flat.text(table, 0)
+        self.name_bytes_left -= len(name)
+        if self.name_bytes_left < 0:
+            raise WireError("the names in the Arrow schema are longer than its bytes", flat.at + table)
+        if flat.slot(table, 4):
+            raise WireError(f"column {name!r}: Arrow dictionaries are refused", flat.at + table)
+        _no_extras(flat, table, 6)
+        code = flat.value(table, 2, "<B")
+        slot = flat.slot(table, 3)
+        kind = self.kind(code, flat.follow(slot) if slot else 0, self.fields(table, 5, depth - 1), name)
+        return pa.field(name, kind, nullable=bool(flat.value(table, 1, "<B")))
+
+    def kind(self, code: int, table: int, children: list[pa.Field], name: str) -> pa.DataType:
+        """The type by its code in Arrow's format/Schema.fbs, whose order of fields the indices here follow."""
+        number = self.flat.value
+        made: pa.DataType | None = None
+        if not table:
+            raise WireError(f"column {name!r}: the Arrow schema names no type", self.flat.at)
+        if code in _PLAIN_CODES and not children:
+            made = _PLAIN_CODES[code]
+        elif code == 2 and not children:
+            made = _INTEGERS.get((number(table, 0, "<i"), number(table, 1, "<B")))
+        elif code == 3 and not children:
+            made = {0: pa.float16(), 1: pa.float32(), 2: pa.float64()}.get(number(table, 0, "<h"))
+        elif code == 8 and not children:
+            made = {0: pa.date32(), 1: pa.date64()}.get(number(table, 0, "<h", 1))
+        elif code == 7 and not children:
+            made = self.decimal(number(table, 0, "<i"), number(table, 1, "<i"), number(table, 2, "<i", 128))
+        elif code == 9 and not children:
+            made = _TIMES.get((number(table, 0, "<h", 1), number(table, 1, "<i", 32)))
+        elif code in (10, 18) and not children:
+            unit = _UNITS.get(number(table, 0, "<h", 0 if code == 10 else 1))
+            zone = self.flat.text(table, 1) if code == 10 else ""
+            self.name_bytes_left -= len(zone)
+            if unit and self.name_bytes_left >= 0:
+                made = pa.timestamp(unit, zone or None) if code == 10 else pa.duration(unit)
+        elif code == 15 and not children and number(table, 0, "<i") > 0:
+            made = pa.binary(number(table, 0, "<i"))
+        elif code == 12 and len(children) == 1:
+            made = pa.list_(children[0])
+        elif code == 21 and len(children) == 1:
+            made = pa.large_list(children[0])
+        elif code == 16 and len(children) == 1 and number(table, 0, "<i") >= 0:
+            made = pa.list_(children[0], number(table, 0, "<i"))
+        elif code == 13:
+            made = pa.struct(children)
+        if made is None:
+            raise WireError(f"column {name!r}: Arrow type number {code} is refused, or not described", self.flat.at)
+        return made
+
+    def decimal(self, precision: int, scale: int, bits: int) -> pa.DataType | None:
+        if bits not in (128, 256) or not 0 < precision <= (38 if bits == 128 else 76) or abs(scale) > 1000:
+            return None
+        return pa.decimal128(precision, scale) if bits == 128 else pa.decimal256(precision, scale)
+
+
+_PLAIN_CODES = {
+    1: pa.null(),
+    4: pa.binary(),
+    5: pa.string(),
+    6: pa.bool_(),
+    19: pa.large_binary(),
+    20: pa.large_string(),
+}
+_INTEGERS = {
+    (bits, signed): getattr(pa, f"{'' if signed else 'u'}int{bits}")() for bits in (8, 16, 32, 64) for signed in (0, 1)
+}
+_TIMES = {(0, 32): pa.time32("s"), (1, 32): pa.time32("ms"), (2, 64): pa.time64("us"), (3, 64): pa.time64("ns")}
+_MAX_DEPTH = 60
+_UNITS = {0: "s", 1: "ms", 2: "us", 3: "ns"}
+
+
+_SIMPLE = {
+    *_PLAIN_CODES.values(),
+    *_INTEGERS.values(),
+    *_TIMES.values(),
+    *(pa.float16(), pa.float32(), pa.float64(), pa.date32(), pa.date64()),
+}
+
+
+def keeps(kind: pa.DataType, depth: int = _MAX_DEPTH) -> bool:
+    """Whether a frame can hold an unknown column of this type: what `_SchemaReader.kind` reads."""
+    types = pa.types
+    if kind in _SIMPLE or types.is_timestamp(kind) or types.is_duration(kind):
+        return True
+    if types.is_decimal128(kind) or types.is_decimal256(kind):
+        return bool(abs(kind.scale) <= 1000)
+    if types.is_fixed_size_binary(kind):
+        return bool(kind.byte_width > 0)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_struct(kind):
+        return depth > 0 and all(keeps(kind.field(i).type, depth - 1) for i in range(kind.num_fields))
+    return False
 
 
 def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int) -> pa.RecordBatch:
     """The one record batch of the stream in `stored`, which begins at byte `at` of the data."""
     body = memoryview(stored.data)
-    flat, kind, _, batch_start = _message(body, 0, at)
+    flat, kind, header, batch_start = _message(body, 0, at)
     if kind != _SCHEMA:
         raise WireError("the Arrow stream does not begin with a schema", at)
-    length = flat.slot(flat.root(), 3)
-    if length and flat.number("<q", length):
+    if flat.value(flat.root(), 3, "<q"):
         raise WireError("the Arrow schema has a body", at)
-    buffer = pa.py_buffer(stored)
-    try:
-        schema = pa.ipc.read_schema(buffer.slice(0, batch_start))
-    except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
-        raise WireError(f"the Arrow schema cannot be read: {error}", at) from None
-    if len(schema) > max_columns:
-        raise WireError(f"{len(schema)} columns are over the limit of {max_columns}", at)
+    schema = _SchemaReader(flat, max_columns).schema(header)
     if count or len(schema):
         arrow.check_schema(schema)
     stop = _check_batch(body, batch_start, schema, count, at)
     if bytes(body[stop:]) != END:
         raise WireError("the Arrow stream does not end behind its one record batch", at + stop)
+    buffer = pa.py_buffer(stored)
     try:
         batch = pa.ipc.read_record_batch(buffer.slice(batch_start, stop - batch_start), schema)
         batch.validate()
@@ -124,12 +268,10 @@ def _check_batch(body: memoryview, start: int, schema: pa.Schema, count: int, at
         raise WireError("Arrow's own body compression is refused", at + start)
     if flat.slot(header, 4):
         raise WireError("Arrow view types are refused", at + start)
-    slot = flat.slot(flat.root(), 3)
-    size = flat.number("<q", slot) if slot else 0
+    size = flat.value(flat.root(), 3, "<q")
     if size < 0 or size > len(body) - data:
         raise WireError(f"the Arrow record batch states a body of {size} bytes", at + start)
-    slot = flat.slot(header, 0)
-    rows = flat.number("<q", slot) if slot else 0
+    rows = flat.value(header, 0, "<q")
     if rows != count:
         raise WireError(f"the header states {count} records, the Arrow record batch {rows}", at + start)
     nodes, buffers = flat.pairs(header, 1), flat.pairs(header, 2)
@@ -216,18 +358,3 @@ def _check_text(array: pa.Array, verify: bool) -> None:
         return
     binary = pa.Array.from_buffers(pa.large_binary(), len(array), array.buffers(), array.null_count, array.offset)
     binary.validate(full=True)
-
-
-def check_zstd(stored: NDArray[np.uint8], decoded: int) -> None:
-    """Refuse a zstd body whose window the decoder would have to hold beside the output, if it is large.
-
-    RFC 8878, 3.1.1.1: magic, a descriptor byte, then the window byte unless the frame is a single segment.
-    """
-    head = bytes(stored[:6])
-    if head[:4] != b"\x28\xb5\x2f\xfd" or len(head) < 6:
-        raise WireError("the body is no zstd frame")
-    if not head[4] & 0x20:
-        exponent, mantissa = head[5] >> 3, head[5] & 7
-        window = (1 << (10 + exponent)) + ((1 << (10 + exponent)) >> 3) * mantissa
-        if window > max(8 << 20, decoded):
-            raise WireError(f"the zstd body asks for a window of {window} bytes")

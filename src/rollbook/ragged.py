@@ -66,17 +66,20 @@ def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return flat.view(torch.uint8).numpy()
 
 
-def tensor_from_bytes(dtype: str, shape: Sequence[int], data: Any) -> torch.Tensor:
-    """The tensor of `dtype` and `shape` whose elements are `data`, on memory of its own.
-
-    The caller has checked that the sizes agree; `check_shape` does.
-    """
+def tensor_from_bytes(dtype: Any, shape: Any, data: Any, where: str) -> torch.Tensor:
+    """The tensor of `dtype` and `shape` whose elements are `data`, on memory of its own, once they agree."""
+    memory = np.frombuffer(data, dtype=np.uint8)
+    sizes = check_shape(dtype, shape, len(memory), where)
+    if dtype == "bool" and memory.size and memory.max() > 1:
+        raise WireError(f"{where}: got the byte {int(memory.max())} for a bool, expected 0 or 1")
     import torch
 
-    if not len(data):
-        return torch.empty(tuple(shape), dtype=getattr(torch, dtype))
-    memory = np.array(np.frombuffer(data, dtype=np.uint8))
-    return torch.from_numpy(memory).view(getattr(torch, dtype)).reshape(tuple(shape))
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise WireError(f"{where}: dtype {dtype!r} is none of this torch's")
+    if not memory.size:
+        return torch.empty(sizes, dtype=kind)
+    return torch.from_numpy(np.array(memory)).view(kind).reshape(sizes)
 
 
 def check_shape(dtype: Any, shape: Any, nbytes: int, where: str) -> tuple[int, ...]:
@@ -85,11 +88,12 @@ def check_shape(dtype: Any, shape: Any, nbytes: int, where: str) -> tuple[int, .
         raise WireError(f"{where}: dtype {dtype!r} is none that is known")
     if not isinstance(shape, (list, tuple)) or len(shape) > 64:
         raise WireError(f"{where}: shape {shape!r} is no list of at most 64 sizes")
-    count = DTYPES[dtype].itemsize
-    for size in shape:
-        if type(size) is not int or not 0 <= size < 2**62:
-            raise WireError(f"{where}: shape {shape!r} holds {size!r}, which is no size")
-        count *= size
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise WireError(f"{where}: shape {shape!r} holds what is no size")
+    # Strides are products of sizes even where one of them is 0 and there are no elements.
+    if prod(max(size, 1) for size in shape) >= 2**58:
+        raise WireError(f"{where}: shape {shape!r} is larger than any tensor")
+    count = prod(shape) * DTYPES[dtype].itemsize
     if count != nbytes:
         raise WireError(f"{where}: {dtype} of shape {list(shape)} takes {count} bytes, got {nbytes}")
     return tuple(shape)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rollbook import _unpickle, fields
 from rollbook.errors import WireError
 from rollbook.fields import FIELDS
-from rollbook.ragged import check_shape, tensor_bytes, tensor_from_bytes
+from rollbook.ragged import tensor_bytes, tensor_from_bytes
 
 if TYPE_CHECKING:
     from rollbook.experience import Experience
@@ -73,8 +73,16 @@ _SAFETENSORS_NAMES = {dtype: name for name, dtype in _SAFETENSORS.items()}
 
 def read(view: memoryview, limits: Limits) -> list[Experience]:
     """The records of a TRXP payload or of a legacy pickle."""
-    if bytes(view[:4]) == MAGIC:
-        return _read_trxp(view, limits)
+    try:
+        return _read_trxp(view, limits) if bytes(view[:4]) == MAGIC else _read_pickle(view, limits)
+    except WireError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # A pickle can put a value of any type anywhere; what trips over one has found that the payload is no record.
+        raise WireError(f"the payload holds what no record can: {type(error).__name__}: {error}") from None
+
+
+def _read_pickle(view: memoryview, limits: Limits) -> list[Experience]:
     if not len(view):
         raise WireError("there are no bytes", 0)
     if len(view) > limits.max_bytes:
@@ -147,12 +155,8 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
         ):
             raise WireError(f"tensor {name!r} has data_offsets {span!r}, of {len(data)} bytes", at + 8)
         dtype = _SAFETENSORS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-        shape = check_shape(dtype or entry["dtype"], entry["shape"], span[1] - span[0], f"tensor {name!r}")
-        part = data[span[0] : span[1]]
-        if dtype == "bool" and any(byte > 1 for byte in bytes(part)):
-            raise WireError(f"tensor {name!r} of bools holds other bytes than 0 and 1", at + 8 + size + span[0])
         spans.append(span)
-        tensors[name] = tensor_from_bytes(str(dtype), shape, part)
+        tensors[name] = tensor_from_bytes(dtype, entry["shape"], data[span[0] : span[1]], f"tensor {name!r}")
     end = 0
     for start, stop in sorted(spans):
         if start != end:

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from rollbook import arrow, ipc
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences, as_experiences, from_rows
+from rollbook.fields import owner
 from rollbook.ragged import Ragged, allocate
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ class _Layout:
 
     def __init__(self, many: Experiences) -> None:
         arrays = arrow.to_arrays(many.columns)
+        for name, array in arrays.items():
+            if owner(name) is None and not ipc.keeps(array.type):
+                raise ValueError(f"column {name!r}: an unknown column of type {array.type} cannot be kept in a frame")
         batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
         self.pieces: list[Any] = []
         self.size = 0
@@ -280,7 +284,12 @@ def decode(data: Any, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS, p
     if private and view.readonly:
         raise ValueError("private: got a read-only buffer, expected writable memory")
     parts = list(_frames(view, verify, limits, private))
-    return parts[0] if len(parts) == 1 else Experiences.concat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    try:
+        return Experiences.concat(parts)
+    except ValueError as error:
+        raise WireError(f"the frames do not go together: {error}") from None
 
 
 def _frames(view: memoryview, verify: bool, limits: Limits, private: bool) -> Iterator[Experiences]:
@@ -329,10 +338,12 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
 
 def _decompress(stored: NDArray[np.uint8], frame: Frame, at: int) -> NDArray[np.uint8]:
     """The body, decompressed into memory of exactly the stated size: not a byte more is ever written."""
-    out = allocate((frame.decoded,), np.uint8)
     try:
         if frame.compression == "zstd":
-            ipc.check_zstd(stored, frame.decoded)
+            # Writes to the output alone: as a stream, zstd would hold a window of whatever size the body asks for.
+            body = pa.Codec("zstd").decompress(pa.py_buffer(stored), decompressed_size=frame.decoded)
+            return np.frombuffer(body, dtype=np.uint8)
+        out = allocate((frame.decoded,), np.uint8)
         with pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(stored)), frame.compression) as stream:
             got = 0
             while got < frame.decoded:
@@ -342,6 +353,8 @@ def _decompress(stored: NDArray[np.uint8], frame: Frame, at: int) -> NDArray[np.
                 got += step
             if stream.read(1):
                 raise WireError(f"the body decompresses to more than the stated {frame.decoded} bytes", at)
+    except MemoryError:
+        raise WireError(f"there is no memory for a body of {frame.decoded} bytes", at) from None
     except (OSError, pa.ArrowException) as error:
         raise WireError(f"the body does not decompress: {error}", at) from None
     return out

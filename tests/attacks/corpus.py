@@ -11,6 +11,7 @@ import pickle
 import struct
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,11 +151,14 @@ def odd_shapes() -> list[Experience]:
 
 def media() -> list[Experience]:
     """Images: none, one and three; a tensor of every type there is; routed experts."""
-    every = {
-        name: torch.zeros(2, 3, dtype=torch.float32).to(getattr(torch, name))
-        for name in fields.DTYPES
-        if isinstance(getattr(torch, name, None), torch.dtype)
-    }
+    with warnings.catch_warnings():
+        # torch says of 32-bit complex numbers that they are experimental; they are kept all the same.
+        warnings.simplefilter("ignore")
+        every = {
+            name: torch.zeros(2, 3, dtype=torch.float32).to(getattr(torch, name))
+            for name in fields.DTYPES
+            if isinstance(getattr(torch, name, None), torch.dtype)
+        }
     image = torch.arange(12, dtype=torch.float32).reshape(4, 3)
     return [
         Experience(eid=eid(50), tokens=[1, 2], multi_modal_inputs={}),
@@ -476,11 +480,8 @@ def flatbuffer(root: Flat) -> bytes:
     order.reverse()
     out = bytearray(4)
     holes: list[tuple[int, Flat]] = [(0, root)]
-    placed: set[int] = set()
     for entry in order:
-        if id(entry) not in placed:
-            placed.add(id(entry))
-            _place(entry, out, holes)
+        _place(entry, out, holes)
     for at, target in holes:
         struct.pack_into("<I", out, at, target.at - at)
     return bytes(out) + bytes(-len(out) % 8)
@@ -559,11 +560,11 @@ def trxp(rows: list[Experience]) -> bytes:
     return wire.to_trxp(rows)
 
 
-def trxp_of(meta: Any, tensors: bytes = struct.pack("<Q", 2) + b"{}", **lies: int) -> bytes:
+def trxp_of(meta: Any, tensors: bytes = struct.pack("<Q", 2) + b"{}", lies: dict[str, int] | None = None) -> bytes:
     """A TRXP payload of any pickled part (bytes are taken as they are) and any tensor part."""
     pickled = meta if isinstance(meta, bytes) else pickle.dumps(meta, protocol=5)
-    lengths = {"version": 1, "meta": len(pickled), "tensors": len(tensors), **lies}
-    return struct.pack("<4sBQQ", b"TRXP", *lengths.values()) + pickled + tensors
+    numbers = {"version": 1, "meta": len(pickled), "tensors": len(tensors), **(lies or {})}
+    return struct.pack("<4sBQQ", b"TRXP", *numbers.values()) + pickled + tensors
 
 
 def legacy_pickle(states: list[dict[str, Any]], protocol: int = 4, single: bool = False) -> bytes:

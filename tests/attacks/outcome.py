@@ -86,6 +86,17 @@ def refusal(data: Any, **options: Any) -> str:
     return messages[0]
 
 
+def stated_size(data: bytes) -> int:
+    """What frames say they take when decoded, as far as they can be told, or their own size if that is more."""
+    stated, at = 0, 0
+    while data[at : at + 8] == wire.MAGIC and len(data) - at >= wire.HEADER.size:
+        length, size = wire.HEADER.unpack_from(data, at)[4:6]
+        # Over the limit nothing may be taken at all: the statement is no excuse.
+        stated += size if size <= wire.DEFAULT_LIMITS.max_bytes else 0
+        at += 64 + length + -length % 64
+    return max(stated, len(data))
+
+
 class Meter:
     """How far this process's resident memory rose since `start`, at its highest.
 

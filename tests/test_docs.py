@@ -1,0 +1,69 @@
+"""The README and the pages: their code runs, their links lead somewhere, their commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook import EID, Experience, Experiences, fields
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def test_readme_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(ROOT / "README.md")
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    assert scope["input_ids"].shape == (512, 5)
+    assert len(scope["mixed"]) == 64
+    assert Experiences.from_parquet("rollouts.parquet") == scope["rollouts"]
+
+
+def test_experience_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = [
+        Experience(eid=EID(0, i // 8, i % 8), tokens=[1, 2, 3], reward=float(i), logprobs=[0, 0]) for i in range(24)
+    ]
+    scope: dict[str, Any] = {"records": records, "others": records[:2]}
+    try:
+        for code in blocks(ROOT / "docs" / "experience.md"):
+            exec(code, scope)
+    finally:
+        fields.withdraw("surprise")
+    assert scope["record"].experience_type == "multi_turn"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_commands_exist() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in PAGES:
+        for command in re.findall(r"`make (\w+)", page.read_text()) + re.findall(
+            r"^make (\w+)", page.read_text(), re.M
+        ):
+            assert command in targets, f"{page.name}: make {command}"
+
+
+def test_demo(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollbook.demo", "--out", str(tmp_path / "out"), "--tasks", "2", "--runs", "3"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "every field is the same" in shown
+    assert "6 records" in shown
+    assert len(Experiences.from_parquet(tmp_path / "out" / "rollouts.parquet")) == 6
+    assert len(Experiences.from_bytes((tmp_path / "out" / "rollouts.rollbook").read_bytes())) == 6
