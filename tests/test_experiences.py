@@ -1,4 +1,4 @@
-"""`Experiences` is a sequence like a list of the same records, on columns that nothing but an in-place write changes."""
+"""`Experiences` is a sequence like a list of the same records, on columns that only an in-place write changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def storage_bytes(value: torch.Tensor) -> int:
     return value.untyped_storage().nbytes()
 
 
-# --- indexing -------------------------------------------------------------------------------------------------------
+# --- indexing -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("index", [0, 4, -1, -5, np.int64(2), np.int32(-2), np.uint8(3)])
@@ -93,7 +93,11 @@ def test_index_lists(kind: Callable[[Any], Any]) -> None:
 def test_masks(kind: Callable[[Any], Any]) -> None:
     rows = simple(4)
     mask = [True, False, False, True]
-    for part in (Experiences(rows)[kind(mask)], Experiences(rows).take(kind(mask)), Experiences(rows).filter(kind(mask))):
+    for part in (
+        Experiences(rows)[kind(mask)],
+        Experiences(rows).take(kind(mask)),
+        Experiences(rows).filter(kind(mask)),
+    ):
         assert exact_rows(part) == exact_rows([rows[0], rows[3]])
     assert len(Experiences(rows)[kind([False] * 4)]) == 0
 
@@ -159,7 +163,7 @@ def test_records_are_checked_again() -> None:
         Experiences(rows)
 
 
-# --- against a list ---------------------------------------------------------------------------------------------------
+# --- against a list -----------------------------------------------------------------------------------------------
 
 
 def _apply(name: str, argument: int, many: Experiences, rows: Rows, extra: Rows) -> tuple[Experiences, Rows]:
@@ -235,7 +239,7 @@ def test_any_operations_do_what_a_list_does(rows: Rows, extra: Rows, steps: list
         assert [exact(missing if v is None else v) for v in found] == [exact(getattr(row, name)) for row in rows]
 
 
-# --- joining ----------------------------------------------------------------------------------------------------------
+# --- joining ------------------------------------------------------------------------------------------------------
 
 
 def test_concat_of_types_shapes_and_fields_that_differ() -> None:
@@ -257,7 +261,7 @@ def test_concat_of_types_shapes_and_fields_that_differ() -> None:
     assert exact_rows(backwards) == exact_rows(row for part in reversed(parts) for row in part)
     one_by_one = Experiences()
     for row in rows:
-        one_by_one = one_by_one + [row]
+        one_by_one += (row,)
     assert exact_rows(one_by_one) == exact_rows(rows)
     assert exact_rows(Experiences.from_bytes(joined.to_bytes())) == exact_rows(rows)
 
@@ -266,17 +270,17 @@ def test_concat_of_nothing() -> None:
     assert len(Experiences.concat([])) == 0
     assert len(Experiences.concat([Experiences(), Experiences()])) == 0
     assert exact_rows(Experiences() + simple(2)) == exact_rows(simple(2))
-    assert exact_rows(Experiences(simple(2)) + []) == exact_rows(simple(2))
+    assert exact_rows(Experiences(simple(2)) + Experiences()) == exact_rows(simple(2))
 
 
 def test_concat_keeps_the_narrow_type_of_each_row() -> None:
     small, large = Experience(tokens=[1, 2]), Experience(tokens=torch.tensor([1, 2**40]))
-    many = Experiences([small]) + [large]
+    many = Experiences([small]) + Experiences([large])
     assert [row.tokens.dtype for row in many] == [torch.int32, torch.int64]
     assert [row.tokens.dtype for row in many[:1].compact()] == [torch.int32]
 
 
-# --- selecting ----------------------------------------------------------------------------------------------------------
+# --- selecting ----------------------------------------------------------------------------------------------------
 
 
 def test_sort_is_stable_both_ways() -> None:
@@ -325,7 +329,7 @@ def test_group_by_something_else() -> None:
         Experiences(simple(2)).group_by("batch")
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------------
 
 
 def _sources() -> dict[str, Experiences]:
@@ -453,7 +457,7 @@ def test_a_compact_row_is_independent(count: int) -> None:
     assert exact_rows(many) == before
 
 
-# --- columns ------------------------------------------------------------------------------------------------------------
+# --- columns ------------------------------------------------------------------------------------------------------
 
 
 def test_columns() -> None:
@@ -493,7 +497,7 @@ def test_columns_of_nothing() -> None:
     assert many.rows() == []
 
 
-# --- from columns ---------------------------------------------------------------------------------------------------------
+# --- from columns -------------------------------------------------------------------------------------------------
 
 TOKENS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 

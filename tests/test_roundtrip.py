@@ -261,7 +261,9 @@ def test_a_nan_is_equal_to_a_nan_as_a_key_too(key: Any) -> None:
 def test_good_records_do_not_become_odd(rows: Rows) -> None:
     # `odd` names fields that were read in a shape they cannot have, and that are not checked again. A value that
     # stands in a side column for its type or trailing sizes has a shape that is fine.
-    assert [row.odd for row in Experience.deserialize_many(Experience.serialize_many(rows))] == [frozenset()] * len(rows)
+    assert [row.odd for row in Experience.deserialize_many(Experience.serialize_many(rows))] == [frozenset()] * len(
+        rows
+    )
 
 
 @QUICK
@@ -271,7 +273,7 @@ def test_gradients_stay_with_the_caller(row: Experience) -> None:
     assert not any(isinstance(v, torch.Tensor) and v.requires_grad for v in vars(back).values())
 
 
-# --- free-form values and ids ---------------------------------------------------------------------------------------
+# --- free-form values and ids -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -415,7 +417,7 @@ def test_a_custom_field_that_can_be_made_can_be_kept() -> None:
     assert not refused & {torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float8_e5m2}
 
 
-# --- cases worth a name ---------------------------------------------------------------------------------------------
+# --- cases worth a name -------------------------------------------------------------------------------------------
 
 
 def test_nothing_missing_and_empty_are_three_things() -> None:
@@ -622,7 +624,7 @@ def test_a_pickle_holds_no_more_than_the_record() -> None:
     assert len(record.serialize()) < 100_000
 
 
-# --- unknown columns ------------------------------------------------------------------------------------------------
+# --- unknown columns ----------------------------------------------------------------------------------------------
 
 UNKNOWN = {
     "number": pa.array([1, None, 3]),
@@ -672,7 +674,7 @@ def test_unknown_columns_survive(name: str) -> None:
 def test_unknown_columns_beside_records_without_them() -> None:
     plain = Experience(tokens=[1, 2])
     strange = _with_unknown([Experience(tokens=[3, 4])])
-    for many in (strange + [plain], Experiences([*strange, plain])):
+    for many in (strange + Experiences([plain]), Experiences([*strange, plain])):
         assert many.column("theirs").to_pylist() == ["0 text", None]
     changed = strange[0]
     changed.unknown["theirs"] = pa.array(["mine"])

@@ -102,6 +102,8 @@ def check_schema(schema: pa.Schema) -> None:
         kind = arrow_field.type
         if known is None:
             continue
+        if known[1] == "one" and not known[0].broadcast:
+            raise WireError(f"column {arrow_field.name!r}: one number cannot stand for all of {known[0].name}")
         if known[0].kind == "tensor" and not known[1]:
             _check_ragged_type(known[0], kind)
         elif kind != PLAIN_TYPES[known[0].kind, known[1]]:

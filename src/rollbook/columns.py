@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollbook import freeform
 from rollbook.errors import WireError
-from rollbook.fields import COLUMNAR, FIELDS, INTEGERS, Field
+from rollbook.fields import COLUMNAR, FIELDS, INTEGERS, SIDES, Field
 from rollbook.ids import EID
 from rollbook.ragged import Ragged, promote, tensor_bytes, tensor_from_bytes
 
@@ -253,7 +253,7 @@ def _set_aside(rows: list[Any], others: dict[int, Any], stays: Any) -> None:
 def decode(field: Field, columns: Mapping[str, Column]) -> list[Any] | None:
     """The field's values in each record, or `None` if no record has it; tensors are views where they can be."""
     name = field.name
-    sides = {key: columns.get(f"{name}__{key}") for key in ("other", "one", "raw")}
+    sides = {key: columns.get(f"{name}__{key}") for key in SIDES[field.kind] if key != "dtype"}
     main = columns.get(name)
     if main is None and all(side is None for side in sides.values()):
         return None

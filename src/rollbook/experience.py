@@ -290,9 +290,20 @@ class Experience:
     def __copy__(self) -> Experience:
         return self.replace()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # torch pickles (and deep-copies) the whole storage behind a view: first make it as small as the record.
-        return dict(self.compact().__dict__)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Experience:
+        new = self.replace()
+        for name in FIELDS:
+            if name in new.__dict__ and name != "eid":
+                new.__dict__[name] = _deep(new.__dict__[name])
+        return new
+
+    def __reduce__(self) -> Any:
+        # Our own bytes: torch pickles the whole storage behind a view, and cannot read some types back. A record that
+        # holds what bytes cannot keep (a user's own objects in `info`) is pickled as Python would, made compact first.
+        try:
+            return Experience.deserialize, (self.serialize(),)
+        except ValueError:
+            return row_from_values, (dict(self.compact().__dict__), self.odd, self.unknown)
 
     def __eq__(self, other: object) -> bool:
         """Equal when every field is: tensors by type, shape and value, NaN equal to NaN, unknown columns too."""
@@ -383,6 +394,18 @@ def _own(value: Any) -> Any:
     if kind is tuple:
         return tuple(_own(item) for item in value)
     return value
+
+
+def _deep(value: Any) -> Any:
+    """A copy of the containers, tensors and arrays in `value`."""
+    kind = type(value)
+    if kind is dict:
+        return {key: _deep(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind(_deep(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _convert(field: Field, value: Any) -> Any:

