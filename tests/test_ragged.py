@@ -90,8 +90,7 @@ def test_promote_is_exact() -> None:
 def test_fill_is_padding() -> None:
     ragged = column([[1, 2, 3], [4]], "int32")
     out = np.full((2, 5), 9, dtype=np.int32)
-    zeros = np.zeros(2, dtype=np.int64)
-    ragged.fill(out, np.array([2, 4]), zeros, ragged.lengths)
+    ragged.fill(out, np.array([2, 4]), ragged.lengths)
     assert out.tolist() == [[9, 9, 1, 2, 3], [9, 9, 9, 9, 4]]
 
 

@@ -35,7 +35,9 @@ def to_arrays(columns: Mapping[str, Column], portable: bool = False) -> dict[str
     for name in sorted(columns, key=_order):
         column = columns[name]
         if isinstance(column, Ragged):
-            arrays[name], codes = _ragged_to_arrow(column, FIELDS[name], portable)
+            # A field that was withdrawn meanwhile still has its column.
+            field = FIELDS.get(name) or Field(name, "tensor", dtype=column.dtype)
+            arrays[name], codes = _ragged_to_arrow(column, field, portable)
             if codes is not None:
                 arrays[f"{name}__dtype"] = codes
         else:
@@ -139,8 +141,6 @@ def from_arrays(arrays: Mapping[str, pa.Array], private: bool = False) -> Column
             columns[name] = _arrow_to_ragged(array, known[0], arrays.get(f"{name}__dtype"), private)
         elif known[1] != "dtype":
             columns[name] = array
-        elif known[0].name not in arrays:
-            raise WireError(f"column {name!r} stands without {known[0].name!r}")
     return columns
 
 
@@ -290,8 +290,18 @@ def check(columns: Columns, count: int) -> None:
                 raise ValueError(
                     f"record {i}: {field.name}: got {got} entries, expected {want} (one per response token)"
                 )
-    for name in ("chosen", "rejected"):
-        _all(has(columns, name, count) | ~dpo, f"{name}: got None, expected tokens in a dpo record")
+    for field in tensor_fields("sequence"):
+        column = columns.get(field.name)
+        if field.name != "tokens" and isinstance(column, Ragged):
+            _all(~column.present | (column.lengths == lengths), f"{field.name}: expected one entry for each token")
+    chosen, rejected = has(columns, "chosen", count), has(columns, "rejected", count)
+    for name, there in (("chosen", chosen), ("rejected", rejected)):
+        _all(
+            there | ~(dpo | chosen | rejected), f"{name}: got None, expected tokens, as for the other answer of a pair"
+        )
+    if "group_size" in columns:
+        sizes = columns["group_size"]
+        _all(np.asarray(pc.fill_null(pc.greater(sizes, 0), True)), "group_size: expected at least 1, got", sizes)
 
 
 def kinds(column: pa.Array) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:

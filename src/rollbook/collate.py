@@ -6,6 +6,7 @@ small raises and names the record, so that nothing is ever cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from rollbook.experiences import ID_TYPES, Experiences
-from rollbook.fields import DTYPES, FIELDS
+from rollbook.fields import DTYPES, FIELDS, INTEGERS
 from rollbook.ragged import Ragged, promote
 
 if TYPE_CHECKING:
@@ -51,50 +52,68 @@ def _fits(name: str, limit: int, lengths: Any, experiences: Records) -> None:
         )
 
 
-def _padded(
-    experiences: Records, name: str, width: int, fill: Any, starts: Any, stops: Any, begins: Any
-) -> torch.Tensor:
-    """[N, width] Part `begins[i]:stops[i]` of each record's `name` at column `starts[i]`, the rest `fill`.
-
-    With `width` 0-d rows there is nothing to say about the type: it is the field's.
-    """
+def _rows(experiences: Records, name: str) -> list[torch.Tensor]:
+    """A tensor field of every record; one number that stands for a whole response is spread over it."""
     field = FIELDS[name]
     if isinstance(experiences, Experiences):
-        column = experiences.column(name)
-        if isinstance(column, Ragged) and column.valid is None:
-            kind = _result_dtype(name, column.row_dtypes())
-            same = DTYPES[kind].storage == DTYPES[column.dtype].storage
-            out = torch.full((len(experiences), width, *column.trailing), fill, dtype=getattr(torch, kind))
-            target = out if same else out.to(getattr(torch, column.dtype))
-            flat = target.view(getattr(torch, DTYPES[column.dtype].storage)).numpy()
-            column.fill(flat, starts, begins, stops)
-            return target if same else target.to(getattr(torch, kind))
         rows = experiences.values(name)
     else:
         rows = [getattr(row, name) for row in experiences]
+    shapes = set()
     for i, row in enumerate(rows):
+        if field.broadcast and isinstance(row, int):
+            tokens = experiences[i].tokens
+            width = max(len(tokens) - experiences[i].prompt_length, 0)
+            rows[i] = row = torch.full((width,), row, dtype=getattr(torch, field.dtype), device=tokens.device)
         if not isinstance(row, torch.Tensor):
             raise ValueError(
                 f"{name}: got {row!r} in record {i} ({experiences[i].eid}), expected a tensor in every record"
             )
-        if row.dim() != 1 + field.trailing:
-            raise ValueError(f"{name}: got shape {list(row.shape)} in record {i} ({experiences[i].eid})")
+        shapes.add(tuple(row.shape[1:]))
+        if row.dim() != 1 + field.trailing or len(shapes) > 1:
+            raise ValueError(
+                f"{name}: got shape {list(row.shape)} in record {i} ({experiences[i].eid}), "
+                f"expected {1 + field.trailing} dimension(s), all but the first the same in every record"
+            )
+    return rows
+
+
+def _padded(experiences: Records, name: str, width: int, fill: float, starts: Any, lengths: Any) -> torch.Tensor:
+    """[N, width, ...] Each record's `name`, `lengths[i]` entries from column `starts[i]` on, the rest `fill`."""
+    column = experiences.column(name) if isinstance(experiences, Experiences) else None
+    if isinstance(column, Ragged) and column.valid is None:
+        kind = _result_dtype(name, column.row_dtypes(), fill)
+        same = DTYPES[kind].storage == DTYPES[column.dtype].storage
+        out = torch.full((len(experiences), width, *column.trailing), fill, dtype=getattr(torch, kind))
+        target = out if same else out.to(getattr(torch, column.dtype))
+        column.fill(target.view(getattr(torch, DTYPES[column.dtype].storage)).numpy(), starts, lengths)
+        return target if same else target.to(getattr(torch, kind))
+    rows = _rows(experiences, name)
     if not rows:
-        return torch.full((0, width), fill, dtype=getattr(torch, field.dtype))
-    kind = _result_dtype(name, {str(row.dtype).removeprefix("torch.") for row in rows})
-    trailing = rows[0].shape[1:]
-    out = torch.full((len(rows), width, *trailing), fill, dtype=getattr(torch, kind), device=rows[0].device)
-    for target, row, at, a, b in zip(out, rows, starts.tolist(), begins.tolist(), stops.tolist(), strict=True):
-        target[at : at + b - a] = row[a:b]
+        return torch.full((0, width), fill, dtype=getattr(torch, FIELDS[name].dtype))
+    kind = _result_dtype(name, {_name(row) for row in rows}, fill)
+    shape = (len(rows), width, *rows[0].shape[1:])
+    out = torch.full(shape, fill, dtype=getattr(torch, kind), device=rows[0].device)
+    for i, (row, at, length) in enumerate(zip(rows, starts.tolist(), lengths.tolist(), strict=True)):
+        out[i, at : at + length] = row[:length].to(out.dtype)
     return out
 
 
-def _result_dtype(name: str, dtypes: set[str]) -> str:
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _result_dtype(name: str, dtypes: set[str], fill: float = 0) -> str:
+    """The type that holds all records', and the padding, exactly."""
     if not dtypes:
         return FIELDS[name].dtype
     joined = dtypes.copy().pop() if len(dtypes) == 1 else promote(dtypes)
     if joined is None:
         raise ValueError(f"{name}: got records of types {', '.join(sorted(dtypes))}, expected types that one can hold")
+    if joined == "bool" and fill not in (0, 1):
+        raise ValueError(f"pad_value: got {fill}, expected 0 or 1, since {name} is bool")
+    if joined in INTEGERS and (not math.isfinite(fill) or fill != int(fill)):
+        raise ValueError(f"pad_value: got {fill}, expected a whole number, since {name} is {joined}")
     return joined
 
 
@@ -112,8 +131,7 @@ def gather_token_ids(
     prompts, responses = _shapes(experiences, max_prompt_length, max_response_length)
     starts = max_prompt_length - prompts
     width = max_prompt_length + max_response_length
-    zeros = np.zeros(len(prompts), dtype=np.int64)
-    return _padded(experiences, "tokens", width, pad_token_id, starts, prompts + responses, zeros)
+    return _padded(experiences, "tokens", width, pad_token_id, starts, prompts + responses)
 
 
 def gather_attention_masks(experiences: Records, max_prompt_length: int, max_response_length: int) -> torch.Tensor:
@@ -162,25 +180,9 @@ def gather_response_attrs(
     if isinstance(column, Ragged) and column.valid is None:
         lengths = column.lengths
     else:
-        given = (
-            experiences.values(attr_name)
-            if isinstance(experiences, Experiences)
-            else [getattr(row, attr_name) for row in experiences]
-        )
-        measured = [len(v) if isinstance(v, torch.Tensor) and v.dim() else 0 for v in given]
-        lengths = np.array(measured, dtype=np.int64)
+        lengths = np.array([len(row) for row in _rows(experiences, attr_name)], dtype=np.int64)
     _fits("max_response_length", max_response_length, lengths, experiences)
-    zeros = np.zeros(len(lengths), dtype=np.int64)
-    padded = _padded(experiences, attr_name, max_response_length, 0, zeros, lengths, zeros)
-    if pad_value != 0:
-        slot = torch.arange(max_response_length, device=padded.device)
-        padding = slot >= torch.from_numpy(lengths).to(padded.device)[:, None]
-        if not padded.is_floating_point() and float(pad_value) != int(pad_value):
-            raise ValueError(
-                f"pad_value: got {pad_value}, expected a whole number, since {attr_name} is {padded.dtype}"
-            )
-        padded[padding] = pad_value
-    return padded
+    return _padded(experiences, attr_name, max_response_length, pad_value, np.zeros_like(lengths), lengths)
 
 
 def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tensor]]:
@@ -253,13 +255,15 @@ def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience
             del common[name]
         if isinstance(pair.policy_versions, int):
             common["policy_versions"] = pair.policy_versions
-        for answer, messages in ((pair.chosen, pair.chosen_messages), (pair.rejected, pair.rejected_messages)):
-            if len(answer) == 0:
-                which = "chosen" if answer is pair.chosen else "rejected"
-                raise ValueError(f"record {i} ({pair.eid}): {which}: got no tokens, expected at least one")
+        for which in ("chosen", "rejected"):
+            answer, messages = getattr(pair, which), getattr(pair, f"{which}_messages")
+            for name, tokens in (("tokens", pair.tokens), (which, answer)):
+                if len(tokens) == 0:
+                    raise ValueError(f"record {i} ({pair.eid}): {name}: got no tokens, expected at least one")
+            kind = getattr(torch, _result_dtype("tokens", {_name(pair.tokens), _name(answer)}))
             given = {
                 **common,
-                "tokens": torch.cat([pair.tokens, answer.to(pair.tokens.device)]),
+                "tokens": torch.cat([pair.tokens.to(kind), answer.to(pair.tokens.device, kind)]),
                 "prompt_length": len(pair.tokens),
                 "messages": messages if messages is not None else common["messages"],
                 "parent": pair.eid.uid,

@@ -76,13 +76,17 @@ def encode(
     if all(value is None for value in values) or (field.kind == "custom_fields" and not any(values)):
         return {}
     if field.kind == "tensor":
-        return _encode_tensors(field, values, odd, copy)
+        try:
+            return _encode_tensors(field, values, odd, copy)
+        except (RuntimeError, NotImplementedError) as error:
+            # A device that cannot be read from, a layout that has no rows.
+            raise ValueError(f"{name}: a tensor cannot be kept: {error}") from None
     if field.kind == "text":
         return _encode_text(name, values)
     if field.kind in ("json", "custom_fields"):
         return {name: pa.array([_json(field, i, value) for i, value in enumerate(values)], pa.large_string())}
     if field.kind == "eid":
-        return {name: _encode_eids(values)}
+        return {name: _encode_eids(name, values)}
     if field.kind == "media":
         return {name: _encode_media(name, values)}
     kind = PLAIN_TYPES[field.kind, ""]
@@ -134,8 +138,9 @@ def _decodes(data: bytes) -> bool:
     return True
 
 
-def _encode_eids(values: Sequence[Any]) -> pa.Array:
-    ids: list[EID] = list(values)
+def _encode_eids(name: str, values: Sequence[Any]) -> pa.Array:
+    blank = EID("", "", 0, 0, "")
+    ids: list[EID] = [blank if eid is None else eid for eid in values]
     ints = [(type(eid.batch) is int) + 2 * (type(eid.task) is int) for eid in ids]
     try:
         return pa.StructArray.from_arrays(
@@ -148,10 +153,11 @@ def _encode_eids(values: Sequence[Any]) -> pa.Array:
                 pa.array(ints, pa.uint8()),
             ],
             fields=list(EID_TYPE),
+            mask=pa.array([eid is None for eid in values]) if None in values else None,
         )
     except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
         raise ValueError(
-            f"eid: expected text or numbers for batch, task and suffix, 64-bit run and step: {error}"
+            f"{name}: expected text or numbers for batch, task and suffix, 64-bit run and step: {error}"
         ) from None
 
 
@@ -175,7 +181,10 @@ def _encode_media(name: str, values: Sequence[Any]) -> pa.Array:
             rows.append(None if value is None else [{"key": key, **_other(item)} for key, item in value.items()])
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             raise ValueError(f"record {i}: {name}: a tensor cannot be kept: {error}") from None
-    return pa.array(rows, MEDIA)
+    try:
+        return pa.array(rows, MEDIA)
+    except (UnicodeEncodeError, pa.ArrowException) as error:
+        raise ValueError(f"{name}: a key cannot be kept: {error}") from None
 
 
 def _encode_tensors(
@@ -219,10 +228,7 @@ def _encode_tensors(
     if dtype is not None:
         columns[name] = Ragged.from_tensors(rows, dtype)
     if others:
-        try:
-            boxes = [_other(others[i]) if i in others else None for i in range(len(rows))]
-        except (RuntimeError, NotImplementedError) as error:
-            raise ValueError(f"{name}: a tensor cannot be kept: {error}") from None
+        boxes = [_other(others[i]) if i in others else None for i in range(len(rows))]
         columns[f"{name}__other"] = pa.array(boxes, OTHER)
     if ones:
         columns[f"{name}__one"] = pa.array([ones.get(i) for i in range(len(rows))], pa.int64())

@@ -22,7 +22,12 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (np.ndarray, np.generic)) or isinstance(b, (np.ndarray, np.generic)):
         return _same_arrays(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return len(a) == len(b) and all(key in b and same(value, b[key]) for key, value in a.items())
+        if len(a) != len(b):
+            return False
+        if all(key in b for key in a):
+            return all(same(value, b[key]) for key, value in a.items())
+        # A NaN among the keys is found by no look-up: compare in order.
+        return all(same(k, j) and same(v, w) for (k, v), (j, w) in zip(a.items(), b.items(), strict=True))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return isinstance(a, list) == isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float) and isinstance(b, float):

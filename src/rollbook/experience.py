@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class CustomField:
                 f"CustomField.destination_field: got {self.destination_field!r}, "
                 "expected a name that no field or batch column has"
             )
-        if not isinstance(self.data_type, torch.dtype):
+        if self.data_type not in _TORCH_DTYPES.values():
             raise ValueError(f"CustomField.data_type: got {self.data_type!r}, expected a torch.dtype")
 
     def to_dict(self) -> dict[str, str]:
@@ -146,7 +147,7 @@ class Experience:
         policy_logprobs: torch.Tensor | None
         experience_type: str
         odd: frozenset[str]
-        unknown: dict[str, Any]
+        unknown: Mapping[str, Any]
 
         def __init__(
             self,
@@ -195,7 +196,7 @@ class Experience:
             if "tokens" not in given:
                 raise TypeError("Experience() missing the required keyword argument 'tokens'")
             for name, field in FIELDS.items():
-                value = _convert(field, given.get(name))
+                value = convert(field, given.get(name))
                 if value is not None:
                     self.__dict__[name] = value
             _settle(self)
@@ -273,29 +274,22 @@ class Experience:
         # A record that was read with odd shapes keeps them unless they are changed.
         new = restore(given, "replace") if self.odd else Experience(**given)
         if self.unknown:
-            new.__dict__["unknown"] = self.unknown
+            new.__dict__["unknown"] = dict(self.unknown)
         return new
 
     def compact(self) -> Experience:
         """The same record on memory of its own: a row made from columns keeps all of them alive, this does not."""
         new = self.replace()
-        for name, field in FIELDS.items():
-            value = getattr(new, name)
-            if field.kind == "tensor" and isinstance(value, torch.Tensor):
-                new.__dict__[name] = _compact(value)
-            elif field.kind == "media" and value is not None:
-                new.__dict__[name] = {key: _compact(item) for key, item in value.items()}
+        for name in FIELDS:
+            if name in new.__dict__ and name != "eid":
+                new.__dict__[name] = deep_copy(new.__dict__[name])
         return new
 
     def __copy__(self) -> Experience:
         return self.replace()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Experience:
-        new = self.replace()
-        for name in FIELDS:
-            if name in new.__dict__ and name != "eid":
-                new.__dict__[name] = _deep(new.__dict__[name])
-        return new
+        return self.compact()
 
     def __reduce__(self) -> Any:
         # Our own bytes: torch pickles the whole storage behind a view, and cannot read some types back. A record that
@@ -335,7 +329,7 @@ def int_or_nan(value: float) -> float:
 
 
 Experience.odd = frozenset()
-Experience.unknown = {}
+Experience.unknown = MappingProxyType({})
 
 
 # --- construction -------------------------------------------------------------------------------------------------
@@ -367,11 +361,12 @@ def as_tensor(field: Field, value: Any) -> torch.Tensor:
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{name}: got {type(value).__name__}, expected numbers: {error}") from None
     if array.size == 0 and array.dtype == np.float64:
-        array = array.astype(field.dtype)
+        array = array.astype(np.int64)
     if array.dtype.kind not in ("iu" if field.accepts == "integer" else "biuf"):
         expected = "whole numbers" if field.accepts == "integer" else "real numbers"
         raise ValueError(f"{name}: got values of {array.dtype}, expected {expected}")
-    target = np.dtype(field.dtype)
+    # numpy has no bfloat16: by way of float32, which holds it.
+    target = np.dtype("float32" if field.dtype == "bfloat16" else field.dtype)
     if target.kind == "b" and array.size and not np.isin(array, (0, 1)).all():
         raise ValueError(f"{name}: got values other than 0 and 1; give a tensor to keep them")
     if target.kind in "iu" and array.size:
@@ -381,7 +376,7 @@ def as_tensor(field: Field, value: Any) -> torch.Tensor:
                 f"{name}: got {low if low < bounds.min else high}, which {field.dtype} does not hold; "
                 "give a tensor of a wider type to keep it"
             )
-    return torch.from_numpy(np.array(array, dtype=target))
+    return torch.from_numpy(np.array(array, dtype=target)).to(_TORCH_DTYPES[field.dtype])
 
 
 def _own(value: Any) -> Any:
@@ -396,25 +391,28 @@ def _own(value: Any) -> Any:
     return value
 
 
-def _deep(value: Any) -> Any:
+def deep_copy(value: Any) -> Any:
     """A copy of the containers, tensors and arrays in `value`."""
     kind = type(value)
     if kind is dict:
-        return {key: _deep(item) for key, item in value.items()}
+        return {key: deep_copy(item) for key, item in value.items()}
     if kind is list or kind is tuple:
-        return kind(_deep(item) for item in value)
+        return kind(deep_copy(item) for item in value)
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _convert(field: Field, value: Any) -> Any:
-    """One keyword's value as the record keeps it; `None` stays `None` but for dicts and lists that are always there."""
+_EMPTY: dict[str, Any] = {"json": dict, "custom_fields": list}
+
+
+def convert(field: Field, value: Any) -> Any:
+    """One field's value as a record keeps it; `None` stays `None` but for dicts and lists that are always there."""
     name, kind = field.name, field.kind
     if value is None:
         if kind == "eid":
             return EID()
-        return {} if name in ("info", "metrics") else [] if kind == "custom_fields" else None
+        return _EMPTY[kind]() if field.always or kind == "custom_fields" else None
     if kind == "tensor":
         if field.broadcast and isinstance(value, (int, np.integer)) and not isinstance(value, bool):
             if not -(2**31) <= value < 2**31:
@@ -443,7 +441,10 @@ def _convert(field: Field, value: Any) -> Any:
         return [item if isinstance(item, CustomField) else CustomField.from_dict(item) for item in value]
     if field.mapping and not isinstance(value, Mapping):
         raise ValueError(f"{name}: got {type(value).__name__}, expected a dict")
-    return _own(dict(value) if isinstance(value, Mapping) else value)
+    try:
+        return _own(dict(value) if isinstance(value, Mapping) else value)
+    except RecursionError:
+        raise ValueError(f"{name}: nested too deeply, or holds itself") from None
 
 
 def _number(name: str, value: Any) -> float:
@@ -506,9 +507,10 @@ def _settle(record: Experience) -> None:
     if cut and record.logprobs is not None and kind != "dpo":
         width = len(record.logprobs) if record.logprobs.dim() else 0
         if kind == "single_turn" or record.action_mask is None:
-            state["action_mask"] = torch.zeros(width, dtype=torch.bool)
+            state["action_mask"] = torch.zeros(width, dtype=torch.bool, device=record.logprobs.device)
     elif kind == "single_turn" and record.action_mask is None and record.tokens.dim() == 1:
-        state["action_mask"] = torch.ones(max(len(record.tokens) - record.prompt_length, 0), dtype=torch.bool)
+        width = max(len(record.tokens) - record.prompt_length, 0)
+        state["action_mask"] = torch.ones(width, dtype=torch.bool, device=record.tokens.device)
 
 
 def validate(record: Experience, where: str = "") -> None:
@@ -546,20 +548,19 @@ def validate(record: Experience, where: str = "") -> None:
         if record.logprobs is None:
             raise ValueError(f"{where}logprobs: got None, expected them with truncate_status 'prompt_truncated'")
         expected, why = len(record.logprobs), "as logprobs, the prompt being truncated"
-        if "action_mask" not in record.odd and record.action_mask is not None and bool((record.action_mask != 0).any()):
+        mask = record.action_mask
+        if mask is not None and "action_mask" not in record.odd and not mask.is_meta and bool((mask != 0).any()):
             raise ValueError(
                 f"{where}action_mask: got True, expected all False with truncate_status 'prompt_truncated'"
             )
-    for field in fields.tensor_fields("response"):
+    for field in fields.tensor_fields():
         value = getattr(record, field.name)
-        if isinstance(value, torch.Tensor) and field.name not in record.odd and len(value) != expected:
+        if not isinstance(value, torch.Tensor) or field.name in record.odd:
+            continue
+        if field.axis == "response" and len(value) != expected:
             raise ValueError(f"{where}{field.name}: got {len(value)} entries, expected {expected} ({why})")
-
-
-def _compact(value: torch.Tensor) -> torch.Tensor:
-    if value.device.type == "meta" or value.untyped_storage().nbytes() == value.numel() * value.element_size():
-        return value
-    return value.detach().clone()
+        if field.axis == "sequence" and len(value) != length:
+            raise ValueError(f"{where}{field.name}: got {len(value)} entries, expected {length}, one for each token")
 
 
 def row_from_values(
@@ -567,18 +568,33 @@ def row_from_values(
 ) -> Experience:
     """A record from values that are known to be good: those of columns, which were checked when they were made."""
     row = Experience.__new__(Experience)
-    if "info" not in values:
-        values["info"] = {}
-    if "metrics" not in values:
-        values["metrics"] = {}
-    if "custom_fields" not in values:
-        values["custom_fields"] = []
+    for name, empty in _always:
+        if name not in values:
+            values[name] = empty()
     if odd:
         values["odd"] = odd
     if unknown:
         values["unknown"] = unknown
     row.__dict__ = values
     return row
+
+
+def odd_fields(row: Experience) -> frozenset[str]:
+    """The tensor fields whose shape the field table does not allow."""
+    expected = len(row.tokens) - row.prompt_length
+    cut = row.truncate_status == "prompt_truncated" and row.experience_type != "dpo"
+    if cut and row.logprobs is not None:
+        expected = len(row.logprobs) if row.logprobs.dim() else -1
+    odd = set()
+    for field in fields.tensor_fields():
+        value = getattr(row, field.name)
+        if not isinstance(value, torch.Tensor) or field.name == "tokens":
+            continue
+        lengths = {"response": expected, "sequence": len(row.tokens)}
+        fits = value.dim() == 1 + field.trailing and len(value) == lengths.get(field.axis, len(value))
+        if not fits or (field.name == "action_mask" and cut and not value.is_meta and bool((value != 0).any())):
+            odd.add(field.name)
+    return frozenset(odd)
 
 
 def restore(values: Mapping[str, Any], where: str) -> Experience:
@@ -590,26 +606,14 @@ def restore(values: Mapping[str, Any], where: str) -> Experience:
     try:
         row = Experience.__new__(Experience)
         for name, field in FIELDS.items():
-            value = _convert(field, values.get(name))
+            value = convert(field, values.get(name))
             if value is not None:
                 row.__dict__[name] = value
         if row.tokens is None or row.tokens.dim() != 1:
             raise ValueError("tokens: expected one dimension of token ids")
         _settle(row)
-        odd = set()
-        expected = len(row.tokens) - row.prompt_length
-        cut = row.truncate_status == "prompt_truncated" and row.experience_type != "dpo"
-        if cut and row.logprobs is not None:
-            expected = len(row.logprobs) if row.logprobs.dim() else -1
-        for field in fields.tensor_fields():
-            value = getattr(row, field.name)
-            if not isinstance(value, torch.Tensor) or field.axis == "sequence":
-                continue
-            fits = value.dim() == 1 + field.trailing and (field.axis == "free" or len(value) == expected)
-            if not fits or (field.name == "action_mask" and cut and bool((value != 0).any())):
-                odd.add(field.name)
-        if odd:
-            row.__dict__["odd"] = frozenset(odd)
+        if odd := odd_fields(row):
+            row.__dict__["odd"] = odd
         validate(row)
     except (ValueError, TypeError) as error:
         raise WireError(f"{where}: {error}") from None
@@ -623,15 +627,21 @@ _UPSTREAM_ORDER = ("eid", "tokens", "logprobs", "reward", "token_level_reward", 
 """Trinity's keyword order differs from its field order in where `prompt_length` stands."""
 
 
+_always: list[tuple[str, Any]] = []
+"""The fields that every record has, if only empty, and what makes an empty one."""
+
+
 def _derive() -> None:
     """(Re)make what the table says of the class: defaults, `dataclasses.fields` and the signature."""
-    made = dataclasses.make_dataclass(
-        "_Fields", [(name, Any, dataclasses.field(default=None)) for name in FIELDS], eq=False
-    )
+    for name in FIELDS.keys() - Experience.__dataclass_fields__.keys():
+        if hasattr(Experience, name):
+            raise ValueError(f"field {name!r}: Experience has an attribute of that name")
+    _always[:] = [(f.name, _EMPTY[f.kind]) for f in FIELDS.values() if f.always or f.kind == "custom_fields"]
     for name in Experience.__dataclass_fields__.keys() - FIELDS.keys():
         delattr(Experience, name)
     for name in FIELDS:
         setattr(Experience, name, None)
+    made = dataclasses.make_dataclass("_Fields", [(name, Any, dataclasses.field(default=None)) for name in FIELDS])
     Experience.__dataclass_fields__ = {field.name: field for field in dataclasses.fields(made)}
     names = [*_UPSTREAM_ORDER, *(name for name in FIELDS if name not in _UPSTREAM_ORDER)]
     defaults = {"tokens": inspect.Parameter.empty, "prompt_length": 1}

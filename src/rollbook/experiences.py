@@ -7,6 +7,7 @@ alone, and everything that selects rows either shares memory (slices) or gathers
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from rollbook import arrow, columns
 from rollbook.columns import Column, Columns
-from rollbook.fields import DTYPES, FIELDS, Field, owner
+from rollbook.fields import COLUMNAR, DTYPES, FIELDS, INTEGERS, Field, owner
 from rollbook.ids import EID
 from rollbook.ragged import Ragged, offsets_of
 
@@ -175,21 +176,16 @@ class Experiences(Sequence["Experience"]):
                 parts = {name: columns.slice_column(c, start, stop) for name, c in self._columns.items()}
                 return Experiences._of(parts, stop - start)
             return self.take(np.arange(start, stop, step))
-        if isinstance(index, (int, np.integer)):
-            row = int(index) + (self._count if index < 0 else 0)
+        if isinstance(index, int) or getattr(index, "ndim", None) == 0:
+            given = operator.index(index)
+            row = given + (self._count if given < 0 else 0)
             if not 0 <= row < self._count:
-                raise IndexError(f"record {int(index)} of {self._count}")
-            for column in self._columns.values():
-                if isinstance(column, Ragged):
-                    column.tensor_of_values()
+                raise IndexError(f"record {given} of {self._count}")
             return self[row : row + 1].rows()[0]
         return self.take(np.asarray(index))
 
     def __iter__(self) -> Iterator[Experience]:
         # In chunks: rows of a large book are not all alive at once, and bulk conversion still pays.
-        for column in self._columns.values():
-            if isinstance(column, Ragged):
-                column.tensor_of_values()
         for start in range(0, self._count, 1024):
             yield from self[start : start + 1024].rows()
 
@@ -205,32 +201,29 @@ class Experiences(Sequence["Experience"]):
                 gc.enable()
 
     def _rows(self) -> list[Experience]:
-        from rollbook.experience import row_from_values
+        from rollbook.experience import odd_fields, row_from_values
 
         values: list[dict[str, Any]] = [{} for _ in range(self._count)]
-        aside: dict[int, set[str]] = {}
+        aside = np.zeros(self._count, dtype=np.bool_)
         for field in FIELDS.values():
             name = field.name
             found = columns.decode(field, self._columns)
             if found is not None:
-                for row, value in zip(values, found, strict=True):
+                for state, value in zip(values, found, strict=True):
                     if value is not None:
-                        row[name] = value
+                        state[name] = value
             if f"{name}__other" in self._columns:
-                for i, names in enumerate(columns.set_aside(field, self._columns, self._count)):
-                    if names:
-                        aside.setdefault(i, set()).update(names)
-        unknown = {name: c for name, c in self._columns.items() if owner(name) is None}
-        if not aside and not unknown:
-            return [row_from_values(row) for row in values]
-        return [
-            row_from_values(
-                row,
-                frozenset(aside.get(i, ())),
-                {name: columns.slice_column(c, i, i + 1) for name, c in unknown.items()},
-            )
-            for i, row in enumerate(values)
-        ]
+                aside |= np.asarray(self._columns[f"{name}__other"].is_valid())
+        rows = [row_from_values(state) for state in values]
+        for i in np.flatnonzero(aside).tolist():
+            if odd := odd_fields(rows[i]):
+                rows[i].__dict__["odd"] = odd
+        unknown = arrow.to_arrays({name: c for name, c in self._columns.items() if owner(name) is None})
+        if unknown:
+            for i, row in enumerate(rows):
+                # Taken, not sliced: a row shares no memory with what it was read from.
+                row.__dict__["unknown"] = {name: array.take(pa.array([i])) for name, array in unknown.items()}
+        return rows
 
     def __add__(self, other: Sequence[Experience]) -> Experiences:
         return Experiences.concat([self, as_experiences(other)])
@@ -357,6 +350,10 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
     for name in unknown:
         parts.update(columns.concat([({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]))
     if rows:
+        # What stands aside is checked as a row, the rest as columns.
+        aside = [parts[name] for name in parts if name.endswith("__other")]
+        for i in {i for column in aside for i in np.flatnonzero(np.asarray(column.is_valid())).tolist()}:
+            validate(rows[i], f"record {i}: ")
         try:
             arrow.check(parts, len(rows))
         except ValueError:
@@ -367,29 +364,27 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
 
 
 def _column_from(field: Field, given: Any) -> Columns:
-    if field.kind != "tensor":
-        if field.kind == "eid":
-            given = [EID() if e is None else e if isinstance(e, EID) else EID(**e) for e in given]
-        return columns.encode(field, given.tolist() if isinstance(given, np.ndarray) else list(given))
-    if isinstance(given, Ragged):
-        return {field.name: given}
-    if isinstance(given, tuple) and len(given) == 2 and not np.isscalar(given[0]):
-        values, offsets = np.asarray(given[0]), np.asarray(given[1], dtype=np.int64)
-        if (
-            offsets.ndim != 1
-            or len(offsets) == 0
-            or offsets[0] < 0
-            or offsets[-1] > len(values)
-            or (np.diff(offsets) < 0).any()
-        ):
-            raise ValueError(f"{field.name}: offsets must rise from 0 or more to at most {len(values)}")
-        if values.dtype.name not in DTYPES:
-            raise ValueError(f"{field.name}: got values of {values.dtype}, expected numbers")
-        name = values.dtype.name
-        return {field.name: Ragged(values.view(DTYPES[name].storage), offsets, name)}
-    from rollbook.experience import as_tensor
+    from rollbook.experience import convert
 
-    return columns.encode(field, [None if row is None else as_tensor(field, row) for row in given])
+    if field.kind == "tensor" and isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "__len__"):
+        values, offsets = np.asarray(given[0]), np.asarray(given[1])
+        rising = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
+        if not rising or offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
+            raise ValueError(f"{field.name}: offsets must rise from 0 or more to at most {len(values)}")
+        name = values.dtype.name
+        if name not in COLUMNAR:
+            raise ValueError(f"{field.name}: got values of {values.dtype}, expected numbers")
+        given = Ragged(values.view(DTYPES[name].storage), offsets.astype(np.int64), name)
+    if isinstance(given, Ragged):
+        if field.kind != "tensor":
+            raise ValueError(f"{field.name}: got a Ragged, expected a sequence of values")
+        if field.accepts == "integer" and not INTEGERS.issuperset({given.dtype, *given.row_dtypes()}):
+            raise ValueError(f"{field.name}: got values of {given.dtype}, expected whole numbers")
+        if len(given.trailing) != field.trailing:
+            raise ValueError(f"{field.name}: got {1 + len(given.trailing)} dimension(s), expected {1 + field.trailing}")
+        return {field.name: given}
+    values = given.tolist() if isinstance(given, np.ndarray) and field.kind != "tensor" else given
+    return columns.encode(field, [convert(field, value) for value in values])
 
 
 def complete(parts: Columns, count: int) -> None:

@@ -16,9 +16,10 @@ A new field is one call:
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["eid", "tensor", "number", "integer", "text", "json", "media", "custom_fields"]
 """How one value looks.
@@ -126,6 +127,8 @@ class Field:
     """Whether one plain number may stand for the whole axis."""
     mapping: bool = False
     """Whether a `json` value must be a dict."""
+    always: bool = False
+    """Whether a record to which nothing was given has an empty dict."""
     doc: str = ""
 
 
@@ -141,8 +144,8 @@ FIELDS: dict[str, Field] = {
         Field("advantages", "tensor", "response", "float32", doc="[R]"),
         Field("returns", "tensor", "response", "float32", doc="[R]"),
         Field("truncate_status", "text", doc="`prompt_truncated`, `response_truncated` or `None`."),
-        Field("info", "json", mapping=True, doc="Whatever the workflow wants to keep."),
-        Field("metrics", "json", mapping=True, doc="Numbers to log."),
+        Field("info", "json", mapping=True, always=True, doc="Whatever the workflow wants to keep."),
+        Field("metrics", "json", mapping=True, always=True, doc="Numbers to log."),
         Field("response_text", "text", doc="The response, decoded."),
         Field("prompt_text", "text", doc="The prompt, decoded."),
         Field("action_mask", "tensor", "response", "bool", doc="[R] True where the model chose the token."),
@@ -216,13 +219,22 @@ def declare(field: Field) -> None:
     """Add a field to the table; every module serves it from then on."""
     if field.name in FIELDS:
         raise ValueError(f"field {field.name!r} is in the table already")
-    if not field.name.isidentifier() or "__" in field.name:
+    if not field.name.isidentifier() or keyword.iskeyword(field.name) or "__" in field.name or field.name == "self":
         raise ValueError(f"field name {field.name!r}: expected an identifier without a double underscore")
+    if field.kind not in get_args(Kind) or field.axis not in get_args(Axis) or field.accepts not in get_args(Accepts):
+        raise ValueError(
+            f"field {field.name!r}: got {field.kind!r}, {field.axis!r}, {field.accepts!r}, "
+            f"expected one each of {get_args(Kind)}, {get_args(Axis)}, {get_args(Accepts)}"
+        )
     if field.kind == "tensor" and field.dtype not in COLUMNAR:
         raise ValueError(f"field {field.name!r}: dtype {field.dtype!r} is none of {sorted(COLUMNAR)}")
     FIELDS[field.name] = field
-    for callback in _observers:
-        callback()
+    try:
+        for callback in _observers:
+            callback()
+    except ValueError:
+        del FIELDS[field.name]
+        raise
 
 
 def withdraw(name: str) -> None:

@@ -107,6 +107,8 @@ def _tag(value: Any, depth: int) -> Any:
         return {"$bytes": _base64(value)}
     if kind is np.ndarray or isinstance(value, np.generic):
         array = np.asarray(value)
+        if array.shape == () and array[()] != value and value == value:
+            raise _CannotKeep(f"numpy drops the zeros at the end of {value!r}, which cannot be kept")
         if array.dtype.names is None and _NUMPY_DTYPE.fullmatch(array.dtype.str):
             held = {"dtype": array.dtype.str, "data": _base64(array.tobytes())}
             return {"$array": {**held, "shape": list(array.shape)}} if kind is np.ndarray else {"$scalar": held}

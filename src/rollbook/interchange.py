@@ -167,7 +167,7 @@ def _by_value(field: Field, array: pa.Array) -> Columns:
             EID() if v is None else experience._eid({k: x for k, x in v.items() if x is not None}) for v in values
         ]
     else:
-        values = [experience._convert(field, v) if v is not None else None for v in values]
+        values = [experience.convert(field, v) if v is not None else None for v in values]
     return columns.encode(field, values)
 
 

@@ -104,6 +104,18 @@ def check_shape(dtype: Any, shape: Any, nbytes: int, where: str) -> tuple[int, .
     return tuple(shape)
 
 
+class _Store:
+    """The memory that a column and its slices share, so that they all see it copied, and changed, at once."""
+
+    __slots__ = ("memory", "owned", "pending", "tensor")
+
+    def __init__(self, memory: NDArray[Any], owned: bool) -> None:
+        self.memory = memory
+        self.owned = owned
+        self.pending: list[torch.Tensor] | None = None
+        self.tensor: torch.Tensor | None = None
+
+
 class Ragged:
     """Many arrays of different length, as one array of values and the offsets between them.
 
@@ -120,39 +132,40 @@ class Ragged:
     True
     """
 
-    __slots__ = ("_owned", "_pending", "_tensor", "codes", "dtype", "memory", "offsets", "valid")
+    __slots__ = ("_store", "codes", "dtype", "offsets", "valid")
 
     def __init__(
         self,
-        values: NDArray[Any],
+        values: NDArray[Any] | _Store,
         offsets: NDArray[np.int64],
         dtype: str,
         valid: NDArray[np.bool_] | None = None,
         codes: NDArray[np.uint8] | None = None,
         owned: bool = False,
     ) -> None:
-        self.memory = values
-        """What `values` gives, before any pending tensors have been copied there."""
+        self._store = values if isinstance(values, _Store) else _Store(values, owned)
         self.offsets = offsets
         self.dtype = dtype
         self.valid = valid
         self.codes = codes
-        self._owned = owned
-        self._tensor: torch.Tensor | None = None
-        self._pending: list[torch.Tensor] | None = None
+
+    @property
+    def memory(self) -> NDArray[Any]:
+        """What `values` gives, before any pending tensors have been copied there."""
+        return self._store.memory
 
     @property
     def values(self) -> NDArray[Any]:
         """All rows, one after the other: (total, *trailing)."""
-        if self._pending is not None:
+        if self._store.pending is not None:
             self.copy_to(self.memory)
-            self._pending = None
-        return self.memory
+            self._store.pending = None
+        return self._store.memory
 
     @property
     def pending(self) -> bool:
         """Whether the values are still tensors elsewhere, to be copied to where they are wanted by `copy_to`."""
-        return self._pending is not None
+        return self._store.pending is not None
 
     def copy_to(self, memory: NDArray[Any]) -> None:
         """Copy the pending tensors to an array of the column's size."""
@@ -161,7 +174,7 @@ class Ragged:
         target = getattr(torch, self.dtype)
         out = torch.from_numpy(memory)
         with torch.no_grad():
-            torch.cat(self._pending or [], out=out if out.dtype == target else out.view(target))
+            torch.cat(self._store.pending or [], out=out if out.dtype == target else out.view(target))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -229,26 +242,27 @@ class Ragged:
         if memory.size:
             if codes is not None or not all(map(_ON_CPU, present)) or any(map(_WITH_GRAD, present)):
                 present = [row.detach().to("cpu", target) for row in present]
-            column._pending = present
+            column._store.pending = present
             if copy:
                 column.values  # noqa: B018 (reading it copies)
         return column
 
     def tensor_of_values(self) -> torch.Tensor:
         """All values as one tensor (total, *trailing) of type `dtype`, on writable memory."""
-        if self._tensor is None:
+        store = self._store
+        if store.tensor is None:
             import torch
 
-            if not self._owned:
-                memory = allocate(self.memory.shape, self.memory.dtype)
-                memory[...] = self.memory
-                self.memory, self._owned = memory, True
+            if not store.owned:
+                memory = allocate(store.memory.shape, store.memory.dtype)
+                memory[...] = store.memory
+                store.memory, store.owned = memory, True
             if self.dtype == "bool" and self.values.size and self.values.max() > 1:
                 raise WireError(f"a bool column holds the byte {int(self.values.max())}, expected 0 or 1")
             tensor = torch.from_numpy(np.ascontiguousarray(self.values))
             wanted = getattr(torch, self.dtype)
-            self._tensor = tensor if tensor.dtype == wanted else tensor.view(wanted)
-        return self._tensor
+            store.tensor = tensor if tensor.dtype == wanted else tensor.view(wanted)
+        return store.tensor
 
     def tensor(self, index: int) -> torch.Tensor | None:
         """Row `index`: a view of the column where the row has the column's type, else a copy in its own."""
@@ -278,16 +292,13 @@ class Ragged:
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Rows start to stop, sharing memory."""
-        part = Ragged(
-            self.values,
+        return Ragged(
+            self._store,
             self.offsets[start : stop + 1],
             self.dtype,
             None if self.valid is None else self.valid[start:stop],
             None if self.codes is None else self.codes[start:stop],
-            self._owned,
         )
-        part._tensor = self._tensor
-        return part
 
     def take(self, indices: NDArray[np.int64]) -> Ragged:
         """The rows at `indices`, in that order, copied together: nothing of the parent stays alive."""
@@ -311,7 +322,7 @@ class Ragged:
 
     def compact(self) -> Ragged:
         """The same rows on memory that holds nothing else, offsets from 0; itself if that is so already."""
-        if self._owned and self.offsets[0] == 0 and self.offsets[-1] == len(self.values):
+        if self._store.owned and self.offsets[0] == 0 and self.offsets[-1] == len(self.values):
             return self
         start, stop = int(self.offsets[0]), int(self.offsets[-1])
         return Ragged(
@@ -355,15 +366,12 @@ class Ragged:
         values = np.empty((0, *trailing), dtype=DTYPES[dtype].storage)
         return cls(values, np.zeros(count + 1, dtype=np.int64), dtype, np.zeros(count, dtype=np.bool_), owned=True)
 
-    def fill(
-        self, out: NDArray[Any], starts: NDArray[np.int64], begin: NDArray[np.int64], stop: NDArray[np.int64]
-    ) -> None:
-        """Copy part `begin[i]:stop[i]` of each row i to `out[i, starts[i]:...]` (row copies: faster than indexing)."""
+    def fill(self, out: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Copy the first `lengths[i]` entries of each row i to `out[i, starts[i]:]` (faster than index arrays)."""
         values = self.values
-        first = self.offsets[:-1]
-        columns = zip((first + begin).tolist(), (first + stop).tolist(), starts.tolist(), strict=True)
-        for row, (a, b, at) in zip(out, columns, strict=True):
-            row[at : at + b - a] = values[a:b]
+        columns = zip(self.offsets[:-1].tolist(), starts.tolist(), lengths.tolist(), strict=True)
+        for row, (start, at, length) in zip(out, columns, strict=True):
+            row[at : at + length] = values[start : start + length]
 
 
 def offsets_of(lengths: Any) -> NDArray[np.int64]:

@@ -1,8 +1,8 @@
 """Trinity-RFT's bytes: TRXP 1 (0.5.2 and later) read and written, and the pickles of earlier releases read.
 
 Invariant: reading runs nothing. The pickled part goes through `_unpickle`, which knows a handful of names and has each
-re-implemented; any other is a `WireError` that names it. Writing keeps all a record has: what Trinity does not know
-stands under keys that it skips, and is found again here.
+re-implemented; any other is a `WireError` that names it. Writing keeps every field: what Trinity does not know stands
+under keys that it skips, and is found again here (unknown columns of a newer Rollbook are not written).
 
 Layout: `TRXP`, u8 version, u64 length of the pickled part, u64 length of the tensors, the pickle, a safetensors blob.
 """
@@ -175,27 +175,36 @@ def _from_item(item: Any, tensors: Mapping[str, Any], index: int) -> Experience:
     if not isinstance(item, dict):
         raise WireError(f"{where}: got {type(item).__name__}, expected a dict")
     values: dict[str, Any] = {name: item.get(name) for name in ("eid", "custom_fields", *_META)}
-    media: dict[str, Any] = {}
+    media: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
-        group, _, key = name.partition(":")
-        if group == "multi_modal_inputs" and key:
-            media[key] = tensor
+        group, colon, key = name.partition(":")
+        if colon and group in FIELDS and FIELDS[group].kind == "media":
+            media.setdefault(group, {})[key] = tensor
         elif name in FIELDS and FIELDS[name].kind == "tensor":
             values[name] = tensor
-    keys = item.get("multi_modal_input_keys") or []
-    if not isinstance(keys, (list, tuple)) or set(media) != set(map(str, keys)):
-        raise WireError(f"{where}: multi_modal_input_keys {keys!r} do not match the tensors {sorted(media)}")
-    values["multi_modal_inputs"] = {key: media[key] for key in keys} or None
     extra = item.get(_EXTRA) or {}
     if not isinstance(extra, dict) or not set(extra) <= set(FIELDS):
         raise WireError(f"{where}: {_EXTRA!r} holds what is no field")
     values.update(extra)
+    keys = item.get("multi_modal_input_keys") or []
+    if keys or "multi_modal_inputs" in media:
+        values["multi_modal_inputs"] = keys
+    for name, field in FIELDS.items():
+        if field.kind == "media" and values.get(name) is not None:
+            keys, found = values[name], media.get(name, {})
+            if not isinstance(keys, (list, tuple)) or sorted(map(str, keys)) != sorted(found):
+                raise WireError(f"{where}: the keys {keys!r} of {name} do not match the tensors {sorted(found)}")
+            values[name] = {key: found[key] for key in keys}
     return _restored(values, where)
 
 
 def _restored(values: dict[str, Any], where: str) -> Experience:
-    from rollbook.experience import restore
+    from rollbook.experience import deep_copy, restore
 
+    for name, field in FIELDS.items():
+        # A pickle can hold one object in many places; no two records share one.
+        if field.kind == "json" and name in values:
+            values[name] = deep_copy(values[name])
     if values.get("experience_type") is None:
         values["experience_type"] = _kind(values)
     return restore(values, where)
@@ -271,12 +280,13 @@ def write(experiences: Iterable[Experience]) -> bytes:
     items, tensors = [], {}
     for i, row in enumerate(experiences):
         items.append(_to_item(row))
-        for field in fields.tensor_fields():
-            value = getattr(row, field.name)
-            if hasattr(value, "dtype") and not (field.name == "action_mask" and _implied_mask(row)):
-                tensors[f"{i}:{field.name}"] = value
-        for key, value in (row.multi_modal_inputs or {}).items():
-            tensors[f"{i}:multi_modal_inputs:{key}"] = value
+        for name, field in FIELDS.items():
+            value = getattr(row, name)
+            if field.kind == "tensor" and hasattr(value, "dtype"):
+                if not (name == "action_mask" and _implied_mask(row)):
+                    tensors[f"{i}:{name}"] = value
+            elif field.kind == "media":
+                tensors.update({f"{i}:{name}:{key}": tensor for key, tensor in (value or {}).items()})
     meta = pickle.dumps({"version": 1, "num_items": len(items), "items": items}, protocol=5)
     blob = _write_safetensors(tensors)
     return _HEADER.pack(MAGIC, 1, len(meta), len(blob)) + meta + blob
@@ -295,17 +305,19 @@ def _to_item(row: Experience) -> dict[str, Any]:
     item["custom_fields"] = [custom.to_dict() for custom in row.custom_fields]
     item["multi_modal_input_keys"] = list(row.multi_modal_inputs or {})
     known = {"eid", "custom_fields", *_META}
-    extra = {
-        name: _compact(getattr(row, name))
-        for name, field in FIELDS.items()
-        if name not in known and field.kind not in ("tensor", "media") and getattr(row, name) is not None
-    }
-    extra.update(
-        {f.name: v for f in fields.tensor_fields() if f.broadcast and isinstance(v := getattr(row, f.name), int)}
-    )
-    if row.multi_modal_inputs == {}:
-        extra["multi_modal_inputs"] = {}
-    item[_EXTRA] = extra
+    item[_EXTRA] = {}
+    for name, field in FIELDS.items():
+        value = getattr(row, name)
+        if name in known or value is None or hasattr(value, "dtype"):
+            continue
+        if field.kind == "eid":
+            value = value.to_dict()
+        elif field.kind == "custom_fields":
+            value = [custom.to_dict() for custom in value]
+        elif field.kind == "media":
+            value = list(value)
+        if name != "multi_modal_inputs" or not value:
+            item[_EXTRA][name] = _compact(value)
     return item
 
 
