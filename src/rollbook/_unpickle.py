@@ -30,6 +30,7 @@ _OTHER_KEYS = 1 << 16  # keys that are not text in one dict or set: the writer c
 _SAME_HASH = 64  # filling a table with chosen hashes takes quadratic time, the more so if they are equal
 _SMALL_INT = (1 << 61) - 1  # ints below this are their own hash
 _MARKS = 200_000
+_CONTAINER_COST = 96
 _BASE_PURSE, _ITEM_COST, _OBJECT_COST, _TENSOR_COST = 1 << 26, 32, 256, 1024  # bytes, or about as much work
 _TORCH_STREAM = (0x1950A86A20F9469CFC6C, 1001)  # magic number and version of torch's legacy format
 # fmt: off
@@ -181,7 +182,13 @@ class _Machine:
         del self.stack[-count:]
         return items
 
+    def held(self, made: Any) -> Any:
+        """A new container, which takes far more memory than the byte that asked for it."""
+        self.spend(_CONTAINER_COST)
+        return made
+
     def put(self, index: int) -> None:
+        self.spend(_CONTAINER_COST)
         self.memo[index] = self.stack[-1]
 
     def get(self, index: int) -> None:
@@ -532,10 +539,11 @@ _BY_CODE: dict[bytes, Callable[[_Machine], Any]] = {
     b"\x8d": lambda m: _text(m.take(m.count(8))),
     b"C": lambda m: m.take(m.count(1)), b"B": lambda m: m.take(m.count(4)),
     b"\x8e": lambda m: m.take(m.count(8)), b"\x96": lambda m: bytearray(m.take(m.count(8))),
-    b"]": lambda m: [], b"}": lambda m: {}, b")": lambda m: (), b"\x8f": lambda m: m.gather([], set()),
-    b"l": _Machine.to_mark, b"d": lambda m: m.fill(m.to_mark(), {}), b"t": lambda m: tuple(m.to_mark()),
-    b"\x85": lambda m: tuple(m.pop(1)), b"\x86": lambda m: tuple(m.pop(2)),
-    b"\x87": lambda m: tuple(m.pop(3)),
+    b"]": lambda m: m.held([]), b"}": lambda m: m.held({}), b")": lambda m: (),
+    b"\x8f": lambda m: m.gather([], set()),
+    b"l": lambda m: m.held(m.to_mark()), b"d": lambda m: m.held(m.fill(m.to_mark(), {})),
+    b"t": lambda m: m.held(tuple(m.to_mark())), b"\x85": lambda m: m.held(tuple(m.pop(1))),
+    b"\x86": lambda m: m.held(tuple(m.pop(2))), b"\x87": lambda m: m.held(tuple(m.pop(3))),
     b"\x91": lambda m: frozenset(m.gather(m.to_mark(), set())), b"\x90": lambda m: m.gather(m.to_mark()),
     b"a": lambda m: m.append(m.pop(1)), b"e": lambda m: m.append(m.to_mark()),
     b"s": lambda m: m.fill(m.pop(2)), b"u": lambda m: m.fill(m.to_mark()),
@@ -564,7 +572,7 @@ def _load_prefix(
     size = len(data) - offset
     machine = _Machine(data, offset, frozenset(records), [_BASE_PURSE + 16 * size])
     value = machine.run()
-    machine.check(value, max_depth, max(100_000, 4 * size) if max_items is None else max_items)
+    machine.check(value, max_depth, max(100_000, size) if max_items is None else max_items)
     return value, machine.pos
 
 

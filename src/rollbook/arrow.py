@@ -104,6 +104,8 @@ def check_schema(schema: pa.Schema) -> None:
         kind = arrow_field.type
         if known is None:
             continue
+        if known[1] == "dtype" and known[0].name not in schema.names:
+            raise WireError(f"column {arrow_field.name!r} stands without {known[0].name!r}")
         if known[1] == "one" and not known[0].broadcast:
             raise WireError(f"column {arrow_field.name!r}: one number cannot stand for all of {known[0].name}")
         if known[0].kind == "tensor" and not known[1]:

@@ -152,7 +152,8 @@ class _SchemaReader:
         code = flat.value(table, 2, "<B")
         slot = flat.slot(table, 3)
         kind = self.kind(code, flat.follow(slot) if slot else 0, self.fields(table, 5, depth - 1), name)
-        return pa.field(name, kind, nullable=bool(flat.value(table, 1, "<B")))
+        nullable = bool(flat.value(table, 1, "<B")) or pa.types.is_null(kind)
+        return pa.field(name, kind, nullable=nullable)
 
     def kind(self, code: int, table: int, children: list[pa.Field], name: str) -> pa.DataType:
         """The type by its code in Arrow's format/Schema.fbs, whose order of fields the indices here follow."""
@@ -248,7 +249,10 @@ def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int)
         raise WireError("the Arrow stream does not begin with a schema", at)
     if flat.value(flat.root(), 3, "<q"):
         raise WireError("the Arrow schema has a body", at)
-    schema = _SchemaReader(flat, max_columns).schema(header)
+    try:
+        schema = _SchemaReader(flat, max_columns).schema(header)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        raise WireError(f"the Arrow schema describes what cannot be: {error}", at) from None
     if count or len(schema):
         arrow.check_schema(schema)
     stop = _check_batch(body, batch_start, schema, count, at)

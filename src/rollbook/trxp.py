@@ -138,7 +138,8 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
     if size > len(view) - 8:
         raise WireError(f"the tensor part states a header of {size} bytes, {len(view) - 8} are there", at)
     try:
-        header = json.loads(bytes(view[8 : 8 + size]))
+        # Decoded first: given bytes, json would guess at their encoding.
+        header = json.loads(bytes(view[8 : 8 + size]).decode())
     except (ValueError, RecursionError) as error:
         raise WireError(f"the tensor part's header is no JSON: {error}", at + 8) from None
     if not isinstance(header, dict):
