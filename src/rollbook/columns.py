@@ -193,7 +193,7 @@ def _encode_tensors(
     name = field.name
     rows = list(values)
     if not odd and not field.trailing and (dtype := _uniform(rows)):
-        return {name: Ragged.from_tensors(rows, dtype, copy)}
+        return {name: Ragged.from_tensors(rows, dtype, copy, uniform=True)}
     ones: dict[int, int] = {}
     others: dict[int, Any] = {}
     wanted = 1 + field.trailing

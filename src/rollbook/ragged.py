@@ -21,8 +21,6 @@ from rollbook.fields import BY_CODE, COLUMNAR, DTYPES, INTEGERS
 if TYPE_CHECKING:
     import torch
 
-_ON_CPU = attrgetter("is_cpu")
-_WITH_GRAD = attrgetter("requires_grad")
 _EXACT_IN_FLOAT32 = frozenset(("bool", "uint8", "int8", "uint16", "int16", "float16", "bfloat16", "float32"))
 _EXACT_IN_FLOAT64 = _EXACT_IN_FLOAT32 | {"uint32", "int32", "float64"}
 
@@ -173,8 +171,17 @@ class Ragged:
 
         target = getattr(torch, self.dtype)
         out = torch.from_numpy(memory)
+        out = out if out.dtype == target else out.view(target)
+        pending = self._store.pending or []
         with torch.no_grad():
-            torch.cat(self._store.pending or [], out=out if out.dtype == target else out.view(target))
+            try:
+                torch.cat(pending, out=out)
+            except RuntimeError:
+                # Some are on a device, or of another layout: asking each beforehand would cost all columns time.
+                try:
+                    torch.cat([row.detach().to_dense().cpu() for row in pending], out=out)
+                except RuntimeError as error:
+                    raise ValueError(f"a tensor cannot be kept: {error}") from None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -218,10 +225,13 @@ class Ragged:
         return cls(values.view(DTYPES[dtype].storage), offsets_of(lengths), dtype, valid, owned=True)
 
     @classmethod
-    def from_tensors(cls, rows: Sequence[torch.Tensor | None], dtype: str, copy: bool = True) -> Ragged:
+    def from_tensors(
+        cls, rows: Sequence[torch.Tensor | None], dtype: str, copy: bool = True, uniform: bool = False
+    ) -> Ragged:
         """A column from tensors whose types all fit `dtype` and whose trailing sizes agree, copied in one pass.
 
-        `copy=False` leaves them pending, for a caller who knows that nobody changes them until they are copied.
+        `copy=False` leaves them pending, for a caller who knows that nobody changes them until they are copied;
+        `uniform=True` says that their types are known to be `dtype`.
         """
         import torch
 
@@ -233,14 +243,14 @@ class Ragged:
         memory = allocate((int(offsets[-1]), *trailing), DTYPES[dtype].storage)
         valid = None if len(present) == len(rows) else np.array([row is not None for row in rows], dtype=np.bool_)
         codes = None
-        kinds = set(map(attrgetter("dtype"), present))
+        kinds = set() if uniform else set(map(attrgetter("dtype"), present))
         target = getattr(torch, dtype)
         if kinds - {target}:
             names = {kind: DTYPES[str(kind).removeprefix("torch.")].code for kind in kinds}
             codes = np.array([0 if row is None else names[row.dtype] for row in rows], dtype=np.uint8)
         column = cls(memory, offsets, dtype, valid, codes, owned=True)
         if memory.size:
-            if codes is not None or not all(map(_ON_CPU, present)) or any(map(_WITH_GRAD, present)):
+            if codes is not None:
                 present = [row.detach().to("cpu", target) for row in present]
             column._store.pending = present
             if copy:

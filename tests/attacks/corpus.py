@@ -535,13 +535,16 @@ TYPE_CODES = {"null": 1, "int": 2, "float": 3, "utf8": 5, "struct": 13, "large_u
 
 
 def field_of(
-    name: Flat, kind: str, parameters: Sequence[Any] = (), children: Flat | None = None, more: Any = None
+    name: Flat,
+    kind: str | int,
+    parameters: Sequence[Any] = (),
+    children: Flat | None = None,
+    more: Flat | None = None,
+    nullable: int = 1,
 ) -> Flat:
-    """Arrow's Field: name, nullable, type, children, metadata."""
-    return Flat([name, ("<B", 1), ("<B", TYPE_CODES[kind]), Flat(parameters), None, children or Flat(items=[]), more])
-
-
-INT64 = (("<i", 64), ("<B", 1))
+    """Arrow's Field: name, nullable, type (by name or number), children, metadata."""
+    code = TYPE_CODES[kind] if isinstance(kind, str) else kind
+    return Flat([name, ("<B", nullable), ("<B", code), Flat(parameters), None, children or Flat(items=[]), more])
 
 
 def message_of(kind: int, header: Flat, body_length: int = 0, more: Flat | None = None) -> bytes:
@@ -687,6 +690,7 @@ def payloads() -> dict[str, bytes]:
         "trxp.nested": trxp(nested()),
         "trxp.minimal": trxp(minimal()),
         "pickle": legacy_pickle(legacy_states()),
+        "pickle.0": legacy_pickle(legacy_states()[1:], protocol=0),
         "pickle.2": legacy_pickle(legacy_states()[:1], protocol=2),
         "pickle.5": legacy_pickle(legacy_states()[:1], protocol=5, single=True),
     }

@@ -383,6 +383,41 @@ def test_columns_nested_at_any_depth_do_no_harm(depth: int) -> None:
     refusal(corpus.seal(corpus.schema_message(corpus.Flat(items=[column])) + batch + corpus.END, 0))
 
 
+PARAMETERS: list[tuple[Any, ...]] = [
+    (),
+    *(tuple((form, number) for _ in range(3)) for form, number in (
+        ("<i", 0), ("<i", 1), ("<i", -1), ("<i", 8), ("<i", 32), ("<i", 64), ("<i", 2**31 - 1), ("<i", -(2**31)),
+        ("<q", -1), ("<q", 2**40),
+    )),
+    (("<i", 64), ("<B", 1)),
+    (("<i", 38), ("<i", 1000), ("<i", 128)),
+    (("<i", 39), ("<i", 0), ("<i", 128)),
+    (("<i", 76), ("<i", -(2**31)), ("<i", 256)),
+    (("<h", 3), corpus.text_of("no/zone")),
+    (("<h", 3), corpus.text_of(b"\xff\0")),
+    (corpus.text_of("text"), corpus.text_of("text"), corpus.text_of("text")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [*range(32), 255])
+def test_no_description_of_a_type_does_harm(code: int) -> None:
+    """Every number of a type, known to Arrow or not, with parameters and children that it may not have."""
+    name = corpus.text_of("a")
+    leaves = [corpus.field_of(name, "null", nullable=flag) for flag in (0, 1)]
+    leaves += [corpus.field_of(corpus.text_of("key"), "large_utf8", nullable=flag) for flag in (0, 1)]
+    pair = [corpus.field_of(name, "struct", children=corpus.Flat(items=[a, b]), nullable=0) for a, b in
+            ((leaves[0], leaves[1]), (leaves[2], leaves[3]), (leaves[3], leaves[3]))]  # fmt: skip
+    families = [[], [leaves[0]], [leaves[3]], [leaves[3]] * 2, *([struct] for struct in pair)]
+    batch = corpus.message_of(3, corpus.Flat([("<q", 0), corpus.Flat(pairs=[]), corpus.Flat(pairs=[])]))
+    for parameters in PARAMETERS:
+        for family in families:
+            for nullable in (0, 1):
+                column = corpus.field_of(name, code, parameters, corpus.Flat(items=family), nullable=nullable)
+                schema = corpus.schema_message(corpus.Flat(items=[column]))
+                # No record without tokens: refused at the latest when all types have been made.
+                refusal(corpus.seal(schema + batch + corpus.END, 0))
+
+
 def test_columns_that_say_they_hold_no_null_do_no_harm() -> None:
     arrays = corpus.columns_of(ROWS)
     marked = {**arrays, "made_up": pa.nulls(COUNT), "texts": pa.nulls(COUNT, pa.large_string())}
