@@ -13,8 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollbook.custom_field import CustomField as CustomField
     from rollbook.errors import WireError as WireError
-    from rollbook.experience import CustomField as CustomField
     from rollbook.experience import Experience as Experience
     from rollbook.experiences import Experiences as Experiences
     from rollbook.ids import EID as EID
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "EID": "ids",
-    "CustomField": "experience",
+    "CustomField": "custom_field",
     "Experience": "experience",
     "Experiences": "experiences",
     "WireError": "errors",

@@ -369,7 +369,7 @@ def _media(item: list[dict[str, Any]] | None, where: str) -> dict[str, Any] | No
 
 
 def _custom_fields(text: str) -> list[Any]:
-    from rollbook.experience import CustomField
+    from rollbook.custom_field import CustomField
 
     held = freeform.loads(text)
     if not isinstance(held, list):

@@ -13,69 +13,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from rollbook import fields
+from rollbook.convert import EMPTY, convert, deep_copy, own
+from rollbook.custom_field import CustomField
 from rollbook.equality import same
 from rollbook.errors import WireError
-from rollbook.fields import BATCH_NAMES, DTYPES, EXPERIENCE_TYPES, FIELDS, INTEGERS, Field
+from rollbook.fields import EXPERIENCE_TYPES, FIELDS
 from rollbook.ids import EID
 
 if TYPE_CHECKING:
     from rollbook.experiences import Experiences as Experiences
-
-_TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
-}
-
-
-@dataclass(frozen=True)
-class CustomField:
-    """Says that `info[source_field]` becomes a column `destination_field` of type `data_type` in a trainer's batch.
-
-    >>> CustomField("is_expert", "expert_mask", torch.bool)
-    CustomField(source_field='is_expert', destination_field='expert_mask', data_type=torch.bool)
-    >>> CustomField("x", "tokens", torch.bool)
-    Traceback (most recent call last):
-        ...
-    ValueError: CustomField.destination_field: got 'tokens', expected a name that no field or batch column has
-    """
-
-    source_field: str
-    destination_field: str
-    data_type: torch.dtype
-
-    def __post_init__(self) -> None:
-        for name in ("source_field", "destination_field"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise ValueError(f"CustomField.{name}: got {value!r}, expected a name")
-        if self.destination_field in FIELDS or self.destination_field in BATCH_NAMES:
-            raise ValueError(
-                f"CustomField.destination_field: got {self.destination_field!r}, "
-                "expected a name that no field or batch column has"
-            )
-        if self.data_type not in _TORCH_DTYPES.values():
-            raise ValueError(f"CustomField.data_type: got {self.data_type!r}, expected a torch.dtype")
-
-    def to_dict(self) -> dict[str, str]:
-        """The three parts as text."""
-        return {
-            "source_field": self.source_field,
-            "destination_field": self.destination_field,
-            "data_type": str(self.data_type),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> CustomField:
-        """The inverse of `to_dict`; a dtype is looked up in a closed table, never on the torch module."""
-        if not isinstance(data, Mapping) or set(data) != {"source_field", "destination_field", "data_type"}:
-            raise ValueError(f"CustomField: got {data!r}, expected source_field, destination_field and data_type")
-        kind = data["data_type"]
-        if isinstance(kind, str):
-            kind = _TORCH_DTYPES.get(kind.removeprefix("torch."), kind)
-        return cls(data["source_field"], data["destination_field"], kind)
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -248,8 +197,8 @@ class Experience:
             "type": self.experience_type,
             "prompt_length": self.prompt_length,
             "response_length": len(self.tokens) - self.prompt_length,
-            "info": _own(self.info),
-            "metrics": _own(self.metrics),
+            "info": own(self.info),
+            "metrics": own(self.metrics),
         }
         if self.chosen is not None and self.rejected is not None and self.experience_type == "dpo":
             result["chosen_length"], result["rejected_length"] = len(self.chosen), len(self.rejected)
@@ -261,7 +210,7 @@ class Experience:
             if field.kind == "number":
                 result[name] = float(value)
             elif field.kind in ("text", "integer") or (field.kind == "json" and value):
-                result[name] = _own(value)
+                result[name] = own(value)
         return result
 
     def replace(self, **changes: Any) -> Experience:
@@ -297,7 +246,7 @@ class Experience:
         try:
             return Experience.deserialize, (self.serialize(),)
         except ValueError:
-            return row_from_values, (dict(self.compact().__dict__), self.odd, self.unknown)
+            return row_from_values, (dict(self.compact().__dict__),)
 
     def __eq__(self, other: object) -> bool:
         """Equal when every field is: tensors by type, shape and value, NaN equal to NaN, unknown columns too."""
@@ -317,15 +266,8 @@ class Experience:
         if self.experience_type == "dpo" and self.chosen is not None and self.rejected is not None:
             parts[2] = f"{len(self.tokens)}+{len(self.chosen)}|{len(self.rejected)} tokens"
         if self.reward is not None:
-            parts.append(
-                f"reward={self.reward:g}" if self.reward != int_or_nan(self.reward) else f"reward={self.reward}"
-            )
+            parts.append(f"reward={round(self.reward, 4)}")
         return f"Experience({', '.join(parts)})"
-
-
-def int_or_nan(value: float) -> float:
-    """The value rounded to a whole number, or NaN."""
-    return float(round(value)) if np.isfinite(value) else float("nan")
 
 
 Experience.odd = frozenset()
@@ -333,164 +275,6 @@ Experience.unknown = MappingProxyType({})
 
 
 # --- construction -------------------------------------------------------------------------------------------------
-
-
-def as_tensor(field: Field, value: Any) -> torch.Tensor:
-    """`value` as the field keeps it: a tensor as it is, anything else converted to the field's type.
-
-    >>> as_tensor(FIELDS["tokens"], range(3))
-    tensor([0, 1, 2], dtype=torch.int32)
-    >>> as_tensor(FIELDS["tokens"], [1.7])
-    Traceback (most recent call last):
-        ...
-    ValueError: tokens: got values of float64, expected whole numbers
-    """
-    name = field.name
-    if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        if field.accepts == "integer" and kind not in INTEGERS:
-            raise ValueError(f"{name}: got a tensor of {kind}, expected whole numbers")
-        if value.is_complex():
-            raise ValueError(f"{name}: got a tensor of {kind}, expected real numbers")
-        return value
-    try:
-        array = np.asarray(value)
-        if array.dtype == object and isinstance(value, (list, tuple)):
-            # Lists of 0-d tensors or of numpy scalars of several types, as loops over tokens make them.
-            array = np.asarray([item.item() if isinstance(item, torch.Tensor) else item for item in value])
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{name}: got {type(value).__name__}, expected numbers: {error}") from None
-    if array.size == 0 and array.dtype == np.float64:
-        array = array.astype(np.int64)
-    if array.dtype.kind not in ("iu" if field.accepts == "integer" else "biuf"):
-        expected = "whole numbers" if field.accepts == "integer" else "real numbers"
-        raise ValueError(f"{name}: got values of {array.dtype}, expected {expected}")
-    # numpy has no bfloat16: by way of float32, which holds it.
-    target = np.dtype("float32" if field.dtype == "bfloat16" else field.dtype)
-    if target.kind == "b" and array.size and not np.isin(array, (0, 1)).all():
-        raise ValueError(f"{name}: got values other than 0 and 1; give a tensor to keep them")
-    if target.kind in "iu" and array.size:
-        low, high, bounds = int(array.min()), int(array.max()), np.iinfo(target)
-        if low < bounds.min or high > bounds.max:
-            raise ValueError(
-                f"{name}: got {low if low < bounds.min else high}, which {field.dtype} does not hold; "
-                "give a tensor of a wider type to keep it"
-            )
-    return torch.from_numpy(np.array(array, dtype=target)).to(_TORCH_DTYPES[field.dtype])
-
-
-def _own(value: Any) -> Any:
-    """A copy of the dicts, lists and tuples in `value`; what they hold is the same."""
-    kind = type(value)
-    if kind is dict:
-        return {key: _own(item) for key, item in value.items()}
-    if kind is list:
-        return [_own(item) for item in value]
-    if kind is tuple:
-        return tuple(_own(item) for item in value)
-    return value
-
-
-def deep_copy(value: Any) -> Any:
-    """A copy of the containers, tensors and arrays in `value`."""
-    kind = type(value)
-    if kind is dict:
-        return {key: deep_copy(item) for key, item in value.items()}
-    if kind is list or kind is tuple:
-        return kind(deep_copy(item) for item in value)
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-_EMPTY: dict[str, Any] = {"json": dict, "custom_fields": list}
-
-
-def convert(field: Field, value: Any) -> Any:
-    """One field's value as a record keeps it; `None` stays `None` but for dicts and lists that are always there."""
-    name, kind = field.name, field.kind
-    if value is None:
-        if kind == "eid":
-            return EID()
-        return _EMPTY[kind]() if field.always or kind == "custom_fields" else None
-    if kind == "tensor":
-        if field.broadcast and isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-            if not -(2**31) <= value < 2**31:
-                raise ValueError(f"{name}: got {value}, expected a number of 32 bits")
-            return int(value)
-        return as_tensor(field, value)
-    if kind == "text":
-        if not isinstance(value, str):
-            raise ValueError(f"{name}: got {type(value).__name__} {value!r}, expected a str")
-        return value
-    if kind == "number":
-        return _number(name, value)
-    if kind == "integer":
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise ValueError(f"{name}: got {type(value).__name__} {value!r}, expected an int")
-        if name == "group_size" and int(value) < 1:
-            raise ValueError(f"{name}: got {value}, expected at least 1")
-        return int(value)
-    if kind == "eid":
-        return _eid(value)
-    if kind == "media":
-        return _media(name, value)
-    if kind == "custom_fields":
-        if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-            raise ValueError(f"{name}: got {type(value).__name__}, expected a list of CustomField")
-        return [item if isinstance(item, CustomField) else CustomField.from_dict(item) for item in value]
-    if field.mapping and not isinstance(value, Mapping):
-        raise ValueError(f"{name}: got {type(value).__name__}, expected a dict")
-    try:
-        return _own(dict(value) if isinstance(value, Mapping) else value)
-    except RecursionError:
-        raise ValueError(f"{name}: nested too deeply, or holds itself") from None
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
-            raise ValueError(f"{name}: got a tensor of shape {list(value.shape)}, expected one real number")
-        return float(value.item())
-    if not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
-        if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
-            return float(value.item())
-        raise ValueError(f"{name}: got {type(value).__name__} {value!r}, expected a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name}: got an integer too large for a float") from None
-
-
-def _eid(value: Any) -> EID:
-    if isinstance(value, EID):
-        # The record's own: `record.eid.run = i` must not change the id that others were built with.
-        return value.replace()
-    if isinstance(value, Mapping):
-        unknown = set(value) - set(EID().to_dict())
-        if unknown:
-            raise ValueError(
-                f"eid: got the key {sorted(map(str, unknown))[0]!r}, expected batch, task, run, step, suffix"
-            )
-        return EID(**value)
-    raise ValueError(f"eid: got {type(value).__name__} {value!r}, expected an EID or a dict of its parts")
-
-
-def _media(name: str, value: Any) -> dict[str, torch.Tensor]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name}: got {type(value).__name__}, expected a dict of tensors")
-    media: dict[str, torch.Tensor] = {}
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise ValueError(f"{name}: got the key {key!r}, expected a str")
-        if isinstance(item, torch.Tensor):
-            media[key] = item
-            continue
-        try:
-            media[key] = torch.from_numpy(item.copy()) if isinstance(item, np.ndarray) else torch.tensor(item)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{name}[{key!r}]: got {type(item).__name__}, expected a tensor: {error}") from None
-    return media
 
 
 def _settle(record: Experience) -> None:
@@ -636,7 +420,7 @@ def _derive() -> None:
     for name in FIELDS.keys() - Experience.__dataclass_fields__.keys():
         if hasattr(Experience, name):
             raise ValueError(f"field {name!r}: Experience has an attribute of that name")
-    _always[:] = [(f.name, _EMPTY[f.kind]) for f in FIELDS.values() if f.always or f.kind == "custom_fields"]
+    _always[:] = [(f.name, EMPTY[f.kind]) for f in FIELDS.values() if f.always or f.kind == "custom_fields"]
     for name in Experience.__dataclass_fields__.keys() - FIELDS.keys():
         delattr(Experience, name)
     for name in FIELDS:

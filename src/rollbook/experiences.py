@@ -364,7 +364,7 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
 
 
 def _column_from(field: Field, given: Any) -> Columns:
-    from rollbook.experience import convert
+    from rollbook.convert import convert
 
     if field.kind == "tensor" and isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "__len__"):
         values, offsets = np.asarray(given[0]), np.asarray(given[1])
@@ -400,8 +400,9 @@ def complete(parts: Columns, count: int) -> None:
         names = np.where(masked, "multi_turn", np.where(paired, "dpo", "single_turn"))
         parts[kinds] = pa.array(names.tolist(), pa.large_string())
     single, _, dpo = arrow.kinds(parts[kinds])
-    if "prompt_length" not in parts:
-        parts["prompt_length"] = pa.array(np.where(dpo, lengths, 1), pa.int64())
+    given = parts["prompt_length"].to_numpy(zero_copy_only=False) if "prompt_length" in parts else 1
+    if "prompt_length" not in parts or dpo.any():
+        parts["prompt_length"] = pa.array(np.where(dpo, lengths, given), pa.int64())
     missing = single & ~arrow.has(parts, "action_mask", count)
     if missing.any():
         _add_masks(parts, count, lengths, missing)

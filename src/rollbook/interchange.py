@@ -153,7 +153,7 @@ def _without_hidden(array: pa.Array) -> pa.Array:
 
 def _by_value(field: Field, array: pa.Array) -> Columns:
     """Columns made again from Python values: for tables of other tools, whose types are not ours."""
-    from rollbook import experience
+    from rollbook.convert import as_eid, convert
 
     values = array.to_pylist()
     if field.kind == "tensor":
@@ -163,11 +163,9 @@ def _by_value(field: Field, array: pa.Array) -> Columns:
         dtype = str(element)
         values = [None if v is None else _tensor(v, dtype) for v in values]
     elif field.kind == "eid":
-        values = [
-            EID() if v is None else experience._eid({k: x for k, x in v.items() if x is not None}) for v in values
-        ]
+        values = [EID() if v is None else as_eid({k: x for k, x in v.items() if x is not None}) for v in values]
     else:
-        values = [experience.convert(field, v) if v is not None else None for v in values]
+        values = [convert(field, v) if v is not None else None for v in values]
     return columns.encode(field, values)
 
 

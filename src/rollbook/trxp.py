@@ -200,7 +200,8 @@ def _from_item(item: Any, tensors: Mapping[str, Any], index: int) -> Experience:
 
 
 def _restored(values: dict[str, Any], where: str) -> Experience:
-    from rollbook.experience import deep_copy, restore
+    from rollbook.convert import deep_copy
+    from rollbook.experience import restore
 
     for name, field in FIELDS.items():
         # A pickle can hold one object in many places; no two records share one.

@@ -54,8 +54,8 @@ def test_no_number_in_a_batchs_metadata_does_harm(name: str, verify: bool) -> No
     parts = BODIES[name]
     places = corpus.batch_places(parts.body)
     entries = [*places.nodes, *places.buffers]
-    if name == "everything":
-        entries = entries[:: 7 if verify else 11]
+    # The large frames have hundreds of entries much alike; the short fuzz run and `make fuzz` try the others.
+    entries = entries[:: {"everything": 11, "unknown": 3}.get(name, 1)]
     numbers = NUMBERS if name in ("minimal", "odd_shapes") and verify else NUMBERS[::4]
     refused = 0
     for at in [*entries, *(entry + 8 for entry in entries), places.length, places.body_length]:
