@@ -241,16 +241,7 @@ def _row_codes(
 
 def check(columns: Columns, count: int) -> None:
     """Raise `ValueError` naming field, record, got and expected if the columns break a promise of the table."""
-    tokens = columns.get("tokens")
-    lengths = tokens.lengths.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.int64)
-    there = tokens.present.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.bool_)
-    other = columns.get("tokens__other")
-    if other is not None:
-        for i in np.flatnonzero(np.asarray(other.is_valid())).tolist():
-            shape = other[i]["shape"].as_py()
-            if there[i] or not shape or len(shape) != 1 or shape[0] is None:
-                raise ValueError(f"record {i}: tokens: got shape {shape}, expected one dimension, given once")
-            lengths[i], there[i] = shape[0], True
+    lengths, there = token_lengths(columns, count)
     _all(there, "tokens: got None, expected token ids")
     for name in ("eid", "prompt_length", "experience_type"):
         if columns[name].null_count:
@@ -304,6 +295,21 @@ def check(columns: Columns, count: int) -> None:
     if "group_size" in columns:
         sizes = columns["group_size"]
         _all(np.asarray(pc.fill_null(pc.greater(sizes, 0), True)), "group_size: expected at least 1, got", sizes)
+
+
+def token_lengths(columns: Columns, count: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """How many tokens each record has, and whether it has any value there."""
+    tokens = columns.get("tokens")
+    lengths = tokens.lengths.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.int64)
+    there = tokens.present.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.bool_)
+    other = columns.get("tokens__other")
+    if other is not None:
+        for i in np.flatnonzero(np.asarray(other.is_valid())).tolist():
+            shape = other[i]["shape"].as_py()
+            if there[i] or not shape or len(shape) != 1 or shape[0] is None:
+                raise ValueError(f"record {i}: tokens: got shape {shape}, expected one dimension, given once")
+            lengths[i], there[i] = shape[0], True
+    return lengths, there
 
 
 def kinds(column: pa.Array) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:

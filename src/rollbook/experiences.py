@@ -390,8 +390,7 @@ def _column_from(field: Field, given: Any) -> Columns:
 def complete(parts: Columns, count: int) -> None:
     """Add what every record must have: ids, prompt lengths, kinds and masks."""
     kinds = FIELDS["experience_type"].name
-    tokens = parts.get("tokens")
-    lengths = tokens.lengths if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.int64)
+    lengths, _ = arrow.token_lengths(parts, count)
     if "eid" not in parts:
         parts.update(columns.encode(FIELDS["eid"], [EID() for _ in range(count)]))
     if kinds not in parts:
