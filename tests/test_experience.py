@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
@@ -49,15 +50,15 @@ def test_kind_is_inferred_once_and_kept(given: dict[str, Any], kind: str) -> Non
         ({"tokens": [1, 2, 3], "policy_versions": [1]}, "policy_versions: got 1 entries, expected 2"),
         ({"tokens": [1, 2, 3], "routed_experts": [[1], [2]]}, "routed_experts: got shape .* expected 3 dim"),
         ({"tokens": [[1, 2], [3, 4]]}, r"tokens: got shape \[2, 2\]"),
-        ({"tokens": []}, "prompt_length: got 1, expected 0 < prompt_length < 0"),
+        ({"tokens": []}, "tokens: got none, expected a prompt and a response"),
         ({"tokens": [1.7, 2.2]}, "tokens: got values of float64, expected whole numbers"),
         ({"tokens": [2**31, 1]}, "tokens: got 2147483648, which int32 does not hold"),
-        ({"tokens": [1, "x"]}, "tokens: got values of <U21, expected whole numbers"),
-        ({"tokens": [[1], [2, 3]]}, "tokens: got list, expected numbers"),
+        ({"tokens": [1, "x"]}, r"tokens\[1\]: got str 'x', expected whole numbers"),
+        ({"tokens": [[1], [2, 3]]}, r"tokens: got list \[\[1\], \[2, 3\]\], expected numbers"),
         ({"tokens": torch.ones(3)}, "tokens: got a tensor of float32, expected whole numbers"),
         ({"tokens": torch.ones(3, dtype=torch.bool)}, "tokens: got a tensor of bool"),
         ({"tokens": [1, 2], "logprobs": torch.ones(1, dtype=torch.complex64)}, "logprobs: got a tensor of complex64"),
-        ({"tokens": [1, 2, 3], "action_mask": [0.5, 1.0]}, "action_mask: got values other than 0 and 1"),
+        ({"tokens": [1, 2, 3], "action_mask": [0.5, 1.0]}, "action_mask: got 0.5, expected 0 and 1"),
         ({"tokens": [1, 2], "prompt_length": -3}, "prompt_length: got -3"),
         ({"tokens": [1, 2], "prompt_length": 1.0}, "prompt_length: got float 1.0, expected an int"),
         ({"tokens": [1, 2], "prompt_length": 3, "action_mask": []}, "prompt_length: got 3, expected 0 to 2"),
@@ -67,7 +68,7 @@ def test_kind_is_inferred_once_and_kept(given: dict[str, Any], kind: str) -> Non
         ({"tokens": [1, 2], "experience_type": "other"}, "experience_type: got 'other', expected one of"),
         ({"tokens": [1, 2], "reward": "good"}, "reward: got str 'good', expected a number"),
         ({"tokens": [1, 2], "reward": torch.ones(2)}, r"reward: got a tensor of shape \[2\]"),
-        ({"tokens": [1, 2], "info": [1]}, "info: got list, expected a dict"),
+        ({"tokens": [1, 2], "info": [1]}, r"info: got list \[1\], expected a dict"),
         ({"tokens": [1, 2], "prompt_text": b"x"}, "prompt_text: got bytes"),
         ({"tokens": [1, 2], "eid": "1/2"}, "eid: got str '1/2', expected an EID or a dict"),
         ({"tokens": [1, 2], "eid": {"bacth": 1}}, "eid: got the key 'bacth', expected batch, task"),
@@ -76,6 +77,14 @@ def test_kind_is_inferred_once_and_kept(given: dict[str, Any], kind: str) -> Non
         ({"tokens": [1, 2], "multi_modal_inputs": [1]}, "multi_modal_inputs: got list, expected a dict"),
         ({"tokens": [1, 2], "custom_fields": ["x"]}, "CustomField: got 'x'"),
         ({"tokens": [1, 2], "group_size": 0}, "group_size: got 0, expected at least 1"),
+        ({"tokens": None}, "tokens: got None, expected token ids"),
+        ({"tokens": "hello"}, "tokens: got str 'hello', expected whole numbers"),
+        ({"tokens": [1, None]}, r"tokens\[1\]: got NoneType None, expected whole numbers"),
+        ({"tokens": [1, 2], "logprobs": [1e300]}, "logprobs: got a number that float32 does not hold"),
+        ({"tokens": [1, 2], "prompt_length": torch.tensor(1.5)}, "prompt_length: got Tensor .*, expected an int"),
+        ({"tokens": [1, 2], "messages": "hello"}, "messages: got str 'hello', expected a list"),
+        ({"tokens": [1, 2], "reward": [0.0] * 100_000}, "^.{0,200}$"),
+        ({"tokens": [1, 2], "eid": "1/2/0/0/x"}, "EID.parse"),
         ({"tokens": [1, 2, 3], "truncate_status": "prompt_truncated"}, "logprobs: got None, expected them"),
     ],
 )
@@ -219,3 +228,64 @@ def test_eid_parse() -> None:
     for bad in ("", "1/2/3", "1/2/a/4/x", "1/2/3/4/x/y", "%/2/3/4/x", "1/2/03/4/x", 7):
         with pytest.raises(ValueError, match="uid"):
             EID.parse(bad)  # type: ignore[arg-type]
+
+
+def test_ownership_reaches_subclasses_sets_and_arrays() -> None:
+    given: dict[str, Any] = {"a": defaultdict(list), "b": OrderedDict(x=[1]), "c": {1}, "d": np.zeros(2)}
+    first, second = (Experience(tokens=[1, 2], info=given) for _ in range(2))
+    first.info["a"]["k"].append(1)
+    first.info["b"]["x"].append(2)
+    first.info["c"].add(2)
+    first.info["d"] += 1
+    for other in (second.info, given):
+        assert (dict(other["a"]), other["b"]["x"], other["c"], other["d"].tolist()) == ({}, [1], {1}, [0, 0])
+    assert type(first.info["a"]) is defaultdict
+    deep = copy.deepcopy(second)
+    deep.info["b"]["x"].append(3)
+    assert second.info["b"]["x"] == [1]
+
+
+def test_replacing_tokens_makes_an_implied_mask_again() -> None:
+    record = Experience(tokens=[1, 2, 3])
+    assert record.replace(prompt_length=2).action_mask.tolist() == [True]
+    assert record.replace(tokens=[1, 2, 3, 4]).action_mask.tolist() == [True] * 3
+    cut = Experience(tokens=[1, 2, 3], prompt_length=2, logprobs=[0.0], truncate_status="prompt_truncated")
+    assert cut.replace(truncate_status=None).action_mask.tolist() == [True]
+    masked = Experience(tokens=[1, 2, 3], action_mask=[1, 0])
+    with pytest.raises(ValueError, match="action_mask: got 2 entries, expected 1"):
+        masked.replace(prompt_length=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("eid", {"task": 1}, "eid"),
+        ("prompt_length", None, "prompt_length"),
+        ("custom_fields", [1], "custom_fields"),
+        ("advantages", np.array([1.0]), "record 0: advantages: got ndarray, expected a tensor"),
+        ("info", [1], "record 0: info: got list, expected a dict"),
+        ("reward", "x", "reward"),
+    ],
+)
+def test_what_is_assigned_is_checked_before_it_is_written(name: str, value: Any, message: str) -> None:
+    record = Experience(tokens=[1, 2])
+    setattr(record, name, value)
+    with pytest.raises(ValueError, match=message):
+        record.serialize()
+
+
+def test_parts_of_an_id_that_were_set_are_checked_before_they_are_written() -> None:
+    record = Experience(tokens=[1, 2])
+    record.eid.task = np.int64(5)  # type: ignore[assignment]
+    assert type(Experience.deserialize(record.serialize()).eid.task) is int
+    for bad in (None, 1.5):
+        record.eid.batch = bad  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="EID.batch"):
+            record.serialize()
+
+
+def test_equality_of_what_has_no_values() -> None:
+    meta = Experience(tokens=torch.ones(2, dtype=torch.int32, device="meta"), eid=EID(suffix="x"))
+    assert meta != Experience(tokens=[1, 1], eid=EID(suffix="x"))
+    sparse = Experience(tokens=[1, 2], info={"s": torch.eye(2).to_sparse()}, eid=EID(suffix="x"))
+    assert sparse == Experience(tokens=[1, 2], info={"s": torch.eye(2).to_sparse()}, eid=EID(suffix="x"))

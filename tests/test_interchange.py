@@ -111,12 +111,32 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         ({"tokens": [[1, 2]], "reward": ["good"]}, "reward"),
         ({"tokens": [[1, 2]], "experience_type": ["other"]}, "experience_type"),
         ({"tokens": [[1, 2]], "prompt_length": [5]}, "prompt_length: got 5 with 2 tokens"),
-        ({"tokens": [[1, 2]], "info": ["{not json"]}, "no JSON"),
+        ({"tokens": [[1, 2]], "info": ["{not json"]}, "record 0: info: .*no JSON"),
+        ({"tokens": [[1, 2]], "eid": ["1/2/0/0/x"]}, "eid"),
+        ({"tokens": [1, 2]}, "tokens"),
+        (
+            {
+                "tokens": [[1, 2, 3]],
+                "truncate_status": ["prompt_truncated"],
+                "logprobs": [[0.0]],
+                "action_mask": [[True]],
+            },
+            "action_mask: got True",
+        ),
     ],
 )
 def test_foreign_tables_are_checked(columns: dict[str, Any], word: str) -> None:
     with pytest.raises(WireError, match=word):
         list(Experiences.from_arrow(pa.table(columns)))
+
+
+def test_what_is_no_table_is_named() -> None:
+    for wrong in ([1], {"tokens": [[1, 2]]}, None):
+        with pytest.raises(ValueError, match="expected a pyarrow Table"):
+            Experiences.from_arrow(wrong)
+        with pytest.raises(ValueError, match="expected a datasets.Dataset"):
+            from_hf_datasets(wrong)
+    assert Experiences.from_arrow(pa.table({"tokens": [[1, 2, 3]], "prompt_length": [None]}))[0].prompt_length == 1
 
 
 def test_foreign_tables_are_read() -> None:

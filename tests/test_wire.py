@@ -154,6 +154,12 @@ def test_iter_frames_reads_short_reads_and_names_the_byte() -> None:
     next(frames)
     with pytest.raises(WireError, match=f"byte {len(data) // 2}: magic"):
         next(frames)
+    flipped = bytearray(data)
+    flipped[-70] ^= 1
+    frames = wire.iter_frames(io.BytesIO(flipped))
+    next(frames)
+    with pytest.raises(WireError, match=f"byte {len(data) // 2 + 64}: the body does not match"):
+        next(frames)
 
 
 def test_out_is_reused() -> None:

@@ -28,7 +28,7 @@ _HOMES = {
     "Experiences": "experiences",
     "WireError": "errors",
 }
-_MODULES = ("experience", "experiences", "fields", "interchange", "wire")
+_MODULES = ("collate", "experience", "experiences", "fields", "freeform", "interchange", "ragged", "trxp", "wire")
 
 __all__ = ["EID", "CustomField", "Experience", "Experiences", "WireError", "__version__"]
 
@@ -44,4 +44,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})

@@ -244,6 +244,8 @@ def check(columns: Columns, count: int) -> None:
     lengths, there = token_lengths(columns, count)
     _all(there, "tokens: got None, expected token ids")
     for name in ("eid", "prompt_length", "experience_type"):
+        if name not in columns:
+            raise ValueError(f"{name}: got None in every record, expected a value")
         if columns[name].null_count:
             _all(np.asarray(columns[name].is_valid()), f"{name}: got None, expected a value")
     eid = columns["eid"]
@@ -273,6 +275,12 @@ def check(columns: Columns, count: int) -> None:
         # Log-probs that stand aside say nothing about the others: -1.
         widths = np.where(logprobs.present, logprobs.lengths, -1) if isinstance(logprobs, Ragged) else -1
         expected = np.where(cut, widths, expected)
+        mask = columns.get("action_mask")
+        if isinstance(mask, Ragged):
+            good = np.ones(count, dtype=np.bool_)
+            for i in np.flatnonzero(cut & mask.present).tolist():
+                good[i] = not mask.values[mask.offsets[i] : mask.offsets[i + 1]].any()
+            _all(good, "action_mask: got True, expected all False with truncate_status 'prompt_truncated'")
     for field in tensor_fields("response"):
         column = columns.get(field.name)
         if isinstance(column, Ragged):

@@ -7,13 +7,14 @@ small raises and names the record, so that nothing is ever cut.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from rollbook.experiences import ID_TYPES, Experiences
+from rollbook.experiences import Experiences, id_part
 from rollbook.fields import DTYPES, FIELDS, INTEGERS
 from rollbook.ragged import Ragged, promote
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 def _shapes(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
     """[N] prompt lengths and response lengths, once they are known to fit."""
+    if not isinstance(experiences, Sequence):
+        raise ValueError(f"experiences: got {type(experiences).__name__}, expected a list or Experiences")
     if isinstance(experiences, Experiences):
         prompts = experiences.prompt_lengths()
         totals = experiences.token_lengths()
@@ -52,6 +55,20 @@ def _fits(name: str, limit: int, lengths: Any, experiences: Records) -> None:
         )
 
 
+def _response_lengths(experiences: Records) -> Any:
+    """[N] How many response slots each record has: one per response token, or as a truncated one's log-probs."""
+    _, responses = _shapes(experiences, None, sys.maxsize)
+    if isinstance(experiences, Experiences):
+        status, logprobs = experiences.values("truncate_status"), experiences.values("logprobs")
+    else:
+        status = [row.truncate_status for row in experiences]
+        logprobs = [row.logprobs for row in experiences]
+    for i, (state, values) in enumerate(zip(status, logprobs, strict=True)):
+        if state == "prompt_truncated" and isinstance(values, torch.Tensor) and values.dim():
+            responses[i] = len(values)
+    return responses
+
+
 def _rows(experiences: Records, name: str) -> list[torch.Tensor]:
     """A tensor field of every record; one number that stands for a whole response is spread over it."""
     field = FIELDS[name]
@@ -60,11 +77,11 @@ def _rows(experiences: Records, name: str) -> list[torch.Tensor]:
     else:
         rows = [getattr(row, name) for row in experiences]
     shapes = set()
+    widths = _response_lengths(experiences) if field.broadcast else None
+    device = "cpu" if isinstance(experiences, Experiences) or not rows else experiences[0].tokens.device
     for i, row in enumerate(rows):
-        if field.broadcast and isinstance(row, int):
-            tokens = experiences[i].tokens
-            width = max(len(tokens) - experiences[i].prompt_length, 0)
-            rows[i] = row = torch.full((width,), row, dtype=getattr(torch, field.dtype), device=tokens.device)
+        if widths is not None and isinstance(row, int):
+            rows[i] = row = torch.full((int(widths[i]),), row, dtype=getattr(torch, field.dtype), device=device)
         if not isinstance(row, torch.Tensor):
             raise ValueError(
                 f"{name}: got {row!r} in record {i} ({experiences[i].eid}), expected a tensor in every record"
@@ -84,19 +101,26 @@ def _padded(experiences: Records, name: str, width: int, fill: float, starts: An
     if isinstance(column, Ragged) and column.valid is None:
         kind = _result_dtype(name, column.row_dtypes(), fill)
         same = DTYPES[kind].storage == DTYPES[column.dtype].storage
-        out = torch.full((len(experiences), width, *column.trailing), fill, dtype=getattr(torch, kind))
+        out = _full((len(experiences), width, *column.trailing), fill, kind)
         target = out if same else out.to(getattr(torch, column.dtype))
         column.fill(target.view(getattr(torch, DTYPES[column.dtype].storage)).numpy(), starts, lengths)
         return target if same else target.to(getattr(torch, kind))
     rows = _rows(experiences, name)
     if not rows:
-        return torch.full((0, width), fill, dtype=getattr(torch, FIELDS[name].dtype))
+        return _full((0, width), fill, FIELDS[name].dtype)
     kind = _result_dtype(name, {_name(row) for row in rows}, fill)
     shape = (len(rows), width, *rows[0].shape[1:])
-    out = torch.full(shape, fill, dtype=getattr(torch, kind), device=rows[0].device)
+    out = _full(shape, fill, kind, rows[0].device)
     for i, (row, at, length) in enumerate(zip(rows, starts.tolist(), lengths.tolist(), strict=True)):
         out[i, at : at + length] = row[:length].to(out.dtype)
     return out
+
+
+def _full(shape: tuple[int, ...], fill: float, kind: str, device: Any = "cpu") -> torch.Tensor:
+    try:
+        return torch.full(shape, fill, dtype=getattr(torch, kind), device=device)
+    except RuntimeError:
+        raise ValueError(f"padding: got {fill}, which {kind} does not hold") from None
 
 
 def _name(tensor: torch.Tensor) -> str:
@@ -131,7 +155,9 @@ def gather_token_ids(
     prompts, responses = _shapes(experiences, max_prompt_length, max_response_length)
     starts = max_prompt_length - prompts
     width = max_prompt_length + max_response_length
-    return _padded(experiences, "tokens", width, pad_token_id, starts, prompts + responses)
+    if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
+        raise ValueError(f"pad_token_id: got {pad_token_id!r}, expected a token id")
+    return _padded(experiences, "tokens", width, int(pad_token_id), starts, prompts + responses)
 
 
 def gather_attention_masks(experiences: Records, max_prompt_length: int, max_response_length: int) -> torch.Tensor:
@@ -220,11 +246,10 @@ def group_by(experiences: Records, id_type: str) -> dict[str, Any]:
     """
     if isinstance(experiences, Experiences):
         return experiences.group_by(id_type)
-    if id_type not in ID_TYPES:
-        raise ValueError(f"id_type: got {id_type!r}, expected one of {', '.join(map(repr, ID_TYPES))}")
+    part = id_part(id_type)
     groups: dict[str, list[Experience]] = {}
     for row in experiences:
-        groups.setdefault(getattr(row.eid, ID_TYPES[id_type]), []).append(row)
+        groups.setdefault(getattr(row.eid, part), []).append(row)
     return groups
 
 
@@ -233,7 +258,8 @@ def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience
 
     Whatever speaks of both answers goes to both (prompt text, tools, media, reward, an `info` of their own, custom
     fields); `chosen_messages` and `rejected_messages` become `messages`; `parent` is the pair's uid and the suffix
-    is new. Columns of the field table that speak of one response have no meaning in a pair and are not there.
+    is new. Fields that speak of one response have no meaning in a pair and are left out, as is the mark of a truncated
+    prompt.
 
     >>> from rollbook import Experience
     >>> pair = Experience(tokens=[1, 2], chosen=[3, 4], rejected=[5], prompt_text="q", eid={"suffix": "p"})
@@ -246,13 +272,12 @@ def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience
     for i, pair in enumerate(experiences):
         if pair.experience_type != "dpo" or pair.chosen is None or pair.rejected is None:
             raise ValueError(f"record {i} ({pair.eid}): experience_type: got {pair.experience_type!r}, expected 'dpo'")
-        common = {
-            name: getattr(pair, name)
-            for name, field in FIELDS.items()
-            if field.axis == "sample" and field.kind not in ("eid",)
-        }
-        for name in ("experience_type", "chosen_messages", "rejected_messages", "prompt_length"):
+        common = {name: getattr(pair, name) for name, field in FIELDS.items() if field.axis in ("sample", "free")}
+        # What speaks of the pair as a pair, or of one response where there are two.
+        for name in ("chosen", "rejected", "chosen_messages", "rejected_messages", "experience_type", "response_text"):
             del common[name]
+        if pair.truncate_status == "prompt_truncated":
+            del common["truncate_status"]  # which would ask for log-probs
         if isinstance(pair.policy_versions, int):
             common["policy_versions"] = pair.policy_versions
         for which in ("chosen", "rejected"):
@@ -269,7 +294,10 @@ def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience
                 "parent": pair.eid.uid,
                 "eid": pair.eid.replace(suffix=EID().suffix),
             }
-            halves.append(Experience(**given))
+            half = Experience(**given)
+            if pair.unknown:
+                half.__dict__["unknown"] = dict(pair.unknown)
+            halves.append(half)
     return halves
 
 

@@ -25,7 +25,8 @@ from rollbook.ragged import Ragged, promote, tensor_bytes, tensor_from_bytes
 Column: TypeAlias = Any
 """A `Ragged` or a pyarrow array (which has no types of its own to check)."""
 _TEXT = {str, type(None)}
-_MAPPING = {dict, type(None)}
+_PARTS = (str, int)
+_HELD = {"dict": {dict, type(None)}, "list": {list, tuple, type(None)}}
 Columns = dict[str, Column]
 
 OTHER = pa.struct(
@@ -105,6 +106,8 @@ def _json(field: Field, row: int, value: Any) -> str | None:
         if not value:
             return None
         value = [custom.to_dict() for custom in value]
+    if field.holds and not isinstance(value, dict if field.holds == "dict" else (list, tuple)):
+        raise ValueError(f"record {row}: {field.name}: got {type(value).__name__}, expected a {field.holds}")
     try:
         return freeform.dumps(value)
     except ValueError as error:
@@ -140,7 +143,8 @@ def _decodes(data: bytes) -> bool:
 
 def _encode_eids(name: str, values: Sequence[Any]) -> pa.Array:
     blank = EID("", "", 0, 0, "")
-    ids: list[EID] = [blank if eid is None else eid for eid in values]
+    # Parts can be set to anything; `replace` checks them again.
+    ids: list[EID] = [blank if eid is None else eid if _plain(eid) else eid.replace() for eid in values]
     ints = [(type(eid.batch) is int) + 2 * (type(eid.task) is int) for eid in ids]
     try:
         return pa.StructArray.from_arrays(
@@ -159,6 +163,10 @@ def _encode_eids(name: str, values: Sequence[Any]) -> pa.Array:
         raise ValueError(
             f"{name}: expected text or numbers for batch, task and suffix, 64-bit run and step: {error}"
         ) from None
+
+
+def _plain(eid: EID) -> bool:
+    return type(eid.batch) in _PARTS and type(eid.task) in _PARTS and type(eid.run) is type(eid.step) is int
 
 
 def _part(part: int | str) -> str:
@@ -190,6 +198,8 @@ def _encode_media(name: str, values: Sequence[Any]) -> pa.Array:
 def _encode_tensors(
     field: Field, values: Sequence[Any], odd: Sequence[frozenset[str]] | None, copy: bool = True
 ) -> Columns:
+    import torch
+
     name = field.name
     rows = list(values)
     if not odd and not field.trailing and (dtype := _uniform(rows)):
@@ -206,11 +216,10 @@ def _encode_tensors(
         if field.broadcast and isinstance(row, int):
             ones[i], rows[i] = row, None
             continue
-        try:
-            dtype = short.get(row.dtype) or short.setdefault(row.dtype, str(row.dtype).removeprefix("torch."))
-            shape = row.shape
-        except AttributeError:
-            raise ValueError(f"record {i}: {name}: got {type(row).__name__}, expected a tensor") from None
+        if not isinstance(row, torch.Tensor):
+            raise ValueError(f"record {i}: {name}: got {type(row).__name__}, expected a tensor")
+        dtype = short.get(row.dtype) or short.setdefault(row.dtype, str(row.dtype).removeprefix("torch."))
+        shape = row.shape
         if dtype not in COLUMNAR or len(shape) != wanted or 0 in shape[1:] or (odd and name in odd[i]):
             others[i], rows[i] = row, None
         else:
@@ -299,10 +308,10 @@ def _decode_main(field: Field, column: Column) -> list[Any]:
     if field.kind == "text":
         return texts(column)
     if field.kind == "json":
-        values = freeform.loads_many(texts(column))
-        if field.mapping and not set(map(type, values)) <= _MAPPING:
-            wrong = next(value for value in values if value is not None and type(value) is not dict)
-            raise WireError(f"{field.name}: got a {type(wrong).__name__}, expected a dict")
+        values = freeform.loads_many(texts(column), where=field.name)
+        if field.holds and not set(map(type, values)) <= _HELD[field.holds]:
+            wrong = next(value for value in values if type(value) not in _HELD[field.holds])
+            raise WireError(f"{field.name}: got a {type(wrong).__name__}, expected a {field.holds}")
         return values
     if field.kind == "eid":
         return _decode_eids(column)

@@ -6,6 +6,9 @@ hold is a `ValueError` that names the field, what it got and what it expected.
 
 from __future__ import annotations
 
+import copy
+import operator
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -42,16 +45,21 @@ def as_tensor(field: Field, value: Any) -> torch.Tensor:
             # Lists of 0-d tensors or of numpy scalars of several types, as loops over tokens make them.
             array = np.asarray([item.item() if isinstance(item, torch.Tensor) else item for item in value])
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{name}: got {type(value).__name__}, expected numbers: {error}") from None
+        raise ValueError(f"{name}: got {shown(value)}, expected numbers: {error}") from None
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)
     if array.dtype.kind not in ("iu" if field.accepts == "integer" else "biuf"):
         expected = "whole numbers" if field.accepts == "integer" else "real numbers"
+        if array.dtype.kind in "OUSM" and isinstance(value, (list, tuple)):
+            wrong = next((i for i, item in enumerate(value) if not isinstance(item, (int, float))), 0)
+            raise ValueError(f"{name}[{wrong}]: got {shown(value[wrong])}, expected {expected}")
+        if array.dtype.kind in "OUSM":
+            raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
         raise ValueError(f"{name}: got values of {array.dtype}, expected {expected}")
     # numpy has no bfloat16: by way of float32, which holds it.
     target = np.dtype("float32" if field.dtype == "bfloat16" else field.dtype)
-    if target.kind == "b" and array.size and not np.isin(array, (0, 1)).all():
-        raise ValueError(f"{name}: got values other than 0 and 1; give a tensor to keep them")
+    if target.kind == "b" and not (good := np.isin(array, (0, 1))).all():
+        raise ValueError(f"{name}: got {array[~good][0]}, expected 0 and 1; give a tensor to keep other values")
     if target.kind in "iu" and array.size:
         low, high, bounds = int(array.min()), int(array.max()), np.iinfo(target)
         if low < bounds.min or high > bounds.max:
@@ -59,31 +67,37 @@ def as_tensor(field: Field, value: Any) -> torch.Tensor:
                 f"{name}: got {low if low < bounds.min else high}, which {field.dtype} does not hold; "
                 "give a tensor of a wider type to keep it"
             )
-    return torch.from_numpy(np.array(array, dtype=target)).to(TORCH_DTYPES[field.dtype])
+    with np.errstate(over="ignore"):
+        made = np.array(array, dtype=target)
+    if target.kind == "f" and (np.isinf(made) & np.isfinite(array)).any():
+        raise ValueError(f"{name}: got a number that {field.dtype} does not hold; give a wider tensor to keep it")
+    return torch.from_numpy(made).to(TORCH_DTYPES[field.dtype])
 
 
-def own(value: Any) -> Any:
-    """A copy of the dicts, lists and tuples in `value`; what they hold is the same."""
+def own(value: Any, tensors: bool = False) -> Any:
+    """A copy of the containers and arrays in `value`, of the same types; of the tensors too if asked for."""
+    if isinstance(value, dict):
+        mapping = {} if type(value) is dict else copy.copy(value)
+        for key, item in value.items():
+            mapping[key] = own(item, tensors)
+        return mapping
     kind = type(value)
-    if kind is dict:
-        return {key: own(item) for key, item in value.items()}
-    if kind is list:
-        return [own(item) for item in value]
-    if kind is tuple:
-        return tuple(own(item) for item in value)
+    if kind is list or kind is tuple:
+        return kind(own(item, tensors) for item in value)
+    if isinstance(value, list):
+        items = copy.copy(value)
+        items[:] = [own(item, tensors) for item in value]
+        return items
+    if isinstance(value, (np.ndarray, set, bytearray)):
+        return value.copy()
+    if tensors and isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
     return value
 
 
-def deep_copy(value: Any) -> Any:
-    """A copy of the containers, tensors and arrays in `value`."""
-    kind = type(value)
-    if kind is dict:
-        return {key: deep_copy(item) for key, item in value.items()}
-    if kind is list or kind is tuple:
-        return kind(deep_copy(item) for item in value)
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    return value.copy() if isinstance(value, np.ndarray) else value
+def shown(value: Any) -> str:
+    """A value as an error names it: by type, and short."""
+    return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 EMPTY: dict[str, Any] = {"json": dict, "custom_fields": list}
@@ -101,31 +115,39 @@ def convert(field: Field, value: Any) -> Any:
             if not -(2**31) <= value < 2**31:
                 raise ValueError(f"{name}: got {value}, expected a number of 32 bits")
             return int(value)
+        if field.broadcast and isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_meta:
+            return convert(field, value.item())
         return as_tensor(field, value)
     if kind == "text":
         if not isinstance(value, str):
-            raise ValueError(f"{name}: got {type(value).__name__} {value!r}, expected a str")
+            raise ValueError(f"{name}: got {shown(value)}, expected a str")
         return value
     if kind == "number":
         return _number(name, value)
     if kind == "integer":
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise ValueError(f"{name}: got {type(value).__name__} {value!r}, expected an int")
-        if name == "group_size" and int(value) < 1:
-            raise ValueError(f"{name}: got {value}, expected at least 1")
-        return int(value)
+        try:
+            number = operator.index(value)
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+        if number is None or isinstance(value, bool):
+            raise ValueError(f"{name}: got {shown(value)}, expected an int")
+        if name == "group_size" and number < 1:
+            raise ValueError(f"{name}: got {number}, expected at least 1")
+        return number
     if kind == "eid":
         return as_eid(value)
     if kind == "media":
         return _media(name, value)
     if kind == "custom_fields":
         if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-            raise ValueError(f"{name}: got {type(value).__name__}, expected a list of CustomField")
+            raise ValueError(f"{name}: got {shown(value)}, expected a list of CustomField")
         return [item if isinstance(item, CustomField) else CustomField.from_dict(item) for item in value]
-    if field.mapping and not isinstance(value, Mapping):
-        raise ValueError(f"{name}: got {type(value).__name__}, expected a dict")
+    if field.holds == "dict" and not isinstance(value, Mapping):
+        raise ValueError(f"{name}: got {shown(value)}, expected a dict")
+    if field.holds == "list" and not isinstance(value, (list, tuple)):
+        raise ValueError(f"{name}: got {shown(value)}, expected a list")
     try:
-        return own(dict(value) if isinstance(value, Mapping) else value)
+        return own(value if isinstance(value, dict) or not isinstance(value, Mapping) else dict(value))
     except RecursionError:
         raise ValueError(f"{name}: nested too deeply, or holds itself") from None
 
@@ -138,7 +160,7 @@ def _number(name: str, value: Any) -> float:
     if not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
         if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
             return float(value.item())
-        raise ValueError(f"{name}: got {type(value).__name__} {value!r}, expected a number")
+        raise ValueError(f"{name}: got {shown(value)}, expected a number")
     try:
         return float(value)
     except OverflowError:
@@ -156,7 +178,8 @@ def as_eid(value: Any) -> EID:
                 f"eid: got the key {sorted(map(str, unknown))[0]!r}, expected batch, task, run, step, suffix"
             )
         return EID(**value)
-    raise ValueError(f"eid: got {type(value).__name__} {value!r}, expected an EID or a dict of its parts")
+    hint = " (EID.parse reads a uid)" if isinstance(value, str) else ""
+    raise ValueError(f"eid: got {shown(value)}, expected an EID or a dict of its parts{hint}")
 
 
 def _media(name: str, value: Any) -> dict[str, torch.Tensor]:

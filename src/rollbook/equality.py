@@ -37,9 +37,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _same_tensors(a: Any, b: Any) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
+    if a.dtype != b.dtype or a.shape != b.shape or a.is_meta or b.is_meta or a.layout != b.layout:
         return False
     from rollbook.ragged import tensor_bytes
+
+    if str(a.layout) != "torch.strided":
+        a, b = a.to_dense(), b.to_dense()
 
     if not (a.is_floating_point() or a.is_complex()):
         return bool((a.detach().cpu() == b.detach().cpu()).all())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollbook import fields
-from rollbook.convert import EMPTY, convert, deep_copy, own
+from rollbook.convert import EMPTY, convert, own
 from rollbook.custom_field import CustomField
 from rollbook.equality import same
 from rollbook.errors import WireError
@@ -104,7 +104,7 @@ class Experience:
             eid: EID | Mapping[str, Any] | None = None,
             tokens: Any,
             logprobs: Any = None,
-            reward: float | None = None,
+            reward: Any = None,
             token_level_reward: Any = None,
             advantages: Any = None,
             returns: Any = None,
@@ -115,12 +115,12 @@ class Experience:
             response_text: str | None = None,
             prompt_text: str | None = None,
             action_mask: Any = None,
-            messages: list[Any] | None = None,
-            tools: list[Any] | None = None,
+            messages: Sequence[Any] | None = None,
+            tools: Sequence[Any] | None = None,
             chosen: Any = None,
             rejected: Any = None,
-            chosen_messages: list[Any] | None = None,
-            rejected_messages: list[Any] | None = None,
+            chosen_messages: Sequence[Any] | None = None,
+            rejected_messages: Sequence[Any] | None = None,
             multi_modal_inputs: Mapping[str, Any] | None = None,
             teacher_logprobs: Any = None,
             custom_fields: Sequence[CustomField] | None = None,
@@ -144,11 +144,7 @@ class Experience:
                 raise TypeError(f"Experience() got an unexpected keyword argument {unknown[0]!r}")
             if "tokens" not in given:
                 raise TypeError("Experience() missing the required keyword argument 'tokens'")
-            for name, field in FIELDS.items():
-                value = convert(field, given.get(name))
-                if value is not None:
-                    self.__dict__[name] = value
-            _settle(self)
+            _build(self, given)
             validate(self)
 
     def serialize(self) -> bytes:
@@ -220,6 +216,8 @@ class Experience:
         'single_turn'
         """
         given = {name: getattr(self, name) for name in FIELDS} | changes
+        if "action_mask" not in changes and implied_mask(self):
+            del given["action_mask"]  # made again, for the tokens that are there then
         # A record that was read with odd shapes keeps them unless they are changed.
         new = restore(given, "replace") if self.odd else Experience(**given)
         if self.unknown:
@@ -231,7 +229,7 @@ class Experience:
         new = self.replace()
         for name in FIELDS:
             if name in new.__dict__ and name != "eid":
-                new.__dict__[name] = deep_copy(new.__dict__[name])
+                new.__dict__[name] = own(new.__dict__[name], tensors=True)
         return new
 
     def __copy__(self) -> Experience:
@@ -277,9 +275,15 @@ Experience.unknown = MappingProxyType({})
 # --- construction -------------------------------------------------------------------------------------------------
 
 
-def _settle(record: Experience) -> None:
-    """Infer the kind if it was not given, and what follows from it: prompt length and mask."""
+def _build(record: Experience, given: Mapping[str, Any]) -> None:
+    """Convert what was given, infer the kind if it was not, and what follows from it: prompt length and mask."""
     state = record.__dict__
+    for name, field in FIELDS.items():
+        value = convert(field, given.get(name))
+        if value is not None:
+            state[name] = value
+    if record.tokens is None:
+        raise ValueError("tokens: got None, expected token ids")
     if "experience_type" not in state:
         pair = record.chosen is not None and record.rejected is not None
         state["experience_type"] = "multi_turn" if record.action_mask is not None else "dpo" if pair else "single_turn"
@@ -297,9 +301,25 @@ def _settle(record: Experience) -> None:
         state["action_mask"] = torch.ones(width, dtype=torch.bool, device=record.tokens.device)
 
 
+def implied_mask(record: Experience) -> bool:
+    """Whether the record's mask is the one that the constructor makes for a single turn."""
+    mask = record.action_mask
+    if (
+        record.experience_type != "single_turn"
+        or mask is None
+        or record.odd
+        or mask.dtype != torch.bool
+        or mask.is_meta
+    ):
+        return False
+    return bool((~mask if record.truncate_status == "prompt_truncated" else mask).all())
+
+
 def validate(record: Experience, where: str = "") -> None:
     """Raise `ValueError`, naming field, got and expected, if the record breaks a promise of the field table."""
     kind, length, prompt = record.experience_type, 0, record.prompt_length
+    if not isinstance(prompt, int):
+        raise ValueError(f"{where}prompt_length: got {prompt!r}, expected an int")
     if kind not in EXPERIENCE_TYPES:
         raise ValueError(f"{where}experience_type: got {kind!r}, expected one of {', '.join(EXPERIENCE_TYPES)}")
     for field in fields.tensor_fields():
@@ -312,9 +332,9 @@ def validate(record: Experience, where: str = "") -> None:
             raise ValueError(
                 f"{where}{field.name}: got shape {list(value.shape)}, expected {1 + field.trailing} dimension(s)"
             )
-    if record.tokens is None:
-        raise ValueError(f"{where}tokens: got None, expected token ids")
     length = len(record.tokens)
+    if not length and kind == "single_turn" and record.truncate_status != "prompt_truncated":
+        raise ValueError(f"{where}tokens: got none, expected a prompt and a response")
     if (record.chosen is None) != (record.rejected is None):
         missing = "chosen" if record.chosen is None else "rejected"
         raise ValueError(f"{where}{missing}: got None, expected tokens, since the other answer of the pair is given")
@@ -389,13 +409,9 @@ def restore(values: Mapping[str, Any], where: str) -> Experience:
     """
     try:
         row = Experience.__new__(Experience)
-        for name, field in FIELDS.items():
-            value = convert(field, values.get(name))
-            if value is not None:
-                row.__dict__[name] = value
-        if row.tokens is None or row.tokens.dim() != 1:
-            raise ValueError("tokens: expected one dimension of token ids")
-        _settle(row)
+        _build(row, values)
+        if row.tokens.dim() != 1:
+            raise ValueError(f"tokens: got shape {list(row.tokens.shape)}, expected one dimension")
         if odd := odd_fields(row):
             row.__dict__["odd"] = odd
         validate(row)

@@ -1,7 +1,7 @@
 """`Experiences`: many records as ragged columns, a sequence of `Experience` to the eye.
 
-Invariant: `Experiences(list(many)) == many`. Columns never change once they stand: assigning to a row changes the row
-alone, and everything that selects rows either shares memory (slices) or gathers (filter, sort, index lists).
+Invariant: `Experiences(list(many)) == many`. Assigning to a row changes the row alone, never the columns, and whatever
+selects rows either shares memory (slices) or gathers (filter, sort, index lists).
 """
 
 from __future__ import annotations
@@ -24,16 +24,26 @@ from rollbook.ragged import Ragged, offsets_of
 if TYPE_CHECKING:
     import os
 
+    import torch
+
     from rollbook.experience import Experience
 
 ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
+
+
+def id_part(id_type: str) -> str:
+    """The property of `EID` that groups by `id_type`."""
+    if id_type not in ID_TYPES:
+        raise ValueError(f"id_type: got {id_type!r}, expected one of {', '.join(map(repr, ID_TYPES))}")
+    return ID_TYPES[id_type]
 
 
 class Experiences(Sequence["Experience"]):
     """A sequence of `Experience` on columns.
 
     Rows are made when asked for, as views: their tensors share memory with the columns (in-place changes show in
-    both), while assigning to a row's attribute changes that row alone.
+    both; only a row whose type is not its column's, in a column of several types, is a copy), while assigning to a
+    row's attribute changes that row alone.
 
     >>> from rollbook import Experience
     >>> many = Experiences([
@@ -51,6 +61,8 @@ class Experiences(Sequence["Experience"]):
     """
 
     def __init__(self, rows: Iterable[Experience] = ()) -> None:
+        if not isinstance(rows, Iterable):
+            raise ValueError(f"rows: got one {type(rows).__name__}, expected several")
         built = from_rows(list(rows))
         self._columns: Columns = built._columns
         self._count: int = built._count
@@ -95,11 +107,11 @@ class Experiences(Sequence["Experience"]):
         return cls._of(parts, count)
 
     @classmethod
-    def from_arrow(cls, data: pa.Table | pa.RecordBatch, private: bool = False) -> Experiences:
+    def from_arrow(cls, data: pa.Table | pa.RecordBatch) -> Experiences:
         """Records from an Arrow table: Rollbook's own, or one that another tool wrote with these column names."""
         from rollbook.interchange import from_table
 
-        return from_table(data, private)
+        return from_table(data)
 
     @classmethod
     def from_bytes(cls, data: Any, verify: bool = True) -> Experiences:
@@ -164,9 +176,9 @@ class Experiences(Sequence["Experience"]):
         return self._count
 
     @overload
-    def __getitem__(self, index: int) -> Experience: ...
+    def __getitem__(self, index: int | np.integer[Any]) -> Experience: ...
     @overload
-    def __getitem__(self, index: slice | Sequence[int] | NDArray[Any]) -> Experiences: ...
+    def __getitem__(self, index: slice | Sequence[int] | NDArray[Any] | torch.Tensor) -> Experiences: ...
     def __getitem__(self, index: Any) -> Any:
         """One row, a slice (sharing memory if its step is 1), or the rows of an index list or boolean mask."""
         if isinstance(index, slice):
@@ -254,7 +266,10 @@ class Experiences(Sequence["Experience"]):
         if chosen.size == 0:
             chosen = chosen.astype(np.int64)
         if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer):
-            raise IndexError(f"indices of type {chosen.dtype}, shape {chosen.shape}: expected a list of whole numbers")
+            raise IndexError(
+                f"indices of type {chosen.dtype}, shape {chosen.shape}: expected whole numbers or bools "
+                "(a field of all records is .values(name), a column .column(name))"
+            )
         chosen = np.where(chosen < 0, chosen + self._count, chosen).astype(np.int64)
         if chosen.size and not (chosen.min() >= 0 and chosen.max() < self._count):
             raise IndexError(f"indices reach from {chosen.min()} to {chosen.max()}, of {self._count} records")
@@ -262,8 +277,10 @@ class Experiences(Sequence["Experience"]):
 
     def filter(self, keep: Callable[[Experience], Any] | Sequence[bool] | NDArray[Any]) -> Experiences:
         """The records for which `keep(row)` is true, or where a mask is."""
-        mask = [bool(keep(row)) for row in self] if callable(keep) else keep
-        return self.take(np.asarray(mask, dtype=np.bool_))
+        mask = np.asarray([bool(keep(row)) for row in self] if callable(keep) else keep)
+        if mask.size and mask.dtype != np.bool_:
+            raise ValueError(f"keep: got values of {mask.dtype}, expected bools; take() selects by index")
+        return self.take(mask.astype(np.bool_))
 
     def sort(
         self, key: Callable[[Experience], Any] | Sequence[Any] | NDArray[Any], reverse: bool = False
@@ -276,11 +293,10 @@ class Experiences(Sequence["Experience"]):
 
     def group_by(self, id_type: str) -> dict[str, Experiences]:
         """The records of each task, run or step, in the order they first appear."""
-        if id_type not in ID_TYPES:
-            raise ValueError(f"id_type: got {id_type!r}, expected one of {', '.join(map(repr, ID_TYPES))}")
+        part = id_part(id_type)
         groups: dict[str, list[int]] = {}
         for i, eid in enumerate(self.eids()):
-            groups.setdefault(getattr(eid, ID_TYPES[id_type]), []).append(i)
+            groups.setdefault(getattr(eid, part), []).append(i)
         return {key: self.take(indices) for key, indices in groups.items()}
 
     def compact(self) -> Experiences:
@@ -345,7 +361,11 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
     for name, field in FIELDS.items():
         if name not in given:
             continue
-        parts.update(columns.encode(field, [state.get(name) for state in states], odd if any(odd) else None, copy))
+        values = [state.get(name) for state in states]
+        try:
+            parts.update(columns.encode(field, values, odd if any(odd) else None, copy))
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{name}: a record holds what its constructor would have refused: {error}") from None
     unknown = {name: None for row in rows for name in row.unknown}
     for name in unknown:
         parts.update(columns.concat([({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]))
@@ -366,7 +386,9 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
 def _column_from(field: Field, given: Any) -> Columns:
     from rollbook.convert import convert
 
-    if field.kind == "tensor" and isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "__len__"):
+    if not isinstance(given, (Sequence, np.ndarray, Ragged)) and not hasattr(given, "__iter__"):
+        raise ValueError(f"{field.name}: got {type(given).__name__}, expected a value for each record")
+    if field.kind == "tensor" and isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], np.ndarray):
         values, offsets = np.asarray(given[0]), np.asarray(given[1])
         rising = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
         if not rising or offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
@@ -399,8 +421,9 @@ def complete(parts: Columns, count: int) -> None:
         names = np.where(masked, "multi_turn", np.where(paired, "dpo", "single_turn"))
         parts[kinds] = pa.array(names.tolist(), pa.large_string())
     single, _, dpo = arrow.kinds(parts[kinds])
-    given = parts["prompt_length"].to_numpy(zero_copy_only=False) if "prompt_length" in parts else 1
-    if "prompt_length" not in parts or dpo.any():
+    prompt = parts.get("prompt_length")
+    if prompt is None or prompt.null_count or dpo.any():
+        given = 1 if prompt is None else np.asarray(prompt.fill_null(1))
         parts["prompt_length"] = pa.array(np.where(dpo, lengths, given), pa.int64())
     missing = single & ~arrow.has(parts, "action_mask", count)
     if missing.any():

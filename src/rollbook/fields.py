@@ -1,7 +1,8 @@
 """The one table of fields: everything else (padding, packing, bytes, Arrow, HF, documentation) derives from it.
 
-Invariant: a field's name stands here once. No other module lists field names; they ask the table by kind
-or by axis. Dtypes are strings, so that nothing here (nor in `ragged`, `wire` or a book) imports torch.
+Invariant: a field is declared here and nowhere else: other modules ask the table by kind or by axis, and name a field
+only for what is true of that one alone (the length of `tokens`, the mask of a truncated prompt). Dtypes are strings, so
+that nothing here (nor in `ragged`, `wire` or a book) imports torch.
 
 A new field is one call:
 
@@ -118,15 +119,15 @@ class Field:
     dtype: str = ""
     """What lists, ranges and arrays convert to; a tensor keeps its own."""
     pad: float = 0
-    """The value that fills a padded slot (tokens are padded with the pad id the caller gives)."""
+    """The value that fills a padded slot of a batch (tokens are padded with the pad id the caller gives)."""
     accepts: Accepts = "real"
     """Which element types are allowed: `integer` refuses floats and bools."""
     trailing: int = 0
     """How many dimensions follow the first."""
     broadcast: bool = False
     """Whether one plain number may stand for the whole axis."""
-    mapping: bool = False
-    """Whether a `json` value must be a dict."""
+    holds: Literal["", "dict", "list"] = ""
+    """What a `json` value must be, if not anything."""
     always: bool = False
     """Whether a record to which nothing was given has an empty dict."""
     doc: str = ""
@@ -144,17 +145,17 @@ FIELDS: dict[str, Field] = {
         Field("advantages", "tensor", "response", "float32", doc="[R]"),
         Field("returns", "tensor", "response", "float32", doc="[R]"),
         Field("truncate_status", "text", doc="`prompt_truncated`, `response_truncated` or `None`."),
-        Field("info", "json", mapping=True, always=True, doc="Whatever the workflow wants to keep."),
-        Field("metrics", "json", mapping=True, always=True, doc="Numbers to log."),
+        Field("info", "json", holds="dict", always=True, doc="Whatever the workflow wants to keep."),
+        Field("metrics", "json", holds="dict", always=True, doc="Numbers to log."),
         Field("response_text", "text", doc="The response, decoded."),
         Field("prompt_text", "text", doc="The prompt, decoded."),
         Field("action_mask", "tensor", "response", "bool", doc="[R] True where the model chose the token."),
-        Field("messages", "json", doc="The conversation."),
-        Field("tools", "json", doc="The tools that were offered."),
+        Field("messages", "json", holds="list", doc="The conversation."),
+        Field("tools", "json", holds="list", doc="The tools that were offered."),
         Field("chosen", "tensor", "free", "int32", accepts="integer", doc="[C] The better answer's tokens."),
         Field("rejected", "tensor", "free", "int32", accepts="integer", doc="[J] The worse answer's tokens."),
-        Field("chosen_messages", "json", doc="The conversation that ends in the better answer."),
-        Field("rejected_messages", "json", doc="The conversation that ends in the worse answer."),
+        Field("chosen_messages", "json", holds="list", doc="The conversation that ends in the better answer."),
+        Field("rejected_messages", "json", holds="list", doc="The conversation that ends in the worse answer."),
         Field("multi_modal_inputs", "media", doc="Name -> tensor, such as `pixel_values` (rows, width)."),
         Field("teacher_logprobs", "tensor", "response", "float32", doc="[R] A teacher's log-probs."),
         Field("custom_fields", "custom_fields", doc="Which `info` keys become columns of a batch."),
@@ -180,31 +181,16 @@ FIELDS: dict[str, Field] = {
         Field("loss_weights", "tensor", "response", "float32", pad=0, doc="[R] Weight of each token's loss."),
         Field("parent", "text", doc="The uid this record was made from."),
         Field("group_size", "integer", doc="How many runs this record's task has."),
-        Field("sampling", "json", mapping=True, doc="Temperature, top_p, top_k, seed and what else the engine used."),
+        Field("sampling", "json", holds="dict", doc="Temperature, top_p, top_k, seed and what else the engine used."),
         Field("policy_logprobs", "tensor", "response", "float32", doc="[R] The old policy's, recomputed."),
         Field("experience_type", "text", doc="`single_turn`, `multi_turn` or `dpo`; inferred once, then kept."),
     )
 }
 
-BATCH_NAMES = frozenset(
-    [
-        "uid",
-        "unique_ids",
-        "input_ids",
-        "sequences",
-        "attention_mask",
-        "position_ids",
-        "prompts",
-        "responses",
-        "response_mask",
-        "token_level_scores",
-        "rollout_log_probs",
-        "cu_seqlens",
-        "values",
-        "labels",
-        "references",
-    ]
-)
+_BATCH = """uid unique_ids input_ids sequences attention_mask position_ids prompts responses response_mask
+    token_level_scores token_level_rewards rewards rollout_log_probs old_log_probs ref_log_prob cu_seqlens values labels
+    references"""
+BATCH_NAMES = frozenset(_BATCH.split())
 """Names of a trainer's batch that a custom field must not overwrite."""
 
 _observers: list[Callable[[], None]] = []

@@ -189,9 +189,19 @@ def loads(text: str, max_depth: int = MAX_DEPTH) -> Any:
     return loads_many([text], max_depth)[0]
 
 
-def loads_many(texts: list[str | None], max_depth: int = MAX_DEPTH) -> list[Any]:
-    """`loads` of each text, `None` of `None`."""
+def loads_many(texts: list[str | None], max_depth: int = MAX_DEPTH, where: str = "") -> list[Any]:
+    """`loads` of each text, `None` of `None`; an error names the record, and the field if `where` does."""
     values: list[Any] = []
+    try:
+        _load_into(values, texts, max_depth)
+    except WireError as error:
+        if not where:
+            raise
+        raise WireError(f"record {len(values)}: {where}: {error.message}") from None
+    return values
+
+
+def _load_into(values: list[Any], texts: list[str | None], max_depth: int) -> None:
     parse = orjson.loads
     for text in texts:
         if text is None:
@@ -207,7 +217,6 @@ def loads_many(texts: list[str | None], max_depth: int = MAX_DEPTH) -> list[Any]
             # Nothing to untag; the depth still has to be bounded for whoever walks the value next.
             _check_depth(value, max_depth)
         values.append(value)
-    return values
 
 
 def _check_depth(value: Any, depth: int) -> None:

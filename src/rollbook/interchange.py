@@ -37,13 +37,15 @@ def to_table(many: Experiences, portable: bool, typed: bool = True) -> pa.Table:
     return pa.table(arrays)
 
 
-def from_table(table: pa.Table | pa.RecordBatch, private: bool = False) -> Experiences:
+def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
     """Records from an Arrow table; see `Experiences.from_arrow`.
 
     >>> table = pa.table({"tokens": [[1, 2, 3], [4, 5]], "reward": [1, None], "action_mask": [[True, False], None]})
     >>> [(row.tokens.tolist(), row.reward, row.experience_type) for row in from_table(table)]
     [([1, 2, 3], 1.0, 'multi_turn'), ([4, 5], None, 'single_turn')]
     """
+    if not isinstance(table, (pa.Table, pa.RecordBatch)):
+        raise ValueError(f"table: got {type(table).__name__}, expected a pyarrow Table or RecordBatch")
     count = table.num_rows
     if not count:
         return Experiences()
@@ -64,7 +66,7 @@ def from_table(table: pa.Table | pa.RecordBatch, private: bool = False) -> Exper
             raise WireError(f"column {name!r} of type {array.type} cannot be read as its field: {error}") from None
     if "tokens" not in arrays and "tokens" not in parts and "tokens__other" not in arrays:
         raise WireError("the table has no column 'tokens'")
-    parts.update(arrow.from_arrays({k: v for k, v in arrays.items() if k.partition("__")[0] not in parts}, private))
+    parts.update(arrow.from_arrays({k: v for k, v in arrays.items() if k.partition("__")[0] not in parts}))
     try:
         experiences.complete(parts, count)
         arrow.check(parts, count)
@@ -163,10 +165,14 @@ def _by_value(field: Field, array: pa.Array) -> Columns:
         dtype = str(element)
         values = [None if v is None else _tensor(v, dtype) for v in values]
     elif field.kind == "eid":
-        values = [EID() if v is None else as_eid({k: x for k, x in v.items() if x is not None}) for v in values]
+        values = [EID() if v is None else as_eid(_given(v)) for v in values]
     else:
         values = [convert(field, v) if v is not None else None for v in values]
     return columns.encode(field, values)
+
+
+def _given(parts: Any) -> Any:
+    return {name: part for name, part in parts.items() if part is not None} if isinstance(parts, dict) else parts
 
 
 def _tensor(value: Any, dtype: str) -> Any:
@@ -230,4 +236,6 @@ def to_hf(many: Experiences) -> Any:
 
 def from_hf(dataset: Any) -> Experiences:
     """The records of a `datasets.Dataset`, whatever was selected, filtered or shuffled in it."""
+    if not hasattr(dataset, "with_format") or isinstance(dataset, dict):
+        raise ValueError(f"dataset: got {type(dataset).__name__}, expected a datasets.Dataset")
     return from_table(dataset.with_format("arrow")[:])

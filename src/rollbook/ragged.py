@@ -330,15 +330,6 @@ class Ragged:
             owned=True,
         )
 
-    def compact(self) -> Ragged:
-        """The same rows on memory that holds nothing else, offsets from 0; itself if that is so already."""
-        if self._store.owned and self.offsets[0] == 0 and self.offsets[-1] == len(self.values):
-            return self
-        start, stop = int(self.offsets[0]), int(self.offsets[-1])
-        return Ragged(
-            np.array(self.values[start:stop]), self.offsets - start, self.dtype, self.valid, self.codes, owned=True
-        )
-
     def as_dtype(self, dtype: str) -> Ragged:
         """The same rows on values of a wider type; each row keeps its own."""
         if dtype == self.dtype:

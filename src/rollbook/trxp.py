@@ -200,13 +200,13 @@ def _from_item(item: Any, tensors: Mapping[str, Any], index: int) -> Experience:
 
 
 def _restored(values: dict[str, Any], where: str) -> Experience:
-    from rollbook.convert import deep_copy
+    from rollbook.convert import own
     from rollbook.experience import restore
 
     for name, field in FIELDS.items():
         # A pickle can hold one object in many places; no two records share one.
         if field.kind == "json" and name in values:
-            values[name] = deep_copy(values[name])
+            values[name] = own(values[name], tensors=True)
     if values.get("experience_type") is None:
         values["experience_type"] = _kind(values)
     return restore(values, where)
@@ -279,26 +279,26 @@ def write(experiences: Iterable[Experience]) -> bytes:
 
     A single turn's mask is left out: Trinity then makes it again, and with it the right kind.
     """
+    from rollbook.experience import Experience, implied_mask
+
     items, tensors = [], {}
     for i, row in enumerate(experiences):
+        if not isinstance(row, Experience):
+            raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
         items.append(_to_item(row))
         for name, field in FIELDS.items():
             value = getattr(row, name)
             if field.kind == "tensor" and hasattr(value, "dtype"):
-                if not (name == "action_mask" and _implied_mask(row)):
+                if not (name == "action_mask" and implied_mask(row)):
                     tensors[f"{i}:{name}"] = value
             elif field.kind == "media":
                 tensors.update({f"{i}:{name}:{key}": tensor for key, tensor in (value or {}).items()})
-    meta = pickle.dumps({"version": 1, "num_items": len(items), "items": items}, protocol=5)
+    try:
+        meta = pickle.dumps({"version": 1, "num_items": len(items), "items": items}, protocol=5)
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"a free-form value cannot be kept in TRXP: {error}") from None
     blob = _write_safetensors(tensors)
     return _HEADER.pack(MAGIC, 1, len(meta), len(blob)) + meta + blob
-
-
-def _implied_mask(row: Experience) -> bool:
-    mask = row.action_mask
-    if row.experience_type != "single_turn" or mask is None or str(mask.dtype) != "torch.bool" or row.odd:
-        return False
-    return bool((~mask if row.truncate_status == "prompt_truncated" else mask).all())
 
 
 def _to_item(row: Experience) -> dict[str, Any]:
@@ -327,7 +327,7 @@ def _compact(value: Any) -> Any:
     """The same value with tensors on memory of their own, since pickle would write all that lies behind a view."""
     if isinstance(value, dict):
         return {key: _compact(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
+    if type(value) is list or type(value) is tuple:
         return type(value)(_compact(entry) for entry in value)
     return value.detach().cpu().clone() if hasattr(value, "untyped_storage") else value
 

@@ -247,7 +247,8 @@ def read_header(data: Any, start: int = 0, limits: Limits = DEFAULT_LIMITS) -> F
     view = memoryview(data).cast("B")
     head = bytes(view[start : start + HEADER_BYTES])
     if head[:8] != MAGIC[: len(head)] or not head:
-        raise WireError(f"magic {head[:8]!r} is none that is known (a frame begins with {MAGIC!r})", start)
+        hint = "; Experience.deserialize_many reads TRXP" if head[:4] == b"TRXP" else ""
+        raise WireError(f"magic {head[:8]!r} is none that is known (a frame begins with {MAGIC!r}){hint}", start)
     if len(head) < HEADER_BYTES:
         raise WireError(f"the header is cut short: {len(head)} of {HEADER_BYTES} bytes", start + len(head))
     _, version, flags, header_length, length, decoded, count, checksum, reserved = HEADER.unpack_from(head)
@@ -388,7 +389,11 @@ def iter_frames(file: BinaryIO, *, verify: bool = True, limits: Limits = DEFAULT
             if not step:
                 raise WireError(f"the frame takes {size} bytes, {len(memory)} are there", at + len(memory))
             memory += step
-        yield decode(memory, verify=verify, limits=limits, private=True)
+        try:
+            frame_read = decode(memory, verify=verify, limits=limits, private=True)
+        except WireError as error:
+            raise WireError(error.message, None if error.offset is None else at + error.offset) from None
+        yield frame_read
         at += size
 
 
