@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -29,6 +30,19 @@ if TYPE_CHECKING:
     from rollbook.experience import Experience
 
 ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the collector while thousands of objects are made, none of them in a cycle: it would only walk all of the
+    process's objects again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def id_part(id_type: str) -> str:
@@ -203,14 +217,8 @@ class Experiences(Sequence["Experience"]):
 
     def rows(self) -> list[Experience]:
         """All rows at once: the fastest way to have them."""
-        # Thousands of new objects, none of them in a cycle: the collector would only walk them again and again.
-        paused = gc.isenabled()
-        gc.disable()
-        try:
+        with uncollected():
             return self._rows()
-        finally:
-            if paused:
-                gc.enable()
 
     def _rows(self) -> list[Experience]:
         from rollbook.experience import odd_fields, row_from_values
@@ -349,6 +357,11 @@ def as_experiences(rows: Iterable[Experience]) -> Experiences:
 
 def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
     """Columns from rows; with `copy=False` for one use at once, by a caller who copies the tensors itself."""
+    with uncollected():
+        return _from_rows(rows, copy)
+
+
+def _from_rows(rows: list[Any], copy: bool) -> Experiences:
     from rollbook.experience import Experience, validate
 
     for i, row in enumerate(rows):

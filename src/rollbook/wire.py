@@ -26,10 +26,7 @@ The format is specified in docs/wire.md. In short, all numbers little-endian:
 from __future__ import annotations
 
 import ctypes
-import mmap
 import struct
-import sys
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -43,7 +40,7 @@ from rollbook import arrow, ipc
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences, as_experiences, from_rows
 from rollbook.fields import owner
-from rollbook.ragged import Ragged, allocate
+from rollbook.ragged import Ragged, allocate, populate
 
 if TYPE_CHECKING:
     from rollbook.experience import Experience
@@ -189,30 +186,18 @@ _new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _bytes_address = ctypes.pythonapi.PyBytes_AsString
 _bytes_address.restype = ctypes.c_void_p
 _bytes_address.argtypes = [ctypes.py_object]
-_MADV_POPULATE_WRITE = 23
-_PAGE = mmap.PAGESIZE
 
 
 def _fresh_bytes(size: int) -> tuple[bytes, NDArray[np.uint8]]:
     """A bytes object that nobody has seen yet, and its memory to fill: saves a copy of the whole frame.
 
-    The C API allows writing to such an object until it is handed out. Most of the time would go into the first touch
-    of its pages: on Linux two threads ask for them beforehand (kernels before 5.14 refuse, which does no harm).
+    The C API allows writing to such an object until it is handed out.
     """
     data: bytes = _new_bytes(None, size)
     address = _bytes_address(data)
-    if size >= 4 << 20 and sys.platform == "linux":
-        start, half = -(-address // _PAGE) * _PAGE, size // 2 // _PAGE * _PAGE
-        helper = threading.Thread(target=_populate, args=(start, half))
-        helper.start()
-        _populate(start + half, (address + size - start - half) // _PAGE * _PAGE)
-        helper.join()
+    populate(address, size)
     memory: Any = (ctypes.c_uint8 * size).from_address(address)
     return data, np.frombuffer(memory, dtype=np.uint8)
-
-
-def _populate(start: int, size: int) -> None:
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
 
 def write_frame(file: BinaryIO, experiences: Iterable[Experience], *, compression: str | None = None) -> int:
