@@ -28,6 +28,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -108,15 +109,27 @@ class _Layout:
 
     def fill(self, memory: NDArray[np.uint8]) -> None:
         """Copy every piece to its place."""
+        jobs = []
         at = 0
         for piece in self.pieces:
-            target = memory[at : at + len(piece)]
+            jobs.append((piece, memory[at : at + len(piece)]))
             at += len(piece)
-            column = self.pending.get(piece.address) if isinstance(piece, pa.Buffer) else None
-            if column is not None and len(piece) == column.memory.nbytes:
-                column.copy_to(target.view(column.memory.dtype).reshape(column.memory.shape))
-            else:
-                target[:] = np.frombuffer(piece, dtype=np.uint8)
+        if not self.pending or self.size < 4 << 20:
+            for piece, target in jobs:
+                self._copy(piece, target)
+            return
+        # Gathering thousands of tensors leaves the interpreter to others most of the time: two threads share it.
+        with ThreadPoolExecutor(2) as pool:
+            done = [pool.submit(self._copy, *job) for job in sorted(jobs, key=lambda job: -len(job[0]))]
+        for job in done:
+            job.result()
+
+    def _copy(self, piece: Any, target: NDArray[np.uint8]) -> None:
+        column = self.pending.get(piece.address) if isinstance(piece, pa.Buffer) else None
+        if column is not None and len(piece) == column.memory.nbytes:
+            column.copy_to(target.view(column.memory.dtype).reshape(column.memory.shape))
+        else:
+            target[:] = np.frombuffer(piece, dtype=np.uint8)
 
 
 def encoded_size(experiences: Iterable[Experience]) -> int:
