@@ -182,6 +182,11 @@ def as_eid(value: Any) -> EID:
     raise ValueError(f"eid: got {shown(value)}, expected an EID or a dict of its parts{hint}")
 
 
+def _holds_arrays(value: Any) -> bool:
+    # torch warns of lists of arrays, and takes a hundred times as long as numpy.
+    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], np.ndarray)
+
+
 def _media(name: str, value: Any) -> dict[str, torch.Tensor]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}: got {type(value).__name__}, expected a dict of tensors")
@@ -193,7 +198,8 @@ def _media(name: str, value: Any) -> dict[str, torch.Tensor]:
             media[key] = item
             continue
         try:
-            media[key] = torch.from_numpy(item.copy()) if isinstance(item, np.ndarray) else torch.tensor(item)
+            made = np.array(item) if isinstance(item, np.ndarray) or _holds_arrays(item) else None
+            media[key] = torch.tensor(item) if made is None else torch.from_numpy(made)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{name}[{key!r}]: got {type(item).__name__}, expected a tensor: {error}") from None
     return media

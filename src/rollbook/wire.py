@@ -344,7 +344,8 @@ def _decompress(stored: NDArray[np.uint8], frame: Frame, at: int) -> NDArray[np.
             # Writes to the output alone: as a stream, zstd would hold a window of whatever size the body asks for.
             body = pa.Codec("zstd").decompress(pa.py_buffer(stored), decompressed_size=frame.decoded)
             return np.frombuffer(body, dtype=np.uint8)
-        out = allocate((frame.decoded,), np.uint8)
+        # Not touched: the size is the writer's word, and only what is really decoded shall cost memory.
+        out = allocate((frame.decoded,), np.uint8, touched=False)
         with pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(stored)), frame.compression) as stream:
             got = 0
             while got < frame.decoded:
