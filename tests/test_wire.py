@@ -204,6 +204,10 @@ def test_depth_limits() -> None:
     assert Experience.deserialize(record(messages=deep).serialize()).messages == deep
     with pytest.raises(ValueError, match="messages.*nested too deeply"):
         record(messages=[deep]).serialize()
+    shallow = wire.Limits(max_depth=3)
+    assert wire.decode(record(messages=[[[1]]]).serialize(), limits=shallow)[0].messages == [[[1]]]
+    with pytest.raises(WireError, match="record 0: messages: .*nested too deeply"):
+        wire.decode(record(messages=[[[[1]]]]).serialize(), limits=shallow)
     holds_itself: list[Any] = []
     holds_itself.append(holds_itself)
     row = record()

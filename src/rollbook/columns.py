@@ -79,7 +79,7 @@ def encode(
     if field.kind == "tensor":
         try:
             return _encode_tensors(field, values, odd, copy)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             # A device that cannot be read from, a layout that has no rows.
             raise ValueError(f"{name}: a tensor cannot be kept: {error}") from None
     if field.kind == "text":
@@ -187,7 +187,7 @@ def _encode_media(name: str, values: Sequence[Any]) -> pa.Array:
     for i, value in enumerate(values):
         try:
             rows.append(None if value is None else [{"key": key, **_other(item)} for key, item in value.items()])
-        except (RuntimeError, NotImplementedError, AttributeError) as error:
+        except (RuntimeError, AttributeError) as error:
             raise ValueError(f"record {i}: {name}: a tensor cannot be kept: {error}") from None
     try:
         return pa.array(rows, MEDIA)
@@ -387,6 +387,13 @@ def _custom_fields(text: str) -> list[Any]:
         return [CustomField.from_dict(item) for item in held]
     except (TypeError, ValueError, KeyError) as error:
         raise WireError(f"custom_fields: {error}") from None
+
+
+def check_depth(columns: Mapping[str, Column], max_depth: int) -> None:
+    """Raise `WireError` if a free-form value is nested deeper than `max_depth`, naming the record and field."""
+    for name, field in FIELDS.items():
+        if field.kind == "json" and name in columns:
+            freeform.loads_many(texts(columns[name]), max_depth, where=name)
 
 
 def set_aside(field: Field, columns: Mapping[str, Column], count: int) -> list[frozenset[str]]:

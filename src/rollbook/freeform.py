@@ -118,7 +118,7 @@ def _tag(value: Any, depth: int) -> Any:
         try:
             data = _base64(tensor_bytes(value).tobytes())
             check_shape(dtype, list(value.shape), len(data) // 4 * 3 - data[-2:].count("="), "tensor")
-        except (RuntimeError, NotImplementedError, TypeError, WireError):
+        except (RuntimeError, TypeError, WireError):
             raise _CannotKeep(
                 f"a tensor of dtype {dtype}, layout {value.layout}, on {value.device} cannot be kept"
             ) from None

@@ -38,9 +38,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from rollbook import arrow, ipc
+from rollbook.columns import check_depth
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences, as_experiences, from_rows
 from rollbook.fields import owner
+from rollbook.freeform import MAX_DEPTH
 from rollbook.ragged import Ragged, allocate, populate
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class Limits:
     """Records in one frame."""
     max_columns: int = 1024
     max_depth: int = 64
-    """Nesting of free-form values and of pickles."""
+    """Nesting of free-form values and of pickles; frames themselves hold at most 64 levels."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -330,6 +332,9 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
         arrow.check(columns, frame.count)
         if verify:
             arrow.check_masks(columns)
+        if limits.max_depth < MAX_DEPTH:
+            # The format's own bound is kept whenever a row is made; a narrower one has to be looked at now.
+            check_depth(columns, limits.max_depth)
     except WireError:
         raise
     except ValueError as error:
