@@ -187,6 +187,48 @@ FIELDS: dict[str, Field] = {
     )
 }
 
+
+@dataclass(frozen=True, slots=True)
+class BatchField:
+    """One per-token field of a batch, and of its items: (B, S) on the `sequence` axis, (B, A) on the `response` axis.
+
+    >>> BATCH_FIELDS["action_log_probs"].axis, BATCH_FIELDS["action_log_probs"].sources
+    ('response', ('policy_logprobs', 'logprobs'))
+    """
+
+    name: str
+    axis: Axis
+    sources: tuple[str, ...] = ()
+    """The record's fields it is made from: the first that every record has."""
+    absent: float = 0
+    """What a row that lacks the field counts as: no mask masks nothing."""
+
+
+BATCH_FIELDS: dict[str, BatchField] = {
+    f.name: f
+    for f in (
+        BatchField("sequences", "sequence", ("tokens",)),
+        BatchField("action_log_probs", "response", ("policy_logprobs", "logprobs")),
+        BatchField("base_action_log_probs", "response"),
+        BatchField("values", "response"),
+        BatchField("returns", "response", ("returns",)),
+        BatchField("advantages", "response", ("advantages",)),
+        BatchField("attention_mask", "sequence", absent=1),
+        BatchField("action_mask", "response", ("action_mask",), absent=1),
+        BatchField("kl", "response"),
+        BatchField("action_entropy", "response"),
+    )
+}
+"""LightRFT's names. A record's other response-axis fields go to a batch's `extras`, under their own names."""
+
+BATCH_MEDIA: dict[str, str] = {
+    "pixel_values": "pixel_values",
+    "image_grid_thws": "image_grid_thw",
+    "pixel_values_videos": "pixel_values_videos",
+    "video_grid_thws": "video_grid_thw",
+}
+"""A batch's media fields, and the keys of `multi_modal_inputs` they are made from; other keys go to `media`."""
+
 _BATCH = """uid unique_ids input_ids sequences attention_mask position_ids prompts responses response_mask
     token_level_scores token_level_rewards rewards rollout_log_probs old_log_probs ref_log_prob cu_seqlens values labels
     references"""

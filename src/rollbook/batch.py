@@ -1,0 +1,540 @@
+"""`ExperienceBatch`: many experiences, model-ready, padded or packed; `Samples` and `BufferItem` beside it.
+
+Invariant: slot j of a response-axis field speaks of token S - A + j of its row, in every padded layout; a packed batch
+holds the same rows end to end. `to_device` and `pin_memory` reach every tensor, however deep it lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from rollbook.equality import same
+from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
+from rollbook.info import InfoOrigin
+from rollbook.jagged import Rows
+
+if TYPE_CHECKING:
+    from rollbook.ids import EID
+    from rollbook.sheet import Sheet
+
+Holder = TypeVar("Holder", bound="_Holder")
+
+
+def to(tensor: Any, device: Any) -> Any:
+    """`tensor` on `device`: a tensor, or any nest of lists, tuples and dicts; what is no tensor stays as it is.
+
+    >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
+    device(type='meta')
+    """
+    return _each_tensor(tensor, lambda one: one.to(device, non_blocking=one.is_pinned()))
+
+
+def pin_memory(tensor: Any) -> Any:
+    """`tensor` in page-locked memory, which a device copies from without waiting; nests as for `to`.
+
+    Without an accelerator it gives back what it got, and says so once.
+    """
+    if not torch.accelerator.is_available():
+        _say_unpinned()
+        return tensor
+    return _each_tensor(tensor, lambda one: one if one.device.type != "cpu" else one.pin_memory())
+
+
+_said: list[bool] = []
+
+
+def _say_unpinned() -> None:
+    if not _said:
+        _said.append(True)
+        warnings.warn("pin_memory: there is no accelerator, so memory stays as it is", stacklevel=4)
+
+
+def _each_tensor(value: Any, change: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Rows):
+        return value.apply(change)
+    if isinstance(value, dict):
+        return {key: _each_tensor(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each_tensor(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each_tensor(item, change) for item in value)
+    return value
+
+
+@dataclass(eq=False)
+class _Holder:
+    """What batches, items and samples share: equality by value, and moving to a device in place."""
+
+    def to_device(self: Holder, device: Any) -> Holder:
+        """Move every tensor to `device`, in place; gives itself back."""
+        return self._change(lambda value: to(value, device))
+
+    def pin_memory(self: Holder) -> Holder:
+        """Page-lock every tensor, in place; gives itself back. Without an accelerator nothing happens."""
+        return self._change(pin_memory)
+
+    def _change(self: Holder, change: Any) -> Holder:
+        # Past __setattr__, which would take it for new content.
+        for one in dataclasses.fields(self):
+            self.__dict__[one.name] = change(getattr(self, one.name))
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when every field is: tensors by type, shape and value, NaN equal to NaN."""
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(same(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False, slots=True)
+class Origin:
+    """What a batch's tensors alone do not say of the items it was made from, so that a split gives those back.
+
+    Assigning to a field of the batch forgets what is said of it here.
+    """
+
+    absent: dict[str, frozenset[int]] = field(default_factory=dict)
+    """By field, the rows that lack it; they read as padding."""
+    dtypes: dict[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
+    """By field, the type each row had, where they differed."""
+    media_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By media field, how many of its rows each sample has."""
+    info: InfoOrigin = field(default_factory=InfoOrigin)
+
+    def forget(self, name: str) -> None:
+        """Drop what is known of one field."""
+        for known in (self.absent, self.dtypes, self.media_rows):
+            known.pop(name, None)
+        if name == "info":
+            self.info = InfoOrigin()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Origin):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False, repr=False)
+class ExperienceBatch(_Holder):
+    """Many experiences as a model takes them: LightRFT's `Experience` (its positional order), for text and vision.
+
+    B samples; S is the longest sequence, A the most response slots. Padded, per-token fields are matrices, and slot j
+    of a (B, A) field speaks of token S - A + j. Packed, they are `Rows`: lists of 1-D tensors that lie end to end in
+    `.values`, with `cu_seqlens` and `position_ids` for attention over ragged input.
+
+    - `sequences`, `attention_mask` (B, S): token ids; 1 on what is attended. No mask: everything is.
+    - `action_log_probs`, `base_action_log_probs`, `values`, `returns`, `advantages`, `kl`, `action_entropy` (B, A).
+    - `action_mask` (B, A): True where the model chose the token. No mask: everywhere.
+    - `info`: by key, a tensor or list with an entry for each sample, or a dict of such.
+    - `labels`, `references`, `ids` [B]: lists; `ids` are `EID`s, and name the records.
+    - `pixel_values` (rows of all images, ...), `image_grid_thws` (images, 3), `pixel_values_videos`,
+      `video_grid_thws`, `raw_images` (a list for each sample), `media` (name -> list of tensors, for other inputs).
+    - `extras`: response-axis fields by the record's names, such as `loss_weights` or `policy_versions` (B, A, ...).
+    - `action_starts` [B]: the first slot that is a row's own; `None`: 0 in every row.
+
+    >>> batch = ExperienceBatch(
+    ...     sequences=torch.tensor([[0, 5, 6, 7], [4, 5, 6, 7]]), action_log_probs=torch.tensor([[-0.1], [-0.2]]),
+    ...     base_action_log_probs=None, values=None, returns=None, advantages=torch.tensor([[1.0], [-1.0]]),
+    ...     attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]), action_mask=torch.tensor([[True], [True]]),
+    ...     info={"reward": torch.tensor([1.0, 0.0])},
+    ... )
+    >>> batch
+    ExperienceBatch(2 samples, padded, sequences 2x4, actions 2x1)
+    >>> packed = batch.pack()
+    >>> packed.sequences.values.tolist(), packed.cu_seqlens.tolist(), packed.position_ids.tolist()
+    ([5, 6, 7, 4, 5, 6, 7], [0, 3, 7], [[0, 1, 2, 0, 1, 2, 3]])
+    >>> packed.pad() == batch
+    True
+    """
+
+    sequences: Any
+    action_log_probs: Any
+    base_action_log_probs: Any
+    values: Any
+    returns: Any
+    advantages: Any
+    attention_mask: Any
+    action_mask: Any
+    info: dict[Any, Any] | None
+    kl: Any = None
+    action_entropy: Any = None
+    labels: list[Any] | None = None
+    references: list[Any] | None = None
+    ids: list[EID | None] | None = None
+    pixel_values: Any = None
+    image_grid_thws: Any = None
+    raw_images: list[Any] | None = None
+    pixel_values_videos: Any = None
+    video_grid_thws: Any = None
+    media: dict[str, list[Any]] | None = None
+    extras: dict[str, Any] | None = None
+    action_starts: torch.Tensor | None = None
+    origin: Origin = field(default_factory=Origin)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ and name != "origin":
+            self.origin.forget(name)
+        super().__setattr__(name, value)
+
+    def __len__(self) -> int:
+        if self.sequences is None:
+            raise ValueError("sequences: got None, expected token ids")
+        return len(self.sequences)
+
+    @property
+    def layout(self) -> str:
+        """`padded` or `packed`."""
+        return "packed" if isinstance(self.sequences, list) else "padded"
+
+    def __repr__(self) -> str:
+        if self.sequences is None:
+            return "ExperienceBatch(no sequences)"
+        if self.layout == "packed":
+            total = sum(len(row) for row in self.sequences)
+            return f"ExperienceBatch({len(self)} samples, packed, {total} tokens)"
+        width = "x".join(map(str, self.sequences.shape))
+        actions = next((v for _, v in token_fields(self, "response") if isinstance(v, torch.Tensor)), None)
+        shown = "no actions" if actions is None else f"actions {'x'.join(map(str, actions.shape[:2]))}"
+        return f"ExperienceBatch({len(self)} samples, padded, sequences {width}, {shown})"
+
+    # --- layouts --------------------------------------------------------------------------------------------
+
+    def pack(self) -> ExperienceBatch:
+        """The same samples packed: what is attended, end to end. A packed batch is given back as it is."""
+        from rollbook.layouts import packed, sheet_of_batch
+
+        return self if self.layout == "packed" else packed(sheet_of_batch(self))
+
+    def pad(self, pad_token_id: int = 0, layout: str = "left") -> ExperienceBatch:
+        """The same samples padded, with as little padding as they need.
+
+        `left`: rows end together, on both axes. `prompt_left_response_right`: prompts end together, and responses
+        begin together, as a fresh rollout has them.
+        """
+        from rollbook.layouts import padded, sheet_of_batch
+
+        return padded(sheet_of_batch(self), pad_token_id, layout)
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """[B + 1] int32: where each sample's tokens begin in a packed batch."""
+        return self._packed("cu_seqlens", self.sequences).cu_seqlens
+
+    @property
+    def action_cu_seqlens(self) -> torch.Tensor:
+        """[B + 1] int32: where each sample's slots begin in a packed batch's response-axis fields."""
+        for _, value in token_fields(self, "response"):
+            if value is not None:
+                return self._packed("action_cu_seqlens", value).cu_seqlens
+        return torch.zeros(len(self) + 1, dtype=torch.int32, device=self.cu_seqlens.device)
+
+    def _packed(self, what: str, value: Any) -> Rows:
+        if self.layout != "packed":
+            raise ValueError(f"{what}: the batch is padded; pack() gives one that has it")
+        return value if isinstance(value, Rows) else Rows(torch.cat(list(value)), [len(row) for row in value])
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest sample's number of tokens."""
+        if self.layout == "packed":
+            return max((len(row) for row in self.sequences), default=0)
+        return int(self.sequences.shape[1])
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """(1, tokens) packed, from 0 again with each sample; (B, S) padded, from 0 with the first attended token (1 on
+        padding)."""
+        if self.layout == "packed":
+            rows = self._packed("position_ids", self.sequences)
+            starts = torch.from_numpy(rows.offsets[:-1]).to(rows.values.device)
+            lengths = torch.tensor(rows.lengths, device=rows.values.device)
+            position = torch.arange(len(rows.values), device=rows.values.device)
+            return (position - torch.repeat_interleave(starts, lengths)).unsqueeze(0)
+        if self.attention_mask is None:
+            position = torch.arange(self.sequences.shape[1], device=self.sequences.device)
+            return position.expand(self.sequences.shape)
+        attended = self.attention_mask.long()
+        counted: torch.Tensor = attended.cumsum(-1) - 1
+        return counted.masked_fill(attended == 0, 1)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments for a transformers model.
+
+        Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` (1, tokens), `position_ids` and the
+        arguments of attention over ragged input (`cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`),
+        which keep samples apart without a mask. With media, their inputs too, under the model's names.
+        """
+        inputs: dict[str, Any] = {"position_ids": self.position_ids}
+        if self.layout == "packed":
+            rows = self._packed("input_ids", self.sequences)
+            bounds = rows.cu_seqlens
+            inputs["input_ids"] = rows.values.unsqueeze(0)
+            inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            inputs |= {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
+        else:
+            inputs["input_ids"] = self.sequences
+            if self.attention_mask is not None:
+                inputs["attention_mask"] = self.attention_mask
+        for name, key in BATCH_MEDIA.items():
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor) and len(value):
+                inputs[key] = value
+        for key, tensors in (self.media or {}).items():
+            present = [one for one in tensors if one is not None]
+            if present:
+                inputs[key] = torch.cat(present)
+        return inputs
+
+    def at_actions(self, predictions: torch.Tensor) -> torch.Tensor:
+        """From what the model said at each token, what it said of each response slot: one token earlier.
+
+        `predictions` is (B, S, ...) or, packed, (1, tokens, ...): entry t was computed from tokens up to t, and so
+        speaks of token t + 1. Gives (B, A, ...) or (slots, ...), in the order of this batch's response-axis fields. A
+        slot that speaks of a sample's very first token, of which nothing was said, gets what was said at that token:
+        mask it.
+
+        >>> batch = ExperienceBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 2), *[None] * 7)
+        >>> batch.at_actions(torch.tensor([[10, 20, 30]]))
+        tensor([[10, 20]])
+        """
+        if self.layout == "packed":
+            rows = self._packed("sequences", self.sequences)
+            slots = self.action_cu_seqlens.long()
+            counts = slots.diff()
+            ends = rows.cu_seqlens.long()
+            slot = torch.arange(int(slots[-1]), device=slots.device)
+            shift = torch.repeat_interleave(ends[1:] - slots[1:], counts)
+            first = torch.repeat_interleave(ends[:-1], counts)
+            return predictions[0, torch.maximum(slot + shift - 1, first)]
+        actions = next((value for _, value in token_fields(self, "response") if value is not None), None)
+        if actions is None:
+            raise ValueError("at_actions: no response-axis field is there to say where the responses are")
+        begin = predictions.shape[1] - actions.shape[1]
+        if begin:
+            return predictions[:, begin - 1 : -1]
+        return torch.cat([predictions[:, :1], predictions[:, :-1]], dim=1)
+
+
+def token_fields(holder: Any, axis: str | None = None) -> list[tuple[str, Any]]:
+    """The per-token fields of a batch or item and their values; extras as `extras.NAME`."""
+    found = [(f.name, getattr(holder, f.name)) for f in BATCH_FIELDS.values() if axis in (None, f.axis)]
+    if axis in (None, "response") and holder.extras:
+        found += [(f"extras.{name}", value) for name, value in holder.extras.items()]
+    return found
+
+
+@dataclass(eq=False, repr=False)
+class BufferItem(_Holder):
+    """One sample of a batch, as LightRFT's buffer keeps it: L tokens, R response slots, on memory of its own.
+
+    `sequences`, `attention_mask` (L,); the other per-token fields (R,). Numbers in `info` are Python's. Media as in
+    `ExperienceBatch`, for this sample alone; `BufferItemVL` takes them in LightRFT's order.
+
+    >>> item = BufferItem(torch.tensor([5, 6, 7]), torch.tensor([-0.5]), *[None] * 6, {"reward": 1.0})
+    >>> item.sequences.tolist(), item.info, item.labels
+    ([5, 6, 7], {'reward': 1.0}, None)
+    """
+
+    sequences: Any
+    action_log_probs: Any
+    base_action_log_probs: Any
+    values: Any
+    returns: Any
+    advantages: Any
+    attention_mask: Any
+    action_mask: Any
+    info: dict[Any, Any] | None
+    action_entropy: Any = None
+    labels: Any = None
+    references: Any = None
+    kl: Any = None
+    eid: EID | None = None
+    pixel_values: Any = None
+    image_grid_thws: Any = None
+    raw_images: Any = None
+    pixel_values_videos: Any = None
+    video_grid_thws: Any = None
+    media: dict[str, Any] | None = None
+    extras: dict[str, Any] | None = None
+    action_start: int = 0
+    """The first response slot that is this sample's own; the ones before are padding."""
+    info_kinds: dict[Any, Any] | None = None
+    """The type that numbers of `info` had in the batch, where it is not the usual one."""
+
+    @classmethod
+    def of(cls, sheet: Sheet, row: int) -> BufferItem:
+        """Row `row` of a sheet, whose fields are copied out of it when they are first asked for."""
+        item = cls.__new__(cls)
+        item.__dict__["_source"] = sheet, row
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        source = self.__dict__.get("_source")
+        if source is None or name not in _ITEM_FIELDS:
+            raise AttributeError(f"'BufferItem' object has no attribute {name!r}")
+        value = self.__dict__[name] = source[0].value(name, source[1])
+        return value
+
+    def detach(self) -> BufferItem:
+        """Copy out what is still in the sheet this item was made from, and let go of that; gives itself back."""
+        self.__dict__.update(self.__getstate__())
+        self.__dict__.pop("_source", None)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _ITEM_FIELDS}
+
+    def __repr__(self) -> str:
+        tokens = "no" if self.sequences is None else len(self.sequences)
+        mask = self.action_mask
+        actions = "" if mask is None else f", {int(mask.sum())} actions"
+        name = "" if self.eid is None else f"{self.eid}, "
+        return f"BufferItem({name}{tokens} tokens{actions}, info={sorted(self.info or (), key=str)})"
+
+
+_ITEM_FIELDS = tuple(f.name for f in dataclasses.fields(BufferItem))
+for _name in _ITEM_FIELDS:
+    # Defaults that stand on the class would be found before what the sheet has.
+    if _name in BufferItem.__dict__:
+        delattr(BufferItem, _name)
+
+
+@dataclass(eq=False)
+class Samples(_Holder):
+    """What an engine generated for B prompts, before anything was learned about it.
+
+    Batched: `sequences`, `attention_mask` (B, S), `action_mask` (B, A), `num_actions` = A, `packed_seq_lens` `None`.
+    Packed: `sequences` (1, tokens), `attention_mask` (1, tokens) with the number of the sample from 1 on,
+    `action_mask` `None`, `num_actions` and `packed_seq_lens` [B]. `response_length`, `total_length` [B] are floats.
+
+    >>> packed = Samples(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 1, 2]]), None, [1, 1], [2, 1], None, None,
+    ...                  ["a", "b"], None, None)
+    >>> packed.packed_seq_lens
+    tensor([2, 1])
+    """
+
+    sequences: Any
+    attention_mask: Any
+    action_mask: Any
+    num_actions: int | torch.Tensor | list[int] | None
+    packed_seq_lens: torch.Tensor | list[int] | None
+    response_length: Any
+    total_length: Any
+    prompts: list[Any] | None
+    labels: list[Any] | None
+    pad_len: int | None
+    references: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_actions, list):
+            self.num_actions = torch.tensor(self.num_actions, dtype=torch.int64)
+        if isinstance(self.packed_seq_lens, list):
+            self.packed_seq_lens = torch.tensor(self.packed_seq_lens, dtype=torch.int64)
+
+
+class _Order(type):
+    """Makes a class whose call takes another class's arguments in an order of its own, and builds that class."""
+
+    made: type
+    signature: inspect.Signature
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        try:
+            bound = cls.signature.bind(*args, **given)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}() {error}") from None
+        defaults: dict[str, Any] = {
+            f.name: None for f in dataclasses.fields(cls.made) if f.default is dataclasses.MISSING
+        }
+        defaults.pop("origin", None)
+        return cls.made(**defaults | bound.arguments)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.made)
+
+
+def _order(made: type, first: str) -> inspect.Signature:
+    names = first.split()
+    names += [f.name for f in dataclasses.fields(made) if f.name not in names]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    required = inspect.Parameter(names[0], kind)
+    return inspect.Signature([required, *(inspect.Parameter(name, kind, default=None) for name in names[1:])])
+
+
+if TYPE_CHECKING:
+    ExperienceVL = ExperienceBatch
+    BufferItemVL = BufferItem
+else:
+
+    class ExperienceVL(metaclass=_Order):
+        """`ExperienceBatch` with its arguments in the order of LightRFT's vision class; only `sequences` is required.
+
+        >>> batch = ExperienceVL(torch.tensor([[1, 2]]), torch.zeros(4, 6), torch.tensor([[1, 2, 2]]))
+        >>> type(batch).__name__, batch.pixel_values.shape, isinstance(batch, ExperienceVL)
+        ('ExperienceBatch', torch.Size([4, 6]), True)
+        """
+
+        made = ExperienceBatch
+        signature = _order(
+            ExperienceBatch,
+            "sequences pixel_values image_grid_thws raw_images pixel_values_videos video_grid_thws action_log_probs "
+            "base_action_log_probs values returns advantages attention_mask action_mask info kl action_entropy labels "
+            "references",
+        )
+
+    class BufferItemVL(metaclass=_Order):
+        """`BufferItem` with its arguments in the order of LightRFT's vision class; only `sequences` is required.
+
+        >>> BufferItemVL(torch.tensor([1, 2]), torch.zeros(4, 6), torch.tensor([[1, 2, 2]])).image_grid_thws
+        tensor([[1, 2, 2]])
+        """
+
+        made = BufferItem
+        signature = _order(
+            BufferItem,
+            "sequences pixel_values image_grid_thws pixel_values_videos video_grid_thws raw_images action_log_probs "
+            "base_action_log_probs values returns advantages attention_mask action_mask info action_entropy",
+        )
+
+
+def from_experiences(
+    experiences: Any,
+    *,
+    packing_samples: bool = False,
+    pad_token_id: int = 0,
+    layout: str = "left",
+    device: Any = None,
+) -> ExperienceBatch:
+    """A batch of records, straight from their columns: no rows are made, and each column is copied once.
+
+    `sequences` are the tokens; `action_log_probs` the `policy_logprobs` if every record has them, else the engine's
+    `logprobs`; `returns`, `advantages` and `action_mask` by name; a record's other response-axis fields go to
+    `extras`, and its custom fields too. `info` holds `reward`, `response_length` (actions), `total_length` and the
+    records' `info` and `metrics`, collated; `ids` the records' ids. With a `device` the columns travel packed, in one
+    pinned buffer, and are padded there.
+
+    >>> from rollbook import Experience
+    >>> rows = [Experience(tokens=[1, 2, 3], logprobs=[-0.5, -0.25], reward=1.0), Experience(tokens=[4, 5], reward=0.5)]
+    >>> batch = from_experiences(rows, pad_token_id=9)
+    >>> batch.sequences.tolist(), batch.action_mask.tolist(), batch.info["reward"].tolist()
+    ([[1, 2, 3], [9, 4, 5]], [[True, True], [False, True]], [1.0, 0.5])
+    """
+    from rollbook.layouts import packed, padded
+    from rollbook.records import sheet_of_experiences
+
+    sheet = sheet_of_experiences(experiences)
+    if device is not None:
+        sheet.move(device)
+    return packed(sheet) if packing_samples else padded(sheet, pad_token_id, layout)

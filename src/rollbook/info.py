@@ -1,0 +1,214 @@
+"""A batch's `info`, from the `info` of its items and back.
+
+Invariant: `split_info(collate_info(infos))` gives `infos` back, whatever they hold and whichever of them lack a key:
+numbers with their type, tensors with theirs, nested dicts, `None`, keys in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollbook.convert import own
+from rollbook.equality import same
+from rollbook.jagged import unbind_copy
+
+Path = tuple[Any, ...]
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""What a number was as an entry of a tensor: its type, and its shape there (`(1,)` in a (B, 1) tensor)."""
+
+_MISSING: Any = object()
+_NUMBERS = (bool, int, float, np.generic)
+_DEFAULTS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float32}
+
+
+@dataclass(slots=True)
+class InfoOrigin:
+    """What a collated `info` does not say of the items it came from."""
+
+    missing: dict[Path, frozenset[int]] = field(default_factory=dict)
+    """The rows that lack a key."""
+    given: dict[Path, tuple[list[Any], list[Any]]] = field(default_factory=dict)
+    """What a tensor shows, and what the items had, where a number of the tensor is not what was given."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InfoOrigin) and same([self.missing, self.given], [other.missing, other.given])
+
+
+def collate_info(infos: Sequence[Any], kinds: Sequence[Any] | None = None) -> tuple[dict[Any, Any], InfoOrigin]:
+    """One dict of tensors and lists, by key: numbers and tensors of one shape are stacked, dicts are collated by key,
+    anything else is a list with `None` where an item lacks it.
+
+    A number has the type that `kinds` remembers of it (see `split_info`), else int64, float32 or bool.
+
+    >>> infos = [{"reward": 0.5, "tag": "a", "parts": {"x": 1}}, {"reward": 1.0, "parts": {"x": 2}}]
+    >>> info, origin = collate_info(infos)
+    >>> info
+    {'reward': tensor([0.5000, 1.0000]), 'tag': ['a', None], 'parts': {'x': tensor([1, 2])}}
+    >>> split_info(info, 2, origin)[0]
+    [{'reward': 0.5, 'tag': 'a', 'parts': {'x': 1}}, {'reward': 1.0, 'parts': {'x': 2}}]
+    """
+    origin = InfoOrigin()
+    remembered = [one for one in kinds or () if one]
+    return _collate([{} if info is None else info for info in infos], (), origin, remembered), origin
+
+
+def _collate(rows: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) -> dict[Any, Any]:
+    result: dict[Any, Any] = {}
+    keys = rows[0].keys() if rows else ()
+    if any(row.keys() != keys for row in rows):
+        keys = dict.fromkeys(key for row in rows for key in row)
+    for key in keys:
+        column = [row.get(key, _MISSING) for row in rows]
+        here = (*path, key)
+        missing = frozenset(i for i, value in enumerate(column) if value is _MISSING)
+        if missing:
+            origin.missing[here] = missing
+        found = [value for value in column if value is not _MISSING] if missing else column
+        if all(type(value) is dict for value in found):
+            result[key] = _collate([{} if value is _MISSING else value for value in column], here, origin, kinds)
+            continue
+        stacked = None if missing else _stack(column, here, origin, kinds)
+        result[key] = [None if v is _MISSING else own(v, tensors=True) for v in column] if stacked is None else stacked
+    return result
+
+
+def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) -> torch.Tensor | None:
+    """The values as one tensor, if they can be."""
+    types = set(map(type, column))
+    if all(issubclass(kind, _NUMBERS) for kind in types):
+        made = _number_tensor(column, types, {known[path] for known in kinds if path in known})
+        if made is None:
+            return None
+    elif all(issubclass(kind, torch.Tensor) for kind in types):
+        if len({(value.dtype, value.shape, value.device) for value in column}) > 1:
+            return None
+        made = torch.stack([value.detach() for value in column])
+    else:
+        return None
+    if made[0].numel() == 1:
+        shown = made.reshape(-1).tolist()
+        if any(type(a) is not type(b) for a, b in zip(shown, column, strict=True)) or not same(shown, column):
+            origin.given[path] = shown, own(column, tensors=True)
+    return made
+
+
+def _number_tensor(column: list[Any], types: set[type], kinds: set[Kind]) -> torch.Tensor | None:
+    tail: tuple[int, ...] = ()
+    dtype = None
+    if len(kinds) == 1:
+        dtype, tail = next(iter(kinds))
+        if not all(_holds(dtype, value) for value in column):
+            dtype, tail = None, ()
+    if dtype is None:
+        if all(issubclass(kind, np.generic) for kind in types):
+            dtype = torch.from_numpy(np.stack(column)).dtype if len(types) == 1 else None
+        if dtype is None and types <= {bool}:
+            dtype = torch.bool
+        if dtype is None:
+            whole = all(issubclass(kind, (bool, int, np.integer, np.bool_)) for kind in types)
+            dtype = torch.int64 if whole else torch.float32
+    try:
+        return torch.tensor([v.item() if isinstance(v, np.generic) else v for v in column], dtype=dtype).reshape(
+            len(column), *tail
+        )
+    except (RuntimeError, OverflowError, TypeError, ValueError):
+        return None  # an integer beyond 64 bits, a date
+
+
+def _holds(dtype: torch.dtype, value: Any) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    if dtype == torch.bool:
+        return isinstance(value, (bool, np.bool_))
+    bounds = torch.iinfo(dtype)
+    return float(value).is_integer() and bounds.min <= value <= bounds.max
+
+
+def split_info(
+    info: Any, count: int, origin: InfoOrigin | None = None
+) -> tuple[list[dict[Any, Any]], dict[Path, Kind] | None]:
+    """The `info` of each of `count` items, and what is to be remembered of its numbers (see `collate_info`).
+
+    Tensors and lists with an entry for each item are split, and one-element entries become Python numbers; dicts are
+    split by key; anything else goes to every item. Nothing is shared between the items or with `info`.
+
+    >>> items, kinds = split_info({"reward": torch.tensor([1.0, 2.0], dtype=torch.float64), "epoch": 3}, 2)
+    >>> items, kinds
+    ([{'reward': 1.0, 'epoch': 3}, {'reward': 2.0, 'epoch': 3}], {('reward',): (torch.float64, ())})
+    """
+    kinds: dict[Path, Kind] = {}
+    if info is None:
+        return [{} for _ in range(count)], None
+    if not isinstance(info, dict):
+        raise ValueError(f"info: got {type(info).__name__}, expected a dict")
+    return _split(info, count, (), origin or InfoOrigin(), kinds), kinds or None
+
+
+def _split(info: dict[Any, Any], count: int, path: Path, origin: InfoOrigin, kinds: dict[Path, Kind]) -> list[Any]:
+    rows: list[dict[Any, Any]] = [{} for _ in range(count)]
+    for key, value in info.items():
+        here = (*path, key)
+        entries = _entries(value, count, here, origin, kinds)
+        missing = origin.missing.get(here, ())
+        for i, (row, entry) in enumerate(zip(rows, entries, strict=True)):
+            # A row that has the key by now was given it since the batch was made.
+            empty = entry is None or (isinstance(entry, dict) and not entry)
+            if not (empty and i in missing):
+                row[key] = entry
+    return rows
+
+
+def _entries(value: Any, count: int, path: Path, origin: InfoOrigin, kinds: dict[Path, Kind]) -> list[Any]:
+    if isinstance(value, dict):
+        return _split(value, count, path, origin, kinds)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.ndim:
+        value = torch.from_numpy(np.array(value))
+    if isinstance(value, torch.Tensor):
+        return _tensor_entries(value, count, path, origin, kinds)
+    if isinstance(value, list) and len(value) == count:
+        return [own(item, tensors=True) for item in value]
+    return [own(value, tensors=True) for _ in range(count)]
+
+
+def _tensor_entries(
+    value: torch.Tensor, count: int, path: Path, origin: InfoOrigin, kinds: dict[Path, Kind]
+) -> list[Any]:
+    if value.dim() == 0:
+        return [value.item()] * count
+    if len(value) != count:
+        name = "".join(f"[{key!r}]" for key in path)
+        raise ValueError(f"info{name}: got {len(value)} entries, expected {count}, one for each sample")
+    tail = tuple(value.shape[1:])
+    if count and value[0].numel() != 1:
+        return unbind_copy(value)
+    shown = value.reshape(-1).tolist()
+    held, given = origin.given.get(path, (None, None))
+    if given is not None and same(held, shown):
+        return [own(item, tensors=True) for item in given]
+    if tail or (shown and _DEFAULTS.get(type(shown[0])) != value.dtype):
+        kinds[path] = value.dtype, tail
+    return shown
+
+
+def pick_info(info: Any, origin: InfoOrigin, rows: list[int]) -> dict[Any, Any] | None:
+    """The collated `info` of some rows of a collated one, if it is all tensors with an entry for each row (what
+    `collate_info` makes of the rows' own is the same, and takes longer)."""
+    if info is None or origin.missing or origin.given:
+        return {} if info is None else None
+    result: dict[Any, Any] = {}
+    for key, value in info.items():
+        if isinstance(value, dict):
+            value = pick_info(value, origin, rows)
+            if value is None:
+                return None
+            result[key] = value
+        elif isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
+            result[key] = value[rows]
+        else:
+            return None
+    return result

@@ -1,0 +1,250 @@
+"""Rows of different length in torch, on any device: packed end to end, or padded to a matrix.
+
+Invariant: `spans.unpad(spans.pad(values))` is `values`, bit for bit; a padded slot holds the fill value and nothing
+else. On the CPU rows are copied one by one, which beats index arrays, and pages that stay zero are never touched; on a
+device, and where a gradient must flow, both directions are one gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollbook.ragged import Ragged, offsets_of
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY = {torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64}
+
+
+class Segments(NamedTuple):
+    """Rows that lie in different arrays: row i in `arrays[i]`, from `starts[i]` on."""
+
+    arrays: list[NDArray[Any]]
+    starts: list[int]
+    dtype: torch.dtype
+    trailing: tuple[int, ...]
+
+
+Column: TypeAlias = torch.Tensor | Ragged | Segments
+"""All rows of a field: end to end as a tensor (total, ...), as a record's column, or where they lie."""
+
+
+class Rows(list[torch.Tensor]):
+    """A list of tensors that lie end to end in one: row i is `values[offsets[i]:offsets[i + 1]]`, as a view.
+
+    What a packed batch has in place of a padded matrix: it reads as a list of 1-D tensors, and `values` is what a
+    kernel for ragged input takes. Setting a row copies it into place, so that list and values stay one thing; the
+    number of rows and their lengths are fixed.
+
+    >>> rows = Rows(torch.arange(5), [2, 3])
+    >>> [row.tolist() for row in rows], rows.values.tolist(), rows.cu_seqlens.tolist()
+    ([[0, 1], [2, 3, 4]], [0, 1, 2, 3, 4], [0, 2, 5])
+    >>> rows[0] = torch.tensor([7, 8])
+    >>> rows.values.tolist()
+    [7, 8, 2, 3, 4]
+    """
+
+    def __init__(self, values: torch.Tensor, lengths: Iterable[int]) -> None:
+        self.values = values
+        self.lengths = [int(length) for length in lengths]
+        if sum(self.lengths) != len(values):
+            raise ValueError(f"rows: got {len(values)} values, expected {sum(self.lengths)}, the sum of the lengths")
+        super().__init__(torch.split(values, self.lengths) if self.lengths else ())
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """[B + 1] Where each row begins, and where the last one ends."""
+        return offsets_of(self.lengths)
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """[B + 1] The same as an int32 tensor on the values' device, as kernels for ragged input take it."""
+        return torch.from_numpy(self.offsets).to(self.values.device, torch.int32)
+
+    def apply(self, change: Any) -> Rows:
+        """The rows of `change(values)`, which must have as many."""
+        return Rows(change(self.values), self.lengths)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            raise ValueError("rows: got a slice, expected one row; assign a list to the batch's field to change all")
+        row = self[index]
+        given = torch.as_tensor(value)
+        if given.shape != row.shape:
+            raise ValueError(f"row {index}: got shape {list(given.shape)}, expected {list(row.shape)}")
+        row.copy_(given)
+
+    def _fixed(self, *_: Any, **__: Any) -> Any:
+        raise ValueError("rows: their number is fixed; assign a list to the batch's field instead")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = __delitem__ = __iadd__ = __imul__ = _fixed
+
+    def __reduce__(self) -> Any:
+        return Rows, (self.values, self.lengths)
+
+    def __copy__(self) -> Rows:
+        return Rows(self.values, self.lengths)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+        return Rows(self.values.detach().clone(), self.lengths)
+
+
+class Spans:
+    """Where each row of a ragged column lies in a padded matrix: from column `starts[i]`, `lengths[i]` entries.
+
+    >>> spans = Spans([2, 3], [1, 0], width=3)
+    >>> spans.pad(torch.arange(1, 6), 0)
+    tensor([[0, 1, 2],
+            [3, 4, 5]])
+    >>> spans.unpad(spans.pad(torch.arange(1, 6), 0))
+    tensor([1, 2, 3, 4, 5])
+    """
+
+    def __init__(self, lengths: Any, starts: Any, width: int) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.starts = np.asarray(starts, dtype=np.int64)
+        self.width = int(width)
+        self.offsets = offsets_of(self.lengths)
+        self.solid = False
+        """Whether a mask over these rows is known to be 1 throughout."""
+        self._where: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @classmethod
+    def right_aligned(cls, lengths: Any, width: int) -> Spans:
+        """Rows that end at the last column."""
+        return cls(lengths, width - np.asarray(lengths, dtype=np.int64), width)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no padding at all."""
+        return bool((self.lengths == self.width).all())
+
+    def pad(self, column: Column, fill: float) -> torch.Tensor:
+        """[B, width, ...] The rows in their places, `fill` around them."""
+        if isinstance(column, torch.Tensor):
+            if self.full:
+                return column.clone().reshape(len(self.lengths), self.width, *column.shape[1:])
+            if _must_gather(column):
+                return self._pad_gather(column, fill)
+        arrays, starts, dtype, trailing = _segments(column, self.offsets)
+        out = filled((len(self.lengths), self.width, *trailing), fill, dtype, "cpu")
+        places = zip(bits(out), arrays, self.starts.tolist(), self.lengths.tolist(), starts, strict=False)
+        for row, array, at, length, start in places:
+            row[at : at + length] = array[start : start + length]
+        return out
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """(total, ...) What `pad` was given."""
+        if self.full:
+            return padded.reshape(-1, *padded.shape[2:]).clone()
+        if _must_gather(padded):
+            return padded[self._index(padded.device)[1]]
+        out = torch.empty((int(self.offsets[-1]), *padded.shape[2:]), dtype=padded.dtype)
+        rows = zip(bits(padded), self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True)
+        if len(out):
+            np.concatenate([row[start:stop] for row, start, stop in rows], out=bits(out))
+        return out
+
+    def mask(self, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
+        """[B, width] One where a row lies, zero on padding."""
+        if torch.device(device).type != "cpu":
+            return self._index(torch.device(device))[1].to(dtype)
+        out = torch.zeros((len(self.lengths), self.width), dtype=dtype)
+        for row, at, length in zip(out.numpy(), self.starts.tolist(), self.lengths.tolist(), strict=True):
+            row[at : at + length] = 1
+        return out
+
+    def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, width] Which value each slot takes, and whether it takes one; kept, since all fields of an axis share."""
+        if device not in self._where:
+            starts, lengths, offsets = torch.from_numpy(np.stack([self.starts, self.lengths, self.offsets[:-1]])).to(
+                device
+            )
+            slot = torch.arange(self.width, device=device) - starts[:, None]
+            inside = (slot >= 0) & (slot < lengths[:, None])
+            self._where[device] = (offsets[:, None] + slot, inside)
+        return self._where[device]
+
+    def _pad_gather(self, values: torch.Tensor, fill: float) -> torch.Tensor:
+        shape = (len(self.lengths), self.width, *values.shape[1:])
+        if not len(values):
+            return filled(shape, fill, values.dtype, values.device)
+        index, inside = self._index(values.device)
+        index = index.clamp(0, len(values) - 1)
+        inside = inside.reshape(*inside.shape, *(1 for _ in values.shape[1:]))
+        return torch.where(inside, values[index], torch.full((), fill, dtype=values.dtype, device=values.device))
+
+
+def _must_gather(tensor: torch.Tensor) -> bool:
+    apart = tensor.device.type != "cpu" or tensor.element_size() not in _BITS
+    return apart or (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def bits(tensor: torch.Tensor) -> NDArray[Any]:
+    """The tensor's memory as an array of integers of its size (numpy knows neither bfloat16 nor float8)."""
+    kind = _BITS[tensor.element_size()]
+    tensor = tensor.detach()
+    return (tensor if tensor.dtype == kind else tensor.view(kind)).numpy()
+
+
+def _segments(column: Column, offsets: NDArray[np.int64]) -> tuple[Iterable[Any], list[int], torch.dtype, Any]:
+    """For each row an array and where in it the row begins; the type and trailing sizes of all."""
+    if isinstance(column, Segments):
+        return column.arrays, column.starts, column.dtype, column.trailing
+    if isinstance(column, Ragged):
+        size = column.values.dtype.itemsize
+        source = column.values.view(_NUMPY[_BITS[size]])
+        return repeat(source), column.offsets.tolist(), getattr(torch, column.dtype), column.trailing
+    return repeat(bits(column)), offsets.tolist(), column.dtype, tuple(column.shape[1:])
+
+
+def filled(shape: tuple[int, ...], fill: float, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """A tensor of one value; zeros on the host are asked of the system, which gives pages only where they are
+    written."""
+    if fill == 0:
+        if device != "cpu" or dtype.itemsize not in _BITS:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        kind = _BITS[dtype.itemsize]
+        zeros = torch.from_numpy(np.zeros(shape, dtype=_NUMPY[kind]))
+        return zeros if dtype == kind else zeros.view(dtype)
+    if not dtype.is_floating_point and dtype != torch.bool:
+        bounds = torch.iinfo(dtype)
+        if fill != int(fill) or not bounds.min <= fill <= bounds.max:
+            raise ValueError(f"padding: got {fill}, which {str(dtype).removeprefix('torch.')} does not hold")
+    return torch.full(shape, fill, dtype=dtype, device=device)
+
+
+def concatenated(column: Column, lengths: NDArray[np.int64], out: torch.Tensor | None = None) -> torch.Tensor:
+    """(total, ...) The values as one tensor, in `out` if there is one; a tensor is given back as it is."""
+    if isinstance(column, torch.Tensor):
+        return column if out is None else out.copy_(column)
+    arrays, starts, dtype, trailing = _segments(column, lengths)
+    if out is None:
+        out = torch.empty((int(lengths.sum()), *trailing), dtype=dtype)
+    parts = [a[start : start + n] for a, start, n in zip(arrays, starts, lengths.tolist(), strict=False)]
+    if len(out):
+        np.concatenate(parts, out=bits(out))
+    return out
+
+
+def segments(rows: Sequence[torch.Tensor]) -> Column:
+    """Rows that lie apart, as one column: where they lie if they can be read there, else copied together."""
+    if any(_must_gather(row) for row in rows):
+        return torch.cat(list(rows))
+    return Segments([bits(row) for row in rows], [0] * len(rows), rows[0].dtype, tuple(rows[0].shape[1:]))
+
+
+def lengths_of(rows: Sequence[torch.Tensor]) -> list[int]:
+    """How long each row is (numel is several times as fast as len, and the same thing in one dimension)."""
+    return [row.numel() if row.dim() == 1 else len(row) for row in rows]
+
+
+def unbind_copy(tensor: torch.Tensor) -> list[Any]:
+    """The rows of a tensor, each on memory of its own."""
+    rows: Any = torch.unbind_copy(tensor.detach())  # type: ignore[func-returns-value]
+    return list(rows)

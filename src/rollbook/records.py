@@ -1,0 +1,155 @@
+"""From records to a sheet: a batch straight from columns, without rows.
+
+Invariant: each column is read where it lies; only a field that some records lack, or that has several types, is put
+together row by row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollbook.batch import Origin
+from rollbook.experiences import Experiences, as_experiences
+from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
+from rollbook.info import InfoOrigin, collate_info
+from rollbook.jagged import Column, bits, concatenated
+from rollbook.layouts import column_of
+from rollbook.ragged import Ragged, offsets_of
+from rollbook.sheet import Lengths, Sheet, constant
+
+
+def sheet_of_experiences(experiences: Any) -> Sheet:
+    """The sheet of records, from their columns."""
+    many = as_experiences(experiences)
+    count = len(many)
+    kinds = many.values("experience_type") if count else []
+    if "dpo" in kinds:
+        i = kinds.index("dpo")
+        raise ValueError(
+            f"record {i} ({many.eids()[i]}): got a preference pair, expected a response; "
+            "rollbook.experience.split_dpo_experience_to_single_turn makes two of it"
+        )
+    tokens = many.token_lengths()
+    responses = np.maximum(tokens - many.prompt_lengths(), 0)
+    if "prompt_truncated" in (status := many.values("truncate_status")):
+        for i, logprobs in enumerate(many.values("logprobs")):
+            if status[i] == "prompt_truncated":
+                responses[i] = len(logprobs)
+                if responses[i] > tokens[i]:
+                    raise ValueError(
+                        f"record {i} ({many.eids()[i]}): got {responses[i]} log-probs, expected at most {tokens[i]}"
+                    )
+    sheet = Sheet(tokens, responses, Origin())
+    used = set()
+    for batch_field in BATCH_FIELDS.values():
+        sources = [name for name in (*batch_field.sources, batch_field.name) if name in FIELDS]
+        source = next((name for name in sources if _everywhere(many, name)), sources[-1] if sources else None)
+        if source is not None:
+            sheet.columns[batch_field.name] = _record_column(many, source, batch_field.name, sheet)
+            used.add(source)
+        else:
+            sheet.columns[batch_field.name] = None
+    for name, one in FIELDS.items():
+        if one.kind == "tensor" and one.axis == "response" and name not in used:
+            column = _record_column(many, name, f"extras.{name}", sheet)
+            if column is not None:
+                sheet.columns[f"extras.{name}"] = column
+    _custom_columns(many, sheet)
+    sheet.columns["attention_mask"] = constant(1, int(tokens.sum()), torch.int64)
+    sheet.info, sheet.origin.info = _record_info(many, sheet)
+    sheet.lists["ids"] = list(many.eids()) if count else []
+    media = many.values("multi_modal_inputs")
+    keys = {key: name for name, key in BATCH_MEDIA.items()}
+    for key in dict.fromkeys(key for one in media for key in one or ()):
+        sheet.media[keys.get(key, f"media.{key}")] = [(one or {}).get(key) for one in media]
+    return sheet
+
+
+def _everywhere(many: Experiences, name: str) -> bool:
+    column = many.columns.get(name)
+    if isinstance(column, Ragged) and column.valid is None:
+        return True
+    return all(value is not None for value in many.values(name))
+
+
+def _record_column(many: Experiences, source: str, name: str, sheet: Sheet) -> Column | None:
+    """A record field's column as it lies, or put together again where rows are absent or of several types."""
+    column = many.columns.get(source)
+    if isinstance(column, Ragged) and column.valid is None and column.codes is None:
+        if not np.array_equal(column.lengths, sheet.lengths(name)):
+            _raise_length(many, source, column.lengths, sheet.lengths(name))
+        return column
+    values = many.values(source)
+    if all(value is None for value in values):
+        return None
+    lengths = sheet.lengths(name)
+    for i, value in enumerate(values):
+        if isinstance(value, int):
+            values[i] = torch.full((int(lengths[i]),), value, dtype=getattr(torch, FIELDS[source].dtype))
+        elif value is not None and (value.dim() != 1 + FIELDS[source].trailing or len(value) != lengths[i]):
+            _raise_length(many, source, [len(v) if v is not None and v.dim() else 0 for v in values], lengths)
+    return column_of(name, values, sheet)
+
+
+def _raise_length(many: Experiences, name: str, got: Any, expected: Lengths) -> None:
+    i = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
+    raise ValueError(f"record {i} ({many.eids()[i]}): {name}: got {got[i]} entries, expected {expected[i]}")
+
+
+def _custom_columns(many: Experiences, sheet: Sheet) -> None:
+    """`info` entries that the records ask to have as columns: one number for each token of the response."""
+    wanted = many.values("custom_fields")
+    if not any(wanted):
+        return
+    infos = many.values("info")
+    for custom in dict.fromkeys(one for ones in wanted for one in ones or ()):
+        values: list[Any] = []
+        for i, (ones, info) in enumerate(zip(wanted, infos, strict=True)):
+            if custom not in (ones or ()):
+                values.append(None)
+                continue
+            if custom.source_field not in (info or {}):
+                raise ValueError(
+                    f"record {i} ({many.eids()[i]}): info: got no {custom.source_field!r}, "
+                    f"expected it for the custom field {custom.destination_field!r}"
+                )
+            given = torch.as_tensor(info[custom.source_field]).to(custom.data_type)
+            width = int(sheet.responses[i])
+            if given.numel() == 1:
+                given = given.reshape(1).expand(width)
+            if given.dim() != 1 or len(given) != width:
+                raise ValueError(
+                    f"record {i} ({many.eids()[i]}): info[{custom.source_field!r}]: got shape {list(given.shape)}, "
+                    f"expected one number or {width}"
+                )
+            values.append(given)
+        sheet.columns[f"extras.{custom.destination_field}"] = column_of(
+            f"extras.{custom.destination_field}", values, sheet
+        )
+
+
+def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoOrigin]:
+    rewards = [{} if reward is None else {"reward": reward} for reward in many.values("reward")]
+    info, origin = collate_info(rewards)
+    mask = sheet.columns["action_mask"]
+    if mask is None:
+        counts = sheet.responses
+    else:
+        ones = bits(concatenated(mask, sheet.responses)) != 0
+        sums = np.concatenate([[0], np.cumsum(ones)])
+        bounds = offsets_of(sheet.responses)
+        counts = sums[bounds[1:]] - sums[bounds[:-1]]
+    info["response_length"] = torch.from_numpy(counts.astype(np.float32))
+    info["total_length"] = torch.from_numpy(sheet.tokens.astype(np.float32))
+    for name, one in FIELDS.items():
+        if one.kind == "json" and one.always:
+            values = many.values(name)
+            if any(values):
+                held, inner = collate_info(values)
+                info[name] = held
+                origin.missing |= {(name, *path): rows for path, rows in inner.missing.items()}
+                origin.given |= {(name, *path): pair for path, pair in inner.given.items()}
+    return info, origin

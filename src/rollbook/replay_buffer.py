@@ -1,0 +1,255 @@
+"""Split, unpad and batch, and the buffer in memory: LightRFT's `replay_buffer_utils` and `replay_buffer`.
+
+Invariant: `remove_padding_in_sequences(split_experience_batch(make_experience_batch(items)))` is `items`, for every
+field, in every order, whichever items lack which; items own compact memory, and media are kept once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollbook import layouts
+from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch
+from rollbook.jagged import Spans, lengths_of
+from rollbook.media import Pool, carries_media
+
+
+class PaddingSideError(ValueError, AssertionError):
+    """The padding side is neither left nor right."""
+
+
+def is_vl_experience(experience: Any) -> bool:
+    """Whether a batch or an item carries media: pixels, grids, images, videos.
+
+    >>> is_vl_experience(BufferItemVL(torch.tensor([1])))
+    False
+    >>> is_vl_experience(BufferItemVL(torch.tensor([1]), pixel_values=torch.zeros(4, 6)))
+    True
+    """
+    return carries_media(experience)
+
+
+def zero_pad_sequences(sequences: Sequence[torch.Tensor], side: str = "left") -> torch.Tensor:
+    """(B, longest) 1-D tensors, padded with zeros to the longest on one side; types are joined as torch does.
+
+    >>> zero_pad_sequences([torch.tensor([1, 2, 3]), torch.tensor([4, 5])])
+    tensor([[1, 2, 3],
+            [0, 4, 5]])
+    """
+    if side not in ("left", "right"):
+        raise PaddingSideError(f"side: got {side!r}, expected 'left' or 'right'")
+    rows = list(sequences)
+    if not rows:
+        raise ValueError("sequences: got none, expected at least one")
+    for i, row in enumerate(rows):
+        if not isinstance(row, torch.Tensor) or row.dim() != 1:
+            shown = f"shape {list(row.shape)}" if isinstance(row, torch.Tensor) else type(row).__name__
+            raise ValueError(f"sequences[{i}]: got {shown}, expected a 1-D tensor")
+    lengths = np.array(lengths_of(rows), dtype=np.int64)
+    width = int(lengths.max())
+    spans = Spans.right_aligned(lengths, width) if side == "left" else Spans(lengths, np.zeros_like(lengths), width)
+    try:
+        return spans.pad(torch.cat(rows), 0)
+    except RuntimeError as error:
+        raise ValueError(f"sequences: they cannot be put into one tensor: {error}") from None
+
+
+def split_experience_batch(
+    experience: ExperienceBatch, *, unpad: bool = False, pool: Pool | None = None
+) -> list[BufferItem]:
+    """One item for each sample of a batch, nothing lost, each on memory of its own.
+
+    Items of a padded batch are as wide as it is; `unpad=True` gives what `remove_padding_in_sequences` makes of them,
+    in one pass. One-element entries of `info` become Python numbers, dicts are split by key. Media with the same
+    content are one object in all items (and in all that come through the same `pool`).
+
+    >>> batch = ExperienceBatch(torch.tensor([[0, 7, 8], [4, 5, 6]]), torch.tensor([[-1.0], [-2.0]]), *[None] * 4,
+    ...                         torch.tensor([[0, 1, 1], [1, 1, 1]]), None, {"reward": torch.tensor([1.0, 0.0])})
+    >>> [(item.sequences.tolist(), item.info) for item in split_experience_batch(batch)]
+    [([0, 7, 8], {'reward': 1.0}), ([4, 5, 6], {'reward': 0.0})]
+    >>> split_experience_batch(batch, unpad=True)[0].sequences.tolist()
+    [7, 8]
+    """
+    if not isinstance(experience, ExperienceBatch):
+        raise ValueError(f"experience: got {type(experience).__name__}, expected an ExperienceBatch")
+    pool = Pool() if pool is None else pool
+    if unpad or experience.layout == "packed":
+        return layouts.items_of_batch(experience, pool)
+    return layouts.padded_items_of_batch(experience, pool)
+
+
+def remove_padding_in_sequences(items: Sequence[BufferItem]) -> list[BufferItem]:
+    """New items without their padding: of the tokens what is attended, from the first to the last, and the response
+    slots that speak of those. The items given are left alone.
+
+    >>> item = BufferItem(torch.tensor([0, 0, 1, 2, 3, 0, 0]), None, None, None, None, None,
+    ...                   torch.tensor([0, 0, 1, 1, 1, 0, 0]), torch.tensor([0, 0, 1, 0, 1, 0, 0]), {})
+    >>> bare, = remove_padding_in_sequences([item])
+    >>> bare.sequences.tolist(), bare.action_mask.tolist()
+    ([1, 2, 3], [1, 0, 1])
+    """
+    return [layouts.unpadded_item(i, item) for i, item in enumerate(items)]
+
+
+def make_experience_batch(
+    items: Sequence[BufferItem], packing_samples: bool = False, *, pad_token_id: int = 0, layout: str = "left"
+) -> ExperienceBatch:
+    """A batch of items: padded on the left of both axes, or packed.
+
+    Tokens are padded with `pad_token_id`, everything else with 0. Fields and `info` keys that only some items have are
+    kept; a row without one reads as padding, and is without it again after a split. A packed batch holds what is
+    attended. `layout="prompt_left_response_right"` pads prompts on the left and responses on the right.
+
+    >>> items = [BufferItem(torch.tensor([7, 8]), torch.tensor([-1.0]), *[None] * 6, {"reward": 1.0}),
+    ...          BufferItem(torch.tensor([4, 5, 6]), torch.tensor([-2.0, -3.0]), *[None] * 6, {"reward": 0.0})]
+    >>> batch = make_experience_batch(items, pad_token_id=9)
+    >>> batch.sequences.tolist(), batch.action_log_probs.tolist(), batch.info
+    ([[9, 7, 8], [4, 5, 6]], [[0.0, -1.0], [-2.0, -3.0]], {'reward': tensor([1., 0.])})
+    """
+    given = list(items)
+    if not given:
+        raise ValueError("items: got none, expected at least one")
+    if packing_samples or layout != "left":
+        given = layouts.padding_removed(given)
+    sheet = layouts.sheet_of_items(given)
+    if packing_samples:
+        return layouts.packed(sheet)
+    batch = layouts.padded(sheet, pad_token_id, layout)
+    starts = [item.__dict__.get("action_start", 0) for item in given]
+    if any(starts):
+        # Items that were split with their padding still have it.
+        batch.action_starts = torch.tensor(starts) + (0 if batch.action_starts is None else batch.action_starts)
+    return batch
+
+
+class NaiveReplayBuffer:
+    """Samples in memory: append batches, sample batches.
+
+    `sample_batch_size` items make a batch; `limit` above 0 keeps the newest so many; `cpu_offload` keeps them in host
+    memory; `packing_samples` gives packed batches. `seed` makes sampling repeatable (without one, Python's `random`
+    is used); sampled batches go to `device`, the current accelerator if there is one.
+
+    >>> buffer = NaiveReplayBuffer(sample_batch_size=2, seed=0)
+    >>> batch = ExperienceBatch(torch.tensor([[0, 7, 8], [4, 5, 6]]), torch.tensor([[-1.0], [-2.0]]), *[None] * 4,
+    ...                         torch.tensor([[0, 1, 1], [1, 1, 1]]), None, {})
+    >>> buffer.append(batch)
+    >>> len(buffer), buffer[0].sequences.tolist(), sorted(map(len, buffer.sample().sequences.tolist()))
+    (2, [7, 8], [3, 3])
+    """
+
+    def __init__(
+        self,
+        sample_batch_size: int,
+        limit: int = 0,
+        cpu_offload: bool = True,
+        packing_samples: bool = False,
+        *,
+        pad_token_id: int = 0,
+        seed: int | None = None,
+        device: Any = None,
+    ) -> None:
+        if isinstance(sample_batch_size, bool) or not isinstance(sample_batch_size, int) or sample_batch_size < 1:
+            raise ValueError(f"sample_batch_size: got {sample_batch_size!r}, expected a whole number of at least 1")
+        self.sample_batch_size = sample_batch_size
+        self.limit = limit
+        self.cpu_offload = cpu_offload
+        self.packing_samples = packing_samples
+        self.pad_token_id = pad_token_id
+        if device is None:
+            device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+        self.target_device = torch.device(device)
+        self.items: list[BufferItem] = []
+        self._random: Any = random if seed is None else random.Random(seed)
+        self._pool = Pool()
+
+    @torch.no_grad()
+    def append(self, experience: ExperienceBatch) -> None:
+        """Keep the samples of a batch, without its padding; the batch itself is left alone."""
+        items = split_experience_batch(experience, unpad=True, pool=self._pool)
+        if self.cpu_offload:
+            items = [item.to_device("cpu") for item in items]
+        self.items.extend(items)
+        if 0 < self.limit < len(self.items):
+            del self.items[: len(self.items) - self.limit]
+            self._pool.prune(item.raw_images for item in self.items)
+
+    @torch.no_grad()
+    def sample(self) -> ExperienceBatch:
+        """A batch of `sample_batch_size` different samples, at random."""
+        if len(self.items) < self.sample_batch_size:
+            raise ValueError(
+                f"sample: the buffer holds {len(self.items)} samples, expected at least sample_batch_size "
+                f"{self.sample_batch_size}"
+            )
+        batch = self.collate_fn(self._random.sample(self.items, self.sample_batch_size))
+        return batch.to_device(self.target_device) if self.target_device.type != "cpu" else batch
+
+    def collate_fn(self, batch: Sequence[BufferItem]) -> ExperienceBatch:
+        """The items as a batch, for a torch `DataLoader` over the buffer."""
+        return make_experience_batch(batch, self.packing_samples, pad_token_id=self.pad_token_id)
+
+    @torch.no_grad()
+    def normalize(self, attribute: str, strategy: Any = None) -> None:
+        """Shift and scale a response-axis field to mean 0 and variance 1 over the actions of all samples.
+
+        Masked slots count for nothing and are left alone. `strategy.all_reduce(tensor, "sum")` joins the statistics of
+        all ranks.
+        """
+        values = []
+        for i, item in enumerate(self.items):
+            value = getattr(item, attribute, None)
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"attribute: got {attribute!r}, expected a tensor that every item has; items[{i}] lacks it"
+                )
+            mask = item.action_mask
+            kept = torch.ones_like(value, dtype=torch.bool) if mask is None else mask.bool()
+            if kept.shape != value.shape:
+                raise ValueError(
+                    f"attribute: got {attribute!r} with shape {list(value.shape)} in items[{i}], expected "
+                    f"{list(kept.shape)}, as its action_mask has"
+                )
+            values.append((value, kept))
+        device = values[0][0].device if values else "cpu"
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        for value, kept in values:
+            chosen = value[kept].double()
+            sums += torch.stack([chosen.sum(), (chosen * 0 + 1).sum(), chosen.square().sum()])
+        if strategy is not None:
+            sums = strategy.all_reduce(sums, "sum")
+        total, count, squares = sums.tolist()
+        if not count:
+            return
+        mean = total / count
+        spread = max(squares / count - mean**2, 1e-8) ** -0.5
+        for item, (value, kept) in zip(self.items, values, strict=True):
+            changed = torch.where(kept, ((value.double() - mean) * spread).to(value.dtype), value)
+            setattr(item, attribute, changed)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.items.clear()
+        self._pool = Pool()
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> BufferItem:
+        return self.items[index]
+
+
+__all__ = [
+    "BufferItem",
+    "BufferItemVL",
+    "NaiveReplayBuffer",
+    "is_vl_experience",
+    "make_experience_batch",
+    "remove_padding_in_sequences",
+    "split_experience_batch",
+    "zero_pad_sequences",
+]

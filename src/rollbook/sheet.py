@@ -1,0 +1,194 @@
+"""`Sheet`: samples without padding, column by column: what every batch and item is made from, and turned into.
+
+Invariant: a sheet owns its columns; row i of a per-token column lies between the offsets of its axis, and what an item
+gets of it is a copy. An item made from a sheet reads as if it held its fields from the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollbook.convert import own
+from rollbook.fields import BATCH_FIELDS
+from rollbook.info import split_info
+from rollbook.jagged import Column, bits, concatenated
+from rollbook.ragged import Ragged, offsets_of
+
+if TYPE_CHECKING:
+    from rollbook.batch import Origin
+    from rollbook.media import Pool
+
+Lengths = NDArray[np.int64]
+SAMPLE_LISTS = {"labels": "labels", "references": "references", "raw_images": "raw_images", "ids": "eid"}
+"""A batch's lists with an entry for each sample, and an item's name for the entry."""
+
+
+def on_tokens(name: str) -> bool:
+    """Whether a per-token field runs over all tokens; if not, over the response."""
+    found = BATCH_FIELDS.get(name)
+    return found is not None and found.axis == "sequence"
+
+
+@dataclass(eq=False)
+class Sheet:
+    """B samples without padding: T tokens and U response slots in all."""
+
+    tokens: Lengths
+    """[B] How many tokens each sample has."""
+    responses: Lengths
+    """[B] How many response slots."""
+    origin: Origin
+    columns: dict[str, Column | None] = field(default_factory=dict)
+    """By per-token field (extras as `extras.NAME`), the values: (T, ...) or (U, ...)."""
+    info: dict[Any, Any] | None = None
+    lists: dict[str, list[Any] | None] = field(default_factory=dict)
+    media: dict[str, list[Any] | None] = field(default_factory=dict)
+    """By media field (other inputs as `media.NAME`), each sample's tensor or `None`."""
+    device: Any = "cpu"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def lengths(self, name: str) -> Lengths:
+        """[B] The lengths of the axis that a per-token field has."""
+        return self.tokens if on_tokens(name) else self.responses
+
+    # --- rows -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def bounds(self) -> tuple[list[int], list[int]]:
+        """[B + 1] each: where the samples begin on the response axis, and on the token axis."""
+        return offsets_of(self.responses).tolist(), offsets_of(self.tokens).tolist()
+
+    @cached_property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The columns' memory, of a sheet whose columns are tensors on the host."""
+        return {name: bits(column) for name, column in self.columns.items() if isinstance(column, torch.Tensor)}
+
+    @cached_property
+    def kinds(self) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
+        """By per-token field, its type and trailing sizes; sheets with equal kinds can be mixed."""
+        return {
+            name: (column.dtype, tuple(column.shape[1:])) if isinstance(column, torch.Tensor) else (None, ())
+            for name, column in self.columns.items()
+        }
+
+    @cached_property
+    def regular(self) -> bool:
+        """Whether every sample has every per-token field that there is, all of one type, on the host."""
+        irregular = self.origin.absent.keys() | self.origin.dtypes.keys()
+        return not irregular & self.columns.keys() and torch.device(self.device).type == "cpu"
+
+    compact = True
+    """Items of a sheet have no padding."""
+
+    @cached_property
+    def infos(self) -> tuple[list[Any], Any]:
+        """[B] Each sample's `info`, and what is to be remembered of its numbers."""
+        found, kinds = split_info(self.info, len(self), self.origin.info)
+        infos: list[Any] = list(found)
+        for i in self.origin.absent.get("info", ()):
+            infos[i] = infos[i] or None
+        return infos, kinds
+
+    def row(self, name: str, i: int) -> torch.Tensor | None:
+        """A per-token field of sample i, copied; `None` if it has none."""
+        column = self.columns.get(name)
+        if column is None or i in self.origin.absent.get(name, ()):
+            return None
+        values = column if isinstance(column, torch.Tensor) else concatenated(column, self.lengths(name))
+        bounds = self.bounds[on_tokens(name)]
+        row = values[bounds[i] : bounds[i + 1]].detach().clone(memory_format=torch.contiguous_format)
+        return row.to(self.origin.dtypes[name][i]) if name in self.origin.dtypes else row
+
+    def value(self, name: str, i: int) -> Any:
+        """What sample i has as an item's field."""
+        if name in BATCH_FIELDS:
+            return self.row(name, i)
+        if name == "info":
+            return own(self.infos[0][i], tensors=True)
+        if name == "info_kinds":
+            return self.infos[1]
+        if name == "extras":
+            rows = {key: self.row(key, i) for key in self.columns if key.startswith("extras.")}
+            return {key.removeprefix("extras."): row for key, row in rows.items() if row is not None} or None
+        if name == "media":
+            found = {key: parts[i] for key, parts in self.media.items() if key.startswith("media.") and parts}
+            return {key.removeprefix("media."): one for key, one in found.items() if one is not None} or None
+        if name == "action_start":
+            return 0
+        entries = self.media.get(name) if name in self.media else self.lists.get(_LISTED.get(name, ""))
+        return None if entries is None else entries[i]
+
+    def keep_media(self, pool: Pool) -> None:
+        """Hold media through a pool: once by content, on memory of their own."""
+        self.media = {name: parts and [pool.keep(part) for part in parts] for name, parts in self.media.items()}
+        images = self.lists.get("raw_images")
+        self.lists["raw_images"] = images and [pool.keep(one) for one in images]
+
+    # --- devices --------------------------------------------------------------------------------------------
+
+    def move(self, device: Any) -> None:
+        """Take everything to a device; what comes from the host is gathered in one pinned buffer and copied at once."""
+        from rollbook.batch import to
+
+        target = torch.device(device)
+        columns = {name: column for name, column in self.columns.items() if column is not None}
+        if target.type == "cpu":
+            self.columns |= {name: c.cpu() if isinstance(c, torch.Tensor) else c for name, c in columns.items()}
+        else:
+            shipped = _ship([(column, self.lengths(name)) for name, column in columns.items()], target)
+            self.columns |= dict(zip(columns, shipped, strict=True))
+        self.info = to(self.info, target)
+        self.media = to(self.media, target)
+        self.lists = to(self.lists, target)
+        self.device = target
+
+
+_LISTED = {item: batch for batch, item in SAMPLE_LISTS.items()}
+
+
+def _ship(columns: list[tuple[Column, Lengths]], device: torch.device) -> list[torch.Tensor]:
+    """Each column as a tensor on the device; those of the host travel together."""
+    result: list[Any] = []
+    waiting: list[tuple[int, Column, Lengths, torch.dtype, tuple[int, ...], int]] = []
+    size = 0
+    for column, lengths in columns:
+        if isinstance(column, torch.Tensor) and (
+            column.device.type != "cpu" or (column.dim() == 1 and _constant(column))
+        ):
+            # One value for all needs no transfer, and what is on a device none from the host.
+            result.append(column[:1].to(device).expand(column.shape) if _constant(column) else column.to(device))
+            continue
+        dtype = column.dtype if not isinstance(column, Ragged) else getattr(torch, column.dtype)
+        trailing = tuple(column.shape[1:]) if isinstance(column, torch.Tensor) else column.trailing
+        shape = (int(lengths.sum()), *trailing)
+        waiting.append((len(result), column, lengths, dtype, shape, size))
+        size += -(-int(np.prod(shape)) * dtype.itemsize // 64) * 64  # views of another type ask for alignment
+        result.append(None)
+    stage = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    parts = []
+    for at, column, lengths, dtype, shape, start in waiting:
+        stop = start + int(np.prod(shape)) * dtype.itemsize
+        concatenated(column, lengths, out=stage[start:stop].view(dtype).reshape(shape))
+        parts.append((at, start, stop, dtype, shape))
+    moved = stage.to(device, non_blocking=True)
+    for at, start, stop, dtype, shape in parts:
+        result[at] = moved[start:stop].view(dtype).reshape(shape)
+    return result
+
+
+def _constant(column: torch.Tensor) -> bool:
+    """Whether a column is one value, said once (see `torch.Tensor.expand`)."""
+    return column.dim() == 1 and column.stride(0) == 0 and len(column) > 0
+
+
+def constant(value: float, length: int, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
+    """(length,) One value throughout, in the memory of one."""
+    return torch.full((1,), value, dtype=dtype, device=device).expand(length)
