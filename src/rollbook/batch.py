@@ -272,9 +272,10 @@ class ExperienceBatch(_Holder):
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments for a transformers model.
 
-        Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` (1, tokens), `position_ids` and the
-        arguments of attention over ragged input (`cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`),
-        which keep samples apart without a mask. With media, their inputs too, under the model's names.
+        Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` (1, tokens), `position_ids` that
+        restart, by which eager and SDPA attention keep samples apart (with `use_cache=False`), and the arguments of
+        attention over ragged input (`cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`). With media,
+        their inputs too, under the model's names.
         """
         inputs: dict[str, Any] = {"position_ids": self.position_ids}
         if self.layout == "packed":
@@ -283,6 +284,8 @@ class ExperienceBatch(_Holder):
             inputs["input_ids"] = rows.values.unsqueeze(0)
             inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             inputs |= {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
+            # With a cache, eager and SDPA attention would not look for where samples begin.
+            inputs["use_cache"] = False
         else:
             inputs["input_ids"] = self.sequences
             if self.attention_mask is not None:
