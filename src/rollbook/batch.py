@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -110,6 +111,19 @@ class Origin:
     media_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By media field, how many of its rows each sample has."""
     info: InfoOrigin = field(default_factory=InfoOrigin)
+    batch: weakref.ref[ExperienceBatch] | None = field(default=None, compare=False)
+    """Whose origin this is."""
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.absent, self.dtypes, self.media_rows, self.info
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.absent, self.dtypes, self.media_rows, self.info = state
+        self.batch = None
+
+    def copy(self) -> Origin:
+        """The same, to be changed apart."""
+        return Origin(dict(self.absent), dict(self.dtypes), dict(self.media_rows), self.info)
 
     def forget(self, name: str) -> None:
         """Drop what is known of one field."""
@@ -121,7 +135,7 @@ class Origin:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Origin):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in dataclasses.fields(self) if f.compare)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -183,6 +197,34 @@ class ExperienceBatch(_Holder):
     action_starts: torch.Tensor | None = None
     origin: Origin = field(default_factory=Origin)
 
+    def __post_init__(self) -> None:
+        self._own_origin()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._own_origin()
+
+    def _own_origin(self) -> None:
+        """Have an origin of one's own: of what `dataclasses.replace` changed, the other batch's says nothing."""
+        given = self.__dict__["origin"]
+        other = given.batch() if given.batch is not None else None
+        mine = self.__dict__["origin"] = given.copy()
+        for name, value in self.__dict__.items():
+            if other is not None and name != "origin" and other.__dict__.get(name) is not value:
+                mine.forget(name)
+        mine.batch = weakref.ref(self)
+
+    @classmethod
+    def of(cls, given: dict[str, Any], origin: Origin) -> ExperienceBatch:
+        """A batch from fields by name, `None` where there is none: without the constructor, which takes as long as
+        padding a small batch does."""
+        batch = cls.__new__(cls)
+        batch.__dict__.update(_BLANK)
+        batch.__dict__.update(given)
+        batch.__dict__["origin"] = origin
+        origin.batch = weakref.ref(batch)
+        return batch
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__ and name != "origin":
             self.origin.forget(name)
@@ -243,7 +285,7 @@ class ExperienceBatch(_Holder):
     def _packed(self, what: str, value: Any) -> Rows:
         if self.layout != "packed":
             raise ValueError(f"{what}: the batch is padded; pack() gives one that has it")
-        return value if isinstance(value, Rows) else Rows(torch.cat(list(value)), [len(row) for row in value])
+        return value if isinstance(value, Rows) else _rows(value)
 
     @property
     def max_seqlen(self) -> int:
@@ -304,9 +346,9 @@ class ExperienceBatch(_Holder):
         """From what the model said at each token, what it said of each response slot: one token earlier.
 
         `predictions` is (B, S, ...) or, packed, (1, tokens, ...): entry t was computed from tokens up to t, and so
-        speaks of token t + 1. Gives (B, A, ...) or (slots, ...), in the order of this batch's response-axis fields. A
-        slot that speaks of a sample's very first token, of which nothing was said, gets what was said at that token:
-        mask it.
+        speaks of token t + 1. Gives (B, A, ...) or (slots, ...), in the order of this batch's response-axis fields. Of
+        a sample's very first token nothing was said: a slot that speaks of it gets some other entry, and is to be
+        masked.
 
         >>> batch = ExperienceBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 2), *[None] * 7)
         >>> batch.at_actions(torch.tensor([[10, 20, 30]]))
@@ -328,6 +370,14 @@ class ExperienceBatch(_Holder):
         if begin:
             return predictions[:, begin - 1 : -1]
         return torch.cat([predictions[:, :1], predictions[:, :-1]], dim=1)
+
+
+def _rows(rows: list[torch.Tensor]) -> Rows:
+    values = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+    return Rows(values, [len(row) for row in rows])
+
+
+_BLANK = {f.name: None for f in dataclasses.fields(ExperienceBatch)}
 
 
 def token_fields(holder: Any, axis: str | None = None) -> list[tuple[str, Any]]:
@@ -373,6 +423,8 @@ class BufferItem(_Holder):
     extras: dict[str, Any] | None = None
     action_start: int = 0
     """The first response slot that is this sample's own; the ones before are padding."""
+    implied: frozenset[str] = frozenset()
+    """Masks that the sample lacks, and that only tell its padding from the rest; unpadding drops them."""
     info_kinds: dict[Any, Any] | None = None
     """The type that numbers of `info` had in the batch, where it is not the usual one."""
 
@@ -463,6 +515,10 @@ class _Order(type):
         }
         defaults.pop("origin", None)
         return cls.made(**defaults | bound.arguments)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        return cls.signature
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.made)

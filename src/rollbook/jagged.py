@@ -8,24 +8,31 @@ device, and where a gradient must flow, both directions are one gather.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollbook.fields import DTYPES
 from rollbook.ragged import Ragged, offsets_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NUMPY = {torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64}
+_NUMPY: dict[torch.dtype, Any] = {
+    getattr(torch, name): np.dtype(name) for name in DTYPES if name in np.sctypeDict and name != "complex128"
+}
+"""Types that numpy has too; the memory of others is handled as integers of their size."""
 
 
 class Segments(NamedTuple):
-    """Rows that lie in different arrays: row i in `arrays[i]`, from `starts[i]` on."""
+    """Rows that lie in different arrays: row i is `arrays[i][starts[i]:stops[i]]`."""
 
-    arrays: list[NDArray[Any]]
+    arrays: Iterable[NDArray[Any]]
     starts: list[int]
+    stops: list[int]
     dtype: torch.dtype
     trailing: tuple[int, ...]
 
@@ -114,6 +121,10 @@ class Spans:
         """Whether a mask over these rows is known to be 1 throughout."""
         self._where: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @cached_property
+    def _places(self) -> list[tuple[int, int]]:
+        return list(zip(self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True))
+
     @classmethod
     def right_aligned(cls, lengths: Any, width: int) -> Spans:
         """Rows that end at the last column."""
@@ -131,11 +142,16 @@ class Spans:
                 return column.clone().reshape(len(self.lengths), self.width, *column.shape[1:])
             if _must_gather(column):
                 return self._pad_gather(column, fill)
-        arrays, starts, dtype, trailing = _segments(column, self.offsets)
-        out = filled((len(self.lengths), self.width, *trailing), fill, dtype, "cpu")
-        places = zip(bits(out), arrays, self.starts.tolist(), self.lengths.tolist(), starts, strict=False)
-        for row, array, at, length, start in places:
-            row[at : at + length] = array[start : start + length]
+        arrays, starts, stops, dtype, trailing = _segments(column, self.offsets)
+        if fill:
+            out = filled((len(self.lengths), self.width, *trailing), fill, dtype, "cpu")
+            matrix = memory(out)
+        else:
+            # Zeros are asked of the system, which gives pages only where they are written.
+            matrix = np.zeros((len(self.lengths), self.width, *trailing), dtype=_NUMPY.get(dtype) or _words(dtype))
+            out = torch.from_numpy(matrix) if dtype in _NUMPY else torch.from_numpy(matrix).view(dtype)
+        for row, array, (at, to), start, stop in zip(matrix, arrays, self._places, starts, stops, strict=False):
+            row[at:to] = array[start:stop]
         return out
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
@@ -145,9 +161,9 @@ class Spans:
         if _must_gather(padded):
             return padded[self._index(padded.device)[1]]
         out = torch.empty((int(self.offsets[-1]), *padded.shape[2:]), dtype=padded.dtype)
-        rows = zip(bits(padded), self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True)
         if len(out):
-            np.concatenate([row[start:stop] for row, start, stop in rows], out=bits(out))
+            rows = zip(memory(padded), self._places, strict=True)
+            np.concatenate([row[at:to] for row, (at, to) in rows], out=memory(out))
         return out
 
     def mask(self, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
@@ -185,33 +201,32 @@ def _must_gather(tensor: torch.Tensor) -> bool:
     return apart or (tensor.requires_grad and torch.is_grad_enabled())
 
 
-def bits(tensor: torch.Tensor) -> NDArray[Any]:
-    """The tensor's memory as an array of integers of its size (numpy knows neither bfloat16 nor float8)."""
-    kind = _BITS[tensor.element_size()]
-    tensor = tensor.detach()
-    return (tensor if tensor.dtype == kind else tensor.view(kind)).numpy()
+def memory(tensor: torch.Tensor) -> NDArray[Any]:
+    """The tensor's memory as an array: of its own type, or of integers where numpy has no such type (bfloat16)."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.numpy() if tensor.dtype in _NUMPY else tensor.view(_BITS[tensor.element_size()]).numpy()
 
 
-def _segments(column: Column, offsets: NDArray[np.int64]) -> tuple[Iterable[Any], list[int], torch.dtype, Any]:
-    """For each row an array and where in it the row begins; the type and trailing sizes of all."""
+def _words(dtype: torch.dtype) -> Any:
+    return _NUMPY[_BITS[dtype.itemsize]]
+
+
+def _segments(column: Column, offsets: NDArray[np.int64]) -> Segments:
+    """For each row an array and where in it the row lies; the type and trailing sizes of all."""
     if isinstance(column, Segments):
-        return column.arrays, column.starts, column.dtype, column.trailing
+        return column
     if isinstance(column, Ragged):
-        size = column.values.dtype.itemsize
-        source = column.values.view(_NUMPY[_BITS[size]])
-        return repeat(source), column.offsets.tolist(), getattr(torch, column.dtype), column.trailing
-    return repeat(bits(column)), offsets.tolist(), column.dtype, tuple(column.shape[1:])
+        dtype = getattr(torch, column.dtype)
+        source = column.values.view(_NUMPY.get(dtype) or _words(dtype))
+        bounds = column.offsets.tolist()
+        return Segments(repeat(source), bounds[:-1], bounds[1:], dtype, column.trailing)
+    bounds = offsets.tolist()
+    return Segments(repeat(memory(column)), bounds[:-1], bounds[1:], column.dtype, tuple(column.shape[1:]))
 
 
 def filled(shape: tuple[int, ...], fill: float, dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """A tensor of one value; zeros on the host are asked of the system, which gives pages only where they are
-    written."""
-    if fill == 0:
-        if device != "cpu" or dtype.itemsize not in _BITS:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        kind = _BITS[dtype.itemsize]
-        zeros = torch.from_numpy(np.zeros(shape, dtype=_NUMPY[kind]))
-        return zeros if dtype == kind else zeros.view(dtype)
+    """A tensor of one value, once it is known to hold it."""
     if not dtype.is_floating_point and dtype != torch.bool:
         bounds = torch.iinfo(dtype)
         if fill != int(fill) or not bounds.min <= fill <= bounds.max:
@@ -223,20 +238,23 @@ def concatenated(column: Column, lengths: NDArray[np.int64], out: torch.Tensor |
     """(total, ...) The values as one tensor, in `out` if there is one; a tensor is given back as it is."""
     if isinstance(column, torch.Tensor):
         return column if out is None else out.copy_(column)
-    arrays, starts, dtype, trailing = _segments(column, lengths)
+    arrays, starts, stops, dtype, trailing = _segments(column, lengths)
     if out is None:
         out = torch.empty((int(lengths.sum()), *trailing), dtype=dtype)
-    parts = [a[start : start + n] for a, start, n in zip(arrays, starts, lengths.tolist(), strict=False)]
     if len(out):
-        np.concatenate(parts, out=bits(out))
+        parts = [array[start:stop] for array, start, stop in zip(arrays, starts, stops, strict=False)]
+        np.concatenate(parts, out=memory(out))
     return out
 
 
 def segments(rows: Sequence[torch.Tensor]) -> Column:
     """Rows that lie apart, as one column: where they lie if they can be read there, else copied together."""
-    if any(_must_gather(row) for row in rows):
+    model = rows[0]
+    apart = model.element_size() not in _BITS or any(map(attrgetter("requires_grad"), rows))
+    if apart or set(map(attrgetter("device"), rows)) != {torch.device("cpu")}:
         return torch.cat(list(rows))
-    return Segments([bits(row) for row in rows], [0] * len(rows), rows[0].dtype, tuple(rows[0].shape[1:]))
+    arrays = list(map(torch.Tensor.numpy if model.dtype in _NUMPY else memory, rows))
+    return Segments(arrays, [0] * len(rows), list(map(len, arrays)), model.dtype, tuple(model.shape[1:]))
 
 
 def lengths_of(rows: Sequence[torch.Tensor]) -> list[int]:

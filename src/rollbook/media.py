@@ -2,7 +2,7 @@
 
 Invariant: `pool.keep(x)` equals x; what it gives for equal content is one object, and nothing the caller owns is
 changed. A pool holds no memory of its own but for what somebody still uses (bytes, which Python cannot watch, are
-held until `prune`).
+held until `prune`). Only a batch has media expanded, and `divided` is the inverse of `joined`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xxhash
 
 from rollbook.equality import same
+from rollbook.fields import BATCH_MEDIA
 from rollbook.ragged import tensor_bytes
+
+if TYPE_CHECKING:
+    from rollbook.batch import ExperienceBatch, Origin
 
 
 class Pool:
@@ -34,9 +38,9 @@ class Pool:
         self._held: dict[Any, bytes] = {}
 
     def keep(self, value: Any) -> Any:
-        """The object with this content: an earlier one if there is one, else `value` itself (a copy if it is a view,
-        which would keep more alive than it shows). Lists and tuples are kept item by item; paths, and what has no
-        content of its own to hash, are given back as they are."""
+        """The object with this content: an earlier one if there is one, else a copy of a tensor or array, or the
+        picture itself. Lists and tuples are kept item by item; paths, and what has no content of its own to hash, are
+        given back as they are."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.keep(item) for item in value)
         if isinstance(value, bytes):
@@ -48,7 +52,10 @@ class Pool:
         # Compared, not trusted: somebody may have written into the tensor since it was hashed.
         if found is not None and same(found, value):
             return found
-        value = compact(value)
+        if isinstance(value, torch.Tensor):
+            value = value.detach().clone(memory_format=torch.contiguous_format)
+        elif isinstance(value, np.ndarray):
+            value = value.copy()
         self._watched[key] = value
         return value
 
@@ -72,9 +79,8 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 def content_key(value: Any) -> Any:
     """A hash of type, shape and content, or `None` for what is not an image in memory."""
     if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
-            return None  # hashing would bring it to the host
-        return "tensor", str(value.dtype), tuple(value.shape), _digest(tensor_bytes(value))
+        # On a device too: equal content is worth the way to the host.
+        return "tensor", str(value.dtype), value.device, tuple(value.shape), _digest(tensor_bytes(value))
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             return None
@@ -99,20 +105,8 @@ def is_picture(value: Any) -> bool:
     return module is not None and isinstance(value, module.Image)
 
 
-def compact(value: Any) -> Any:
-    """The value, copied if it is a view of something larger or needs a gradient."""
-    if isinstance(value, torch.Tensor):
-        whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        return value if whole and value.is_contiguous() and not value.requires_grad else value.detach().clone()
-    if isinstance(value, np.ndarray) and value.base is not None:
-        return value.copy()
-    return value
-
-
 def carries_media(holder: Any) -> bool:
     """Whether a batch or an item has any pixels, grids, images or other media."""
-    from rollbook.fields import BATCH_MEDIA
-
     names = (*BATCH_MEDIA, "raw_images", "media")
     return any(_any_content(getattr(holder, name, None)) for name in names)
 
@@ -125,3 +119,111 @@ def _any_content(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return bool(value.shape[0]) if value.ndim else True
     return value is not None
+
+
+# --- in a batch ----------------------------------------------------------------------------------------------------
+
+
+def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
+    """Each sample's media, by field (other inputs as `media.NAME`): views of the batch's tensors."""
+    count = len(batch)
+    result: dict[str, list[Any] | None] = {}
+    rows: dict[str, list[int]] = {}
+    for pixels, grids, number in (
+        ("pixel_values", "image_grid_thws", "image_num"),
+        ("pixel_values_videos", "video_grid_thws", "video_num"),
+    ):
+        shapes, data = getattr(batch, grids), getattr(batch, pixels)
+        known = batch.origin.media_rows
+        counts = _counts(batch, number)
+        if isinstance(shapes, torch.Tensor):
+            if shapes.dim() != 2:
+                raise ValueError(f"{grids}: got shape {list(shapes.shape)}, expected two dimensions")
+            rows[grids] = list(known.get(grids) or counts or ([1] * count if len(shapes) == count else ()))
+            if not rows[grids]:
+                raise ValueError(
+                    f"{grids}: got {len(shapes)} rows for {count} samples, expected info[{number!r}] to say how many "
+                    "each sample has"
+                )
+        result[grids] = _divided(grids, shapes, rows.get(grids), count, batch.origin.absent.get(grids), empty=None)
+        if isinstance(data, torch.Tensor):
+            rows[pixels] = list(known.get(pixels) or _pixel_rows(pixels, data, result[grids], counts, count))
+        result[pixels] = _divided(pixels, data, rows.get(pixels), count, batch.origin.absent.get(pixels), empty=0)
+    if not isinstance(batch.media, (dict, type(None))):
+        raise ValueError(f"media: got {type(batch.media).__name__}, expected a dict of lists")
+    for key, tensors in (batch.media or {}).items():
+        result[f"media.{key}"] = sample_list(f"media[{key!r}]", tensors, count)
+    return result
+
+
+def _counts(batch: ExperienceBatch, number: str) -> list[int] | None:
+    """How many images each sample has, if `info` says so."""
+    given = (batch.info or {}).get(number)
+    if given is None:
+        return None
+    counts = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray)) else given
+    good = isinstance(counts, (list, tuple)) and len(counts) == len(batch)
+    if not good or not all(isinstance(c, (int, float)) and float(c).is_integer() and c >= 0 for c in counts):
+        raise ValueError(f"info[{number!r}]: got {counts!r}, expected {len(batch)} whole numbers")
+    return [int(c) for c in counts]
+
+
+def _pixel_rows(name: str, data: torch.Tensor, grids: Any, counts: list[int] | None, count: int) -> list[int]:
+    if grids is not None:
+        return [0 if grid is None else int(grid.reshape(-1, grid.shape[-1]).prod(-1).sum()) for grid in grids]
+    if counts and sum(counts) and len(data) % sum(counts) == 0:
+        each = len(data) // sum(counts)  # without grids every image has as many rows
+        return [each * number for number in counts]
+    if count and len(data) % count == 0:
+        return [len(data) // count] * count
+    raise ValueError(f"{name}: got {len(data)} rows for {count} samples, expected grids that say how many each has")
+
+
+def _divided(name: str, value: Any, rows: list[int] | None, count: int, absent: Any, empty: int | None) -> Any:
+    """Each sample's part: `None` where it is absent, or where it is empty and that is what emptiness means."""
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        return sample_list(name, value, count)
+    if rows is None or len(rows) != count or sum(rows) != len(value):
+        raise ValueError(f"{name}: got {len(value)} rows, expected {sum(rows or ())}, those of {count} samples")
+    parts: list[Any] = list(torch.split(value, rows))
+    if absent is not None:
+        return [None if i in absent else part for i, part in enumerate(parts)]
+    return [None if empty is None and not len(part) else part for part in parts]
+
+
+def sample_list(name: str, value: Any, count: int) -> list[Any] | None:
+    """An entry for each sample, once there are as many."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        raise ValueError(f"{name}: got {type(value).__name__}, expected a list of {count}, an entry for each sample")
+    if len(value) != count:
+        raise ValueError(f"{name}: got {len(value)} entries, expected {count}, one for each sample")
+    return list(value)
+
+
+def joined(name: str, parts: list[Any] | None, origin: Origin) -> torch.Tensor | None:
+    """The samples' media in one tensor, with what is needed to divide it again."""
+    present = [part for part in parts or () if part is not None]
+    if not present or parts is None:
+        return None
+    for i, part in enumerate(parts):
+        if part is not None and not isinstance(part, torch.Tensor):
+            raise ValueError(f"items[{i}].{name}: got {type(part).__name__}, expected a tensor")
+    if "grid" in name:
+        parts = [part.unsqueeze(0) if part is not None and part.dim() == 1 else part for part in parts]
+        present = [part for part in parts if part is not None]
+    for i, part in enumerate(parts):
+        if part is not None and (
+            not part.dim() or part.shape[1:] != present[0].shape[1:] or part.dtype != present[0].dtype
+        ):
+            raise ValueError(
+                f"items[{i}].{name}: got {list(part.shape)} of {part.dtype}, expected (rows, "
+                f"{', '.join(map(str, present[0].shape[1:]))}) of {present[0].dtype}, as others have"
+            )
+    absent = frozenset(i for i, part in enumerate(parts) if part is None)
+    origin.absent[name] = absent
+    origin.media_rows[name] = tuple(0 if part is None else len(part) for part in parts)
+    return torch.cat(present)

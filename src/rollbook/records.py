@@ -15,8 +15,8 @@ from rollbook.batch import Origin
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.info import InfoOrigin, collate_info
-from rollbook.jagged import Column, bits, concatenated
-from rollbook.layouts import column_of
+from rollbook.items import column_of
+from rollbook.jagged import Column, concatenated, memory
 from rollbook.ragged import Ragged, offsets_of
 from rollbook.sheet import Lengths, Sheet, constant
 
@@ -138,7 +138,7 @@ def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoO
     if mask is None:
         counts = sheet.responses
     else:
-        ones = bits(concatenated(mask, sheet.responses)) != 0
+        ones = memory(concatenated(mask, sheet.responses)) != 0
         sums = np.concatenate([[0], np.cumsum(ones)])
         bounds = offsets_of(sheet.responses)
         counts = sums[bounds[1:]] - sums[bounds[:-1]]

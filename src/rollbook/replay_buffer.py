@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook import layouts
+from rollbook import items as buffer_items
 from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch
 from rollbook.jagged import Spans, lengths_of
+from rollbook.layouts import check_layout, packed, padded
 from rollbook.media import Pool, carries_media
 
 
@@ -79,8 +80,8 @@ def split_experience_batch(
         raise ValueError(f"experience: got {type(experience).__name__}, expected an ExperienceBatch")
     pool = Pool() if pool is None else pool
     if unpad or experience.layout == "packed":
-        return layouts.items_of_batch(experience, pool)
-    return layouts.padded_items_of_batch(experience, pool)
+        return buffer_items.items_of_batch(experience, pool)
+    return buffer_items.padded_items_of_batch(experience, pool)
 
 
 def remove_padding_in_sequences(items: Sequence[BufferItem]) -> list[BufferItem]:
@@ -93,7 +94,7 @@ def remove_padding_in_sequences(items: Sequence[BufferItem]) -> list[BufferItem]
     >>> bare.sequences.tolist(), bare.action_mask.tolist()
     ([1, 2, 3], [1, 0, 1])
     """
-    return [layouts.unpadded_item(i, item) for i, item in enumerate(items)]
+    return [buffer_items.unpadded_item(i, item) for i, item in enumerate(items)]
 
 
 def make_experience_batch(
@@ -114,12 +115,13 @@ def make_experience_batch(
     given = list(items)
     if not given:
         raise ValueError("items: got none, expected at least one")
+    check_layout(layout)
     if packing_samples or layout != "left":
-        given = layouts.padding_removed(given)
-    sheet = layouts.sheet_of_items(given)
+        given = buffer_items.padding_removed(given)
+    sheet = buffer_items.sheet_of_items(given)
     if packing_samples:
-        return layouts.packed(sheet)
-    batch = layouts.padded(sheet, pad_token_id, layout)
+        return packed(sheet)
+    batch = padded(sheet, pad_token_id, layout)
     starts = [item.__dict__.get("action_start", 0) for item in given]
     if any(starts):
         # Items that were split with their padding still have it.
@@ -170,13 +172,13 @@ class NaiveReplayBuffer:
     @torch.no_grad()
     def append(self, experience: ExperienceBatch) -> None:
         """Keep the samples of a batch, without its padding; the batch itself is left alone."""
-        items = split_experience_batch(experience, unpad=True, pool=self._pool)
-        if self.cpu_offload:
-            items = [item.to_device("cpu") for item in items]
-        self.items.extend(items)
+        if not isinstance(experience, ExperienceBatch):
+            raise ValueError(f"experience: got {type(experience).__name__}, expected an ExperienceBatch")
+        self.items.extend(buffer_items.items_of_batch(experience, self._pool, "cpu" if self.cpu_offload else None))
         if 0 < self.limit < len(self.items):
             del self.items[: len(self.items) - self.limit]
             self._pool.prune(item.raw_images for item in self.items)
+            buffer_items.let_go(self.items)
 
     @torch.no_grad()
     def sample(self) -> ExperienceBatch:

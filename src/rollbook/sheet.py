@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS
+from rollbook.ids import EID
 from rollbook.info import split_info
-from rollbook.jagged import Column, bits, concatenated
+from rollbook.jagged import Column, concatenated, memory
 from rollbook.ragged import Ragged, offsets_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 Lengths = NDArray[np.int64]
 SAMPLE_LISTS = {"labels": "labels", "references": "references", "raw_images": "raw_images", "ids": "eid"}
 """A batch's lists with an entry for each sample, and an item's name for the entry."""
+
+
+def own_entry(name: str, value: Any) -> Any:
+    """An entry of a batch's list that a sample can change without changing another's (images are shared)."""
+    if name == "raw_images":
+        return list(value) if isinstance(value, list) else value
+    return value.replace() if isinstance(value, EID) else own(value, tensors=True)
 
 
 def on_tokens(name: str) -> bool:
@@ -69,7 +77,7 @@ class Sheet:
     @cached_property
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The columns' memory, of a sheet whose columns are tensors on the host."""
-        return {name: bits(column) for name, column in self.columns.items() if isinstance(column, torch.Tensor)}
+        return {name: memory(column) for name, column in self.columns.items() if isinstance(column, torch.Tensor)}
 
     @cached_property
     def kinds(self) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
@@ -123,7 +131,12 @@ class Sheet:
             return {key.removeprefix("media."): one for key, one in found.items() if one is not None} or None
         if name == "action_start":
             return 0
-        entries = self.media.get(name) if name in self.media else self.lists.get(_LISTED.get(name, ""))
+        if name == "implied":
+            return frozenset()
+        if name in _LISTED:
+            listed = self.lists.get(_LISTED[name])
+            return None if listed is None else own_entry(_LISTED[name], listed[i])
+        entries = self.media.get(name)
         return None if entries is None else entries[i]
 
     def keep_media(self, pool: Pool) -> None:

@@ -1,0 +1,343 @@
+"""Buffer items to sheets, and batches to items.
+
+Invariant: an item that nobody touched is read where it lies, in the sheet it was made from; one that was changed is
+taken as it is now. Items of a batch share nothing with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollbook.batch import BufferItem, ExperienceBatch, Origin, token_fields
+from rollbook.convert import own
+from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
+from rollbook.info import collate_info, pick_info
+from rollbook.jagged import Column, Segments, segments, unbind_copy
+from rollbook.layouts import action_starts, checked, sheet_of_batch, whole_sheet, widths
+from rollbook.media import Pool
+from rollbook.ragged import promote
+from rollbook.sheet import SAMPLE_LISTS, Lengths, Sheet, constant, on_tokens, own_entry
+
+
+def sheet_of_items(items: Sequence[Any]) -> Sheet:
+    """The sheet of buffer items, each as it is (padding that an item still has is taken for content)."""
+    for i, item in enumerate(items):
+        if not isinstance(item, BufferItem) or len(item.__dict__) > 1:
+            check_item(i, item)
+    states = [item.__dict__ for item in items]
+    touched = set[str]().union(*states)
+    sheet = _lying(states, touched) or _gathered(states)
+
+    def values(name: str) -> list[Any]:
+        return [
+            state[name] if name in state else state["_source"][0].value(name, state["_source"][1]) for state in states
+        ]
+
+    # Rows that nobody touched since their sheet was made are taken from its columns.
+    whole = {id(state["_source"][0]): state["_source"][0] for state in states if "_source" in state}
+    single = next(iter(whole.values())) if len(whole) == 1 and all("_source" in state for state in states) else None
+    picked = None
+    if single is not None and not touched & {"info", "info_kinds"} and not single.origin.absent.get("info"):
+        picked = pick_info(single.info, single.origin.info, [state["_source"][1] for state in states])
+    if picked is not None:
+        sheet.info = picked
+    else:
+        infos = values("info")
+        sheet.info, sheet.origin.info = collate_info(infos, values("info_kinds"))
+        if bare := frozenset(i for i, info in enumerate(infos) if info is None):
+            sheet.origin.absent["info"] = bare
+    for name, item_name in SAMPLE_LISTS.items():
+        if single is None or item_name in touched or single.lists.get(name) is not None:
+            sheet.lists[name] = _listed([own_entry(name, value) for value in values(item_name)])
+    for name in BATCH_MEDIA:
+        if single is None or name in touched or single.media.get(name) is not None:
+            sheet.media[name] = _listed(values(name))
+    if single is None or "media" in touched or any(name.startswith("media.") for name in single.media):
+        media = values("media")
+        for key in dict.fromkeys(key for one in media for key in one or ()):
+            sheet.media[f"media.{key}"] = [(one or {}).get(key) for one in media]
+    return sheet
+
+
+def check_item(i: int, item: Any) -> None:
+    """Refuse what is no item, or holds what an item cannot."""
+    if not isinstance(item, BufferItem):
+        raise ValueError(f"items[{i}]: got {type(item).__name__}, expected a BufferItem")
+    state = item.__dict__
+    for name in ("info", "extras", "media"):
+        if not isinstance(state.get(name), (dict, type(None))):
+            raise ValueError(f"items[{i}].{name}: got {type(state[name]).__name__}, expected a dict")
+    start = state.get("action_start", 0)
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise ValueError(f"items[{i}].action_start: got {start!r}, expected a whole number")
+
+
+def _listed(values: list[Any]) -> list[Any] | None:
+    return None if all(value is None for value in values) else values
+
+
+def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
+    """The sheet of rows of other sheets, without making tensors of them; `None` where that cannot be."""
+    if "extras" in touched or not all("_source" in state for state in states):
+        return None
+    sources = [state["_source"] for state in states]
+    sheets = {id(one): one for one, _ in sources}
+    first = next(iter(sheets.values()))
+    if not all(one.arrays is not None and one.regular and one.kinds == first.kinds for one in sheets.values()):
+        return None
+    starts = [[one.bounds[axis][i] for one, i in sources] for axis in (0, 1)]
+    stops = [[one.bounds[axis][i + 1] for one, i in sources] for axis in (0, 1)]
+    responses, tokens = (np.array(stops[axis]) - np.array(starts[axis]) for axis in (0, 1))
+    sheet = Sheet(tokens, responses, Origin())
+    for name, (dtype, trailing) in first.kinds.items():
+        if dtype is None and name not in touched:
+            sheet.columns[name] = None
+        elif name not in touched:
+            axis = on_tokens(name)
+            arrays = repeat(first.arrays[name]) if len(sheets) == 1 else [one.arrays[name] for one, _ in sources]
+            sheet.columns[name] = Segments(arrays, starts[axis], stops[axis], dtype, trailing)
+        else:
+            rows = [s[name] if name in s else s["_source"][0].row(name, s["_source"][1]) for s in states]
+            expected = sheet.lengths(name).tolist()
+            if any(row is not None and len(row) != n for row, n in zip(rows, expected, strict=True)):
+                return None  # assigned anew, with a length of their own
+            for i, row in enumerate(rows):
+                _check_row(name, i, row)
+            sheet.columns[name] = column_of(name, rows, sheet)
+    return sheet
+
+
+def _gathered(states: list[dict[str, Any]]) -> Sheet:
+    """The sheet of items that each hold their own tensors."""
+
+    def value(state: dict[str, Any], name: str) -> Any:
+        return state[name] if name in state else state["_source"][0].value(name, state["_source"][1])
+
+    rows = {name: [value(state, name) for state in states] for name in BATCH_FIELDS}
+    extras = [value(state, "extras") for state in states]
+    for name in dict.fromkeys(name for one in extras for name in one or ()):
+        rows[f"extras.{name}"] = [(one or {}).get(name) for one in extras]
+    for i, row in enumerate(rows["sequences"]):
+        if row is None:
+            raise ValueError(f"items[{i}].sequences: got None, expected token ids")
+    known: list[list[int] | None] = [None, None]
+    for name, found in rows.items():
+        axis = on_tokens(name)
+        known[axis] = _measured(name, found, known[axis])
+    tokens, responses = (np.array(known[axis] or [-1] * len(states), dtype=np.int64) for axis in (1, 0))
+    sheet = Sheet(tokens, np.maximum(responses, 0), Origin())
+    over = np.flatnonzero(sheet.responses > sheet.tokens)
+    if over.size:
+        i = int(over[0])
+        raise ValueError(f"items[{i}]: got {sheet.responses[i]} response slots, expected at most {sheet.tokens[i]}")
+    device = rows["sequences"][0].device if states else "cpu"
+    sheet.device = device
+    for name, found in rows.items():
+        sheet.columns[name] = column_of(name, found, sheet)
+    for i, state in enumerate(states):
+        for name in state.get("implied", ()):
+            sheet.origin.absent[name] = sheet.origin.absent.get(name, frozenset()) | {i}
+    return sheet
+
+
+def _measured(name: str, rows: list[Any], known: list[int] | None) -> list[int] | None:
+    """The rows' lengths (-1 where nothing is known yet), held to those that other fields of the axis have."""
+    try:
+        if set(map(torch.Tensor.dim, rows)) == {1}:
+            lengths = list(map(torch.Tensor.numel, rows))
+            if known is None or lengths == known:
+                return lengths
+    except TypeError:
+        pass  # some are absent, or no tensors
+    known = known or [-1] * len(rows)
+    for i, row in enumerate(rows):
+        if row is None:
+            continue
+        _check_row(name, i, row)
+        if known[i] >= 0 and known[i] != len(row):
+            raise ValueError(
+                f"items[{i}].{name}: got {len(row)} entries, expected {known[i]}, as its other fields have"
+            )
+        known[i] = len(row)
+    return known
+
+
+def _check_row(name: str, i: int, row: Any) -> None:
+    if row is None:
+        return
+    if not isinstance(row, torch.Tensor):
+        raise ValueError(f"items[{i}].{name}: got {type(row).__name__}, expected a tensor")
+    if row.dim() != 1 and not (row.dim() and name.startswith("extras.")):
+        raise ValueError(f"items[{i}].{name}: got shape {list(row.shape)}, expected one dimension")
+
+
+def column_of(name: str, rows: list[Any], sheet: Sheet) -> Column | None:
+    """Rows as one column; what is absent is filled in, and noted."""
+    present = [row for row in rows if row is not None]
+    lengths = sheet.lengths(name)
+    if not present:
+        return _implied_mask(name, lengths, sheet)
+    model = present[0]
+    dtype = model.dtype
+    dtypes = set(map(attrgetter("dtype"), present))
+    if len(dtypes) > 1:
+        joined = promote(str(kind).removeprefix("torch.") for kind in dtypes)
+        if joined is None:
+            shown = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"{name}: got items of types {shown}, expected types that one can hold exactly")
+        dtype = getattr(torch, joined)
+        sheet.origin.dtypes[name] = tuple(dtype if row is None else row.dtype for row in rows)
+        rows = [row if row is None else row.to(dtype) for row in rows]
+    if len(present) < len(rows):
+        sheet.origin.absent[name] = frozenset(i for i, row in enumerate(rows) if row is None)
+        fill = BATCH_FIELDS[name].absent if name in BATCH_FIELDS else 0
+        rows = [
+            model.new_full((int(length), *model.shape[1:]), fill, dtype=dtype) if row is None else row
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+    if model.dim() > 1 and len({row.shape[1:] for row in rows}) > 1:
+        shown = ", ".join(str(list(row.shape)) for row in rows)
+        raise ValueError(f"{name}: got shapes {shown}, expected all but the first size to be the same")
+    try:
+        return segments(rows)
+    except RuntimeError as error:
+        raise ValueError(f"{name}: the items cannot be put into one tensor: {error}") from None
+
+
+def _implied_mask(name: str, lengths: Lengths, sheet: Sheet) -> torch.Tensor | None:
+    """No mask says that everything counts; where rows differ in length, padding must be told from that."""
+    absent = BATCH_FIELDS[name].absent if name in BATCH_FIELDS else 0
+    if not absent or len(set(lengths.tolist())) < 2:
+        return None
+    sheet.origin.absent[name] = frozenset(range(len(lengths)))
+    return constant(absent, int(lengths.sum()), torch.int64 if on_tokens(name) else torch.bool, sheet.device)
+
+
+# --- items without their padding ----------------------------------------------------------------------------------
+
+
+def unpadded_item(i: int, item: BufferItem) -> BufferItem:
+    """A new item: what is attended of the tokens, and the response slots that speak of it."""
+    check_item(i, item)
+    source = item.__dict__.get("_source")
+    if source is not None and len(item.__dict__) == 1 and source[0].compact:
+        return BufferItem.of(*source)
+    rows = {name: row for name, row in token_fields(item) if row is not None}
+    if "sequences" not in rows:
+        raise ValueError(f"items[{i}].sequences: got None, expected token ids")
+    sizes: dict[bool, int] = {}
+    for name, row in rows.items():
+        _check_row(name, i, row)
+        expected = sizes.setdefault(on_tokens(name), len(row))
+        if len(row) != expected:
+            raise ValueError(
+                f"items[{i}].{name}: got {len(row)} entries, expected {expected}, as its other fields have"
+            )
+    width, slots = sizes[True], sizes.get(False, 0)
+    if slots > width:
+        raise ValueError(f"items[{i}]: got {slots} response slots, expected at most its {width} tokens")
+    if item.action_start > slots:
+        raise ValueError(f"items[{i}].action_start: got {item.action_start}, expected 0 to {slots}")
+    first, last = _attended(item.attention_mask, width)
+    begin = max(item.action_start, first - (width - slots))
+    end = max(min(slots, last - (width - slots)), begin)
+    cut = {
+        name: (row[first:last] if on_tokens(name) else row[begin:end]).detach().clone() for name, row in rows.items()
+    }
+    given = item.__getstate__() | {name: cut.get(name) for name in BATCH_FIELDS} | dict.fromkeys(item.implied)
+    extras = {name.removeprefix("extras."): row for name, row in cut.items() if name not in BATCH_FIELDS}
+    given |= {"extras": extras or None, "info": own(item.info, tensors=True), "action_start": 0}
+    return BufferItem(**given | {"implied": frozenset()})
+
+
+def _attended(mask: torch.Tensor | None, width: int) -> tuple[int, int]:
+    """Where the attended part of a row begins, and where it ends (both `width` if there is none)."""
+    if mask is None:
+        return 0, width
+    kept = (mask.detach() != 0).cpu().numpy()
+    if not kept.any():
+        return width, width
+    return int(kept.argmax()), width - int(kept[::-1].argmax())
+
+
+def padding_removed(items: Sequence[Any]) -> list[Any]:
+    """The items themselves where they have no padding, new ones without it where they have."""
+    return [item if _bare(item) else unpadded_item(i, item) for i, item in enumerate(items)]
+
+
+def _bare(item: Any) -> bool:
+    if not isinstance(item, BufferItem):
+        return True  # it is refused later, by name
+    state = item.__dict__
+    if "_source" in state and state["_source"][0].compact and not state.keys() & {"attention_mask", "action_start"}:
+        return True
+    mask = item.attention_mask
+    padded_mask = isinstance(mask, torch.Tensor) and bool(mask.numel()) and not (mask[0] and mask[-1])
+    return not (item.action_start or padded_mask)
+
+
+# --- to items -----------------------------------------------------------------------------------------------------
+
+
+def items_of_batch(batch: ExperienceBatch, pool: Pool, device: Any = None) -> list[BufferItem]:
+    """The samples of a batch without their padding, on the sheet's memory; media shared through the pool."""
+    sheet = sheet_of_batch(batch)
+    if device is not None and torch.device(device) != torch.device(sheet.device):
+        sheet.move(device)
+    sheet.keep_media(pool)
+    return [BufferItem.of(sheet, i) for i in range(len(sheet))]
+
+
+def let_go(items: Sequence[BufferItem]) -> None:
+    """Free the first items from their sheet if most of its samples are gone, which it would keep alive."""
+    source = items[0].__dict__.get("_source") if items else None
+    if source is None:
+        return
+    left = 0
+    while left < len(items) and items[left].__dict__.get("_source", (None,))[0] is source[0]:
+        left += 1
+    if 2 * left <= len(source[0]):
+        for item in items[:left]:
+            item.detach()
+
+
+def padded_items_of_batch(batch: ExperienceBatch, pool: Pool) -> list[BufferItem]:
+    """The samples of a padded batch as wide as it is, each on memory of its own."""
+    values = checked(batch)
+    count, (width, slots) = len(batch), widths(values)
+    starts = action_starts(batch, slots).tolist()
+    sheet = whole_sheet(batch, np.full(count, width, dtype=np.int64), np.full(count, slots, dtype=np.int64))
+    sheet.keep_media(pool)
+    absent, rows = sheet.origin.absent, dict[str, Any]()
+    implied: list[set[str]] = [set() for _ in range(count)]
+    for name, value in values.items():
+        if value is None:
+            continue
+        rows[name] = unbind_copy(value) if count else []
+        if name in sheet.origin.dtypes:
+            kinds = sheet.origin.dtypes[name]
+            rows[name] = [row.to(kind) for row, kind in zip(rows[name], kinds, strict=True)]
+        for i in absent.get(name, ()):
+            if name in BATCH_FIELDS and BATCH_FIELDS[name].absent:
+                implied[i].add(name)  # as long as there is padding, the mask tells it from the rest
+            else:
+                rows[name][i] = None
+    items = []
+    for i in range(count):
+        item = BufferItem.of(sheet, i)
+        for name in BATCH_FIELDS:
+            item.__dict__[name] = rows[name][i] if name in rows else None
+        extras = {
+            n.removeprefix("extras."): r[i] for n, r in rows.items() if n not in BATCH_FIELDS and r[i] is not None
+        }
+        item.__dict__["extras"] = extras or None
+        item.__dict__["action_start"] = starts[i]
+        item.__dict__["implied"] = frozenset(implied[i])
+        items.append(item.detach())
+    return items
