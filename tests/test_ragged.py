@@ -86,13 +86,6 @@ def test_promote_is_exact() -> None:
     assert promote(["float8_e5m2"]) is None
 
 
-def test_fill_is_padding() -> None:
-    ragged = column([[1, 2, 3], [4]], "int32")
-    out = np.full((2, 5), 9, dtype=np.int32)
-    ragged.fill(out, np.array([2, 4]), ragged.lengths)
-    assert out.tolist() == [[9, 9, 1, 2, 3], [9, 9, 9, 9, 4]]
-
-
 def test_read_only_memory_is_copied_once() -> None:
     values = np.arange(6, dtype=np.int64)
     values.flags.writeable = False

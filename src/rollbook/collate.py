@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from rollbook.experiences import Experiences, id_part
-from rollbook.fields import DTYPES, FIELDS, INTEGERS
+from rollbook.fields import FIELDS, INTEGERS
+from rollbook.jagged import Spans, segments
 from rollbook.ragged import Ragged, promote
 
 if TYPE_CHECKING:
@@ -95,32 +96,30 @@ def _rows(experiences: Records, name: str) -> list[torch.Tensor]:
     return rows
 
 
-def _padded(experiences: Records, name: str, width: int, fill: float, starts: Any, lengths: Any) -> torch.Tensor:
+def _padded(
+    experiences: Records,
+    name: str,
+    width: int,
+    fill: float,
+    starts: Any,
+    lengths: Any,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[N, width, ...] Each record's `name`, `lengths[i]` entries from column `starts[i]` on, the rest `fill`."""
+    spans = Spans(lengths, starts, width)
     column = experiences.column(name) if isinstance(experiences, Experiences) else None
     if isinstance(column, Ragged) and column.valid is None:
         kind = _result_dtype(name, column.row_dtypes(), fill)
-        same = DTYPES[kind].storage == DTYPES[column.dtype].storage
-        out = _full((len(experiences), width, *column.trailing), fill, kind)
-        target = out if same else out.to(getattr(torch, column.dtype))
-        column.fill(target.view(getattr(torch, DTYPES[column.dtype].storage)).numpy(), starts, lengths)
-        return target if same else target.to(getattr(torch, kind))
+        if kind != column.dtype:
+            # Other rows of the column, which are not among these, made it wider.
+            made = spans.pad(column, fill).to(getattr(torch, kind))
+            return made if out is None else out.copy_(made)
+        return spans.pad(column, fill, out)
     rows = _rows(experiences, name)
     if not rows:
-        return _full((0, width), fill, FIELDS[name].dtype)
-    kind = _result_dtype(name, {_name(row) for row in rows}, fill)
-    shape = (len(rows), width, *rows[0].shape[1:])
-    out = _full(shape, fill, kind, rows[0].device)
-    for i, (row, at, length) in enumerate(zip(rows, starts.tolist(), lengths.tolist(), strict=True)):
-        out[i, at : at + length] = row[:length].to(out.dtype)
-    return out
-
-
-def _full(shape: tuple[int, ...], fill: float, kind: str, device: Any = "cpu") -> torch.Tensor:
-    try:
-        return torch.full(shape, fill, dtype=getattr(torch, kind), device=device)
-    except RuntimeError:
-        raise ValueError(f"padding: got {fill}, which {kind} does not hold") from None
+        return torch.full((0, width), fill, dtype=getattr(torch, FIELDS[name].dtype))
+    target = getattr(torch, _result_dtype(name, {_name(row) for row in rows}, fill))
+    return spans.pad(segments([row.to(target) for row in rows]), fill, out)
 
 
 def _name(tensor: torch.Tensor) -> str:
@@ -142,9 +141,17 @@ def _result_dtype(name: str, dtypes: set[str], fill: float = 0) -> str:
 
 
 def gather_token_ids(
-    experiences: Records, max_prompt_length: int, max_response_length: int, pad_token_id: int
+    experiences: Records,
+    max_prompt_length: int,
+    max_response_length: int,
+    pad_token_id: int,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[N, P + R] Token ids: prompts padded on the left to P, responses on the right to R.
+
+    `out`, a tensor of that shape and the tokens' type, is filled and given back: memory that was used before takes a
+    third of the time of fresh memory.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[11, 12, 13]), Experience(tokens=[21, 22, 23, 24, 25], prompt_length=2)]
@@ -157,7 +164,7 @@ def gather_token_ids(
     width = max_prompt_length + max_response_length
     if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
         raise ValueError(f"pad_token_id: got {pad_token_id!r}, expected a token id")
-    return _padded(experiences, "tokens", width, int(pad_token_id), starts, prompts + responses)
+    return _padded(experiences, "tokens", width, int(pad_token_id), starts, prompts + responses, out)
 
 
 def gather_attention_masks(experiences: Records, max_prompt_length: int, max_response_length: int) -> torch.Tensor:

@@ -15,15 +15,20 @@ import torch
 
 from rollbook.convert import own
 from rollbook.equality import same
-from rollbook.jagged import unbind_copy
+from rollbook.jagged import memory, unbind_copy
 
 Path = tuple[Any, ...]
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """What a number was as an entry of a tensor: its type, and its shape there (`(1,)` in a (B, 1) tensor)."""
 
 _MISSING: Any = object()
-_NUMBERS = (bool, int, float, np.generic)
-_DEFAULTS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float32}
+_NUMBERS = (bool, int, float, complex, np.generic)
+_DEFAULTS: dict[type, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float32,
+    complex: torch.complex64,
+}
 
 
 @dataclass(slots=True)
@@ -53,23 +58,24 @@ def collate_info(infos: Sequence[Any], kinds: Sequence[Any] | None = None) -> tu
     [{'reward': 0.5, 'tag': 'a', 'parts': {'x': 1}}, {'reward': 1.0, 'parts': {'x': 2}}]
     """
     origin = InfoOrigin()
-    remembered = [one for one in kinds or () if one]
+    remembered = list({id(one): one for one in kinds or () if one}.values())  # items of one batch share theirs
     return _collate([{} if info is None else info for info in infos], (), origin, remembered), origin
 
 
 def _collate(rows: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) -> dict[Any, Any]:
     result: dict[Any, Any] = {}
     keys = rows[0].keys() if rows else ()
-    if any(row.keys() != keys for row in rows):
+    ragged = any(row.keys() != keys for row in rows)
+    if ragged:
         keys = dict.fromkeys(key for row in rows for key in row)
     for key in keys:
         column = [row.get(key, _MISSING) for row in rows]
         here = (*path, key)
-        missing = frozenset(i for i, value in enumerate(column) if value is _MISSING)
+        missing = frozenset(i for i, v in enumerate(column) if v is _MISSING) if ragged else frozenset()
         if missing:
             origin.missing[here] = missing
         found = [value for value in column if value is not _MISSING] if missing else column
-        if all(type(value) is dict for value in found):
+        if set(map(type, found)) == {dict}:
             result[key] = _collate([{} if value is _MISSING else value for value in column], here, origin, kinds)
             continue
         stacked = None if missing else _stack(column, here, origin, kinds)
@@ -92,7 +98,7 @@ def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
         return None
     if made[0].numel() == 1:
         shown = made.reshape(-1).tolist()
-        if any(type(a) is not type(b) for a, b in zip(shown, column, strict=True)) or not same(shown, column):
+        if types != {type(shown[0])} or not (shown == column or same(shown, column)):
             origin.given[path] = shown, own(column, tensors=True)
     return made
 
@@ -111,7 +117,8 @@ def _number_tensor(column: list[Any], types: set[type], kinds: set[Kind]) -> tor
             dtype = torch.bool
         if dtype is None:
             whole = all(issubclass(kind, (bool, int, np.integer, np.bool_)) for kind in types)
-            dtype = torch.int64 if whole else torch.float32
+            imaginary = any(issubclass(kind, (complex, np.complexfloating)) for kind in types)
+            dtype = torch.int64 if whole else torch.complex64 if imaginary else torch.float32
     try:
         return torch.tensor([v.item() if isinstance(v, np.generic) else v for v in column], dtype=dtype).reshape(
             len(column), *tail
@@ -121,7 +128,9 @@ def _number_tensor(column: list[Any], types: set[type], kinds: set[Kind]) -> tor
 
 
 def _holds(dtype: torch.dtype, value: Any) -> bool:
-    if dtype.is_floating_point or dtype.is_complex:
+    if dtype.is_complex or isinstance(value, (complex, np.complexfloating)):
+        return dtype.is_complex
+    if dtype.is_floating_point:
         return True
     if dtype == torch.bool:
         return isinstance(value, (bool, np.bool_))
@@ -209,7 +218,8 @@ def pick_info(info: Any, origin: InfoOrigin, rows: list[int]) -> dict[Any, Any] 
             result[key] = value
         elif isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
             # By way of numpy, whose indexing takes a fraction of the time.
-            result[key] = torch.from_numpy(value.numpy()[rows]) if value.dtype != torch.bfloat16 else value[rows]
+            picked = torch.from_numpy(memory(value)[rows])
+            result[key] = picked if picked.dtype == value.dtype else picked.view(value.dtype)
         else:
             return None
     return result

@@ -22,7 +22,7 @@ from rollbook.jagged import Column, Segments, segments, unbind_copy
 from rollbook.layouts import action_starts, checked, sheet_of_batch, whole_sheet, widths
 from rollbook.media import Pool
 from rollbook.ragged import promote
-from rollbook.sheet import SAMPLE_LISTS, Lengths, Sheet, constant, on_tokens, own_entry
+from rollbook.sheet import SAMPLE_LISTS, Sheet, on_tokens, own_entry
 
 
 def sheet_of_items(items: Sequence[Any]) -> Sheet:
@@ -54,7 +54,8 @@ def sheet_of_items(items: Sequence[Any]) -> Sheet:
             sheet.origin.absent["info"] = bare
     for name, item_name in SAMPLE_LISTS.items():
         if single is None or item_name in touched or single.lists.get(name) is not None:
-            sheet.lists[name] = _listed([own_entry(name, value) for value in values(item_name)])
+            entries = _listed(values(item_name))
+            sheet.lists[name] = entries and [own_entry(name, entry) for entry in entries]
     for name in BATCH_MEDIA:
         if single is None or name in touched or single.media.get(name) is not None:
             sheet.media[name] = _listed(values(name))
@@ -182,7 +183,7 @@ def column_of(name: str, rows: list[Any], sheet: Sheet) -> Column | None:
     present = [row for row in rows if row is not None]
     lengths = sheet.lengths(name)
     if not present:
-        return _implied_mask(name, lengths, sheet)
+        return None
     model = present[0]
     dtype = model.dtype
     dtypes = set(map(attrgetter("dtype"), present))
@@ -208,15 +209,6 @@ def column_of(name: str, rows: list[Any], sheet: Sheet) -> Column | None:
         return segments(rows)
     except RuntimeError as error:
         raise ValueError(f"{name}: the items cannot be put into one tensor: {error}") from None
-
-
-def _implied_mask(name: str, lengths: Lengths, sheet: Sheet) -> torch.Tensor | None:
-    """No mask says that everything counts; where rows differ in length, padding must be told from that."""
-    absent = BATCH_FIELDS[name].absent if name in BATCH_FIELDS else 0
-    if not absent or len(set(lengths.tolist())) < 2:
-        return None
-    sheet.origin.absent[name] = frozenset(range(len(lengths)))
-    return constant(absent, int(lengths.sum()), torch.int64 if on_tokens(name) else torch.bool, sheet.device)
 
 
 # --- items without their padding ----------------------------------------------------------------------------------

@@ -135,23 +135,34 @@ class Spans:
         """Whether there is no padding at all."""
         return bool((self.lengths == self.width).all())
 
-    def pad(self, column: Column, fill: float) -> torch.Tensor:
-        """[B, width, ...] The rows in their places, `fill` around them."""
+    def pad(self, column: Column, fill: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[B, width, ...] The rows in their places, `fill` around them; in `out`, if one is given to be used again."""
         if isinstance(column, torch.Tensor):
-            if self.full:
+            if self.full and out is None:
                 return column.clone().reshape(len(self.lengths), self.width, *column.shape[1:])
             if _must_gather(column):
-                return self._pad_gather(column, fill)
+                made = self._pad_gather(column, fill)
+                return made if out is None else out.copy_(made)
         arrays, starts, stops, dtype, trailing = _segments(column, self.offsets)
-        if fill:
-            out = filled((len(self.lengths), self.width, *trailing), fill, dtype, "cpu")
-            matrix = memory(out)
-        else:
+        shape = (len(self.lengths), self.width, *trailing)
+        if out is None and not fill:
             # Zeros are asked of the system, which gives pages only where they are written.
-            matrix = np.zeros((len(self.lengths), self.width, *trailing), dtype=_NUMPY.get(dtype) or _words(dtype))
-            out = torch.from_numpy(matrix) if dtype in _NUMPY else torch.from_numpy(matrix).view(dtype)
+            matrix = np.zeros(shape, dtype=_NUMPY.get(dtype) or _words(dtype))
+            for row, array, (at, to), start, stop in zip(matrix, arrays, self._places, starts, stops, strict=False):
+                row[at:to] = array[start:stop]
+            return torch.from_numpy(matrix) if dtype in _NUMPY else torch.from_numpy(matrix).view(dtype)
+        check_fill(fill, dtype)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype)
+        elif out.shape != shape or out.dtype != dtype or out.device.type != "cpu":
+            got = f"{list(out.shape)} of {out.dtype} on {out.device}"
+            raise ValueError(f"out: got {got}, expected {list(shape)} of {dtype} on the CPU")
+        matrix = memory(out)
+        filler = memory(torch.full((1,), fill, dtype=dtype))[0]
         for row, array, (at, to), start, stop in zip(matrix, arrays, self._places, starts, stops, strict=False):
+            row[:at] = filler
             row[at:to] = array[start:stop]
+            row[to:] = filler
         return out
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
@@ -188,8 +199,9 @@ class Spans:
 
     def _pad_gather(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         shape = (len(self.lengths), self.width, *values.shape[1:])
+        check_fill(fill, values.dtype)
         if not len(values):
-            return filled(shape, fill, values.dtype, values.device)
+            return torch.full(shape, fill, dtype=values.dtype, device=values.device)
         index, inside = self._index(values.device)
         index = index.clamp(0, len(values) - 1)
         inside = inside.reshape(*inside.shape, *(1 for _ in values.shape[1:]))
@@ -225,13 +237,13 @@ def _segments(column: Column, offsets: NDArray[np.int64]) -> Segments:
     return Segments(repeat(memory(column)), bounds[:-1], bounds[1:], column.dtype, tuple(column.shape[1:]))
 
 
-def filled(shape: tuple[int, ...], fill: float, dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """A tensor of one value, once it is known to hold it."""
-    if not dtype.is_floating_point and dtype != torch.bool:
-        bounds = torch.iinfo(dtype)
-        if fill != int(fill) or not bounds.min <= fill <= bounds.max:
-            raise ValueError(f"padding: got {fill}, which {str(dtype).removeprefix('torch.')} does not hold")
-    return torch.full(shape, fill, dtype=dtype, device=device)
+def check_fill(fill: float, dtype: torch.dtype) -> None:
+    """Refuse a padding that the type does not hold."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if fill != fill or fill in (float("inf"), -float("inf")) or fill != int(fill) or not low <= fill <= high:
+        raise ValueError(f"padding: got {fill}, which {str(dtype).removeprefix('torch.')} does not hold")
 
 
 def concatenated(column: Column, lengths: NDArray[np.int64], out: torch.Tensor | None = None) -> torch.Tensor:

@@ -42,6 +42,9 @@ def sheet_of_batch(batch: ExperienceBatch) -> Sheet:
     lying, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
     sheet = whole_sheet(batch, lying.lengths, acting.lengths)
     for name, value in values.items():
+        if len(sheet.origin.absent.get(name, ())) == len(batch):
+            value = None  # a mask that only told padding from the rest
+            sheet.origin.absent.pop(name, None)
         if value is not None:
             if name == "attention_mask" and lying.solid:
                 value = constant(1, int(lying.lengths.sum()), value.dtype, value.device)
@@ -203,6 +206,14 @@ def padded(sheet: Sheet, pad_token_id: int = 0, layout: str = "left") -> Experie
         longest = int(prompts.max(initial=0))
         tokens = Spans(sheet.tokens, longest - prompts, longest + slots)
         responses = Spans(sheet.responses, np.zeros_like(sheet.responses), slots)
+
+    for name, one in BATCH_FIELDS.items():
+        spans = tokens if on_tokens(name) else responses
+        if one.absent and sheet.columns.get(name) is None and not spans.full:
+            # No mask says that everything counts; now padding must be told from that.
+            sheet.origin.absent[name] = frozenset(range(len(sheet)))
+            dtype = torch.int64 if on_tokens(name) else torch.bool
+            sheet.columns[name] = constant(one.absent, int(spans.lengths.sum()), dtype, sheet.device)
 
     def matrix(name: str, column: Column) -> torch.Tensor:
         source = name.removeprefix("extras.")

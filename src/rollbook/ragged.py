@@ -398,13 +398,6 @@ class Ragged:
         values = np.empty((0, *trailing), dtype=DTYPES[dtype].storage)
         return cls(values, np.zeros(count + 1, dtype=np.int64), dtype, np.zeros(count, dtype=np.bool_), owned=True)
 
-    def fill(self, out: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Copy the first `lengths[i]` entries of each row i to `out[i, starts[i]:]` (faster than index arrays)."""
-        values = self.values
-        columns = zip(self.offsets[:-1].tolist(), starts.tolist(), lengths.tolist(), strict=True)
-        for row, (start, at, length) in zip(out, columns, strict=True):
-            row[at : at + length] = values[start : start + length]
-
 
 def offsets_of(lengths: Any) -> NDArray[np.int64]:
     """Offsets, one more than there are lengths, from 0.

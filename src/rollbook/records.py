@@ -57,6 +57,8 @@ def sheet_of_experiences(experiences: Any) -> Sheet:
             column = _record_column(many, name, f"extras.{name}", sheet)
             if column is not None:
                 sheet.columns[f"extras.{name}"] = column
+    if not count:
+        sheet.columns["sequences"] = torch.empty(0, dtype=getattr(torch, FIELDS["tokens"].dtype))
     _custom_columns(many, sheet)
     sheet.columns["attention_mask"] = constant(1, int(tokens.sum()), torch.int64)
     sheet.info, sheet.origin.info = _record_info(many, sheet)
