@@ -18,7 +18,7 @@ from rollbook.batch import BufferItem, ExperienceBatch, Origin, token_fields
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.info import collate_info, pick_info
-from rollbook.jagged import Column, Segments, segments, unbind_copy
+from rollbook.jagged import Column, Segments, check_fill, segments, unbind_copy
 from rollbook.layouts import action_starts, checked, sheet_of_batch, whole_sheet, widths
 from rollbook.media import Pool
 from rollbook.ragged import promote
@@ -83,6 +83,54 @@ def _listed(values: list[Any]) -> list[Any] | None:
     return None if all(value is None for value in values) else values
 
 
+def drawn(items: Sequence[Any], pad_token_id: int) -> ExperienceBatch | None:
+    """The left-padded batch of items that nobody touched since they were split, if it is a plain one.
+
+    The same as by way of a sheet, in half the time: a trainer draws thousands of small batches.
+    """
+    states = [item.__dict__ for item in items if type(item) is BufferItem]
+    if len(states) != len(items) or any(len(state) != 1 or "_source" not in state for state in states):
+        return None
+    sources = [state["_source"] for state in states]
+    sheets = {id(sheet): sheet for sheet, _ in sources}
+    first = sources[0][0]
+    if type(pad_token_id) is not int or not all(one.plain and one.kinds == first.kinds for one in sheets.values()):
+        return None
+    given: dict[str, Any] = {}
+    origin = Origin()
+    if len(sheets) == 1:
+        given["info"] = pick_info(first.info, first.origin.info, [i for _, i in sources])
+    if given.get("info") is None:
+        infos = [sheet.infos[0][i] for sheet, i in sources]
+        given["info"], origin.info = collate_info(infos, [sheet.infos[1] for sheet, _ in sources])
+    for name in SAMPLE_LISTS:
+        if any(sheet.lists.get(name) for sheet in sheets.values()):
+            entries = [sheet.value(SAMPLE_LISTS[name], i) for sheet, i in sources]
+            given[name] = _listed(entries)
+    places = []
+    for axis in (0, 1):
+        bounds = [(sheet.bounds[axis][i], sheet.bounds[axis][i + 1]) for sheet, i in sources]
+        width = max(stop - start for start, stop in bounds)
+        places.append((width, [(width - stop + start, start, stop) for start, stop in bounds]))
+    for name, (dtype, trailing) in first.kinds.items():
+        if dtype is None:
+            continue
+        width, lying = places[on_tokens(name)]
+        shape, kind = (len(sources), width, *trailing), first.arrays[name].dtype
+        if name == "sequences" and pad_token_id:
+            check_fill(pad_token_id, dtype)
+            matrix = np.full(shape, pad_token_id, dtype=kind)
+        else:
+            matrix = np.zeros(shape, dtype=kind)
+        arrays = repeat(first.arrays[name]) if len(sheets) == 1 else [sheet.arrays[name] for sheet, _ in sources]
+        for row, array, (at, start, stop) in zip(matrix, arrays, lying, strict=False):
+            row[at:] = array[start:stop]
+        given[name] = torch.from_numpy(matrix)
+    starts = [at for at, _, _ in places[0][1]]
+    given["action_starts"] = torch.tensor(starts) if any(starts) else None
+    return ExperienceBatch.of(given, origin)
+
+
 def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
     """The sheet of rows of other sheets, without making tensors of them; `None` where that cannot be."""
     if "extras" in touched or not all("_source" in state for state in states):
@@ -90,7 +138,7 @@ def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
     sources = [state["_source"] for state in states]
     sheets = {id(one): one for one, _ in sources}
     first = next(iter(sheets.values()))
-    if not all(one.arrays is not None and one.regular and one.kinds == first.kinds for one in sheets.values()):
+    if not all(one.regular and one.kinds == first.kinds for one in sheets.values()):
         return None
     starts = [[one.bounds[axis][i] for one, i in sources] for axis in (0, 1)]
     stops = [[one.bounds[axis][i + 1] for one, i in sources] for axis in (0, 1)]
@@ -279,7 +327,7 @@ def _bare(item: Any) -> bool:
 
 def items_of_batch(batch: ExperienceBatch, pool: Pool, device: Any = None) -> list[BufferItem]:
     """The samples of a batch without their padding, on the sheet's memory; media shared through the pool."""
-    sheet = sheet_of_batch(batch)
+    sheet = sheet_of_batch(batch, in_one=True)
     if device is not None and torch.device(device) != torch.device(sheet.device):
         sheet.move(device)
     sheet.keep_media(pool)

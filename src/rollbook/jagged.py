@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.fields import DTYPES
-from rollbook.ragged import Ragged, offsets_of
+from rollbook.ragged import Ragged, allocate, offsets_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY: dict[torch.dtype, Any] = {
@@ -153,25 +153,23 @@ class Spans:
             return torch.from_numpy(matrix) if dtype in _NUMPY else torch.from_numpy(matrix).view(dtype)
         check_fill(fill, dtype)
         if out is None:
-            out = torch.empty(shape, dtype=dtype)
+            out = torch.from_numpy(allocate(shape, _NUMPY.get(dtype) or _words(dtype)))
+            out = out if dtype in _NUMPY else out.view(dtype)
         elif out.shape != shape or out.dtype != dtype or out.device.type != "cpu":
             got = f"{list(out.shape)} of {out.dtype} on {out.device}"
             raise ValueError(f"out: got {got}, expected {list(shape)} of {dtype} on the CPU")
         matrix = memory(out)
-        filler = memory(torch.full((1,), fill, dtype=dtype))[0]
+        matrix[...] = memory(torch.full((1,), fill, dtype=dtype))[0]
         for row, array, (at, to), start, stop in zip(matrix, arrays, self._places, starts, stops, strict=False):
-            row[:at] = filler
             row[at:to] = array[start:stop]
-            row[to:] = filler
         return out
 
-    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """(total, ...) What `pad` was given."""
-        if self.full:
-            return padded.reshape(-1, *padded.shape[2:]).clone()
+    def unpad(self, padded: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """(total, ...) What `pad` was given; in `out`, if there is one."""
         if _must_gather(padded):
             return padded[self._index(padded.device)[1]]
-        out = torch.empty((int(self.offsets[-1]), *padded.shape[2:]), dtype=padded.dtype)
+        if out is None:
+            out = torch.empty((int(self.offsets[-1]), *padded.shape[2:]), dtype=padded.dtype)
         if len(out):
             rows = zip(memory(padded), self._places, strict=True)
             np.concatenate([row[at:to] for row, (at, to) in rows], out=memory(out))

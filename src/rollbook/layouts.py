@@ -7,6 +7,7 @@ the response slots that speak of it. A field that does not agree with the others
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,19 @@ from rollbook.media import divided, joined, sample_list
 from rollbook.sheet import SAMPLE_LISTS, Lengths, Sheet, constant, on_tokens
 
 LAYOUTS = ("left", "prompt_left_response_right")
+_ALIGNED = 64
+_ROWS = 16
+"""How many rows of a mask are looked at together: as many as a processor's cache holds."""
 
 
 # --- from batches -------------------------------------------------------------------------------------------------
 
 
-def sheet_of_batch(batch: ExperienceBatch) -> Sheet:
-    """The sheet of a batch: of a padded one, what is attended. Media are views of the batch's."""
+def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> Sheet:
+    """The sheet of a batch: of a padded one, what is attended. Media are views of the batch's.
+
+    `in_one` puts the columns into one block of memory, for which the system gives large pages.
+    """
     values = checked(batch)
     if batch.layout == "packed":
         tokens, responses = _packed_lengths(batch, values)
@@ -41,6 +48,7 @@ def sheet_of_batch(batch: ExperienceBatch) -> Sheet:
     width, slots = widths(values)
     lying, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
     sheet = whole_sheet(batch, lying.lengths, acting.lengths)
+    room = _Block(values, lying, acting) if in_one else None
     for name, value in values.items():
         if len(sheet.origin.absent.get(name, ())) == len(batch):
             value = None  # a mask that only told padding from the rest
@@ -49,9 +57,37 @@ def sheet_of_batch(batch: ExperienceBatch) -> Sheet:
             if name == "attention_mask" and lying.solid:
                 value = constant(1, int(lying.lengths.sum()), value.dtype, value.device)
             else:
-                value = (lying if on_tokens(name) else acting).unpad(value)
+                spans = lying if on_tokens(name) else acting
+                value = spans.unpad(value, None if room is None else room.take(value, spans))
         sheet.columns[name] = value
     return sheet
+
+
+class _Block:
+    """Room for the columns of a sheet, in one piece."""
+
+    def __init__(self, values: dict[str, Any], lying: Spans, acting: Spans) -> None:
+        size = 0
+        for name, value in values.items():
+            if value is not None and not _apart(value):
+                rows = int((lying if on_tokens(name) else acting).offsets[-1])
+                size += rows * value[0, :1].numel() * value.element_size() + _ALIGNED if len(value) else 0
+        self.memory = np.empty(size, dtype=np.uint8)
+        self.at = -self.memory.ctypes.data % _ALIGNED
+
+    def take(self, value: torch.Tensor, spans: Spans) -> torch.Tensor | None:
+        """The next piece, for the column of `value`."""
+        shape = (int(spans.offsets[-1]), *value.shape[2:])
+        size = prod(shape) * value.element_size()
+        if _apart(value) or not size:
+            return None
+        piece = self.memory[self.at : self.at + size]
+        self.at += -(-size // _ALIGNED) * _ALIGNED
+        return torch.from_numpy(piece).view(value.dtype).reshape(shape)
+
+
+def _apart(value: torch.Tensor) -> bool:
+    return value.device.type != "cpu" or value.requires_grad
 
 
 def whole_sheet(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> Sheet:
@@ -157,22 +193,62 @@ def spans_of_rows(
     with it; slots before `starts` are padding.
     """
     solid = False
+    edges = None if mask is None else _edges(mask, width - slots - 1) or _edges(mask, width - 1)
     if mask is None or not width:
         first, last = np.zeros(count, dtype=np.int64), np.full(count, width, dtype=np.int64)
+    elif edges is not None:
+        first, last, solid = edges
     else:
         kept = (mask.detach() != 0).cpu().numpy()
         first = kept.argmax(axis=1)
         last = width - kept[:, ::-1].argmax(axis=1)
         none = ~kept[np.arange(count), first]
         first, last = np.where(none, width, first), np.where(none, width, last)
-        solid = mask.dtype == torch.bool and all(
-            row[a:b].all() for row, a, b in zip(kept, first.tolist(), last.tolist(), strict=True)
-        )
     begin = np.maximum(starts, first - (width - slots))
     end = np.maximum(np.minimum(slots, last - (width - slots)), begin)
     lying = Spans(last - first, first, width)
     lying.solid = solid
     return lying, Spans(end - begin, begin, slots)
+
+
+def _edges(mask: torch.Tensor, anchor: int) -> tuple[Lengths, Lengths, bool] | None:
+    """[B] Where the attended part of each row begins and ends, and whether it is 1 throughout; `None` if this must be
+    found in another way.
+
+    Found by bisection from a column that is attended in every row, as if each row had one run of ones; then proved, by
+    looking at every entry once: nothing outside is attended. Several times as fast as searching row by row.
+    """
+    if mask.device.type != "cpu" or mask.is_floating_point() or not mask.is_contiguous() or anchor < 0:
+        return None
+    entries = mask.detach().numpy()
+    count, width = entries.shape
+    if not count or not entries[:, anchor].all():
+        return None
+    row = np.arange(count)
+    on, off = np.full(count, anchor), np.full(count, width)
+    while (off - on > 1).any():
+        middle = (on + off) >> 1
+        hit = entries[row, middle] != 0
+        on, off = np.where(hit, middle, on), np.where(hit, off, middle)
+    last = off
+    on, off = np.full(count, anchor), np.full(count, -1)
+    while (on - off > 1).any():
+        middle = (on + off) >> 1
+        hit = (entries[row, np.maximum(middle, 0)] != 0) & (middle > off)
+        on, off = np.where(hit, middle, on), np.where(hit, off, middle)
+    solid = True
+    for start in range(0, count, _ROWS):
+        part = entries[start : start + _ROWS].reshape(-1)
+        base = np.arange(len(part) // width) * width
+        bounds = np.stack([base + on[start : start + _ROWS], base + last[start : start + _ROWS]], axis=1).reshape(-1)
+        cuts = bounds[bounds < len(part)]
+        any_bit = np.bitwise_or.reduceat(part, cuts)
+        every_bit = np.bitwise_and.reduceat(part, cuts)
+        gaps = np.diff(cuts, append=len(part))[1::2] > 0  # reduceat gives an entry even for nothing
+        if part[: cuts[0]].any() or any_bit[1::2][gaps].any():
+            return None
+        solid = solid and bool((any_bit[::2] == 1).all()) and bool((every_bit[::2] == 1).all())
+    return on, last, solid
 
 
 # --- to batches ---------------------------------------------------------------------------------------------------

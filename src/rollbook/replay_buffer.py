@@ -116,7 +116,11 @@ def make_experience_batch(
     if not given:
         raise ValueError("items: got none, expected at least one")
     check_layout(layout)
-    if packing_samples or layout != "left":
+    if not packing_samples and layout == "left":
+        batch = buffer_items.drawn(given, pad_token_id)
+        if batch is not None:
+            return batch
+    else:
         given = buffer_items.padding_removed(given)
     sheet = buffer_items.sheet_of_items(given)
     if packing_samples:

@@ -93,6 +93,19 @@ class Sheet:
         irregular = self.origin.absent.keys() | self.origin.dtypes.keys()
         return not irregular & self.columns.keys() and torch.device(self.device).type == "cpu"
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every sample has masks and whatever other fields there are, of types that numpy has, and neither
+        media nor extras nor an `info` that is `None`."""
+        if not self.regular or any(self.media.values()) or self.lists.get("raw_images") or self.origin.absent:
+            return False
+        if not self.columns.keys() <= BATCH_FIELDS.keys():
+            return False
+        masks = [name for name, one in BATCH_FIELDS.items() if one.absent]
+        return all(self.columns.get(name) is not None for name in masks) and all(
+            torch.from_numpy(array[:0]).dtype == self.kinds[name][0] for name, array in self.arrays.items()
+        )
+
     compact = True
     """Items of a sheet have no padding."""
 

@@ -1,0 +1,111 @@
+"""On a CUDA device: `make test-gpu`. Batches arrive whole and packed, and attention over ragged input takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from rollbook.batch import ExperienceBatch, from_experiences, pin_memory
+from rollbook.experiences import Experiences
+from rollbook.replay_buffer import NaiveReplayBuffer, make_experience_batch, split_experience_batch
+from tests import test_layout_model as layouts
+from tests.strategies import full_record
+
+DEVICE = torch.device("cuda")
+
+
+def records() -> Experiences:
+    return Experiences([full_record(kind, seed) for seed, kind in enumerate(["single_turn", "multi_turn"] * 4)])
+
+
+@pytest.mark.parametrize("how", [{}, {"layout": "prompt_left_response_right"}, {"packing_samples": True}])
+def test_what_arrives_is_what_was_sent(how: dict[str, Any]) -> None:
+    many = records()
+    there = from_experiences(many, pad_token_id=5, device=DEVICE, **how)
+    here = from_experiences(many, pad_token_id=5, **how)
+    tensors = [value for value in vars(there).values() if isinstance(value, torch.Tensor)]
+    tensors += [value.values for value in vars(there).values() if hasattr(value, "cu_seqlens")]
+    assert len(tensors) > 4
+    assert {tensor.device.type for tensor in tensors} == {"cuda"}
+    assert there.to_device("cpu") == here
+    assert from_experiences(many, pad_token_id=5, **how).to_device(DEVICE).to_device("cpu") == here
+
+
+@pytest.mark.parametrize("how", [{}, {"layout": "prompt_left_response_right"}, {"packing_samples": True}])
+def test_layouts_change_on_the_device(how: dict[str, Any]) -> None:
+    items = layouts.samples()
+    here = make_experience_batch(items, **how)
+    assert make_experience_batch(items, **how).to_device(DEVICE).pack().to_device("cpu") == here.pack()
+    there = make_experience_batch(items, **how).to_device(DEVICE)
+    assert there.pad(7).to_device("cpu") == here.pad(7)
+    for there_items in (split_experience_batch(there), split_experience_batch(there, unpad=True)):
+        assert there_items[0].sequences.device.type == "cuda"
+    apart = [item.to_device("cpu") for item in split_experience_batch(there, unpad=True)]
+    assert apart == items
+    again = make_experience_batch(split_experience_batch(there, unpad=True), **how)
+    assert again.sequences[0].device.type == "cuda"
+    assert again.to_device("cpu") == here
+
+
+def test_memory_is_pinned() -> None:
+    batch = make_experience_batch(layouts.samples())
+    batch.info["nested"] = {"deep": [torch.ones(2), None]}
+    assert batch.pin_memory() is batch
+    for value in (batch.sequences, batch.base_action_log_probs, batch.info["nested"]["deep"][0]):
+        assert value.is_pinned()
+    packed = make_experience_batch(layouts.samples(), packing_samples=True).pin_memory()
+    assert packed.sequences.values.is_pinned()
+    assert packed.sequences[0].is_pinned()
+    on_device = torch.ones(2, device=DEVICE)
+    assert pin_memory([on_device, None])[0] is on_device
+
+
+def test_buffer_keeps_on_the_host_and_samples_to_the_device() -> None:
+    items = layouts.samples()
+    buffer = NaiveReplayBuffer(sample_batch_size=4, seed=0)
+    buffer.append(make_experience_batch(items).to_device(DEVICE))
+    assert buffer[0].sequences.device.type == "cpu"
+    assert buffer.sample().sequences.device.type == "cuda"
+    kept = NaiveReplayBuffer(sample_batch_size=4, seed=0, cpu_offload=False)
+    kept.append(make_experience_batch(items).to_device(DEVICE))
+    assert kept[0].sequences.device.type == "cuda"
+    kept._random.seed(1)
+    buffer._random.seed(1)
+    assert kept.sample().to_device("cpu") == buffer.sample().to_device("cpu")
+    kept.normalize("advantages")
+    buffer.normalize("advantages")
+    torch.testing.assert_close(kept[1].advantages.cpu(), buffer[1].advantages)
+
+
+@pytest.mark.parametrize("attention", layouts.CLOSE)
+def test_every_layout_gives_the_model_the_same(attention: str) -> None:
+    policy, items = layouts.model(attention).to(DEVICE), layouts.samples()
+    found = []
+    for make in layouts.LAYOUTS.values():
+        batch = make(items).to_device(DEVICE)
+        found.append(layouts.flat(batch, layouts.log_probs(policy, batch)))
+    for one in found[1:]:
+        layouts.close(one, found[0], attention)
+
+
+def test_varlen_attention_takes_the_boundaries() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch: ExperienceBatch = make_experience_batch(layouts.samples(), packing_samples=True).to_device(DEVICE)
+    inputs = batch.model_inputs()
+    tokens = inputs["input_ids"].shape[1]
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    q, k, v = torch.randn(3, tokens, 4, 64, generator=draw, device=DEVICE, dtype=torch.bfloat16)
+    bounds, longest = inputs["cu_seq_lens_q"], inputs["max_length_q"]
+    try:
+        got = varlen_attn(q, k, v, bounds, inputs["cu_seq_lens_k"], longest, longest, window_size=(-1, 0))
+    except TypeError:
+        got = varlen_attn(q, k, v, bounds, inputs["cu_seq_lens_k"], longest, longest, is_causal=True)
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        alone = functional.scaled_dot_product_attention(
+            *(part[start:stop].transpose(0, 1)[None] for part in (q, k, v)), is_causal=True
+        )
+        torch.testing.assert_close(got[start:stop], alone[0].transpose(0, 1), rtol=2e-2, atol=2e-2)
