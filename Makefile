@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench fuzz compat clean
+.PHONY: demo test test-gpu lint bench fuzz compat clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollbook needs Python 3.11 or later; set PYTHON")'
@@ -17,6 +17,10 @@ demo: $(STAMP)  ## make experiences, write them, read them back, print them
 
 test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and attack tests; needs nothing but Python and pip
 	$(BIN)/python -m pytest
+
+test-gpu:  ## on a machine with a CUDA device, with the Python that has its torch: what only a device shows
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_device
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollbook import EID, Experience, Experiences, fields
+from rollbook import EID, Experience, Experiences, draw, fields
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -67,3 +67,18 @@ def test_demo(tmp_path: Path) -> None:
     assert "6 records" in shown
     assert len(Experiences.from_parquet(tmp_path / "out" / "rollouts.parquet")) == 6
     assert len(Experiences.from_bytes((tmp_path / "out" / "rollouts.rollbook").read_bytes())) == 6
+
+
+def test_batches_page() -> None:
+    scope: dict[str, Any] = {}
+    for code in blocks(ROOT / "docs" / "batches.md"):
+        exec(code, scope)
+    assert len(scope["minibatch"]) == 2
+    assert scope["found"].ranks == 2
+
+
+def test_pictures_are_drawn_by_the_code() -> None:
+    for name, picture in draw.documentation().items():
+        assert (ROOT / "docs" / "pictures" / name).read_text() == picture, (
+            f"python -m rollbook.draw docs/pictures: {name}"
+        )

@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollbook.batch import ExperienceBatch as ExperienceBatch
     from rollbook.custom_field import CustomField as CustomField
     from rollbook.errors import WireError as WireError
     from rollbook.experience import Experience as Experience
@@ -25,12 +26,29 @@ _HOMES = {
     "EID": "ids",
     "CustomField": "custom_field",
     "Experience": "experience",
+    "ExperienceBatch": "batch",
     "Experiences": "experiences",
     "WireError": "errors",
 }
-_MODULES = ("collate", "experience", "experiences", "fields", "freeform", "interchange", "ragged", "trxp", "wire")
+_MODULES = (
+    "adapters",
+    "batch",
+    "collate",
+    "draw",
+    "experience",
+    "experience_maker",
+    "experiences",
+    "fields",
+    "freeform",
+    "interchange",
+    "planner",
+    "ragged",
+    "replay_buffer",
+    "trxp",
+    "wire",
+)
 
-__all__ = ["EID", "CustomField", "Experience", "Experiences", "WireError", "__version__"]
+__all__ = ["EID", "CustomField", "Experience", "ExperienceBatch", "Experiences", "WireError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -301,7 +301,7 @@ class ExperienceBatch(_Holder):
         if self.layout == "packed":
             rows = self._packed("position_ids", self.sequences)
             starts = torch.from_numpy(rows.offsets[:-1]).to(rows.values.device)
-            lengths = torch.tensor(rows.lengths, device=rows.values.device)
+            lengths = torch.tensor(rows.lengths, dtype=torch.int64, device=rows.values.device)
             position = torch.arange(len(rows.values), device=rows.values.device)
             return (position - torch.repeat_interleave(starts, lengths)).unsqueeze(0)
         if self.attention_mask is None:
@@ -440,6 +440,8 @@ class BufferItem(_Holder):
         if source is None or name not in _ITEM_FIELDS:
             raise AttributeError(f"'BufferItem' object has no attribute {name!r}")
         value = self.__dict__[name] = source[0].value(name, source[1])
+        if len(self.__dict__) > len(_ITEM_FIELDS):
+            del self.__dict__["_source"]  # everything is copied out by now
         return value
 
     def detach(self) -> BufferItem:
@@ -449,7 +451,11 @@ class BufferItem(_Holder):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _ITEM_FIELDS}
+        state = self.__dict__
+        if "_source" not in state:
+            return dict(state)
+        sheet, row = state["_source"]
+        return {name: state[name] if name in state else sheet.value(name, row) for name in _ITEM_FIELDS}
 
     def __repr__(self) -> str:
         tokens = "no" if self.sequences is None else len(self.sequences)

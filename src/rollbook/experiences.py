@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rollbook.batch import ExperienceBatch
     from rollbook.experience import Experience
 
 ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
@@ -171,6 +172,12 @@ class Experiences(Sequence["Experience"]):
         from rollbook.wire import encode
 
         return bytes(encode(self, compression=compression))
+
+    def batch(self, **options: Any) -> ExperienceBatch:
+        """The records as a model takes them, padded or packed; see `rollbook.batch.from_experiences`."""
+        from rollbook.batch import from_experiences
+
+        return from_experiences(self, **options)
 
     def to_parquet(self, path: str | os.PathLike[str], compression: str = "zstd") -> None:
         """A Parquet file that DuckDB, pandas and polars read as ordinary columns."""

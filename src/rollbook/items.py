@@ -250,7 +250,7 @@ def column_of(name: str, rows: list[Any], sheet: Sheet) -> Column | None:
             model.new_full((int(length), *model.shape[1:]), fill, dtype=dtype) if row is None else row
             for row, length in zip(rows, lengths, strict=True)
         ]
-    if model.dim() > 1 and len({row.shape[1:] for row in rows}) > 1:
+    if name not in BATCH_FIELDS and len({row.shape[1:] for row in rows}) > 1:
         shown = ", ".join(str(list(row.shape)) for row in rows)
         raise ValueError(f"{name}: got shapes {shown}, expected all but the first size to be the same")
     try:

@@ -50,7 +50,7 @@ def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> Sheet:
     sheet = whole_sheet(batch, lying.lengths, acting.lengths)
     room = _Block(values, lying, acting) if in_one else None
     for name, value in values.items():
-        if len(sheet.origin.absent.get(name, ())) == len(batch):
+        if name in sheet.origin.absent and len(sheet.origin.absent[name]) == len(batch):
             value = None  # a mask that only told padding from the rest
             sheet.origin.absent.pop(name, None)
         if value is not None:
@@ -318,7 +318,7 @@ def _batch(sheet: Sheet, lay_out: Callable[[str, Column], Any], starts: torch.Te
     media: dict[str, Any] = {}
     for name, parts in sheet.media.items():
         if name.startswith("media."):
-            media[name.removeprefix("media.")] = None if parts is None else list(parts)
+            media[name.removeprefix("media.")] = parts and [own(part, tensors=True) for part in parts]
         else:
             given[name] = joined(name, parts, origin)
     if starts is not None:
