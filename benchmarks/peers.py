@@ -18,6 +18,22 @@ TRINITY_VERSION = "0.6.0"
 # Its experience module also needs torch, datasets and PyYAML (which datasets brings).
 _TRINITY_NEEDS = (f"trinity-rft=={TRINITY_VERSION}", "omegaconf>=2.4", "safetensors>=0.5")
 
+VERL_VERSION = "0.9.1"
+# `from verl import DataProto` needs Ray itself, and through it half of what Ray needs; transformers is here already.
+# tensordict as verl asks for it; torchdata is what verl's trainer loads its data with.
+_VERL_NEEDS = (
+    f"verl=={VERL_VERSION}",
+    "tensordict==0.10.0",
+    "torchdata==0.11.0",
+    "ray==2.60.0",
+    *("attrs", "certifi", "charset-normalizer", "cloudpickle", "codetiming", "jsonschema", "jsonschema-specifications"),
+    *("msgpack", "omegaconf>=2.4", "protobuf", "pyvers", "referencing", "requests", "rpds-py", "urllib3"),
+)
+
+TRL_VERSION = "1.16.0"
+# It also needs transformers and datasets, which are here already.
+_TRL_NEEDS = (f"trl=={TRL_VERSION}", "accelerate==1.15.0", "psutil>=5.9.4")
+
 
 def default_scratch() -> Path:
     """`ROLLBOOK_BENCH_DIR`, or `.bench` in the project root."""
@@ -27,14 +43,29 @@ def default_scratch() -> Path:
 
 def trinity(scratch: Path | None = None) -> Any:
     """The module `trinity.common.experience` of the released wheel, installed on first use."""
-    tag = f"trinity-{TRINITY_VERSION}-{sys.implementation.cache_tag}"
-    folder = _installed(scratch or default_scratch(), tag, _TRINITY_NEEDS)
+    _import("trinity", TRINITY_VERSION, _TRINITY_NEEDS, scratch)
+    return importlib.import_module("trinity.common.experience")
+
+
+def verl(scratch: Path | None = None) -> Any:
+    """The package `verl` of the released wheel, installed on first use (270 MB, most of it Ray); no CUDA is needed."""
+    return _import("verl", VERL_VERSION, _VERL_NEEDS, scratch)
+
+
+def trl(scratch: Path | None = None) -> Any:
+    """The package `trl` of the released wheel, installed on first use."""
+    return _import("trl", TRL_VERSION, _TRL_NEEDS, scratch)
+
+
+def _import(name: str, version: str, needs: tuple[str, ...], scratch: Path | None) -> Any:
+    tag = f"{name}-{version}-{sys.implementation.cache_tag}"
+    folder = _installed(scratch or default_scratch(), tag, needs)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    found = importlib.import_module("trinity").__version__
-    if found != TRINITY_VERSION:
-        raise RuntimeError(f"the comparison is with Trinity-RFT {TRINITY_VERSION}, but {found} was imported")
-    return importlib.import_module("trinity.common.experience")
+    package = importlib.import_module(name)
+    if package.__version__ != version:
+        raise RuntimeError(f"the comparison is with {name} {version}, but {package.__version__} was imported")
+    return package
 
 
 def _installed(scratch: Path, name: str, requirements: tuple[str, ...]) -> Path:
