@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import peers
 from rollbook import EID, Experience, Experiences, draw, fields
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +76,28 @@ def test_batches_page() -> None:
         exec(code, scope)
     assert len(scope["minibatch"]) == 2
     assert scope["found"].ranks == 2
+
+
+def test_adapters_page() -> None:
+    peers.verl()
+    records = [
+        Experience(
+            eid=EID(0, i // 2, i % 2), tokens=[1, 2, 3, 4 + i], logprobs=[0] * 3, advantages=[1.0] * 3, reward=0.5
+        )
+        for i in range(6)
+    ]
+    scope: dict[str, Any] = {"records": Experiences(records)}
+    for code in blocks(ROOT / "docs" / "adapters.md"):
+        exec(code, scope)
+    assert scope["again"].values("advantages")[0].tolist() == [1.0] * 3
+    assert scope["back"].ids == scope["records"].eids()
+    assert scope["state"]["epoch"] == 1
+
+
+def test_migration_pages() -> None:
+    for name in ("migration-lightrft.md", "migration-trinity.md"):
+        for code in blocks(ROOT / "docs" / name):
+            exec(code, {})
 
 
 def test_pictures_are_drawn_by_the_code() -> None:
