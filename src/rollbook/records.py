@@ -141,9 +141,10 @@ def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoO
         counts = sheet.responses
     else:
         ones = memory(concatenated(mask, sheet.responses)) != 0
-        sums = np.concatenate([[0], np.cumsum(ones)])
-        bounds = offsets_of(sheet.responses)
-        counts = sums[bounds[1:]] - sums[bounds[:-1]]
+        counts = np.zeros(len(sheet), dtype=np.int64)
+        some = sheet.responses > 0  # reduceat gives an entry even for nothing
+        if some.any():
+            counts[some] = np.add.reduceat(ones.view(np.uint8), offsets_of(sheet.responses)[:-1][some], dtype=np.int64)
     info["response_length"] = torch.from_numpy(counts.astype(np.float32))
     info["total_length"] = torch.from_numpy(sheet.tokens.astype(np.float32))
     for name, one in FIELDS.items():
