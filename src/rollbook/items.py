@@ -292,7 +292,13 @@ def unpadded_item(i: int, item: BufferItem) -> BufferItem:
     }
     given = item.__getstate__() | {name: cut.get(name) for name in BATCH_FIELDS} | dict.fromkeys(item.implied)
     extras = {name.removeprefix("extras."): row for name, row in cut.items() if name not in BATCH_FIELDS}
-    given |= {"extras": extras or None, "info": own(item.info, tensors=True), "action_start": 0}
+    given |= {name: own_entry(batch_name, given[name]) for batch_name, name in SAMPLE_LISTS.items()}
+    given |= {
+        "extras": extras or None,
+        "info": own(item.info, tensors=True),
+        "media": own(item.media),
+        "action_start": 0,
+    }
     return BufferItem(**given | {"implied": frozenset()})
 
 
