@@ -266,7 +266,7 @@ def unpadded_item(i: int, item: BufferItem) -> BufferItem:
     """A new item: what is attended of the tokens, and the response slots that speak of it."""
     check_item(i, item)
     source = item.__dict__.get("_source")
-    if source is not None and len(item.__dict__) == 1 and source[0].compact:
+    if source is not None and len(item.__dict__) == 1:
         return BufferItem.of(*source)
     rows = {name: row for name, row in token_fields(item) if row is not None}
     if "sequences" not in rows:
@@ -321,8 +321,8 @@ def _bare(item: Any) -> bool:
     if not isinstance(item, BufferItem):
         return True  # it is refused later, by name
     state = item.__dict__
-    if "_source" in state and state["_source"][0].compact and not state.keys() & {"attention_mask", "action_start"}:
-        return True
+    if "_source" in state and not state.keys() & {"attention_mask", "action_start"}:
+        return True  # a sheet has no padding
     mask = item.attention_mask
     padded_mask = isinstance(mask, torch.Tensor) and bool(mask.numel()) and not (mask[0] and mask[-1])
     return not (item.action_start or padded_mask)

@@ -60,6 +60,7 @@ def zero_pad_sequences(sequences: Sequence[torch.Tensor], side: str = "left") ->
         raise ValueError(f"sequences: they cannot be put into one tensor: {error}") from None
 
 
+@torch.no_grad()
 def split_experience_batch(
     experience: ExperienceBatch, *, unpad: bool = False, pool: Pool | None = None
 ) -> list[BufferItem]:

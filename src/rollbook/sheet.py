@@ -106,9 +106,6 @@ class Sheet:
             torch.from_numpy(array[:0]).dtype == self.kinds[name][0] for name, array in self.arrays.items()
         )
 
-    compact = True
-    """Items of a sheet have no padding."""
-
     @cached_property
     def infos(self) -> tuple[list[Any], Any]:
         """[B] Each sample's `info`, and what is to be remembered of its numbers."""
