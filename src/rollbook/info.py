@@ -15,13 +15,14 @@ import torch
 
 from rollbook.convert import own
 from rollbook.equality import same
-from rollbook.jagged import memory, unbind_copy
+from rollbook.jagged import NUMPY, memory, unbind_copy
 
 Path = tuple[Any, ...]
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """What a number was as an entry of a tensor: its type, and its shape there (`(1,)` in a (B, 1) tensor)."""
 
 _MISSING: Any = object()
+_TORCH = {numpy_type: torch_type for torch_type, numpy_type in NUMPY.items()}
 _NUMBERS = (bool, int, float, complex, np.generic)
 _DEFAULTS: dict[type, torch.dtype] = {
     bool: torch.bool,
@@ -111,8 +112,10 @@ def _number_tensor(column: list[Any], types: set[type], kinds: set[Kind]) -> tor
         if not all(_holds(dtype, value) for value in column):
             dtype, tail = None, ()
     if dtype is None:
-        if all(issubclass(kind, np.generic) for kind in types):
-            dtype = torch.from_numpy(np.stack(column)).dtype if len(types) == 1 else None
+        if len(types) == 1 and all(issubclass(kind, np.generic) for kind in types):
+            dtype = _TORCH.get(np.dtype(next(iter(types))))
+            if dtype is None:
+                return None  # dates, texts, long doubles
         if dtype is None and types <= {bool}:
             dtype = torch.bool
         if dtype is None:

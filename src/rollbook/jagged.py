@@ -21,7 +21,7 @@ from rollbook.fields import DTYPES
 from rollbook.ragged import Ragged, allocate, offsets_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NUMPY: dict[torch.dtype, Any] = {
+NUMPY: dict[torch.dtype, Any] = {
     getattr(torch, name): np.dtype(name) for name in DTYPES if name in np.sctypeDict and name != "complex128"
 }
 """Types that numpy has too; the memory of others is handled as integers of their size."""
@@ -147,14 +147,14 @@ class Spans:
         shape = (len(self.lengths), self.width, *trailing)
         if out is None and not fill:
             # Zeros are asked of the system, which gives pages only where they are written.
-            matrix = np.zeros(shape, dtype=_NUMPY.get(dtype) or _words(dtype))
+            matrix = np.zeros(shape, dtype=NUMPY.get(dtype) or _words(dtype))
             for row, array, (at, to), start, stop in zip(matrix, arrays, self._places, starts, stops, strict=False):
                 row[at:to] = array[start:stop]
-            return torch.from_numpy(matrix) if dtype in _NUMPY else torch.from_numpy(matrix).view(dtype)
+            return torch.from_numpy(matrix) if dtype in NUMPY else torch.from_numpy(matrix).view(dtype)
         check_fill(fill, dtype)
         if out is None:
-            out = torch.from_numpy(allocate(shape, _NUMPY.get(dtype) or _words(dtype)))
-            out = out if dtype in _NUMPY else out.view(dtype)
+            out = torch.from_numpy(allocate(shape, NUMPY.get(dtype) or _words(dtype)))
+            out = out if dtype in NUMPY else out.view(dtype)
         elif out.shape != shape or out.dtype != dtype or out.device.type != "cpu":
             got = f"{list(out.shape)} of {out.dtype} on {out.device}"
             raise ValueError(f"out: got {got}, expected {list(shape)} of {dtype} on the CPU")
@@ -215,11 +215,11 @@ def memory(tensor: torch.Tensor) -> NDArray[Any]:
     """The tensor's memory as an array: of its own type, or of integers where numpy has no such type (bfloat16)."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor.numpy() if tensor.dtype in _NUMPY else tensor.view(_BITS[tensor.element_size()]).numpy()
+    return tensor.numpy() if tensor.dtype in NUMPY else tensor.view(_BITS[tensor.element_size()]).numpy()
 
 
 def _words(dtype: torch.dtype) -> Any:
-    return _NUMPY[_BITS[dtype.itemsize]]
+    return NUMPY[_BITS[dtype.itemsize]]
 
 
 def _segments(column: Column, offsets: NDArray[np.int64]) -> Segments:
@@ -228,7 +228,7 @@ def _segments(column: Column, offsets: NDArray[np.int64]) -> Segments:
         return column
     if isinstance(column, Ragged):
         dtype = getattr(torch, column.dtype)
-        source = column.values.view(_NUMPY.get(dtype) or _words(dtype))
+        source = column.values.view(NUMPY.get(dtype) or _words(dtype))
         bounds = column.offsets.tolist()
         return Segments(repeat(source), bounds[:-1], bounds[1:], dtype, column.trailing)
     bounds = offsets.tolist()
@@ -266,7 +266,7 @@ def segments(rows: Sequence[torch.Tensor]) -> Column:
     apart = model.element_size() not in _BITS or any(map(attrgetter("requires_grad"), rows))
     if apart or set(map(attrgetter("device"), rows)) != {torch.device("cpu")}:
         return torch.cat(list(rows))
-    arrays = list(map(torch.Tensor.numpy if model.dtype in _NUMPY else memory, rows))
+    arrays = list(map(torch.Tensor.numpy if model.dtype in NUMPY else memory, rows))
     return Segments(arrays, [0] * len(rows), list(map(len, arrays)), model.dtype, tuple(model.shape[1:]))
 
 
