@@ -16,7 +16,7 @@ from rollbook.experiences import Experiences, as_experiences
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.info import InfoOrigin, collate_info
 from rollbook.items import column_of
-from rollbook.jagged import Column, concatenated, memory
+from rollbook.jagged import Column, concatenated
 from rollbook.ragged import Ragged, offsets_of
 from rollbook.sheet import Lengths, Sheet, constant
 
@@ -140,7 +140,7 @@ def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoO
     if mask is None:
         counts = sheet.responses
     else:
-        ones = memory(concatenated(mask, sheet.responses)) != 0
+        ones = (concatenated(mask, sheet.responses) != 0).numpy()
         counts = np.zeros(len(sheet), dtype=np.int64)
         some = sheet.responses > 0  # reduceat gives an entry even for nothing
         if some.any():
