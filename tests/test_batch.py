@@ -472,13 +472,14 @@ def test_model_inputs() -> None:
     ]
     padded = make_experience_batch(items, pad_token_id=9)
     inputs = padded.model_inputs()
-    assert set(inputs) == {
-        "input_ids", "attention_mask", "position_ids", "pixel_values", "image_grid_thw", "sound"
-    }  # fmt: skip
+    assert set(inputs) == {"input_ids", "attention_mask", "pixel_values", "image_grid_thw", "sound"}
     assert inputs["input_ids"] is padded.sequences and inputs["attention_mask"] is padded.attention_mask
-    assert inputs["position_ids"].tolist() == [[0, 1, 2], [1, 0, 1]]
     assert inputs["image_grid_thw"].tolist() == grids.tolist() and inputs["pixel_values"].shape == (4, 2)
     assert inputs["sound"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    with pytest.raises(ValueError, match="get_rope_index: got None"):
+        make_experience_batch(items, packing_samples=True).model_inputs()
+    items = [item(3, 2), item(2, 1)]
+    assert make_experience_batch(items).model_inputs()["position_ids"].tolist() == [[0, 1, 2], [1, 0, 1]]
     packed = make_experience_batch(items, packing_samples=True).model_inputs()
     assert packed["input_ids"].tolist() == [[1, 2, 3, 1, 2]]
     assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
@@ -834,7 +835,7 @@ def test_records_make_a_batch() -> None:
     ]
     for many in (rows, Experiences(rows)):
         batch = from_experiences(many, pad_token_id=9)
-        assert batch.sequences.tolist() == [[1, 2, 3, 4], [9, 9, 5, 6]] and batch.sequences.dtype == torch.int32
+        assert batch.sequences.tolist() == [[1, 2, 3, 4], [9, 9, 5, 6]] and batch.sequences.dtype == torch.int64
         assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
         assert batch.action_log_probs.tolist() == [[-0.5, -0.25], [0, -1]]
         assert batch.action_mask.tolist() == [[True, False], [False, True]] and batch.action_mask.dtype == torch.bool

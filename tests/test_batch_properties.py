@@ -658,7 +658,7 @@ def item_of(row: Experience, recomputed: bool) -> BufferItem:
     return plain_item(
         0,
         0,
-        sequences=row.tokens,
+        sequences=row.tokens.long(),
         action_log_probs=row.policy_logprobs if recomputed else row.logprobs,
         returns=row.returns,
         advantages=row.advantages,
@@ -712,7 +712,7 @@ def test_records_to_a_batch(rows: list[Experience], layout: str, pad: int) -> No
         batch = from_experiences(many, pad_token_id=pad, **options)
         assert_reference(batch, items, layout, pad)
         for row, item in zip(rows, split_experience_batch(batch, unpad=True), strict=True):
-            assert_same(item.sequences, row.tokens.detach())
+            assert_same(item.sequences, row.tokens.detach().long())
             assert item.eid == row.eid
             assert item.info.get("reward", None) == row.reward or row.reward != row.reward
     before = frozen([row.tokens for row in rows])

@@ -567,6 +567,7 @@ def test_a_sampled_batch_shares_nothing_with_the_buffer() -> None:
                 attention_mask=full,
                 pixel_values=torch.ones(rows * 4, 2),
                 image_grid_thws=torch.tensor([[1, 2, 2]] * rows),
+                media={"sound": [torch.ones(3) for _ in range(rows)]},
             )
         )
         before = copy.deepcopy(buffer.items)
@@ -575,6 +576,7 @@ def test_a_sampled_batch_shares_nothing_with_the_buffer() -> None:
             value = getattr(batch, name)
             (value.values if isinstance(value, Rows) else value).zero_()
         batch.info["reward"].zero_()
+        batch.media["sound"][0].zero_()
         assert buffer.items == before
 
 

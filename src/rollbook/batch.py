@@ -6,17 +6,19 @@ holds the same rows end to end. `to_device` and `pin_memory` reach every tensor,
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from rollbook.equality import same
-from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
+from rollbook.fields import BATCH_FIELDS
 from rollbook.info import InfoOrigin
 from rollbook.jagged import Rows
 
@@ -28,12 +30,16 @@ Holder = TypeVar("Holder", bound="_Holder")
 
 
 def to(tensor: Any, device: Any) -> Any:
-    """`tensor` on `device`: a tensor, or any nest of lists, tuples and dicts; what is no tensor stays as it is.
+    """`tensor` on `device`: a tensor, or any nest of lists, tuples and dicts; what cannot move stays as it is.
 
     >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
     device(type='meta')
     """
-    return _each_tensor(tensor, lambda one: one.to(device, non_blocking=one.is_pinned()))
+    return _each_tensor(
+        tensor,
+        lambda one: one.to(device, non_blocking=one.is_pinned()),
+        lambda other: other.to_device(device) if isinstance(other, _Holder) else other.to(device),
+    )
 
 
 def pin_memory(tensor: Any) -> Any:
@@ -44,7 +50,11 @@ def pin_memory(tensor: Any) -> Any:
     if not torch.accelerator.is_available():
         _say_unpinned()
         return tensor
-    return _each_tensor(tensor, lambda one: one if one.device.type != "cpu" else one.pin_memory())
+    return _each_tensor(
+        tensor,
+        lambda one: one if one.device.type != "cpu" else one.pin_memory(),
+        lambda other: other.pin_memory() if hasattr(other, "pin_memory") else other,
+    )
 
 
 _said: list[bool] = []
@@ -56,17 +66,25 @@ def _say_unpinned() -> None:
         warnings.warn("pin_memory: there is no accelerator, so memory stays as it is", stacklevel=4)
 
 
-def _each_tensor(value: Any, change: Any) -> Any:
+def _each_tensor(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any]) -> Any:
+    """The nest with each tensor changed; `other` changes what can move and is neither tensor nor container."""
     if isinstance(value, torch.Tensor):
         return change(value)
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return value
     if isinstance(value, Rows):
         return value.apply(change)
     if isinstance(value, dict):
-        return {key: _each_tensor(item, change) for key, item in value.items()}
+        made = {} if type(value) is dict else copy.copy(value)
+        for key, item in value.items():
+            made[key] = _each_tensor(item, change, other)
+        return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each_tensor(item, change) for item in value))
+        return type(value)(*(_each_tensor(item, change, other) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_each_tensor(item, change) for item in value)
+        return type(value)(_each_tensor(item, change, other) for item in value)
+    if isinstance(value, _Holder) or callable(getattr(value, "to", None)):
+        return other(value)
     return value
 
 
@@ -285,7 +303,7 @@ class ExperienceBatch(_Holder):
     def _packed(self, what: str, value: Any) -> Rows:
         if self.layout != "packed":
             raise ValueError(f"{what}: the batch is padded; pack() gives one that has it")
-        return value if isinstance(value, Rows) else _rows(value)
+        return value if isinstance(value, Rows) else Rows(value)
 
     @property
     def max_seqlen(self) -> int:
@@ -311,15 +329,18 @@ class ExperienceBatch(_Holder):
         counted: torch.Tensor = attended.cumsum(-1) - 1
         return counted.masked_fill(attended == 0, 1)
 
-    def model_inputs(self) -> dict[str, Any]:
+    def model_inputs(self, get_rope_index: Callable[..., Any] | None = None) -> dict[str, Any]:
         """Keyword arguments for a transformers model.
 
         Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` (1, tokens), `position_ids` that
         restart, by which eager and SDPA attention keep samples apart (with `use_cache=False`), and the arguments of
-        attention over ragged input (`cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`). With media,
-        their inputs too, under the model's names.
+        attention over ragged input (`cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`).
+
+        With media, their inputs too, under the model's names. A model whose images have a grid computes positions in
+        space itself, so padded batches with grids have no `position_ids`; packed ones need the model's
+        `get_rope_index`, with which they are (4, 1, tokens), the text's first.
         """
-        inputs: dict[str, Any] = {"position_ids": self.position_ids}
+        inputs: dict[str, Any] = {}
         if self.layout == "packed":
             rows = self._packed("input_ids", self.sequences)
             bounds = rows.cu_seqlens
@@ -332,14 +353,18 @@ class ExperienceBatch(_Holder):
             inputs["input_ids"] = self.sequences
             if self.attention_mask is not None:
                 inputs["attention_mask"] = self.attention_mask
-        for name, key in BATCH_MEDIA.items():
-            value = getattr(self, name)
-            if isinstance(value, torch.Tensor) and len(value):
-                inputs[key] = value
-        for key, tensors in (self.media or {}).items():
-            present = [one for one in tensors if one is not None]
-            if present:
-                inputs[key] = torch.cat(present)
+        from rollbook.vision import GRIDS, media_inputs, rope_positions
+
+        inputs |= media_inputs(self)
+        if not any(grid in inputs for grid in GRIDS):
+            inputs["position_ids"] = self.position_ids
+        elif get_rope_index is not None:
+            inputs["position_ids"] = rope_positions(self, get_rope_index)
+        elif self.layout == "packed":
+            raise ValueError(
+                "get_rope_index: got None, expected the model's method: a packed batch with image or video grids needs "
+                "positions in space that restart with each sample"
+            )
         return inputs
 
     def at_actions(self, predictions: torch.Tensor) -> torch.Tensor:
@@ -370,11 +395,6 @@ class ExperienceBatch(_Holder):
         if begin:
             return predictions[:, begin - 1 : -1]
         return torch.cat([predictions[:, :1], predictions[:, :-1]], dim=1)
-
-
-def _rows(rows: list[torch.Tensor]) -> Rows:
-    values = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-    return Rows(values, [len(row) for row in rows])
 
 
 _BLANK = {f.name: None for f in dataclasses.fields(ExperienceBatch)}
@@ -436,12 +456,12 @@ class BufferItem(_Holder):
         return item
 
     def __getattr__(self, name: str) -> Any:
-        source = self.__dict__.get("_source")
-        if source is None or name not in _ITEM_FIELDS:
+        if name not in _ITEM_FIELDS:
             raise AttributeError(f"'BufferItem' object has no attribute {name!r}")
-        value = self.__dict__[name] = source[0].value(name, source[1])
-        if len(self.__dict__) > len(_ITEM_FIELDS):
-            del self.__dict__["_source"]  # everything is copied out by now
+        # Threads may read one item: all get the value that came first.
+        value = self.__dict__.setdefault(name, peek(self.__dict__, name))
+        if len(self.__dict__) > len(_ITEM_FIELDS) and all(one in self.__dict__ for one in _ITEM_FIELDS):
+            self.__dict__.pop("_source", None)  # everything is copied out by now
         return value
 
     def detach(self) -> BufferItem:
@@ -451,11 +471,8 @@ class BufferItem(_Holder):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__
-        if "_source" not in state:
-            return dict(state)
-        sheet, row = state["_source"]
-        return {name: state[name] if name in state else sheet.value(name, row) for name in _ITEM_FIELDS}
+        others = {name: value for name, value in self.__dict__.items() if name != "_source"}
+        return {name: peek(self.__dict__, name) for name in _ITEM_FIELDS} | others
 
     def __repr__(self) -> str:
         tokens = "no" if self.sequences is None else len(self.sequences)
@@ -463,6 +480,12 @@ class BufferItem(_Holder):
         actions = "" if mask is None else f", {int(mask.sum())} actions"
         name = "" if self.eid is None else f"{self.eid}, "
         return f"BufferItem({name}{tokens} tokens{actions}, info={sorted(self.info or (), key=str)})"
+
+
+def peek(state: dict[str, Any], name: str) -> Any:
+    """A field of an item with this state: its own, or else what its sheet has."""
+    source = state.get("_source")  # first: it goes when the last field has come
+    return state[name] if source is None or name in state else source[0].value(name, source[1])
 
 
 _ITEM_FIELDS = tuple(f.name for f in dataclasses.fields(BufferItem))

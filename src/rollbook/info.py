@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollbook.convert import own
 from rollbook.equality import same
@@ -187,14 +188,22 @@ def _entries(value: Any, count: int, path: Path, origin: InfoOrigin, kinds: dict
     return [own(value, tensors=True) for _ in range(count)]
 
 
+def check_info(info: Any, count: int, path: Path = ()) -> None:
+    """Refuse a tensor that has not an entry for each of `count` samples."""
+    if isinstance(info, dict):
+        for key, value in info.items():
+            check_info(value, count, (*path, key))
+    elif isinstance(info, torch.Tensor) and info.dim() and len(info) != count:
+        name = "".join(f"[{key!r}]" for key in path)
+        raise ValueError(f"info{name}: got {len(info)} entries, expected {count}, one for each sample")
+
+
 def _tensor_entries(
     value: torch.Tensor, count: int, path: Path, origin: InfoOrigin, kinds: dict[Path, Kind]
 ) -> list[Any]:
     if value.dim() == 0:
         return [value.item()] * count
-    if len(value) != count:
-        name = "".join(f"[{key!r}]" for key in path)
-        raise ValueError(f"info{name}: got {len(value)} entries, expected {count}, one for each sample")
+    check_info(value, count, path)
     tail = tuple(value.shape[1:])
     if count and value[0].numel() != 1:
         return unbind_copy(value)
@@ -207,22 +216,32 @@ def _tensor_entries(
     return shown
 
 
-def pick_info(info: Any, origin: InfoOrigin, rows: list[int]) -> dict[Any, Any] | None:
-    """The collated `info` of some rows of a collated one, if it is all tensors with an entry for each row (what
-    `collate_info` makes of the rows' own is the same, and takes longer)."""
-    if info is None or origin.missing or origin.given:
-        return {} if info is None else None
+def info_arrays(info: Any, origin: InfoOrigin) -> dict[Any, Any] | None:
+    """A collated `info` for `pick_info`, if it is all tensors with an entry for each row: their memory and types."""
+    if origin.missing or origin.given:
+        return None
     result: dict[Any, Any] = {}
-    for key, value in info.items():
+    for key, value in (info or {}).items():
         if isinstance(value, dict):
-            value = pick_info(value, origin, rows)
-            if value is None:
-                return None
-            result[key] = value
+            result[key] = info_arrays(value, origin)
         elif isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
-            # By way of numpy, whose indexing takes a fraction of the time.
-            picked = torch.from_numpy(memory(value)[rows])
-            result[key] = picked if picked.dtype == value.dtype else picked.view(value.dtype)
+            result[key] = memory(value), value.dtype if value.dtype not in NUMPY else None
         else:
             return None
+        if result[key] is None:
+            return None
+    return result
+
+
+def pick_info(arrays: dict[Any, Any], rows: NDArray[np.int64]) -> dict[Any, Any]:
+    """The collated `info` of some rows (what `collate_info` makes of the rows' own is the same, and takes longer)."""
+    result: dict[Any, Any] = {}
+    for key, value in arrays.items():
+        if isinstance(value, dict):
+            result[key] = pick_info(value, rows)
+        else:
+            # By way of numpy, whose indexing takes a fraction of the time.
+            array, dtype = value
+            picked = torch.from_numpy(array[rows])
+            result[key] = picked if dtype is None else picked.view(dtype)
     return result

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.batch import BufferItem, ExperienceBatch, Origin, token_fields
+from rollbook.batch import BufferItem, ExperienceBatch, Origin, peek, token_fields
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.info import collate_info, pick_info
 from rollbook.jagged import Column, Segments, check_fill, segments, unbind_copy
 from rollbook.layouts import action_starts, checked, sheet_of_batch, whole_sheet, widths
-from rollbook.media import Pool
+from rollbook.media import SHARED, Pool
 from rollbook.ragged import promote
 from rollbook.sheet import SAMPLE_LISTS, Sheet, on_tokens, own_entry
 
@@ -35,18 +35,14 @@ def sheet_of_items(items: Sequence[Any]) -> Sheet:
     sheet = _lying(states, touched) or _gathered(states)
 
     def values(name: str) -> list[Any]:
-        return [
-            state[name] if name in state else state["_source"][0].value(name, state["_source"][1]) for state in states
-        ]
+        return [peek(state, name) for state in states]
 
     # Rows that nobody touched since their sheet was made are taken from its columns.
-    whole = {id(state["_source"][0]): state["_source"][0] for state in states if "_source" in state}
-    single = next(iter(whole.values())) if len(whole) == 1 and all("_source" in state for state in states) else None
-    picked = None
-    if single is not None and not touched & {"info", "info_kinds"} and not single.origin.absent.get("info"):
-        picked = pick_info(single.info, single.origin.info, [state["_source"][1] for state in states])
-    if picked is not None:
-        sheet.info = picked
+    sources = [state.get("_source") for state in states]
+    first = sources[0]
+    single = first[0] if first is not None and all(one is not None and one[0] is first[0] for one in sources) else None
+    if single is not None and single.info_arrays is not None and not touched & {"info", "info_kinds"}:
+        sheet.info = pick_info(single.info_arrays, np.array([row for _, row in sources]))
     else:
         infos = values("info")
         sheet.info, sheet.origin.info = collate_info(infos, values("info_kinds"))
@@ -89,18 +85,18 @@ def drawn(items: Sequence[Any], pad_token_id: int) -> ExperienceBatch | None:
     The same as by way of a sheet, in half the time: a trainer draws thousands of small batches.
     """
     states = [item.__dict__ for item in items if type(item) is BufferItem]
-    if len(states) != len(items) or any(len(state) != 1 or "_source" not in state for state in states):
+    sources: list[Any] = [state.get("_source") if len(state) == 1 else None for state in states]
+    if len(sources) != len(items) or None in sources:
         return None
-    sources = [state["_source"] for state in states]
     sheets = {id(sheet): sheet for sheet, _ in sources}
     first = sources[0][0]
     if type(pad_token_id) is not int or not all(one.plain and one.kinds == first.kinds for one in sheets.values()):
         return None
     given: dict[str, Any] = {}
     origin = Origin()
-    if len(sheets) == 1:
-        given["info"] = pick_info(first.info, first.origin.info, [i for _, i in sources])
-    if given.get("info") is None:
+    if len(sheets) == 1 and first.info_arrays is not None:
+        given["info"] = pick_info(first.info_arrays, np.array([i for _, i in sources]))
+    else:
         infos = [sheet.infos[0][i] for sheet, i in sources]
         given["info"], origin.info = collate_info(infos, [sheet.infos[1] for sheet, _ in sources])
     for name in SAMPLE_LISTS:
@@ -127,15 +123,15 @@ def drawn(items: Sequence[Any], pad_token_id: int) -> ExperienceBatch | None:
             row[at:] = array[start:stop]
         given[name] = torch.from_numpy(matrix)
     starts = [at for at, _, _ in places[0][1]]
-    given["action_starts"] = torch.tensor(starts) if any(starts) else None
+    given["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
     return ExperienceBatch.of(given, origin)
 
 
 def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
     """The sheet of rows of other sheets, without making tensors of them; `None` where that cannot be."""
-    if "extras" in touched or not all("_source" in state for state in states):
+    sources: list[Any] = [state.get("_source") for state in states]
+    if "extras" in touched or None in sources:
         return None
-    sources = [state["_source"] for state in states]
     sheets = {id(one): one for one, _ in sources}
     first = next(iter(sheets.values()))
     if not all(one.regular and one.kinds == first.kinds for one in sheets.values()):
@@ -152,7 +148,7 @@ def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
             arrays = repeat(first.arrays[name]) if len(sheets) == 1 else [one.arrays[name] for one, _ in sources]
             sheet.columns[name] = Segments(arrays, starts[axis], stops[axis], dtype, trailing)
         else:
-            rows = [s[name] if name in s else s["_source"][0].row(name, s["_source"][1]) for s in states]
+            rows = [peek(state, name) for state in states]
             expected = sheet.lengths(name).tolist()
             if any(row is not None and len(row) != n for row, n in zip(rows, expected, strict=True)):
                 return None  # assigned anew, with a length of their own
@@ -164,12 +160,8 @@ def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
 
 def _gathered(states: list[dict[str, Any]]) -> Sheet:
     """The sheet of items that each hold their own tensors."""
-
-    def value(state: dict[str, Any], name: str) -> Any:
-        return state[name] if name in state else state["_source"][0].value(name, state["_source"][1])
-
-    rows = {name: [value(state, name) for state in states] for name in BATCH_FIELDS}
-    extras = [value(state, "extras") for state in states]
+    rows = {name: [peek(state, name) for state in states] for name in BATCH_FIELDS}
+    extras = [peek(state, "extras") for state in states]
     for name in dict.fromkeys(name for one in extras for name in one or ()):
         rows[f"extras.{name}"] = [(one or {}).get(name) for one in extras]
     for i, row in enumerate(rows["sequences"]):
@@ -290,13 +282,15 @@ def unpadded_item(i: int, item: BufferItem) -> BufferItem:
     cut = {
         name: (row[first:last] if on_tokens(name) else row[begin:end]).detach().clone() for name, row in rows.items()
     }
-    given = item.__getstate__() | {name: cut.get(name) for name in BATCH_FIELDS} | dict.fromkeys(item.implied)
+    given = item.__getstate__() | {name: cut.get(name) for name in BATCH_FIELDS}
+    given |= {name: None for name in item.implied if name not in cut or bool((cut[name] == 1).all())}
     extras = {name.removeprefix("extras."): row for name, row in cut.items() if name not in BATCH_FIELDS}
     given |= {name: own_entry(batch_name, given[name]) for batch_name, name in SAMPLE_LISTS.items()}
+    given |= {name: SHARED.keep(given[name]) for name in (*BATCH_MEDIA, "raw_images")}
     given |= {
         "extras": extras or None,
         "info": own(item.info, tensors=True),
-        "media": own(item.media),
+        "media": item.media and {name: SHARED.keep(one) for name, one in item.media.items()},
         "action_start": 0,
     }
     return BufferItem(**given | {"implied": frozenset()})
@@ -372,7 +366,7 @@ def padded_items_of_batch(batch: ExperienceBatch, pool: Pool) -> list[BufferItem
         for i in absent.get(name, ()):
             if name in BATCH_FIELDS and BATCH_FIELDS[name].absent:
                 implied[i].add(name)  # as long as there is padding, the mask tells it from the rest
-            else:
+            elif not rows[name][i].any():  # nothing was written there since
                 rows[name][i] = None
     items = []
     for i in range(count):

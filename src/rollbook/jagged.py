@@ -56,12 +56,16 @@ class Rows(list[torch.Tensor]):
     [7, 8, 2, 3, 4]
     """
 
-    def __init__(self, values: torch.Tensor, lengths: Iterable[int]) -> None:
-        self.values = values
+    def __init__(self, values: torch.Tensor | Iterable[torch.Tensor], lengths: Iterable[int] | None = None) -> None:
+        if lengths is None:
+            parts = list(values)  # rows that lie apart, as those have them who rebuild lists
+            lengths = map(len, parts)
+            values = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        self.values: torch.Tensor = values  # type: ignore[assignment]
         self.lengths = [int(length) for length in lengths]
-        if sum(self.lengths) != len(values):
-            raise ValueError(f"rows: got {len(values)} values, expected {sum(self.lengths)}, the sum of the lengths")
-        super().__init__(torch.split(values, self.lengths) if self.lengths else ())
+        if sum(self.lengths) != len(self.values):
+            raise ValueError(f"rows: got {len(self.values)} values, expected {sum(self.lengths)}, the sum of lengths")
+        super().__init__(torch.split(self.values, self.lengths) if self.lengths else ())
 
     @property
     def offsets(self) -> NDArray[np.int64]:

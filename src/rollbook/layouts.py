@@ -16,6 +16,7 @@ import torch
 from rollbook.batch import ExperienceBatch, Origin, token_fields
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS, FIELDS
+from rollbook.info import check_info
 from rollbook.jagged import Column, Rows, Spans, concatenated
 from rollbook.media import divided, joined, sample_list
 from rollbook.sheet import SAMPLE_LISTS, Lengths, Sheet, constant, on_tokens
@@ -44,15 +45,13 @@ def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> Sheet:
             elif value is not None:
                 value = torch.cat(value) if value else torch.empty(0, dtype=torch.int64)
             sheet.columns[name] = value
+        _still_absent(sheet)
         return sheet
     width, slots = widths(values)
     lying, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
     sheet = whole_sheet(batch, lying.lengths, acting.lengths)
     room = _Block(values, lying, acting) if in_one else None
     for name, value in values.items():
-        if name in sheet.origin.absent and len(sheet.origin.absent[name]) == len(batch):
-            value = None  # a mask that only told padding from the rest
-            sheet.origin.absent.pop(name, None)
         if value is not None:
             if name == "attention_mask" and lying.solid:
                 value = constant(1, int(lying.lengths.sum()), value.dtype, value.device)
@@ -60,7 +59,26 @@ def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> Sheet:
                 spans = lying if on_tokens(name) else acting
                 value = spans.unpad(value, None if room is None else room.take(value, spans))
         sheet.columns[name] = value
+    _still_absent(sheet)
     return sheet
+
+
+def _still_absent(sheet: Sheet) -> None:
+    """Of the rows that lack a field, forget those that were written to since; a mask that every row lacks, and that
+    only told padding from the rest, goes."""
+    for name, rows in list(sheet.origin.absent.items()):
+        column = sheet.columns.get(name)
+        if not isinstance(column, torch.Tensor):
+            continue
+        blank = column == (BATCH_FIELDS[name].absent if name in BATCH_FIELDS else 0)
+        if not blank.all():
+            parts = torch.split(blank, sheet.lengths(name).tolist())
+            rows = frozenset(i for i in rows if parts[i].all())
+        sheet.origin.absent[name] = rows
+        if len(rows) == len(sheet):
+            sheet.columns[name] = None
+        if not rows or len(rows) == len(sheet):
+            del sheet.origin.absent[name]
 
 
 class _Block:
@@ -94,6 +112,7 @@ def whole_sheet(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> 
     """A sheet with everything of a batch but its per-token columns."""
     count = len(batch)
     sheet = Sheet(tokens, responses, batch.origin.copy())
+    check_info(batch.info, count)
     sheet.info = own(batch.info, tensors=True)
     for name in SAMPLE_LISTS:
         sheet.lists[name] = sample_list(name, getattr(batch, name), count)
@@ -260,6 +279,8 @@ def packed(sheet: Sheet) -> ExperienceBatch:
 
     def rows(name: str, column: Column) -> Rows:
         values = concatenated(column, sheet.lengths(name)).contiguous()
+        if name == "sequences" and sheet.long_tokens:
+            values = values.long()
         return Rows(values, tokens if on_tokens(name) else responses)
 
     return _batch(sheet, rows, None)
@@ -293,6 +314,8 @@ def padded(sheet: Sheet, pad_token_id: int = 0, layout: str = "left") -> Experie
 
     def matrix(name: str, column: Column) -> torch.Tensor:
         source = name.removeprefix("extras.")
+        if name == "sequences" and sheet.long_tokens:
+            column = concatenated(column, sheet.tokens).long()
         fill = pad_token_id if name == "sequences" else FIELDS[source].pad if source in FIELDS else 0
         return (tokens if on_tokens(name) else responses).pad(column, fill)
 

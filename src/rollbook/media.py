@@ -33,18 +33,17 @@ class Pool:
     (True, False)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hold_bytes: bool = True) -> None:
         self._watched: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-        self._held: dict[Any, bytes] = {}
+        self._held: dict[Any, bytes] | None = {} if hold_bytes else None
 
     def keep(self, value: Any) -> Any:
-        """The object with this content: an earlier one if there is one, else a copy of a tensor or array, or the
-        picture itself. Lists and tuples are kept item by item; paths, and what has no content of its own to hash, are
-        given back as they are."""
+        """The object with this content: an earlier one if there is one, else a copy. Lists and tuples are kept item by
+        item; paths, and what has no content of its own to hash, are given back as they are."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.keep(item) for item in value)
         if isinstance(value, bytes):
-            return self._held.setdefault(xxhash.xxh3_128_digest(value), value)
+            return value if self._held is None else self._held.setdefault(xxhash.xxh3_128_digest(value), value)
         key = content_key(value)
         if key is None:
             return value
@@ -54,7 +53,7 @@ class Pool:
             return found
         if isinstance(value, torch.Tensor):
             value = value.detach().clone(memory_format=torch.contiguous_format)
-        elif isinstance(value, np.ndarray):
+        else:
             value = value.copy()
         self._watched[key] = value
         return value
@@ -62,10 +61,18 @@ class Pool:
     def prune(self, used: Iterable[Any] = ()) -> None:
         """Let go of bytes that are not among `used`."""
         alive = {id(item) for item in _flat(used)}
-        self._held = {key: item for key, item in self._held.items() if id(item) in alive}
+        if self._held is not None:
+            self._held = {key: item for key, item in self._held.items() if id(item) in alive}
 
     def __len__(self) -> int:
-        return len(self._watched) + len(self._held)
+        return len(self._watched) + len(self._held or ())
+
+    def __reduce__(self) -> Any:
+        return Pool, (self._held is not None,)  # what it knew is found again when it is next kept
+
+
+SHARED = Pool(hold_bytes=False)
+"""The pool of whoever brings none of their own; it keeps nothing alive."""
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:
@@ -139,8 +146,9 @@ def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
         if isinstance(shapes, torch.Tensor):
             if shapes.dim() != 2:
                 raise ValueError(f"{grids}: got shape {list(shapes.shape)}, expected two dimensions")
-            rows[grids] = list(known.get(grids) or counts or ([1] * count if len(shapes) == count else ()))
-            if not rows[grids]:
+            alike = [len(shapes) // count] * count if count and len(shapes) in (0, count) else []
+            rows[grids] = list(known.get(grids) or counts or alike)
+            if not rows[grids] and count:
                 raise ValueError(
                     f"{grids}: got {len(shapes)} rows for {count} samples, expected info[{number!r}] to say how many "
                     "each sample has"

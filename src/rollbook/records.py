@@ -42,7 +42,7 @@ def sheet_of_experiences(experiences: Any) -> Sheet:
                     raise ValueError(
                         f"record {i} ({many.eids()[i]}): got {responses[i]} log-probs, expected at most {tokens[i]}"
                     )
-    sheet = Sheet(tokens, responses, Origin())
+    sheet = Sheet(tokens, responses, Origin(), long_tokens=True)
     used = set()
     for batch_field in BATCH_FIELDS.values():
         sources = [name for name in (*batch_field.sources, batch_field.name) if name in FIELDS]
@@ -93,6 +93,8 @@ def _record_column(many: Experiences, source: str, name: str, sheet: Sheet) -> C
             values[i] = torch.full((int(lengths[i]),), value, dtype=getattr(torch, FIELDS[source].dtype))
         elif value is not None and (value.dim() != 1 + FIELDS[source].trailing or len(value) != lengths[i]):
             _raise_length(many, source, [len(v) if v is not None and v.dim() else 0 for v in values], lengths)
+    if name == "sequences":
+        values = [value.long() for value in values]
     return column_of(name, values, sheet)
 
 

@@ -17,7 +17,7 @@ from rollbook import items as buffer_items
 from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch
 from rollbook.jagged import Spans, lengths_of
 from rollbook.layouts import check_layout, packed, padded
-from rollbook.media import Pool, carries_media
+from rollbook.media import SHARED, Pool, carries_media
 
 
 class PaddingSideError(ValueError, AssertionError):
@@ -68,7 +68,7 @@ def split_experience_batch(
 
     Items of a padded batch are as wide as it is; `unpad=True` gives what `remove_padding_in_sequences` makes of them,
     in one pass. One-element entries of `info` become Python numbers, dicts are split by key. Media with the same
-    content are one object in all items (and in all that come through the same `pool`).
+    content are one object in all items that are alive (or, with a `rollbook.media.Pool`, in all that came through it).
 
     >>> batch = ExperienceBatch(torch.tensor([[0, 7, 8], [4, 5, 6]]), torch.tensor([[-1.0], [-2.0]]), *[None] * 4,
     ...                         torch.tensor([[0, 1, 1], [1, 1, 1]]), None, {"reward": torch.tensor([1.0, 0.0])})
@@ -79,7 +79,7 @@ def split_experience_batch(
     """
     if not isinstance(experience, ExperienceBatch):
         raise ValueError(f"experience: got {type(experience).__name__}, expected an ExperienceBatch")
-    pool = Pool() if pool is None else pool
+    pool = SHARED if pool is None else pool
     if unpad or experience.layout == "packed":
         return buffer_items.items_of_batch(experience, pool)
     return buffer_items.padded_items_of_batch(experience, pool)
@@ -162,6 +162,8 @@ class NaiveReplayBuffer:
     ) -> None:
         if isinstance(sample_batch_size, bool) or not isinstance(sample_batch_size, int) or sample_batch_size < 1:
             raise ValueError(f"sample_batch_size: got {sample_batch_size!r}, expected a whole number of at least 1")
+        if isinstance(limit, bool) or not isinstance(limit, int):
+            raise ValueError(f"limit: got {limit!r}, expected a whole number; 0 or less for none")
         self.sample_batch_size = sample_batch_size
         self.limit = limit
         self.cpu_offload = cpu_offload
@@ -171,7 +173,7 @@ class NaiveReplayBuffer:
             device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
         self.target_device = torch.device(device)
         self.items: list[BufferItem] = []
-        self._random: Any = random if seed is None else random.Random(seed)
+        self._random = None if seed is None else random.Random(seed)
         self._pool = Pool()
 
     @torch.no_grad()
@@ -193,7 +195,7 @@ class NaiveReplayBuffer:
                 f"sample: the buffer holds {len(self.items)} samples, expected at least sample_batch_size "
                 f"{self.sample_batch_size}"
             )
-        batch = self.collate_fn(self._random.sample(self.items, self.sample_batch_size))
+        batch = self.collate_fn((self._random or random).sample(self.items, self.sample_batch_size))
         return batch.to_device(self.target_device) if self.target_device.type != "cpu" else batch
 
     def collate_fn(self, batch: Sequence[BufferItem]) -> ExperienceBatch:

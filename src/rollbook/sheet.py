@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS
 from rollbook.ids import EID
-from rollbook.info import split_info
+from rollbook.info import info_arrays, split_info
 from rollbook.jagged import Column, concatenated, memory
 from rollbook.ragged import Ragged, offsets_of
 
@@ -59,6 +59,8 @@ class Sheet:
     media: dict[str, list[Any] | None] = field(default_factory=dict)
     """By media field (other inputs as `media.NAME`), each sample's tensor or `None`."""
     device: Any = "cpu"
+    long_tokens: bool = False
+    """Whether a batch has the tokens in int64, as losses and most models take them, whatever they are here."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -114,6 +116,11 @@ class Sheet:
         for i in self.origin.absent.get("info", ()):
             infos[i] = infos[i] or None
         return infos, kinds
+
+    @cached_property
+    def info_arrays(self) -> dict[Any, Any] | None:
+        """What `pick_info` takes, if this `info` is plain."""
+        return None if "info" in self.origin.absent else info_arrays(self.info, self.origin.info)
 
     def row(self, name: str, i: int) -> torch.Tensor | None:
         """A per-token field of sample i, copied; `None` if it has none."""

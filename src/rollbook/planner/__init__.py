@@ -11,11 +11,13 @@ What a plan promises, whatever the lengths, groups, modalities, caps and ranks:
 - modality: with `uniform_modality`, micro-batches that run at the same time are all of one modality.
 - empty: a micro-batch is empty only where `empty="allow"` asks for it, and then it weighs 0.
 - counts: with `equal_counts`, micro-batches that run at the same time hold equally many samples.
-- balance: packed and without caps, the costliest micro-batch costs at most one sample (or group) more than the mean.
+- balance: packed and without caps, a micro-batch costs at most one sample (with `keep_groups="micro_batch"`, one group)
+  more than the mean: over all micro-batches; with `uniform_modality`, over those of its modality; with
+  `keep_groups="rank"`, over those of them on its rank, and then a rank costs at most one group more than the mean rank.
 - loss: means over micro-batches, times their weights, add up to the mean over everything, however it is split.
 - order: `x[plan.order][plan.inverse]` is `x`, and `order` is the micro-batches one after the other.
-- same: the same input gives the same plan on every rank and machine, so that ranks can plan each for itself; samples
-  in another order give micro-batches of the same lengths.
+- same: the same input gives the same plan on every rank and machine, so that ranks can plan each for itself; with the
+  samples in another order, each rank and step has samples of the same lengths, costs, images, loss tokens and modality.
 - named: what cannot be met raises `PlanError` with the constraint and the sample; nothing is mended in silence.
 - pure: numpy and the standard library only, and nothing that was given is changed.
 """
@@ -31,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.planner.costs import Cost
-from rollbook.planner.packing import Atoms, Bins, Ints, Limits, fewest, lower_bound, spread
+from rollbook.planner.packing import Bins, Ints, Limits, fewest, lower_bound, spread
 from rollbook.planner.plans import Denominators, MicroBatch, Plan, PlanError, PlanReport
 from rollbook.planner.request import Empty, KeepGroups, Layout, Oversize, Request
 
@@ -70,7 +72,8 @@ def plan(
     - `images` [N], `image_cap`: images (or vision tokens) of each sample, and how many a micro-batch may hold.
     - `cost`: what is balanced: a `Cost`, or [N] numbers. `None`: tokens. Padded, each sample costs what the costliest
       of its micro-batch does.
-    - `loss_tokens` [N]: tokens that count in the loss. `None`: all; of `Experiences`, those in the `action_mask`.
+    - `loss_tokens` [N]: tokens that count in the loss, no more than `lengths`. `None`: all; of `Experiences`, those in
+      the `action_mask`.
     - `equal_counts`: equally many samples for all ranks in a step; not together with caps.
     - `oversize`: a sample over a cap is an `"error"`, or goes `"alone"`.
     - `empty`: fewer samples (or groups) than micro-batches is an `"error"`, or `"allow"` leaves some empty.
@@ -151,7 +154,8 @@ def _place(request: Request) -> tuple[list[Bins], list[Hashable], list[_Phase]]:
             pools.append(_Pool(ranks, alone, rest, start))
         bound = int(over[ids].sum()) + _lower_bound(request, ids[~over[ids]])
         steps = max(1, *(-(-pool.needed // len(pool.ranks)) for pool in pools))
-        phases.append(_Phase(label, pools, bound, float(request.atoms.cost[ids].sum()), steps))
+        # Sorted, so that the sum does not depend on the order in which samples were given.
+        phases.append(_Phase(label, pools, bound, float(np.sort(request.atoms.cost[ids]).sum()), steps))
     _share_steps(request, phases)
     grid: list[Bins] = [[] for _ in range(request.ranks)]
     labels: list[Hashable] = []
@@ -181,9 +185,9 @@ def _over(request: Request) -> NDArray[np.bool_]:
     for atom in np.flatnonzero(over).tolist():
         if request.alone and atoms.count[atom] == 1:
             continue
-        size, name, cap, noun = int(limits.sizes(atoms)[atom]), "token_cap", limits.token_cap, "tokens"
+        size, name, cap, noun = int(limits.sizes(atoms)[atom]), "token_cap", request.token_cap, "tokens"
         if cap is None or size <= cap:
-            size, name, cap, noun = int(atoms.images[atom]), "image_cap", limits.image_cap, "images"
+            size, name, cap, noun = int(atoms.images[atom]), "image_cap", request.image_cap, "images"
         hint = "oversize='alone' gives it a micro-batch of its own"
         if atoms.count[atom] > 1:
             hint = "keep_groups='micro_batch' does not let it be divided"
@@ -199,14 +203,13 @@ def _lower_bound(request: Request, ids: Ints) -> int:
         return lower_bound(request.atoms, ids, request.limits)
     # How much padding a group causes depends on its neighbours: bounded by its samples, each for itself.
     samples = np.flatnonzero(np.isin(request.whole, ids))
-    single = Atoms.of(None, request.lengths, request.images, request.costs)
-    return lower_bound(single, samples, request.limits)
+    return lower_bound(request.atoms_of(None), samples, request.limits)
 
 
 def _homes(request: Request, groups: Ints) -> Ints:
     """[N] Each sample's rank, where groups stay on one."""
     keys = request.group_keys
-    blocks = Atoms.of(groups, request.lengths, request.images, request.costs)
+    blocks = request.atoms_of(groups)
     ids = np.arange(len(keys))
     if len(ids) < request.ranks and not request.may_be_empty:
         raise PlanError(
@@ -253,8 +256,7 @@ def _by_modality(request: Request) -> list[tuple[Hashable, Ints]]:
                 f"{labels[of_atom[atom]]!r}, and keep_groups='micro_batch' does not let it be divided",
                 sample,
             )
-    order = sorted(range(len(labels)), key=lambda code: str(labels[code]))
-    return [(labels[code], np.flatnonzero(of_atom == code)) for code in order]
+    return [(label, np.flatnonzero(of_atom == code)) for code, label in enumerate(labels)]
 
 
 def _share_steps(request: Request, phases: list[_Phase]) -> None:
@@ -265,7 +267,7 @@ def _share_steps(request: Request, phases: list[_Phase]) -> None:
     least = sum(phase.steps for phase in phases)
     if least > wanted:
         needed, bound = sum(pool.needed for p in phases for pool in p.pools), sum(p.bound for p in phases)
-        caps = {"token_cap": request.limits.token_cap, "image_cap": request.limits.image_cap}
+        caps = {"token_cap": request.token_cap, "image_cap": request.image_cap}
         stated = " and ".join(f"{name}={cap}" for name, cap in caps.items() if cap is not None) or "no cap"
         kinds = f" of {len(phases)} modalities" if len(phases) > 1 else ""
         raise PlanError(
@@ -274,6 +276,9 @@ def _share_steps(request: Request, phases: list[_Phase]) -> None:
             f"{len(request.lengths)} samples{kinds} with {int(request.lengths.sum())} tokens were packed into no fewer "
             f"than {needed} (at least {bound}), which takes {least} on each",
         )
+    if len(phases) == 1:
+        phases[0].steps = wanted
+        return
     for _ in range(wanted - least if phases else 0):
         # One that could fill another step, if there is one.
         def worth(phase: _Phase) -> tuple[bool, float]:
@@ -320,7 +325,10 @@ def _arrange(request: Request, bins: Bins, ranks: list[int], totals: list[float]
         costs = [sum(count[a] for a in members) * max((peak[a] for a in members), default=0.0) for members in bins]
     else:
         costs = [sum(sorted(cost[a] for a in members)) for members in bins]
-    order = sorted(range(len(bins)), key=lambda b: (-costs[b], not bins[b], min(bins[b], default=0)))
+    place = request.atoms.place.tolist()
+    order = sorted(
+        range(len(bins)), key=lambda b: (-costs[b], not bins[b], min((place[a] for a in bins[b]), default=0))
+    )
     for at in range(0, len(order), len(ranks)):
         idlest = sorted(ranks, key=lambda rank: (totals[rank], rank))
         for rank, chosen in zip(idlest, order[at : at + len(ranks)], strict=True):
@@ -361,8 +369,7 @@ def _assemble(request: Request, grid: list[Bins], labels: list[Hashable], phases
         sizes, cost = (held * largest(request.lengths)).tolist(), (held * largest(request.costs)).tolist()
     else:
         sizes, cost = tokens, np.bincount(slot, weights=request.costs, minlength=slots).tolist()
-    single = Atoms.of(None, request.lengths, request.images, request.costs)
-    over = np.flatnonzero(request.limits.over(single))
+    over = np.flatnonzero(request.limits.over(request.atoms if request.whole is None else request.atoms_of(None)))
     oversize = set(slot[over].tolist())
     denominators = Denominators(int(request.loss_tokens.sum()), int((request.loss_tokens > 0).sum()), count)
     kinds: list[Hashable] = [None] * slots
@@ -371,8 +378,8 @@ def _assemble(request: Request, grid: list[Bins], labels: list[Hashable], phases
         codes, names = request.modality
         high, low = largest(codes), len(names) - largest(len(names) - codes)
         kinds = [names[h] if n and h == w else None for h, w, n in zip(high, low, held, strict=True)]
-        for code in sorted(range(len(names)), key=lambda code: str(names[code])):
-            modalities[names[code]] = (int((codes == code).sum()), int(request.lengths[codes == code].sum()))
+        for code, name in enumerate(names):
+            modalities[name] = (int((codes == code).sum()), int(request.lengths[codes == code].sum()))
     split = None
     if request.group_of is not None:
         places = np.unique(request.group_of * ranks + slot // steps) // ranks
@@ -404,8 +411,8 @@ def _assemble(request: Request, grid: list[Bins], labels: list[Hashable], phases
         order=order,
         inverse=inverse,
         layout="padded" if request.limits.padded else "packed",
-        token_cap=request.limits.token_cap,
-        image_cap=request.limits.image_cap,
+        token_cap=request.token_cap,
+        image_cap=request.image_cap,
         needed=sum(pool.needed for p in phases for pool in p.pools) if request.limits.capped else None,
         lower_bound=sum(p.bound for p in phases) if request.limits.capped else None,
         oversize=tuple(over.tolist()),

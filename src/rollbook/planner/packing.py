@@ -1,8 +1,9 @@
 """Bins for a plan: as few as a cap allows, then a given number of them with their costs level. Arrays in, lists out.
 
 Invariant: every function places each atom it is given exactly once and leaves no bin over a limit; ties go to the atom
-with the lower number, so that the same input always gives the same bins. An atom is what may not be divided: a sample,
-or a group that stays together. Atoms over a limit must have been set aside by the caller.
+whose place is lower, and places go by what is in an atom, so that the same atoms in any order give the same bins. An
+atom is what may not be divided: a sample, or a group that stays together. Atoms over a limit must have been set aside
+by the caller.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _COMPLETE_AT_MOST = 16_384  # taking atoms out of a long list takes longer than 
 @dataclass(frozen=True)
 class Atoms:
     """[A] What is placed whole: tokens, samples and images in each, its longest sample, what all of it costs, and what
-    its costliest sample does."""
+    its costliest sample does; and its place among all atoms sorted by what is in them, and only then by number."""
 
     tokens: Ints
     count: Ints
@@ -41,12 +42,21 @@ class Atoms:
     images: Ints
     cost: Floats
     peak: Floats
+    place: Ints
 
     @classmethod
-    def of(cls, codes: Ints | None, lengths: Ints, images: Ints, costs: Floats) -> Atoms:
-        """One atom for each sample, or for each group where `codes` [N] numbers the groups from 0."""
+    def of(cls, codes: Ints | None, lengths: Ints, images: Ints, costs: Floats, kinds: Ints) -> Atoms:
+        """One atom for each sample, or for each group where `codes` [N] numbers the groups from 0.
+
+        `kinds` [N] sorts the samples by what is in them: those with the same number may stand for each other.
+        """
+        order = np.argsort(kinds, kind="stable")
+        place = np.empty_like(order)
         if codes is None:
-            return cls(lengths, np.ones_like(lengths), lengths, images, costs, costs)
+            place[order] = np.arange(len(order))
+            return cls(lengths, np.ones_like(lengths), lengths, images, costs, costs, place)
+        # In order of their kinds, so that sums of floats do not depend on the order in which samples were given.
+        codes, lengths, images, costs = codes[order], lengths[order], images[order], costs[order]
         groups = int(codes.max(initial=-1)) + 1
         tokens, found, cost = np.zeros(groups, np.int64), np.zeros(groups, np.int64), np.zeros(groups)
         longest, peak = np.zeros(groups, np.int64), np.zeros(groups)
@@ -55,12 +65,19 @@ class Atoms:
         np.add.at(cost, codes, costs)
         np.maximum.at(longest, codes, lengths)
         np.maximum.at(peak, codes, costs)
-        return cls(tokens, np.bincount(codes, minlength=groups).astype(np.int64), longest, found, cost, peak)
+        count = np.bincount(codes, minlength=groups).astype(np.int64)
+        members = kinds[order][np.argsort(codes, kind="stable")].tolist()  # group by group, sorted in each
+        ends = np.cumsum(count).tolist()
+        contents = [members[end - held : end] for end, held in zip(ends, count.tolist(), strict=True)]
+        place = np.empty(groups, np.int64)
+        place[sorted(range(groups), key=contents.__getitem__)] = np.arange(groups)
+        return cls(tokens, count, longest, found, cost, peak, place)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one bin may hold. Padded, every sample of a bin takes as much room, and costs as much, as the largest."""
+    """What one bin may hold, as int64 can. Padded, every sample of a bin takes as much room, and costs as much,
+    as the largest."""
 
     token_cap: int | None = None
     image_cap: int | None = None
@@ -152,7 +169,7 @@ def _best_fit(atoms: Atoms, ids: Ints, limits: Limits) -> Bins:
     if limits.padded:
         order, sizes = _by_length(atoms, ids), atoms.count
     else:
-        order, sizes = ids[np.lexsort((ids, -atoms.cost[ids], -atoms.images[ids], -atoms.tokens[ids]))], atoms.tokens
+        order, sizes = _by_size(atoms, ids), atoms.tokens
     everything, all_images = int(sizes[ids].sum()), int(atoms.images[ids].sum())
     smallest = int(sizes[ids].min(initial=0))
     bins: Bins = []
@@ -180,12 +197,16 @@ def _best_fit(atoms: Atoms, ids: Ints, limits: Limits) -> Bins:
     return bins
 
 
+def _by_size(atoms: Atoms, ids: Ints) -> Ints:
+    return ids[np.lexsort((atoms.place[ids], -atoms.cost[ids], -atoms.images[ids], -atoms.tokens[ids]))]
+
+
 def _complete(atoms: Atoms, ids: Ints, cap: int) -> Bins:
     """Bin by bin: the largest atoms left, and for the last place the two that fill it best, if they beat one.
 
     Among a thousand atoms there is nearly always a pair that leaves no room at all.
     """
-    order = ids[np.lexsort((-ids, atoms.tokens[ids]))]
+    order = _by_size(atoms, ids)[::-1]
     left, sizes = order.tolist(), atoms.tokens[order].tolist()  # ascending
     bins: Bins = []
     while left:
@@ -223,7 +244,7 @@ def _best_pair(sizes: list[int], room: int, last: int, taken: list[int]) -> list
 
 
 def _by_cost(atoms: Atoms, ids: Ints) -> Ints:
-    return ids[np.lexsort((ids, -atoms.images[ids], -atoms.tokens[ids], -atoms.cost[ids]))]
+    return ids[np.lexsort((atoms.place[ids], -atoms.images[ids], -atoms.tokens[ids], -atoms.cost[ids]))]
 
 
 def _lightest_first(atoms: Atoms, ids: Ints, wanted: int, limits: Limits) -> Bins | None:
@@ -355,7 +376,8 @@ def _level(atoms: Atoms, bins: Bins, limits: Limits, moves: bool = True) -> Bins
 
 
 def _by_length(atoms: Atoms, ids: Ints) -> Ints:
-    return ids[np.lexsort((ids, -atoms.images[ids], -atoms.count[ids], -atoms.peak[ids], -atoms.longest[ids]))]
+    keys = (atoms.place, -atoms.images, -atoms.count, -atoms.peak, -atoms.longest)
+    return ids[np.lexsort([key[ids] for key in keys])]
 
 
 def _rows(atoms: Atoms, ids: Ints, limits: Limits, ceiling: float = np.inf) -> Bins:

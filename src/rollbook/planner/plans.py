@@ -92,9 +92,9 @@ class Plan:
     >>> from rollbook.planner import plan
     >>> found = plan([5, 8, 3, 2, 6], token_cap=8, ranks=3)
     >>> [[batch.indices.tolist() for batch in rank] for rank in found]
-    [[[0, 2]], [[1]], [[3, 4]]]
+    [[[1]], [[3, 4]], [[0, 2]]]
     >>> found.order.tolist(), found.inverse.tolist()
-    ([0, 2, 1, 3, 4], [0, 2, 1, 3, 4])
+    ([1, 3, 4, 0, 2], [3, 0, 4, 1, 2])
     >>> losses = np.array([0.5, 0.25, 1.0, 2.0, 1.5])  # the mean over each sample's tokens
     >>> lengths = np.array([5, 8, 3, 2, 6])
     >>> float((losses * lengths).sum() / lengths.sum())
@@ -172,8 +172,8 @@ class PlanReport:
     padding        0.00 % of what is occupied
     waiting        0.00 % of the ranks' time; imbalance 1.0000 in the worst step (0), 1.0000 in all
     rank  samples  tokens  cost  of mean
-       0        2       8     8    1.000
-       1        1       8     8    1.000
+       0        1       8     8    1.000
+       1        2       8     8    1.000
        2        2       8     8    1.000
     """
 
