@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,35 @@ def requests(draw: st.DrawFn, **fixed: Any) -> Request:
     return asked
 
 
+@st.composite
+def ties(draw: st.DrawFn) -> Request:
+    """Requests in which much is equal: few lengths and costs, so that groups and micro-batches cost the same."""
+    count = draw(st.integers(4, 16))
+    each = {"min_size": count, "max_size": count}
+    keep = draw(st.sampled_from(["none", "micro_batch", "rank"]))
+    labels = draw(st.lists(st.sampled_from(["text", "image"]), **each))
+    keys = draw(st.lists(st.integers(0, 5), **each))
+    uniform = draw(st.booleans())
+    if uniform and keep == "micro_batch":
+        labels = ["text" if key % 2 else "image" for key in keys]
+    return {
+        "lengths": draw(st.lists(st.integers(3, 6), **each)),
+        "ranks": draw(st.integers(1, 3)),
+        "micro_batches": draw(st.none() | st.integers(2, 4)),
+        "token_cap": draw(st.none() | st.integers(18, 40)),
+        "layout": draw(st.sampled_from(["packed", "padded"])),
+        "cost": draw(st.none() | st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.6, 0.7]), **each)),
+        "loss_tokens": draw(st.none() | st.lists(st.integers(0, 3), **each)),
+        "images": draw(st.lists(st.integers(0, 1), **each)),
+        "groups": keys,
+        "keep_groups": keep,
+        "modality": labels,
+        "uniform_modality": uniform,
+        "oversize": "alone",
+        "empty": "allow",
+    }
+
+
 def found(asked: Request) -> Plan:
     """The plan; what cannot be met is left out (`test_promise_named` looks at it)."""
     try:
@@ -84,6 +114,14 @@ def costs_of(asked: Request) -> list[float]:
     if cost is None:
         return [float(length) for length in asked["lengths"]]
     return cost(asked["lengths"]).tolist() if isinstance(cost, Cost) else cost
+
+
+def contents(asked: Request, made: Plan, rows: Sequence[int]) -> list[list[list[Any]]]:
+    """[rank][step] All that is known of each sample but its group, sorted; `rows` says which samples the plan's are."""
+    columns = [asked["lengths"], costs_of(asked)]
+    columns += [asked[name] for name in ("images", "loss_tokens", "modality") if asked.get(name) is not None]
+    known = list(zip(*columns, strict=True))
+    return [[sorted(known[rows[i]] for i in batch.indices) for batch in rank] for rank in made]
 
 
 def split(layout: Plan) -> list[list[list[int]]]:
@@ -177,14 +215,30 @@ def check_counts(asked: Request, made: Plan) -> None:
 
 
 def check_balance(asked: Request, made: Plan) -> None:
-    free = asked.get("token_cap") is None and asked.get("image_cap") is None and asked["layout"] == "packed"
-    if not free or asked.get("uniform_modality") or asked.get("keep_groups") == "rank" or not asked["lengths"]:
+    if asked.get("token_cap") is not None or asked.get("image_cap") is not None or asked["layout"] == "padded":
         return
-    atoms: defaultdict[Any, float] = defaultdict(float)
-    for i, cost in enumerate(costs_of(asked)):
-        atoms[asked["groups"][i] if asked.get("keep_groups") == "micro_batch" else i] += cost
-    costs = [batch.cost for batch in made.micro_batches]
-    assert max(costs) <= sum(costs) / len(costs) + max(atoms.values()) * (1 + 1e-9)
+    keep, costs = asked.get("keep_groups", "none"), costs_of(asked)
+
+    def costliest(indices: Any, grouped: bool) -> float:
+        atoms: defaultdict[Any, float] = defaultdict(float)
+        for i in indices:
+            atoms[asked["groups"][i] if grouped else i] += costs[i]
+        return max(atoms.values(), default=0.0)
+
+    def at_most_one_above_the_mean(parts: list[float], one: float) -> None:
+        assert max(parts) <= (sum(parts) / len(parts) + one) * (1 + 1e-9)
+
+    # Samples may go to any micro-batch; of their modality, if steps are uniform; on their rank, if groups stay there.
+    among: defaultdict[Any, list[MicroBatch]] = defaultdict(list)
+    for batch in made.micro_batches:
+        modality = batch.modality if asked.get("uniform_modality") else None
+        among[modality, batch.rank if keep == "rank" else None].append(batch)
+    for batches in among.values():
+        indices = [i for batch in batches for i in batch.indices.tolist()]
+        at_most_one_above_the_mean([batch.cost for batch in batches], costliest(indices, keep == "micro_batch"))
+    if keep == "rank":
+        one = costliest(range(len(costs)), True)
+        at_most_one_above_the_mean([sum(batch.cost for batch in rank) for rank in made], one)
 
 
 def check_loss(asked: Request, made: Plan) -> None:
@@ -295,11 +349,8 @@ def test_promise_counts(ranks: int, steps: int, each: int, layout: str, data: st
 
 
 @USUAL
-@given(requests(layout="packed", token_cap=None, image_cap=None, uniform_modality=False))
+@given(requests(layout="packed", token_cap=None, image_cap=None))
 def test_promise_balance(asked: Request) -> None:
-    if asked.get("keep_groups") == "rank":
-        asked["keep_groups"] = "none"
-    asked.pop("image_cap")
     check_balance(asked, found(asked))
 
 
@@ -316,7 +367,7 @@ def test_promise_order(asked: Request) -> None:
 
 
 @USUAL
-@given(requests(groups=None, keep_groups="none"), st.randoms(use_true_random=False))
+@given(requests() | ties(), st.randoms(use_true_random=False))
 def test_promise_same(asked: Request, shuffler: Any) -> None:
     made = found(asked)
     assert split(made) == split(plan(**copy.deepcopy(asked)))
@@ -324,13 +375,8 @@ def test_promise_same(asked: Request, shuffler: Any) -> None:
     shuffler.shuffle(order)
     each = [name for name, value in asked.items() if isinstance(value, list)]
     other = plan(**(asked | {name: [asked[name][i] for i in order] for name in each}))
-
-    def contents(made: Plan, rows: list[int]) -> Counter[Any]:
-        batches = [sorted(rows[i] for i in batch.indices) for batch in made.micro_batches]
-        return Counter(tuple(asked["lengths"][i] for i in sorted(b, key=asked["lengths"].__getitem__)) for b in batches)
-
-    assert contents(other, order) == contents(made, list(range(len(order))))
-    assert (other.steps, other.needed) == (made.steps, made.needed)
+    assert contents(asked, other, order) == contents(asked, made, range(len(order)))
+    assert (other.steps, other.needed, other.lower_bound) == (made.steps, made.needed, made.lower_bound)
 
 
 @pytest.mark.parametrize(
@@ -638,6 +684,58 @@ def test_groups_need_not_be_contiguous() -> None:
     assert sorted(batch.indices.tolist() for batch in made.micro_batches) == [[0, 2, 4], [1, 3, 5]]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "groups", "keep"), [([3, 3, 2, 4, 5, 1], "aabbcc", "micro_batch"), ([3, 3, 2, 4, 6], "aabbc", "rank")]
+)
+def test_groups_of_equal_size_are_told_apart_by_what_is_in_them(lengths: list[int], groups: str, keep: Any) -> None:
+    asked = {"lengths": lengths, "groups": list(groups), "keep_groups": keep, "ranks": 2, "cost": None}
+    expected = contents(asked, plan(**asked), range(len(lengths)))
+    for order in permutations(range(len(lengths))):
+        given_ = {name: [asked[name][i] for i in order] for name in ("lengths", "groups")}
+        assert contents(asked, plan(**(asked | given_)), order) == expected
+
+
+def test_samples_of_equal_length_are_told_apart_by_cost() -> None:
+    # Best fit takes 10 micro-batches; the pairs that fill better take 9, and they too must tell equal lengths apart.
+    lengths = [31, 20, 44, 16, 24, 48, 22, 22, 48, 46, 16, 31, 16, 20, 39, 49, 46, 20, 44, 31, 31, 37, 46, 39, 49, 48]
+    cost = [6, 2, 5, 4, 5, 1, 6, 3, 5, 4, 5, 1, 3, 6, 7, 4, 1, 6, 5, 6, 2, 4, 8, 7, 3, 6]
+    asked = {"lengths": lengths, "cost": cost, "token_cap": 100}
+    made = plan(**asked)
+    assert made.needed == made.lower_bound == 9
+    rng = np.random.default_rng(0)
+    for order in (rng.permutation(len(lengths)).tolist() for _ in range(20)):
+        given_ = {name: [asked[name][i] for i in order] for name in ("lengths", "cost")}
+        assert contents(asked, plan(**(asked | given_)), order) == contents(asked, made, range(len(lengths)))
+
+
+def test_balance_is_within_a_modality() -> None:
+    made = plan([10] * 100 + [1], modality=["a"] * 100 + ["b"], uniform_modality=True)
+    assert [batch.cost for batch in made.micro_batches] == [1000, 1]  # one step each: nothing could be moved
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("cap", [2**31, 2**62, 2**63 - 1, 2**63, 2**64, 10**30])
+def test_caps_may_be_huge(cap: int, ranks: int, layout: Any) -> None:
+    asked = {"lengths": [3, 4, 5, 6, 9], "images": [1, 0, 2, 0, 1], "ranks": ranks, "layout": layout}
+    large = plan(**asked, micro_batches=2, token_cap=1000, image_cap=1000)
+    for caps in ({"token_cap": cap}, {"image_cap": cap}, {"token_cap": cap, "image_cap": cap}):
+        made = plan(**asked, micro_batches=2, **caps)
+        assert split(made) == split(large)
+        assert (made.token_cap, made.image_cap) == (caps.get("token_cap"), caps.get("image_cap"))
+        assert (made.needed, made.lower_bound, made.oversize) == (1, 1, ())
+        assert "5 samples" in str(made.report())
+    with pytest.raises(PlanError, match=f"token_cap={cap} and image_cap=2 "):
+        plan(**(asked | {"ranks": 1}), micro_batches=1, token_cap=cap, image_cap=2)
+    assert split(plan([0, 0], token_cap=cap, images=[0, 0], image_cap=cap, layout=layout)) == [[[0, 1]]]
+    assert split(plan([], token_cap=cap, layout=layout, empty="allow")) == [[[]]]
+
+
+def test_far_too_many_micro_batches_are_refused_at_once() -> None:
+    with pytest.raises(PlanError, match="2 samples .* cannot fill 4194304 micro-batches"):
+        plan([3, 4], micro_batches=2**22)
+
+
 def test_steps_left_over_go_to_the_costlier_modality() -> None:
     made = plan([10, 10, 10, 10, 1, 1], modality=["a"] * 4 + ["b"] * 2, uniform_modality=True, micro_batches=3, ranks=2)
     assert [made.step(k)[0].modality for k in range(3)] == ["a", "a", "b"]
@@ -686,6 +784,32 @@ def test_kinds_of_lengths(lengths: Any) -> None:
     assert made.denominators.tokens == sum(int(length) for length in lengths)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        torch.tensor([0, 1, 0, 1]),
+        np.array([0, 1, 0, 1], dtype=np.int8),
+        [torch.tensor(0), torch.tensor(1), torch.tensor(0), torch.tensor(1)],
+        [np.int64(0), np.float32(1), 0, np.array(1)],
+        [("a", torch.tensor(0)), ("a", torch.tensor(1)), ("a", 0), ("a", np.int32(1))],
+        [("a", None), ("b", None), ("a", None), ("b", None)],
+        [np.str_("x"), "y", "x", np.str_("y")],
+        np.str_("xyxy"),
+        np.array(["x", "y", "x", "y"]),
+        np.array([(0,), "y", (0,), "y"], dtype=object),
+    ],
+    ids=str,
+)
+def test_kinds_of_keys(keys: Any) -> None:
+    made = plan([3, 4, 3, 4], token_cap=8, groups=keys, keep_groups="micro_batch")
+    assert made.groups == 2
+    assert split(made) == [[[1, 3], [0, 2]]]
+    made = plan([3, 4, 3, 4], modality=keys, uniform_modality=True)
+    assert [len(batch) for batch in made.micro_batches] == [2, 2]
+    for label in made.modalities:
+        assert type(label) in (int, float, str, tuple)
+
+
 def test_experiences_are_lengths_and_their_masks_are_loss_tokens() -> None:
     many = Experiences(
         [
@@ -710,14 +834,21 @@ def test_experiences_are_lengths_and_their_masks_are_loss_tokens() -> None:
         ({"lengths": [3, None]}, "lengths[1]: got None"),
         ({"lengths": [3, 2**70]}, f"lengths[1]: got {2**70}"),
         ({"lengths": np.ones((2, 2), dtype=int)}, "lengths: got shape [2, 2], expected one dimension"),
-        ({"lengths": torch.ones((2, 2), dtype=torch.int64)}, "lengths[0]: got [1, 1]"),
+        ({"lengths": torch.ones((2, 2), dtype=torch.int64)}, "lengths: got shape [2, 2], expected one dimension"),
+        ({"lengths": torch.tensor(3)}, "lengths: got shape [], expected one dimension"),
+        ({"lengths": np.array(3)}, "lengths: got shape [], expected one dimension"),
+        ({"lengths": np.int64(3)}, "lengths: got int64, expected a value for each sample"),
+        ({"lengths": "34"}, "lengths[0]: got '3', expected a whole number"),
         ({"lengths": 7}, "lengths: got int, expected a value for each sample"),
         ({"lengths": {"a": 1}}, "lengths: got dict"),
         ({"token_cap": 0}, "token_cap: got 0, expected a whole number, 1 or more"),
         ({"token_cap": 8.0}, "token_cap: got 8.0"),
         ({"ranks": 0}, "ranks: got 0"),
         ({"ranks": True}, "ranks: got True"),
+        ({"ranks": 2**63}, f"ranks: got {2**63}, expected at most {2**22}"),
         ({"micro_batches": -1}, "micro_batches: got -1"),
+        ({"micro_batches": 2**63, "empty": "allow"}, f"micro_batches: got {2**63}, expected at most {2**22}"),
+        ({"micro_batches": 2**21 + 1, "ranks": 2}, f"micro_batches: got {2**21 + 1}, expected at most {2**21}"),
         ({"images": [1, 1], "image_cap": 0}, "image_cap: got 0"),
         ({"images": [1]}, "images: got 1 values, expected 2, one for each sample"),
         ({"images": [1, -2]}, "images[1]: got -2"),
@@ -725,8 +856,15 @@ def test_experiences_are_lengths_and_their_masks_are_loss_tokens() -> None:
         ({"groups": ["a"]}, "groups: got 1 values, expected 2"),
         ({"groups": ["a", None]}, "groups[1]: got None, expected a key"),
         ({"groups": ["a", ["b"]]}, "groups[1]: got ['b'], expected a key"),
+        ({"groups": torch.tensor(0)}, "groups: got shape [], expected one dimension"),
+        ({"groups": torch.zeros((2, 2))}, "groups: got shape [2, 2], expected one dimension"),
+        ({"groups": [torch.tensor([0]), torch.tensor([0])]}, "groups[0]: got tensor([0]), expected a key"),
+        ({"groups": [("a", 0), ("a", torch.tensor([0]))]}, "groups[1]: got ('a', tensor([0])), expected a key"),
+        ({"groups": [0.5, float("nan")]}, "groups[1]: got nan, expected a key"),
+        ({"groups": np.array([np.nan, 0.5])}, "groups[0]: got nan, expected a key"),
         ({"keep_groups": "rank"}, "groups: got None with keep_groups='rank'"),
         ({"keep_groups": "bin"}, "keep_groups: got 'bin', expected one of 'none', 'micro_batch', 'rank'"),
+        ({"modality": [torch.ones(2), "text"]}, "modality[0]: got tensor([1., 1.]), expected a key"),
         ({"modality": ["text"]}, "modality: got 1 values, expected 2"),
         ({"uniform_modality": True}, "modality: got None with uniform_modality=True"),
         ({"uniform_modality": "yes"}, "uniform_modality: got 'yes', expected True or False"),
@@ -736,6 +874,7 @@ def test_experiences_are_lengths_and_their_masks_are_loss_tokens() -> None:
         ({"equal_counts": 1}, "equal_counts: got 1, expected True or False"),
         ({"equal_counts": True, "token_cap": 9}, "equal_counts: got True with token_cap or image_cap"),
         ({"loss_tokens": [1, 2, 3]}, "loss_tokens: got 3 values, expected 2"),
+        ({"loss_tokens": [3, 5]}, "loss_tokens[1]: got 5, expected at most 4, the sample's length"),
         ({"cost": [1.0]}, "cost: got 1 values, expected 2"),
         ({"cost": [1.0, float("nan")]}, "cost[1]: got nan, expected a number, 0 or more and below 1e200"),
         ({"cost": [1.0, -1.0]}, "cost[1]: got -1.0"),

@@ -456,11 +456,11 @@ class BufferItem(_Holder):
         return item
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _ITEM_FIELDS:
+        if name not in ITEM_FIELDS:
             raise AttributeError(f"'BufferItem' object has no attribute {name!r}")
         # Threads may read one item: all get the value that came first.
         value = self.__dict__.setdefault(name, peek(self.__dict__, name))
-        if len(self.__dict__) > len(_ITEM_FIELDS) and all(one in self.__dict__ for one in _ITEM_FIELDS):
+        if len(self.__dict__) > len(ITEM_FIELDS) and all(one in self.__dict__ for one in ITEM_FIELDS):
             self.__dict__.pop("_source", None)  # everything is copied out by now
         return value
 
@@ -471,8 +471,9 @@ class BufferItem(_Holder):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        others = {name: value for name, value in self.__dict__.items() if name != "_source"}
-        return {name: peek(self.__dict__, name) for name in _ITEM_FIELDS} | others
+        # Read, not looked at: processes share tensors as files, which go when a tensor that nobody keeps does.
+        fields = {name: getattr(self, name) for name in ITEM_FIELDS}
+        return {name: value for name, value in self.__dict__.items() if name != "_source"} | fields
 
     def __repr__(self) -> str:
         tokens = "no" if self.sequences is None else len(self.sequences)
@@ -488,8 +489,8 @@ def peek(state: dict[str, Any], name: str) -> Any:
     return state[name] if source is None or name in state else source[0].value(name, source[1])
 
 
-_ITEM_FIELDS = tuple(f.name for f in dataclasses.fields(BufferItem))
-for _name in _ITEM_FIELDS:
+ITEM_FIELDS = tuple(f.name for f in dataclasses.fields(BufferItem))
+for _name in ITEM_FIELDS:
     # Defaults that stand on the class would be found before what the sheet has.
     if _name in BufferItem.__dict__:
         delattr(BufferItem, _name)

@@ -218,7 +218,7 @@ def draw_plan(plan: Plan, lengths: Any, title: str = "") -> str:
 
 def plan_bins(plan: Plan, lengths: Any) -> list[list[list[int]]]:
     """By rank and micro-batch, the lengths of a plan's samples."""
-    sizes = np.asarray(lengths)
+    sizes = np.asarray(lengths.token_lengths() if hasattr(lengths, "token_lengths") else lengths)
     return [[sizes[batch.indices].tolist() for batch in rank] for rank in plan]
 
 

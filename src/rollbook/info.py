@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,15 @@ class InfoOrigin:
     """The rows that lack a key."""
     given: dict[Path, tuple[list[Any], list[Any]]] = field(default_factory=dict)
     """What a tensor shows, and what the items had, where a number of the tensor is not what was given."""
+    kinds: dict[Path, tuple[Kind | None, ...]] = field(default_factory=dict)
+    """What each row remembered of a number, where rows differed in that."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, InfoOrigin) and same([self.missing, self.given], [other.missing, other.given])
+        if not isinstance(other, InfoOrigin):
+            return NotImplemented
+        return same([self.missing, self.given, self.kinds], [other.missing, other.given, other.kinds])
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def collate_info(infos: Sequence[Any], kinds: Sequence[Any] | None = None) -> tuple[dict[Any, Any], InfoOrigin]:
@@ -60,8 +67,7 @@ def collate_info(infos: Sequence[Any], kinds: Sequence[Any] | None = None) -> tu
     [{'reward': 0.5, 'tag': 'a', 'parts': {'x': 1}}, {'reward': 1.0, 'parts': {'x': 2}}]
     """
     origin = InfoOrigin()
-    remembered = list({id(one): one for one in kinds or () if one}.values())  # items of one batch share theirs
-    return _collate([{} if info is None else info for info in infos], (), origin, remembered), origin
+    return _collate([{} if info is None else info for info in infos], (), origin, list(kinds or ())), origin
 
 
 def _collate(rows: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) -> dict[Any, Any]:
@@ -89,7 +95,7 @@ def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
     """The values as one tensor, if they can be."""
     types = set(map(type, column))
     if all(issubclass(kind, _NUMBERS) for kind in types):
-        made = _number_tensor(column, types, {known[path] for known in kinds if path in known})
+        made = _number_tensor(column, types, _kind(path, column, kinds, origin))
         if made is None:
             return None
     elif all(issubclass(kind, torch.Tensor) for kind in types):
@@ -105,13 +111,24 @@ def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
     return made
 
 
-def _number_tensor(column: list[Any], types: set[type], kinds: set[Kind]) -> torch.Tensor | None:
-    tail: tuple[int, ...] = ()
-    dtype = None
-    if len(kinds) == 1:
-        dtype, tail = next(iter(kinds))
-        if not all(_holds(dtype, value) for value in column):
-            dtype, tail = None, ()
+def _kind(path: Path, column: list[Any], kinds: list[Any], origin: InfoOrigin) -> Kind | None:
+    """The type that all rows remember of a number; where they differ, the widest, and each row's is noted."""
+    shared = {id(one): one for one in kinds}  # items of one batch share theirs
+    found = {(one or {}).get(path) for one in shared.values()}
+    if len(found) < 2:
+        return found.pop() if found else None
+    rows = tuple((one or {}).get(path) for one in kinds)
+    origin.kinds[path] = rows
+    if len({kind[1] for kind in rows if kind is not None}) > 1 or any(kind[1] for kind in rows if kind is not None):
+        return None  # of different shapes: as numbers
+    wide = [_DEFAULTS.get(type(v), torch.float32) if k is None else k[0] for k, v in zip(rows, column, strict=True)]
+    return reduce(torch.promote_types, wide), ()
+
+
+def _number_tensor(column: list[Any], types: set[type], kind: Kind | None) -> torch.Tensor | None:
+    dtype, tail = kind or (None, ())
+    if dtype is not None and not all(_holds(dtype, value) for value in column):
+        dtype, tail = None, ()
     if dtype is None:
         if len(types) == 1 and all(issubclass(kind, np.generic) for kind in types):
             dtype = _TORCH.get(np.dtype(next(iter(types))))
@@ -160,6 +177,19 @@ def split_info(
     if not isinstance(info, dict):
         raise ValueError(f"info: got {type(info).__name__}, expected a dict")
     return _split(info, count, (), origin or InfoOrigin(), kinds), kinds or None
+
+
+def row_kinds(kinds: dict[Path, Kind] | None, origin: InfoOrigin, row: int) -> dict[Path, Kind] | None:
+    """What one row remembers of its numbers."""
+    if not origin.kinds:
+        return kinds
+    own_kinds = dict(kinds or {})
+    for path, rows in origin.kinds.items():
+        own_kinds.pop(path, None)
+        kind = rows[row]
+        if kind is not None:
+            own_kinds[path] = kind
+    return own_kinds or None
 
 
 def _split(info: dict[Any, Any], count: int, path: Path, origin: InfoOrigin, kinds: dict[Path, Kind]) -> list[Any]:
@@ -218,7 +248,7 @@ def _tensor_entries(
 
 def info_arrays(info: Any, origin: InfoOrigin) -> dict[Any, Any] | None:
     """A collated `info` for `pick_info`, if it is all tensors with an entry for each row: their memory and types."""
-    if origin.missing or origin.given:
+    if origin.missing or origin.given or origin.kinds:
         return None
     result: dict[Any, Any] = {}
     for key, value in (info or {}).items():

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.batch import BufferItem, ExperienceBatch, Origin, peek, token_fields
+from rollbook.batch import ITEM_FIELDS, BufferItem, ExperienceBatch, Origin, peek, token_fields
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.info import collate_info, pick_info
@@ -98,7 +98,7 @@ def drawn(items: Sequence[Any], pad_token_id: int) -> ExperienceBatch | None:
         given["info"] = pick_info(first.info_arrays, np.array([i for _, i in sources]))
     else:
         infos = [sheet.infos[0][i] for sheet, i in sources]
-        given["info"], origin.info = collate_info(infos, [sheet.infos[1] for sheet, _ in sources])
+        given["info"], origin.info = collate_info(infos, [sheet.value("info_kinds", i) for sheet, i in sources])
     for name in SAMPLE_LISTS:
         if any(sheet.lists.get(name) for sheet in sheets.values()):
             entries = [sheet.value(SAMPLE_LISTS[name], i) for sheet, i in sources]
@@ -282,7 +282,9 @@ def unpadded_item(i: int, item: BufferItem) -> BufferItem:
     cut = {
         name: (row[first:last] if on_tokens(name) else row[begin:end]).detach().clone() for name, row in rows.items()
     }
-    given = item.__getstate__() | {name: cut.get(name) for name in BATCH_FIELDS}
+    given = {name: peek(item.__dict__, name) for name in ITEM_FIELDS if name not in BATCH_FIELDS} | {
+        name: cut.get(name) for name in BATCH_FIELDS
+    }
     given |= {name: None for name in item.implied if name not in cut or bool((cut[name] == 1).all())}
     extras = {name.removeprefix("extras."): row for name, row in cut.items() if name not in BATCH_FIELDS}
     given |= {name: own_entry(batch_name, given[name]) for batch_name, name in SAMPLE_LISTS.items()}

@@ -6,12 +6,14 @@ together row by row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from rollbook.batch import Origin
+from rollbook.custom_field import CustomField
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.info import InfoOrigin, collate_info
@@ -109,30 +111,29 @@ def _custom_columns(many: Experiences, sheet: Sheet) -> None:
     if not any(wanted):
         return
     infos = many.values("info")
-    for custom in dict.fromkeys(one for ones in wanted for one in ones or ()):
+    for name in dict.fromkeys(one.destination_field for ones in wanted for one in ones or ()):
         values: list[Any] = []
         for i, (ones, info) in enumerate(zip(wanted, infos, strict=True)):
-            if custom not in (ones or ()):
-                values.append(None)
-                continue
-            if custom.source_field not in (info or {}):
-                raise ValueError(
-                    f"record {i} ({many.eids()[i]}): info: got no {custom.source_field!r}, "
-                    f"expected it for the custom field {custom.destination_field!r}"
-                )
-            given = torch.as_tensor(info[custom.source_field]).to(custom.data_type)
-            width = int(sheet.responses[i])
-            if given.numel() == 1:
-                given = given.reshape(1).expand(width)
-            if given.dim() != 1 or len(given) != width:
-                raise ValueError(
-                    f"record {i} ({many.eids()[i]}): info[{custom.source_field!r}]: got shape {list(given.shape)}, "
-                    f"expected one number or {width}"
-                )
-            values.append(given)
-        sheet.columns[f"extras.{custom.destination_field}"] = column_of(
-            f"extras.{custom.destination_field}", values, sheet
+            custom = [one for one in ones or () if one.destination_field == name]
+            who = f"record {i} ({many.eids()[i]})"
+            if len(custom) > 1:
+                raise ValueError(f"{who}: custom_fields: got {len(custom)} for {name!r}, expected one")
+            values.append(_custom_row(custom[0], info or {}, int(sheet.responses[i]), who) if custom else None)
+        sheet.columns[f"extras.{name}"] = column_of(f"extras.{name}", values, sheet)
+
+
+def _custom_row(custom: CustomField, info: Mapping[str, Any], width: int, who: str) -> torch.Tensor:
+    source = custom.source_field
+    if source not in info:
+        raise ValueError(
+            f"{who}: info: got no {source!r}, expected it for the custom field {custom.destination_field!r}"
         )
+    given = torch.as_tensor(info[source]).to(custom.data_type)
+    if given.numel() == 1:
+        given = given.reshape(1).expand(width)
+    if given.dim() != 1 or len(given) != width:
+        raise ValueError(f"{who}: info[{source!r}]: got shape {list(given.shape)}, expected one number or {width}")
+    return given
 
 
 def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoOrigin]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS
 from rollbook.ids import EID
-from rollbook.info import info_arrays, split_info
+from rollbook.info import info_arrays, row_kinds, split_info
 from rollbook.jagged import Column, concatenated, memory
 from rollbook.ragged import Ragged, offsets_of
 
@@ -139,7 +139,7 @@ class Sheet:
         if name == "info":
             return own(self.infos[0][i], tensors=True)
         if name == "info_kinds":
-            return self.infos[1]
+            return row_kinds(self.infos[1], self.origin.info, i)
         if name == "extras":
             rows = {key: self.row(key, i) for key in self.columns if key.startswith("extras.")}
             return {key.removeprefix("extras."): row for key, row in rows.items() if row is not None} or None

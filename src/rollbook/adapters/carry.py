@@ -268,8 +268,9 @@ def _media(item: BufferItem) -> dict[str, torch.Tensor]:
 
 def _carry_records(rows: list[Carried], records: Experiences) -> None:
     """The fields that a batch has no place for: texts, messages, what the record is."""
-    for row in rows:
+    for row, tokens in zip(rows, records.values("tokens"), strict=True):
         row["record"] = {}
+        row["token_dtype"] = tokens.dtype  # a batch has int64
     for name, field in FIELDS.items():
         if field.axis == "sequence" or (field.axis == "response" and not field.broadcast):
             continue
@@ -401,6 +402,8 @@ def _record(item: BufferItem, row: Carried, engine: bool) -> Experience:
             rest[name] = part
         else:
             given[field] = part
+    if "token_dtype" in row:
+        given["tokens"] = given["tokens"].to(row["token_dtype"])
     length, slots = len(item.sequences), _slots(item)
     given.setdefault("prompt_length", length - slots)
     info = dict(item.info or {})

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import chain
+from math import fsum
 from typing import Any
 
 import numpy as np
@@ -154,8 +155,8 @@ def _place(request: Request) -> tuple[list[Bins], list[Hashable], list[_Phase]]:
             pools.append(_Pool(ranks, alone, rest, start))
         bound = int(over[ids].sum()) + _lower_bound(request, ids[~over[ids]])
         steps = max(1, *(-(-pool.needed // len(pool.ranks)) for pool in pools))
-        # Sorted, so that the sum does not depend on the order in which samples were given.
-        phases.append(_Phase(label, pools, bound, float(np.sort(request.atoms.cost[ids]).sum()), steps))
+        total = fsum(request.atoms.cost[ids].tolist())  # exact, and so the same in whatever order samples are given
+        phases.append(_Phase(label, pools, bound, total, steps))
     _share_steps(request, phases)
     grid: list[Bins] = [[] for _ in range(request.ranks)]
     labels: list[Hashable] = []
@@ -325,10 +326,8 @@ def _arrange(request: Request, bins: Bins, ranks: list[int], totals: list[float]
         costs = [sum(count[a] for a in members) * max((peak[a] for a in members), default=0.0) for members in bins]
     else:
         costs = [sum(sorted(cost[a] for a in members)) for members in bins]
-    place = request.atoms.place.tolist()
-    order = sorted(
-        range(len(bins)), key=lambda b: (-costs[b], not bins[b], min((place[a] for a in bins[b]), default=0))
-    )
+    first = [int(request.atoms.place[members[0]]) if members else 0 for members in bins]
+    order = sorted(range(len(bins)), key=lambda b: (-costs[b], not bins[b], first[b]))
     for at in range(0, len(order), len(ranks)):
         idlest = sorted(ranks, key=lambda rank: (totals[rank], rank))
         for rank, chosen in zip(idlest, order[at : at + len(ranks)], strict=True):

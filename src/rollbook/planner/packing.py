@@ -76,8 +76,8 @@ class Atoms:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one bin may hold, as int64 can. Padded, every sample of a bin takes as much room, and costs as much,
-    as the largest."""
+    """What one bin may hold, in numbers that fit int64. Padded, every sample of a bin takes as much room, and costs as
+    much, as the largest."""
 
     token_cap: int | None = None
     image_cap: int | None = None

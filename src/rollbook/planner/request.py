@@ -117,7 +117,7 @@ class Request:
         whole = group_of if keep_groups == "micro_batch" else None
         labels = None if modality is None else _sorted_keys(*_keys("modality", modality, count))
         # What was not given follows from the lengths.
-        columns = [tokens]
+        columns: list[Ints | Floats] = [tokens]
         columns += [] if cost is None or isinstance(cost, Cost) else [costs]
         columns += [] if images is None else [found]
         columns += [] if counted is tokens else [counted]
@@ -181,19 +181,21 @@ class Request:
 def _positive(name: str, value: Any, most: int | None = None) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name}: got {value!r}, expected a whole number, 1 or more")
-    if most is not None and value > most:
+    number = int(value)
+    if most is not None and number > most:
         raise ValueError(
-            f"{name}: got {value!r}, expected at most {most}: a plan has at most {_MOST_MICRO_BATCHES} micro-batches"
+            f"{name}: got {number}, expected at most {most}: a plan has at most {_MOST_MICRO_BATCHES} micro-batches"
         )
-    return int(value)
+    return number
 
 
 def _list(name: str, values: Any, count: int | None) -> Any:
     """The values as an array or a list, once there are `count` of them."""
     if isinstance(values, Mapping) or not isinstance(values, Iterable):
         raise ValueError(f"{name}: got {type(values).__name__}, expected a value for each sample")
-    if getattr(values, "ndim", 1) != 1 and not isinstance(values, str):  # numpy's strings are of no dimension
-        raise ValueError(f"{name}: got shape {list(values.shape)}, expected one dimension")
+    shape = getattr(values, "shape", None)
+    if shape is not None and len(shape) != 1 and not isinstance(values, str):  # numpy's strings have a shape, []
+        raise ValueError(f"{name}: got shape {list(shape)}, expected one dimension")
     if not isinstance(values, np.ndarray):
         # A tensor, on whatever device, becomes a list; so nothing of torch is needed here.
         values = values.tolist() if hasattr(values, "tolist") and not isinstance(values, str) else list(values)
@@ -257,7 +259,7 @@ def _sorted_keys(codes: Ints, keys: list[Hashable]) -> tuple[Ints, list[Hashable
     return number[codes], [keys[code] for code in order]
 
 
-def _kinds(columns: list[Any]) -> Ints:
+def _kinds(columns: list[Ints | Floats]) -> Ints:
     """[N] The same number for samples that agree in all columns [N]; the largest come first."""
     order = np.lexsort([-column for column in reversed(columns)])
     changes = np.zeros(len(order), dtype=np.bool_)
