@@ -18,11 +18,14 @@ from rollbook.batch import ITEM_FIELDS, BufferItem, ExperienceBatch, Origin, pee
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.info import collate_info, pick_info
-from rollbook.jagged import Column, Segments, check_fill, segments, unbind_copy
+from rollbook.jagged import Column, Segments, check_fill, filled, segments, unbind_copy
 from rollbook.layouts import action_starts, checked, sheet_of_batch, whole_sheet, widths
 from rollbook.media import SHARED, Pool
 from rollbook.ragged import promote
 from rollbook.sheet import SAMPLE_LISTS, Sheet, on_tokens, own_entry
+
+_FEW = 32
+"""Rows of a batch that is surely small: not worth asking how small."""
 
 
 def sheet_of_items(items: Sequence[Any]) -> Sheet:
@@ -113,11 +116,11 @@ def drawn(items: Sequence[Any], pad_token_id: int) -> ExperienceBatch | None:
             continue
         width, lying = places[on_tokens(name)]
         shape, kind = (len(sources), width, *trailing), first.arrays[name].dtype
-        if name == "sequences" and pad_token_id:
+        if name == "sequences":
             check_fill(pad_token_id, dtype)
-            matrix = np.full(shape, pad_token_id, dtype=kind)
+            matrix = filled(shape, kind, pad_token_id)
         else:
-            matrix = np.zeros(shape, dtype=kind)
+            matrix = filled(shape, kind, 0) if len(sources) > _FEW else np.zeros(shape, dtype=kind)
         arrays = repeat(first.arrays[name]) if len(sheets) == 1 else [sheet.arrays[name] for sheet, _ in sources]
         for row, array, (at, start, stop) in zip(matrix, arrays, lying, strict=False):
             row[at:] = array[start:stop]

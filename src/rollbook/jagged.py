@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import repeat
+from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.fields import DTYPES
-from rollbook.ragged import Ragged, allocate, offsets_of
+from rollbook.ragged import LARGE, Ragged, allocate, offsets_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NUMPY: dict[torch.dtype, Any] = {
@@ -149,21 +150,16 @@ class Spans:
                 return made if out is None else out.copy_(made)
         arrays, starts, stops, dtype, trailing = _segments(column, self.offsets)
         shape = (len(self.lengths), self.width, *trailing)
-        if out is None and not fill:
-            # Zeros are asked of the system, which gives pages only where they are written.
-            matrix = np.zeros(shape, dtype=NUMPY.get(dtype) or _words(dtype))
-            for row, array, (at, to), start, stop in zip(matrix, arrays, self._places, starts, stops, strict=False):
-                row[at:to] = array[start:stop]
-            return torch.from_numpy(matrix) if dtype in NUMPY else torch.from_numpy(matrix).view(dtype)
         check_fill(fill, dtype)
         if out is None:
-            out = torch.from_numpy(allocate(shape, NUMPY.get(dtype) or _words(dtype)))
-            out = out if dtype in NUMPY else out.view(dtype)
+            matrix = filled(shape, NUMPY.get(dtype) or _words(dtype), fill if dtype in NUMPY else _word(fill, dtype))
+            out = torch.from_numpy(matrix) if dtype in NUMPY else torch.from_numpy(matrix).view(dtype)
         elif out.shape != shape or out.dtype != dtype or out.device.type != "cpu":
             got = f"{list(out.shape)} of {out.dtype} on {out.device}"
             raise ValueError(f"out: got {got}, expected {list(shape)} of {dtype} on the CPU")
-        matrix = memory(out)
-        matrix[...] = memory(torch.full((1,), fill, dtype=dtype))[0]
+        else:
+            matrix = memory(out)
+            matrix.fill(fill if dtype in NUMPY else _word(fill, dtype))
         for row, array, (at, to), start, stop in zip(matrix, arrays, self._places, starts, stops, strict=False):
             row[at:to] = array[start:stop]
         return out
@@ -220,6 +216,20 @@ def memory(tensor: torch.Tensor) -> NDArray[Any]:
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor.numpy() if tensor.dtype in NUMPY else tensor.view(_BITS[tensor.element_size()]).numpy()
+
+
+def filled(shape: tuple[int, ...], kind: Any, fill: Any) -> NDArray[Any]:
+    """An array of one value. Large ones come from a pool that keeps its memory (see `allocate`): the first touch of
+    fresh pages takes several times as long as filling used ones."""
+    if not fill and prod(shape) * np.dtype(kind).itemsize < LARGE:
+        return np.zeros(shape, dtype=kind)
+    array = allocate(shape, kind)
+    array.fill(fill)
+    return array
+
+
+def _word(fill: float, dtype: torch.dtype) -> Any:
+    return memory(torch.full((1,), fill, dtype=dtype))[0]
 
 
 def _words(dtype: torch.dtype) -> Any:

@@ -23,7 +23,7 @@ from rollbook.sheet import SAMPLE_LISTS, Lengths, Sheet, constant, on_tokens
 
 LAYOUTS = ("left", "prompt_left_response_right")
 _ALIGNED = 64
-_ROWS = 16
+_ROWS = 8
 """How many rows of a mask are looked at together: as many as a processor's cache holds."""
 
 
@@ -256,11 +256,13 @@ def _edges(mask: torch.Tensor, anchor: int) -> tuple[Lengths, Lengths, bool] | N
         hit = (entries[row, np.maximum(middle, 0)] != 0) & (middle > off)
         on, off = np.where(hit, middle, on), np.where(hit, off, middle)
     solid = True
+    flat = entries.reshape(-1)
+    bounds = np.stack([row * width + on, row * width + last], axis=1).reshape(-1)
     for start in range(0, count, _ROWS):
-        part = entries[start : start + _ROWS].reshape(-1)
-        base = np.arange(len(part) // width) * width
-        bounds = np.stack([base + on[start : start + _ROWS], base + last[start : start + _ROWS]], axis=1).reshape(-1)
-        cuts = bounds[bounds < len(part)]
+        part = flat[start * width : (start + _ROWS) * width]
+        cuts = bounds[2 * start : 2 * (start + _ROWS)] - start * width
+        if cuts[-1] == len(part):
+            cuts = cuts[:-1]
         any_bit = np.bitwise_or.reduceat(part, cuts)
         every_bit = np.bitwise_and.reduceat(part, cuts)
         gaps = np.diff(cuts, append=len(part))[1::2] > 0  # reduceat gives an entry even for nothing

@@ -18,7 +18,8 @@ What a plan promises, whatever the lengths, groups, modalities, caps and ranks:
 - order: `x[plan.order][plan.inverse]` is `x`, and `order` is the micro-batches one after the other.
 - same: the same input gives the same plan on every rank and machine, so that ranks can plan each for itself; with the
   samples in another order, each rank and step has samples of the same lengths, costs, images, loss tokens and modality.
-- named: what cannot be met raises `PlanError` with the constraint and the sample; nothing is mended in silence.
+- named: what cannot be met raises `PlanError` with the constraint and the sample; nothing is mended in silence. The
+  best packing is not searched for, only a good one: so a plan that just fits may not be found, and raises too.
 - pure: numpy and the standard library only, and nothing that was given is changed.
 """
 

@@ -133,7 +133,9 @@ def fewest(atoms: Atoms, ids: Ints, limits: Limits, enough: int) -> Bins:
         second: Bins = []
         if limits.padded:
             second = _rows(atoms, ids, limits)
-        elif limits.image_cap is None and limits.token_cap is not None and len(ids) <= _COMPLETE_AT_MOST:
+        elif limits.token_cap is not None and limits.image_cap is not None:
+            second = _best_fit(atoms, ids, limits, by_share=True)
+        elif limits.token_cap is not None and len(ids) <= _COMPLETE_AT_MOST:
             second = _complete(atoms, ids, limits.token_cap)
         if second and len(second) < len(bins):
             return second
@@ -161,8 +163,9 @@ def spread(atoms: Atoms, ids: Ints, wanted: int, limits: Limits, start: Bins, eq
 # --- packed: as few bins as possible ----------------------------------------------------------------------------
 
 
-def _best_fit(atoms: Atoms, ids: Ints, limits: Limits) -> Bins:
-    """Largest atom first, each into the fullest bin that still takes it.
+def _best_fit(atoms: Atoms, ids: Ints, limits: Limits, by_share: bool = False) -> Bins:
+    """Largest atom first, each into the fullest bin that still takes it; largest in tokens or, `by_share`, in its share of
+    the cap that it uses more of.
 
     Padded, a bin's first sample is its longest and fixes how many it holds, so that room is counted in samples.
     """
@@ -170,30 +173,43 @@ def _best_fit(atoms: Atoms, ids: Ints, limits: Limits) -> Bins:
         order, sizes = _by_length(atoms, ids), atoms.count
     else:
         order, sizes = _by_size(atoms, ids), atoms.tokens
-    everything, all_images = int(sizes[ids].sum()), int(atoms.images[ids].sum())
-    smallest = int(sizes[ids].min(initial=0))
+    if by_share and limits.token_cap is not None and limits.image_cap is not None:
+        shares = np.maximum(sizes[order] / limits.token_cap, atoms.images[order] / limits.image_cap)
+        order = order[np.argsort(-shares, kind="stable")]
+    everything = int(sizes[ids].sum())
+    smallest = int(sizes[ids].min(initial=everything))
+    # Without a cap on images none count. Those who bring some do not look at bins that can take none.
+    brought = np.zeros_like(atoms.images) if limits.image_cap is None else atoms.images
+    fewest_images = int(brought[ids][brought[ids] > 0].min(initial=np.iinfo(np.int64).max))
     bins: Bins = []
     open_: list[tuple[int, int]] = []  # (room left, bin), sorted
+    open_to_images: list[tuple[int, int]] = []  # those of them with room for an image, or as many as the fewest are
     images_left: list[int] = []
     columns = zip(
-        order.tolist(), sizes[order].tolist(), atoms.longest[order].tolist(), atoms.images[order].tolist(), strict=True
+        order.tolist(), sizes[order].tolist(), atoms.longest[order].tolist(), brought[order].tolist(), strict=True
     )
     for atom, size, longest, images in columns:
-        at = bisect_left(open_, (size, -1))
-        while at < len(open_) and images_left[open_[at][1]] < images:
+        among = open_to_images if images else open_
+        at = bisect_left(among, (size, -1))
+        while at < len(among) and images_left[among[at][1]] < images:
             at += 1
-        if at < len(open_):
-            room, chosen = open_.pop(at)
+        if at < len(among):
+            room, chosen = among[at]
+            del open_[bisect_left(open_, (room, chosen))]
+            if images_left[chosen] >= fewest_images:
+                del open_to_images[bisect_left(open_to_images, (room, chosen))]
         else:
             room, chosen = everything, len(bins)
             if limits.token_cap is not None:
                 room = limits.token_cap // max(longest, 1) if limits.padded else limits.token_cap
             bins.append([])
-            images_left.append(all_images if limits.image_cap is None else limits.image_cap)
+            images_left.append(limits.image_cap or 0)
         bins[chosen].append(atom)
         images_left[chosen] -= images
         if room - size >= smallest:
             insort(open_, (room - size, chosen))
+            if images_left[chosen] >= fewest_images:
+                insort(open_to_images, (room - size, chosen))
     return bins
 
 
