@@ -19,7 +19,7 @@ test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and a
 	$(BIN)/python -m pytest
 
 test-gpu:  ## on a machine with a CUDA device, with the Python that has its torch: what only a device shows
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+	PYTHONPATH=src $(PYTHON) -m pytest tests_gpu
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_device
 
 lint: $(STAMP)

@@ -164,8 +164,8 @@ def spread(atoms: Atoms, ids: Ints, wanted: int, limits: Limits, start: Bins, eq
 
 
 def _best_fit(atoms: Atoms, ids: Ints, limits: Limits, by_share: bool = False) -> Bins:
-    """Largest atom first, each into the fullest bin that still takes it; largest in tokens or, `by_share`, in its share of
-    the cap that it uses more of.
+    """Largest atom first, each into the fullest bin that still takes it; largest in tokens or, `by_share`, in the share
+    it takes of either cap.
 
     Padded, a bin's first sample is its longest and fixes how many it holds, so that room is counted in samples.
     """
