@@ -460,8 +460,9 @@ class BufferItem(_Holder):
             raise AttributeError(f"'BufferItem' object has no attribute {name!r}")
         # Threads may read one item: all get the value that came first.
         value = self.__dict__.setdefault(name, peek(self.__dict__, name))
-        if len(self.__dict__) > len(ITEM_FIELDS) and all(one in self.__dict__ for one in ITEM_FIELDS):
-            self.__dict__.pop("_source", None)  # everything is copied out by now
+        source = self.__dict__.get("_source")
+        if source is not None and name in BATCH_FIELDS and source[0].large.issubset(self.__dict__):
+            self.detach()  # all that is large is copied out by now
         return value
 
     def detach(self) -> BufferItem:

@@ -110,22 +110,34 @@ def drawn(items: Sequence[Any], pad_token_id: int) -> ExperienceBatch | None:
     for axis in (0, 1):
         bounds = [(sheet.bounds[axis][i], sheet.bounds[axis][i + 1]) for sheet, i in sources]
         width = max(stop - start for start, stop in bounds)
-        places.append((width, [(width - stop + start, start, stop) for start, stop in bounds]))
+        # Where a row goes in the matrix, laid flat, and where it comes from: made once for all fields of an axis.
+        ends = range(width, width * len(bounds) + 1, width) if width else [0] * len(bounds)
+        moves = [
+            (slice(end - stop + start, end), slice(start, stop))
+            for end, (start, stop) in zip(ends, bounds, strict=True)
+        ]
+        places.append((width, moves))
     for name, (dtype, trailing) in first.kinds.items():
         if dtype is None:
             continue
-        width, lying = places[on_tokens(name)]
+        width, moves = places[on_tokens(name)]
         shape, kind = (len(sources), width, *trailing), first.arrays[name].dtype
         if name == "sequences":
             check_fill(pad_token_id, dtype)
             matrix = filled(shape, kind, pad_token_id)
         else:
             matrix = filled(shape, kind, 0) if len(sources) > _FEW else np.zeros(shape, dtype=kind)
-        arrays = repeat(first.arrays[name]) if len(sheets) == 1 else [sheet.arrays[name] for sheet, _ in sources]
-        for row, array, (at, start, stop) in zip(matrix, arrays, lying, strict=False):
-            row[at:] = array[start:stop]
+        flat = matrix.reshape(-1, *trailing)
+        if len(sheets) == 1:
+            array = first.arrays[name]
+            for into, out_of in moves:
+                flat[into] = array[out_of]
+        else:
+            for (sheet, _), (into, out_of) in zip(sources, moves, strict=True):
+                flat[into] = sheet.arrays[name][out_of]
         given[name] = torch.from_numpy(matrix)
-    starts = [at for at, _, _ in places[0][1]]
+    width, moves = places[0]
+    starts = [width - (out_of.stop - out_of.start) for _, out_of in moves]
     given["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
     return ExperienceBatch.of(given, origin)
 

@@ -223,7 +223,7 @@ def filled(shape: tuple[int, ...], kind: Any, fill: Any) -> NDArray[Any]:
     fresh pages takes several times as long as filling used ones."""
     if not fill and prod(shape) * np.dtype(kind).itemsize < LARGE:
         return np.zeros(shape, dtype=kind)
-    array = allocate(shape, kind)
+    array = allocate(shape, kind, touched=False)  # used memory has its pages already
     array.fill(fill)
     return array
 

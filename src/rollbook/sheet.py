@@ -90,6 +90,12 @@ class Sheet:
         }
 
     @cached_property
+    def large(self) -> frozenset[str]:
+        """The item's fields that the columns are read by."""
+        held = (name for name, column in self.columns.items() if column is not None)
+        return frozenset("extras" if name.startswith("extras.") else name for name in held)
+
+    @cached_property
     def regular(self) -> bool:
         """Whether every sample has every per-token field that there is, all of one type, on the host."""
         irregular = self.origin.absent.keys() | self.origin.dtypes.keys()
