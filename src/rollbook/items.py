@@ -18,14 +18,11 @@ from rollbook.batch import ITEM_FIELDS, BufferItem, ExperienceBatch, Origin, pee
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.info import collate_info, pick_info
-from rollbook.jagged import Column, Segments, check_fill, filled, segments, unbind_copy
+from rollbook.jagged import Column, Segments, blank, check_fill, segments, unbind_copy
 from rollbook.layouts import action_starts, checked, sheet_of_batch, whole_sheet, widths
 from rollbook.media import SHARED, Pool
 from rollbook.ragged import promote
 from rollbook.sheet import SAMPLE_LISTS, Sheet, on_tokens, own_entry
-
-_FEW = 32
-"""Rows of a batch that is surely small: not worth asking how small."""
 
 
 def sheet_of_items(items: Sequence[Any]) -> Sheet:
@@ -102,42 +99,35 @@ def drawn(items: Sequence[Any], pad_token_id: int) -> ExperienceBatch | None:
     else:
         infos = [sheet.infos[0][i] for sheet, i in sources]
         given["info"], origin.info = collate_info(infos, [sheet.value("info_kinds", i) for sheet, i in sources])
-    for name in SAMPLE_LISTS:
-        if any(sheet.lists.get(name) for sheet in sheets.values()):
-            entries = [sheet.value(SAMPLE_LISTS[name], i) for sheet, i in sources]
-            given[name] = _listed(entries)
+    if any(sheet.listed for sheet in sheets.values()):
+        for name, item_name in SAMPLE_LISTS.items():
+            given[name] = _listed([sheet.value(item_name, i) for sheet, i in sources])
     places = []
     for axis in (0, 1):
         bounds = [(sheet.bounds[axis][i], sheet.bounds[axis][i + 1]) for sheet, i in sources]
-        width = max(stop - start for start, stop in bounds)
+        width = max([stop - start for start, stop in bounds])
         # Where a row goes in the matrix, laid flat, and where it comes from: made once for all fields of an axis.
-        ends = range(width, width * len(bounds) + 1, width) if width else [0] * len(bounds)
         moves = [
-            (slice(end - stop + start, end), slice(start, stop))
-            for end, (start, stop) in zip(ends, bounds, strict=True)
+            (slice(end * width - stop + start, end * width), slice(start, stop))
+            for end, (start, stop) in enumerate(bounds, 1)
         ]
         places.append((width, moves))
-    for name, (dtype, trailing) in first.kinds.items():
-        if dtype is None:
-            continue
-        width, moves = places[on_tokens(name)]
-        shape, kind = (len(sources), width, *trailing), first.arrays[name].dtype
-        if name == "sequences":
-            check_fill(pad_token_id, dtype)
-            matrix = filled(shape, kind, pad_token_id)
-        else:
-            matrix = filled(shape, kind, 0) if len(sources) > _FEW else np.zeros(shape, dtype=kind)
-        flat = matrix.reshape(-1, *trailing)
+    for name, axis, dtype, trailing, array in first.plain_fields:
+        width, moves = places[axis]
+        fill = pad_token_id if name == "sequences" else 0
+        if fill:
+            check_fill(fill, dtype)
+        matrix = blank((len(sources), width, *trailing), dtype, fill)
+        flat = matrix.numpy().reshape(-1, *trailing)
         if len(sheets) == 1:
-            array = first.arrays[name]
             for into, out_of in moves:
                 flat[into] = array[out_of]
         else:
             for (sheet, _), (into, out_of) in zip(sources, moves, strict=True):
                 flat[into] = sheet.arrays[name][out_of]
-        given[name] = torch.from_numpy(matrix)
-    width, moves = places[0]
-    starts = [width - (out_of.stop - out_of.start) for _, out_of in moves]
+        given[name] = matrix
+    width = places[0][0]
+    starts = [width - out_of.stop + out_of.start for _, out_of in places[0][1]]
     given["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
     return ExperienceBatch.of(given, origin)
 

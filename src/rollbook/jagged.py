@@ -19,13 +19,15 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.fields import DTYPES
-from rollbook.ragged import LARGE, Ragged, allocate, offsets_of
+from rollbook.ragged import Ragged, offsets_of
+from rollbook.recycle import empty
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NUMPY: dict[torch.dtype, Any] = {
     getattr(torch, name): np.dtype(name) for name in DTYPES if name in np.sctypeDict and name != "complex128"
 }
 """Types that numpy has too; the memory of others is handled as integers of their size."""
+_SMALL = 1 << 20
 
 
 class Segments(NamedTuple):
@@ -152,14 +154,13 @@ class Spans:
         shape = (len(self.lengths), self.width, *trailing)
         check_fill(fill, dtype)
         if out is None:
-            matrix = filled(shape, NUMPY.get(dtype) or _words(dtype), fill if dtype in NUMPY else _word(fill, dtype))
-            out = torch.from_numpy(matrix) if dtype in NUMPY else torch.from_numpy(matrix).view(dtype)
+            out = blank(shape, dtype, fill)
         elif out.shape != shape or out.dtype != dtype or out.device.type != "cpu":
             got = f"{list(out.shape)} of {out.dtype} on {out.device}"
             raise ValueError(f"out: got {got}, expected {list(shape)} of {dtype} on the CPU")
         else:
-            matrix = memory(out)
-            matrix.fill(fill if dtype in NUMPY else _word(fill, dtype))
+            out.fill_(fill)
+        matrix = memory(out)
         for row, array, (at, to), start, stop in zip(matrix, arrays, self._places, starts, stops, strict=False):
             row[at:to] = array[start:stop]
         return out
@@ -169,7 +170,7 @@ class Spans:
         if _must_gather(padded):
             return padded[self._index(padded.device)[1]]
         if out is None:
-            out = torch.empty((int(self.offsets[-1]), *padded.shape[2:]), dtype=padded.dtype)
+            out = empty((int(self.offsets[-1]), *padded.shape[2:]), padded.dtype)
         if len(out):
             rows = zip(memory(padded), self._places, strict=True)
             np.concatenate([row[at:to] for row, (at, to) in rows], out=memory(out))
@@ -218,18 +219,11 @@ def memory(tensor: torch.Tensor) -> NDArray[Any]:
     return tensor.numpy() if tensor.dtype in NUMPY else tensor.view(_BITS[tensor.element_size()]).numpy()
 
 
-def filled(shape: tuple[int, ...], kind: Any, fill: Any) -> NDArray[Any]:
-    """An array of one value. Large ones come from a pool that keeps its memory (see `allocate`): the first touch of
-    fresh pages takes several times as long as filling used ones."""
-    if not fill and prod(shape) * np.dtype(kind).itemsize < LARGE:
-        return np.zeros(shape, dtype=kind)
-    array = allocate(shape, kind, touched=False)  # used memory has its pages already
-    array.fill(fill)
-    return array
-
-
-def _word(fill: float, dtype: torch.dtype) -> Any:
-    return memory(torch.full((1,), fill, dtype=dtype))[0]
+def blank(shape: tuple[int, ...], dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
+    """A tensor of one value, on used memory if it is large and there is some."""
+    if not fill and dtype in NUMPY and prod(shape) * dtype.itemsize < _SMALL:
+        return torch.from_numpy(np.zeros(shape, dtype=NUMPY[dtype]))
+    return empty(shape, dtype).fill_(fill)
 
 
 def _words(dtype: torch.dtype) -> Any:
@@ -264,7 +258,7 @@ def concatenated(column: Column, lengths: NDArray[np.int64], out: torch.Tensor |
         return column if out is None else out.copy_(column)
     arrays, starts, stops, dtype, trailing = _segments(column, lengths)
     if out is None:
-        out = torch.empty((int(lengths.sum()), *trailing), dtype=dtype)
+        out = empty((int(lengths.sum()), *trailing), dtype)
     if isinstance(column, Ragged):
         whole = next(iter(arrays))  # the rows lie end to end already
         memory(out)[...] = whole[int(column.offsets[0]) : int(column.offsets[-1])]

@@ -19,6 +19,7 @@ from rollbook.fields import BATCH_FIELDS, FIELDS
 from rollbook.info import check_info
 from rollbook.jagged import Column, Rows, Spans, concatenated
 from rollbook.media import divided, joined, sample_list
+from rollbook.recycle import empty
 from rollbook.sheet import SAMPLE_LISTS, Lengths, Sheet, constant, on_tokens
 
 LAYOUTS = ("left", "prompt_left_response_right")
@@ -87,11 +88,11 @@ class _Block:
     def __init__(self, values: dict[str, Any], lying: Spans, acting: Spans) -> None:
         size = 0
         for name, value in values.items():
-            if value is not None and not _apart(value):
+            if value is not None and not _apart(value) and not (name == "attention_mask" and lying.solid):
                 rows = int((lying if on_tokens(name) else acting).offsets[-1])
                 size += rows * value[0, :1].numel() * value.element_size() + _ALIGNED if len(value) else 0
-        self.memory = np.empty(size, dtype=np.uint8)
-        self.at = -self.memory.ctypes.data % _ALIGNED
+        self.memory = empty((size,), torch.uint8)
+        self.at = -self.memory.data_ptr() % _ALIGNED
 
     def take(self, value: torch.Tensor, spans: Spans) -> torch.Tensor | None:
         """The next piece, for the column of `value`."""
@@ -101,7 +102,7 @@ class _Block:
             return None
         piece = self.memory[self.at : self.at + size]
         self.at += -(-size // _ALIGNED) * _ALIGNED
-        return torch.from_numpy(piece).view(value.dtype).reshape(shape)
+        return piece.view(value.dtype).reshape(shape)
 
 
 def _apart(value: torch.Tensor) -> bool:

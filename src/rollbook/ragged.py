@@ -50,7 +50,7 @@ def promote(dtypes: Iterable[str]) -> str | None:
 
 _MADV_POPULATE_WRITE = 23
 _PAGE = mmap.PAGESIZE
-LARGE = 4 << 20
+_LARGE = 4 << 20
 
 
 def allocate(shape: tuple[int, ...], dtype: Any, touched: bool = True) -> NDArray[Any]:
@@ -58,7 +58,7 @@ def allocate(shape: tuple[int, ...], dtype: Any, touched: bool = True) -> NDArra
     is freed: the first touch of fresh pages takes several times as long as writing on used ones."""
     kind = np.dtype(dtype)
     size = prod(shape) * kind.itemsize
-    if size < LARGE:
+    if size < _LARGE:
         return np.empty(shape, dtype=kind)
     import pyarrow as pa
 
@@ -73,7 +73,7 @@ def populate(address: int, size: int) -> None:
 
     A hint: other systems, and Linux before 5.14, go without.
     """
-    if size < LARGE or sys.platform != "linux":
+    if size < _LARGE or sys.platform != "linux":
         return
     start = -(-address // _PAGE) * _PAGE
     half = size // 2 // _PAGE * _PAGE

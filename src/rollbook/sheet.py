@@ -124,6 +124,20 @@ class Sheet:
         return infos, kinds
 
     @cached_property
+    def plain_fields(self) -> list[tuple[str, bool, torch.dtype, tuple[int, ...], NDArray[Any]]]:
+        """The columns there are: name, axis (see `bounds`), type, trailing sizes, memory."""
+        return [
+            (name, on_tokens(name), kind, trailing, self.arrays[name])
+            for name, (kind, trailing) in self.kinds.items()
+            if kind is not None
+        ]
+
+    @cached_property
+    def listed(self) -> bool:
+        """Whether there are labels, references, ids or images."""
+        return any(entries is not None for entries in self.lists.values())
+
+    @cached_property
     def info_arrays(self) -> dict[Any, Any] | None:
         """What `pick_info` takes, if this `info` is plain."""
         return None if "info" in self.origin.absent else info_arrays(self.info, self.origin.info)
