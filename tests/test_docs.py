@@ -26,7 +26,7 @@ def test_readme_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (code,) = blocks(ROOT / "README.md")
     scope: dict[str, Any] = {}
     exec(code, scope)
-    assert scope["input_ids"].shape == (512, 5)
+    assert len(scope["batch"]) > 1 and scope["batch"].layout == "packed"
     assert len(scope["mixed"]) == 64
     assert Experiences.from_parquet("rollouts.parquet") == scope["rollouts"]
 
@@ -66,6 +66,8 @@ def test_demo(tmp_path: Path) -> None:
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "every field is the same" in shown
     assert "6 records" in shown
+    assert "ExperienceBatch(6 samples, packed" in shown
+    assert "on 2 ranks" in shown
     assert len(Experiences.from_parquet(tmp_path / "out" / "rollouts.parquet")) == 6
     assert len(Experiences.from_bytes((tmp_path / "out" / "rollouts.rollbook").read_bytes())) == 6
 

@@ -1,7 +1,7 @@
-"""The demo: make experiences as a rollout would, write them, read them back, look at them.
+"""The demo: make experiences as a rollout would, write them, read them back, batch them, look at them.
 
 The "model" is a scripted one that sorts letters and sometimes slips, so that it runs on any machine; everything around
-it is the library itself: records with ids, columns, frames on disk, Parquet, groups.
+it is the library itself: records with ids, columns, frames on disk, Parquet, groups, a plan, batches.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from rollbook.experience import EID, Experience, Experiences
+from rollbook.planner import plan
 
 LETTERS = "abcdefghij"
 VOCABULARY = {letter: i for i, letter in enumerate(LETTERS + ">.")}
@@ -21,7 +22,7 @@ NAMES = list(VOCABULARY)
 
 def sample(task: int, run: int, skill: float, rng: random.Random) -> Experience:
     """One rollout: `dbfa>` is to be answered with `abdf.`; each letter is right with probability `skill`."""
-    prompt = random.Random(task).choices(LETTERS, k=5)
+    prompt = random.Random(task).choices(LETTERS, k=4 + task % 3)
     answer, logprobs = [], []
     for right in sorted(prompt):
         good = rng.random() < skill
@@ -89,6 +90,12 @@ def show(folder: Path, tasks: int, runs: int) -> None:
     print("  token    " + "".join(f"{NAMES[token]:>8}" for token in response))
     if worst.logprobs is not None:
         print("  logprob  " + "".join(f"{value:>8.2f}" for value in worst.logprobs.tolist()))
+    print(f"\n{many.batch()}\n{many.batch(packing_samples=True)}")
+    found = plan(many, token_cap=64, ranks=2)
+    print(f"\n{found.report()}")
+    for micro_batch in found[0][:1]:
+        batch = many.take(micro_batch.indices).batch(packing_samples=True)
+        print(f"rank 0, step 0: {batch}, cu_seqlens {batch.cu_seqlens.tolist()}")
 
 
 if __name__ == "__main__":
