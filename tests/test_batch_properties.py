@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -389,6 +390,13 @@ def assert_reference(batch: ExperienceBatch, items: Sequence[BufferItem], layout
 _MISSING = object()
 
 
+def findable(value: Any) -> bool:
+    """Whether every key of a nest of dicts equals itself when it is made anew."""
+    if not isinstance(value, dict):
+        return True
+    return all(pickle.loads(pickle.dumps(key)) == key and findable(held) for key, held in value.items())
+
+
 def assert_info(info: dict[Any, Any], rows: list[dict[Any, Any]]) -> None:
     """Entry i of every key is sample i's: as it was in a list, to the tensor's precision in a tensor."""
     assert set(info) == {key for row in rows for key in row}
@@ -693,6 +701,8 @@ def batch_records(draw: st.DrawFn) -> list[Experience]:
 @_some
 @given(rows=batch_records().filter(bool), layout=st.sampled_from(LAYOUTS), pad=st.sampled_from([0, 1, 7]))
 def test_records_to_a_batch(rows: list[Experience], layout: str, pad: int) -> None:
+    # A key with a NaN in it is found by no look-up once it was written and read.
+    assume(all(findable(row.info) and findable(row.metrics) for row in rows))
     options: dict[str, Any] = {"packing_samples": True} if layout == "packed" else {"layout": layout}
     recomputed = all(row.policy_logprobs is not None for row in rows)
     try:
