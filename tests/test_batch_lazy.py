@@ -192,3 +192,10 @@ def test_a_graph_is_not_kept() -> None:
         assert torch.equal(again.advantages, batch.advantages.detach())
         assert torch.equal(again.info["loss"], batch.info["loss"].detach())
     assert batch.pack().advantages.values.requires_grad, "a layout is changed within the graph"
+
+
+def test_assigning_extras_forgets_what_was_known_of_them() -> None:
+    batch = make_experience_batch([item(3, 2, extras={"w": torch.ones(2)}), item(3, 2)])
+    assert split_experience_batch(batch)[1].extras is None
+    batch.extras = {"w": torch.zeros(2, 2)}
+    assert split_experience_batch(batch)[1].extras["w"].tolist() == [0, 0]

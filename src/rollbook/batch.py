@@ -145,8 +145,10 @@ class Origin:
 
     def forget(self, name: str) -> None:
         """Drop what is known of one field."""
-        for known in (self.absent, self.dtypes, self.media_rows):
-            known.pop(name, None)
+        parts: tuple[dict[str, Any], ...] = (self.absent, self.dtypes, self.media_rows)
+        for known in parts:
+            for key in [key for key in known if key == name or key.startswith(f"{name}.")]:
+                del known[key]
         if name == "info":
             self.info = InfoOrigin()
 
