@@ -1,118 +1,28 @@
 """`ExperienceBatch`: many experiences, model-ready, padded or packed; `Samples` and `BufferItem` beside it.
 
 Invariant: slot j of a response-axis field speaks of token S - A + j of its row, in every padded layout; a packed batch
-holds the same rows end to end. `to_device` and `pin_memory` reach every tensor, however deep it lies.
+holds the same rows end to end.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollbook.equality import same
+from rollbook.buffer_item import BufferItem
 from rollbook.fields import BATCH_FIELDS
 from rollbook.info import InfoOrigin
 from rollbook.jagged import Rows
+from rollbook.moving import Movable, pin_memory, to
 
 if TYPE_CHECKING:
     from rollbook.ids import EID
-    from rollbook.sheet import Sheet
-
-Holder = TypeVar("Holder", bound="_Holder")
-
-
-def to(tensor: Any, device: Any) -> Any:
-    """`tensor` on `device`: a tensor, or any nest of lists, tuples and dicts; what cannot move stays as it is.
-
-    >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
-    device(type='meta')
-    """
-    return _each_tensor(
-        tensor,
-        lambda one: one.to(device, non_blocking=one.is_pinned()),
-        lambda other: other.to_device(device) if isinstance(other, _Holder) else other.to(device),
-    )
-
-
-def pin_memory(tensor: Any) -> Any:
-    """`tensor` in page-locked memory, which a device copies from without waiting; nests as for `to`.
-
-    Without an accelerator it gives back what it got, and says so once.
-    """
-    if not torch.accelerator.is_available():
-        _say_unpinned()
-        return tensor
-    return _each_tensor(
-        tensor,
-        lambda one: one if one.device.type != "cpu" else one.pin_memory(),
-        lambda other: other.pin_memory() if hasattr(other, "pin_memory") else other,
-    )
-
-
-_said: list[bool] = []
-
-
-def _say_unpinned() -> None:
-    if not _said:
-        _said.append(True)
-        warnings.warn("pin_memory: there is no accelerator, so memory stays as it is", stacklevel=4)
-
-
-def _each_tensor(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any]) -> Any:
-    """The nest with each tensor changed; `other` changes what can move and is neither tensor nor container."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if value is None or isinstance(value, (str, bytes, int, float)):
-        return value
-    if isinstance(value, Rows):
-        return value.apply(change)
-    if isinstance(value, dict):
-        made = {} if type(value) is dict else copy.copy(value)
-        for key, item in value.items():
-            made[key] = _each_tensor(item, change, other)
-        return made
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each_tensor(item, change, other) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_each_tensor(item, change, other) for item in value)
-    if isinstance(value, _Holder) or callable(getattr(value, "to", None)):
-        return other(value)
-    return value
-
-
-@dataclass(eq=False)
-class _Holder:
-    """What batches, items and samples share: equality by value, and moving to a device in place."""
-
-    def to_device(self: Holder, device: Any) -> Holder:
-        """Move every tensor to `device`, in place; gives itself back."""
-        return self._change(lambda value: to(value, device))
-
-    def pin_memory(self: Holder) -> Holder:
-        """Page-lock every tensor, in place; gives itself back. Without an accelerator nothing happens."""
-        return self._change(pin_memory)
-
-    def _change(self: Holder, change: Any) -> Holder:
-        # Past __setattr__, which would take it for new content.
-        for one in dataclasses.fields(self):
-            self.__dict__[one.name] = change(getattr(self, one.name))
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        """Equal when every field is: tensors by type, shape and value, NaN equal to NaN."""
-        if type(other) is not type(self):
-            return NotImplemented
-        return all(same(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(eq=False, slots=True)
@@ -161,7 +71,7 @@ class Origin:
 
 
 @dataclass(eq=False, repr=False)
-class ExperienceBatch(_Holder):
+class ExperienceBatch(Movable):
     """Many experiences as a model takes them: LightRFT's `Experience` (its positional order), for text and vision.
 
     B samples; S is the longest sequence, A the most response slots. Padded, per-token fields are matrices, and slot j
@@ -410,97 +320,8 @@ def token_fields(holder: Any, axis: str | None = None) -> list[tuple[str, Any]]:
     return found
 
 
-@dataclass(eq=False, repr=False)
-class BufferItem(_Holder):
-    """One sample of a batch, as LightRFT's buffer keeps it: L tokens, R response slots, on memory of its own.
-
-    `sequences`, `attention_mask` (L,); the other per-token fields (R,). Numbers in `info` are Python's. Media as in
-    `ExperienceBatch`, for this sample alone; `BufferItemVL` takes them in LightRFT's order.
-
-    >>> item = BufferItem(torch.tensor([5, 6, 7]), torch.tensor([-0.5]), *[None] * 6, {"reward": 1.0})
-    >>> item.sequences.tolist(), item.info, item.labels
-    ([5, 6, 7], {'reward': 1.0}, None)
-    """
-
-    sequences: Any
-    action_log_probs: Any
-    base_action_log_probs: Any
-    values: Any
-    returns: Any
-    advantages: Any
-    attention_mask: Any
-    action_mask: Any
-    info: dict[Any, Any] | None
-    action_entropy: Any = None
-    labels: Any = None
-    references: Any = None
-    kl: Any = None
-    eid: EID | None = None
-    pixel_values: Any = None
-    image_grid_thws: Any = None
-    raw_images: Any = None
-    pixel_values_videos: Any = None
-    video_grid_thws: Any = None
-    media: dict[str, Any] | None = None
-    extras: dict[str, Any] | None = None
-    action_start: int = 0
-    """The first response slot that is this sample's own; the ones before are padding."""
-    implied: frozenset[str] = frozenset()
-    """Masks that the sample lacks, and that only tell its padding from the rest; unpadding drops them."""
-    info_kinds: dict[Any, Any] | None = None
-    """The type that numbers of `info` had in the batch, where it is not the usual one."""
-
-    @classmethod
-    def of(cls, sheet: Sheet, row: int) -> BufferItem:
-        """Row `row` of a sheet, whose fields are copied out of it when they are first asked for."""
-        item = cls.__new__(cls)
-        item.__dict__["_source"] = sheet, row
-        return item
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ITEM_FIELDS:
-            raise AttributeError(f"'BufferItem' object has no attribute {name!r}")
-        # Threads may read one item: all get the value that came first.
-        value = self.__dict__.setdefault(name, peek(self.__dict__, name))
-        source = self.__dict__.get("_source")
-        if source is not None and name in BATCH_FIELDS and source[0].large.issubset(self.__dict__):
-            self.detach()  # all that is large is copied out by now
-        return value
-
-    def detach(self) -> BufferItem:
-        """Copy out what is still in the sheet this item was made from, and let go of that; gives itself back."""
-        self.__dict__.update(self.__getstate__())
-        self.__dict__.pop("_source", None)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Read, not looked at: processes share tensors as files, which go when a tensor that nobody keeps does.
-        fields = {name: getattr(self, name) for name in ITEM_FIELDS}
-        return {name: value for name, value in self.__dict__.items() if name != "_source"} | fields
-
-    def __repr__(self) -> str:
-        tokens = "no" if self.sequences is None else len(self.sequences)
-        mask = self.action_mask
-        actions = "" if mask is None else f", {int(mask.sum())} actions"
-        name = "" if self.eid is None else f"{self.eid}, "
-        return f"BufferItem({name}{tokens} tokens{actions}, info={sorted(self.info or (), key=str)})"
-
-
-def peek(state: dict[str, Any], name: str) -> Any:
-    """A field of an item with this state: its own, or else what its sheet has."""
-    source = state.get("_source")  # first: it goes when the last field has come
-    return state[name] if source is None or name in state else source[0].value(name, source[1])
-
-
-ITEM_FIELDS = tuple(f.name for f in dataclasses.fields(BufferItem))
-for _name in ITEM_FIELDS:
-    # Defaults that stand on the class would be found before what the sheet has.
-    if _name in BufferItem.__dict__:
-        delattr(BufferItem, _name)
-
-
 @dataclass(eq=False)
-class Samples(_Holder):
+class Samples(Movable):
     """What an engine generated for B prompts, before anything was learned about it.
 
     Batched: `sequences`, `attention_mask` (B, S), `action_mask` (B, A), `num_actions` = A, `packed_seq_lens` `None`.
@@ -630,3 +451,17 @@ def from_experiences(
     if device is not None:
         sheet.move(device)
     return packed(sheet) if packing_samples else padded(sheet, pad_token_id, layout)
+
+
+__all__ = [
+    "BufferItem",
+    "BufferItemVL",
+    "ExperienceBatch",
+    "ExperienceVL",
+    "Origin",
+    "Samples",
+    "from_experiences",
+    "pin_memory",
+    "to",
+    "token_fields",
+]

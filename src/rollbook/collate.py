@@ -178,10 +178,8 @@ def gather_attention_masks(experiences: Records, max_prompt_length: int, max_res
     device = "cpu"
     if not isinstance(experiences, Experiences) and len(experiences):
         device = str(experiences[0].tokens.device)
-    position = torch.arange(max_prompt_length + max_response_length, device=device)
-    first = torch.from_numpy(max_prompt_length - prompts).to(device)[:, None]
-    last = torch.from_numpy(max_prompt_length + responses).to(device)[:, None]
-    return (position >= first) & (position < last)
+    width = max_prompt_length + max_response_length
+    return Spans(prompts + responses, max_prompt_length - prompts, width).mask(torch.bool, device)
 
 
 def gather_action_masks(experiences: Records, max_response_length: int) -> torch.Tensor:

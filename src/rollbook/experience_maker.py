@@ -6,6 +6,7 @@ Invariant: a name here is the one that LightRFT's users import; what it is lives
 from __future__ import annotations
 
 from rollbook.batch import ExperienceBatch as Experience
-from rollbook.batch import ExperienceVL, Samples, pin_memory, to
+from rollbook.batch import ExperienceVL, Samples
+from rollbook.moving import pin_memory, to
 
 __all__ = ["Experience", "ExperienceVL", "Samples", "pin_memory", "to"]

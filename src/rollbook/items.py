@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.batch import ITEM_FIELDS, BufferItem, ExperienceBatch, Origin, peek, token_fields
+from rollbook.batch import ExperienceBatch, Origin, token_fields
+from rollbook.buffer_item import ITEM_FIELDS, BufferItem, peek
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.info import collate_info, pick_info

@@ -1,8 +1,8 @@
 """Rows of different length in torch, on any device: packed end to end, or padded to a matrix.
 
 Invariant: `spans.unpad(spans.pad(values))` is `values`, bit for bit; a padded slot holds the fill value and nothing
-else. On the CPU rows are copied one by one, which beats index arrays, and pages that stay zero are never touched; on a
-device, and where a gradient must flow, both directions are one gather.
+else. On the CPU rows are copied one by one, which beats index arrays; on a device, and where a gradient must flow, both
+directions are one gather.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 
 from rollbook.fields import DTYPES
 from rollbook.ragged import Ragged, offsets_of
-from rollbook.recycle import empty
+from rollbook.recycle import LARGE, empty
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NUMPY: dict[torch.dtype, Any] = {
     getattr(torch, name): np.dtype(name) for name in DTYPES if name in np.sctypeDict and name != "complex128"
 }
 """Types that numpy has too; the memory of others is handled as integers of their size."""
-_SMALL = 1 << 20
 
 
 class Segments(NamedTuple):
@@ -61,7 +60,7 @@ class Rows(list[torch.Tensor]):
 
     def __init__(self, values: torch.Tensor | Iterable[torch.Tensor], lengths: Iterable[int] | None = None) -> None:
         if lengths is None:
-            parts = list(values)  # rows that lie apart, as those have them who rebuild lists
+            parts = list(values)  # rows that lie apart: so a list is rebuilt by whoever walks a nest
             lengths = map(len, parts)
             values = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         self.values: torch.Tensor = values  # type: ignore[assignment]
@@ -221,7 +220,7 @@ def memory(tensor: torch.Tensor) -> NDArray[Any]:
 
 def blank(shape: tuple[int, ...], dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
     """A tensor of one value, on used memory if it is large and there is some."""
-    if not fill and dtype in NUMPY and prod(shape) * dtype.itemsize < _SMALL:
+    if not fill and dtype in NUMPY and prod(shape) * dtype.itemsize < LARGE:
         return torch.from_numpy(np.zeros(shape, dtype=NUMPY[dtype]))
     return empty(shape, dtype).fill_(fill)
 

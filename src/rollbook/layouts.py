@@ -34,7 +34,7 @@ _ROWS = 8
 def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> Sheet:
     """The sheet of a batch: of a padded one, what is attended. Media are views of the batch's.
 
-    `in_one` puts the columns into one block of memory, for which the system gives large pages.
+    `in_one` puts the columns into one block of memory: one is sooner had than many.
     """
     values = checked(batch)
     if batch.layout == "packed":

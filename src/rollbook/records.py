@@ -73,7 +73,7 @@ def sheet_of_experiences(experiences: Any) -> Sheet:
 
 
 def _everywhere(many: Experiences, name: str) -> bool:
-    column = many.columns.get(name)
+    column = many.column(name)
     if isinstance(column, Ragged) and column.valid is None:
         return True
     return all(value is not None for value in many.values(name))
@@ -81,7 +81,7 @@ def _everywhere(many: Experiences, name: str) -> bool:
 
 def _record_column(many: Experiences, source: str, name: str, sheet: Sheet) -> Column | None:
     """A record field's column as it lies, or put together again where rows are absent or of several types."""
-    column = many.columns.get(source)
+    column = many.column(source)
     if isinstance(column, Ragged) and column.valid is None and column.codes is None:
         if not np.array_equal(column.lengths, sheet.lengths(name)):
             _raise_length(many, source, column.lengths, sheet.lengths(name))
@@ -110,12 +110,12 @@ def _custom_columns(many: Experiences, sheet: Sheet) -> None:
     wanted = many.values("custom_fields")
     if not any(wanted):
         return
-    infos = many.values("info")
+    infos, ids = many.values("info"), many.eids()
     for name in dict.fromkeys(one.destination_field for ones in wanted for one in ones or ()):
         values: list[Any] = []
         for i, (ones, info) in enumerate(zip(wanted, infos, strict=True)):
             custom = [one for one in ones or () if one.destination_field == name]
-            who = f"record {i} ({many.eids()[i]})"
+            who = f"record {i} ({ids[i]})"
             if len(custom) > 1:
                 raise ValueError(f"{who}: custom_fields: got {len(custom)} for {name!r}, expected one")
             values.append(_custom_row(custom[0], info or {}, int(sheet.responses[i]), who) if custom else None)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_LARGE = 1 << 20
+LARGE = 1 << 20
 """Below this many bytes the system's own allocator does as well."""
 
 
@@ -75,6 +75,6 @@ RECYCLER = Recycler(limit=512 << 20)
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor with anything in it, on used memory if it is large and there is some."""
     size = prod(shape) * dtype.itemsize
-    if size < _LARGE:
+    if size < LARGE:
         return torch.empty(shape, dtype=dtype)
     return RECYCLER.tensor(size).view(dtype).reshape(shape)

@@ -19,6 +19,7 @@ from rollbook.fields import BATCH_FIELDS
 from rollbook.ids import EID
 from rollbook.info import info_arrays, row_kinds, split_info
 from rollbook.jagged import Column, concatenated, memory
+from rollbook.moving import to
 from rollbook.ragged import Ragged, offsets_of
 
 if TYPE_CHECKING:
@@ -186,8 +187,6 @@ class Sheet:
 
     def move(self, device: Any) -> None:
         """Take everything to a device; what comes from the host is gathered in one pinned buffer and copied at once."""
-        from rollbook.batch import to
-
         target = torch.device(device)
         columns = {name: column for name, column in self.columns.items() if column is not None}
         if target.type == "cpu":
