@@ -88,8 +88,9 @@ def test_a_column_that_is_not_contiguous() -> None:
     [(torch.int8, 300), (torch.bool, 2), (torch.int64, 0.5), (torch.uint8, -1), (torch.int32, float("nan"))],
 )
 def test_padding_that_does_not_fit(dtype: torch.dtype, fill: float) -> None:
-    with pytest.raises(ValueError, match="does not hold"):
-        Spans([1], [0], 2).pad(torch.zeros(1, dtype=dtype), fill)
+    for width in (2, 1):  # with padding to fill, and without
+        with pytest.raises(ValueError, match="does not hold"):
+            Spans([1], [0], width).pad(torch.zeros(1, dtype=dtype), fill)
 
 
 @pytest.mark.parametrize(

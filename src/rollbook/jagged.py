@@ -144,6 +144,7 @@ class Spans:
     def pad(self, column: Column, fill: float, out: torch.Tensor | None = None) -> torch.Tensor:
         """[B, width, ...] The rows in their places, `fill` around them; in `out`, if one is given to be used again."""
         if isinstance(column, torch.Tensor):
+            check_fill(fill, column.dtype)  # whether or not these rows need it
             if self.full and out is None:
                 return column.clone().reshape(len(self.lengths), self.width, *column.shape[1:])
             if _must_gather(column):
@@ -197,7 +198,6 @@ class Spans:
 
     def _pad_gather(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         shape = (len(self.lengths), self.width, *values.shape[1:])
-        check_fill(fill, values.dtype)
         if not len(values):
             return torch.full(shape, fill, dtype=values.dtype, device=values.device)
         index, inside = self._index(values.device)
