@@ -32,6 +32,7 @@ _HOMES = {
 }
 _MODULES = (
     "adapters",
+    "algorithms",
     "batch",
     "collate",
     "draw",

@@ -314,6 +314,28 @@ class Experiences(Sequence["Experience"]):
             groups.setdefault(getattr(eid, part), []).append(i)
         return {key: self.take(indices) for key, indices in groups.items()}
 
+    def assign(self, **fields: Any) -> Experiences:
+        """The same records with other values in some fields, each given as `from_columns` takes it, or as `Rows`.
+
+        Columns that are not named are shared, not copied; these records stay as they are.
+
+        >>> many = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [0.0, 1.0]})
+        >>> more = many.assign(advantages=[[-1.0, -1.0], [1.0]])
+        >>> more[0].advantages.tolist(), many[0].advantages, more[1].reward
+        ([-1.0, -1.0], None, 1.0)
+        """
+        parts = dict(self._columns)
+        for name, given in fields.items():
+            field = FIELDS.get(name)
+            if field is None:
+                raise ValueError(f"assign: {name!r} is no field; the fields are {', '.join(FIELDS)}")
+            if len(given) != self._count:
+                raise ValueError(f"assign: {name!r} has {len(given)} rows, expected {self._count}")
+            made = _column_from(field, _ragged(given))
+            parts = {key: column for key, column in parts.items() if (owner(key) or (None,))[0] is not field} | made
+        arrow.check(parts, self._count)
+        return self._of(parts, self._count)
+
     def compact(self) -> Experiences:
         """The same records on memory that holds nothing else (a slice keeps its parent's alive)."""
         return self.take(np.arange(self._count))
@@ -427,6 +449,17 @@ def _column_from(field: Field, given: Any) -> Columns:
         return {field.name: given}
     values = given.tolist() if isinstance(given, np.ndarray) and field.kind != "tensor" else given
     return columns.encode(field, [convert(field, value) for value in values])
+
+
+def _ragged(given: Any) -> Any:
+    """`Rows`, which only torch knows, as a column; anything else as it is."""
+    if not isinstance(given, list) or not hasattr(given, "lengths"):
+        return given
+    values = given.values.detach().cpu().contiguous()  # type: ignore[attr-defined]
+    name = str(values.dtype).removeprefix("torch.")
+    if name not in COLUMNAR or name == "bfloat16":
+        return list(given)
+    return Ragged(values.numpy().view(DTYPES[name].storage), offsets_of(given.lengths), name)
 
 
 def complete(parts: Columns, count: int) -> None:

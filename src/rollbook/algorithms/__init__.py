@@ -1,0 +1,87 @@
+"""The mathematics of reinforcement fine-tuning as pure functions: advantages, divergences, corrections, losses.
+
+Invariant: nothing here knows a trainer, a book or a model. Rows are told apart by id and never by position; results do
+not depend on the order of rows, on micro-batches or on padding; and padded and packed tokens give the same numbers.
+
+| module | what it holds |
+|---|---|
+| `advantages` | every estimator, `ESTIMATORS`, and `estimate(name, records_or_batch)` |
+| `kl` | k1, k2, k3 and others; as a penalty or a loss; fixed and adaptive coefficients |
+| `shaping`, `filters` | rewards before they are estimated from, and which groups are worth training on |
+| `corrections` | weights and diagnostics for tokens that another policy sampled |
+| `losses`, `aggregate` | policy, supervised, preference and value losses, `LOSSES`; from tokens to one number |
+| `tokens`, `masks` | log-probs and entropies from logits or hidden states; which tokens are uncertain |
+| `scan`, `moments`, `groups`, `layout`, `ranks`, `registry`, `results` | what the others are made of |
+
+>>> from rollbook import algorithms
+>>> algorithms.advantages.grpo([1.0, 0.0, 0.5], ["a", "a", "b"], eps=0.0).advantages
+tensor([ 0.7071, -0.7071,  0.0000])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollbook.algorithms.advantages import ESTIMATORS as ESTIMATORS
+    from rollbook.algorithms.advantages import estimate as estimate
+    from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_filter_like_weight_func
+    from rollbook.algorithms.kl import KL as KL
+    from rollbook.algorithms.losses import LOSSES as LOSSES
+    from rollbook.algorithms.masks import high_entropy_mask as high_entropy_mask
+    from rollbook.algorithms.moments import whiten as whiten
+    from rollbook.algorithms.ranks import Ranks as Ranks
+
+_HOMES = {
+    "ESTIMATORS": "advantages",
+    "KL": "kl",
+    "LOSSES": "losses",
+    "Ranks": "ranks",
+    "clip_filter_like_weight_func": "filters",
+    "estimate": "advantages",
+    "high_entropy_mask": "masks",
+    "whiten": "moments",
+}
+_MODULES = (
+    "advantages",
+    "aggregate",
+    "corrections",
+    "filters",
+    "groups",
+    "kl",
+    "layout",
+    "losses",
+    "masks",
+    "moments",
+    "ranks",
+    "registry",
+    "results",
+    "scan",
+    "shaping",
+    "sources",
+    "tokens",
+)
+
+__all__ = [
+    "ESTIMATORS",
+    "KL",
+    "LOSSES",
+    "Ranks",
+    "clip_filter_like_weight_func",
+    "estimate",
+    "high_entropy_mask",
+    "whiten",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"rollbook.algorithms.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"rollbook.algorithms.{name}")
+    raise AttributeError(f"module 'rollbook.algorithms' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})

@@ -1,0 +1,103 @@
+"""From one loss per token to one number: four ways, each over the global batch and blind to padding and micro-batches.
+
+Invariant: the values of a batch's micro-batches, each divided by the whole batch's denominators, add up to the value of
+the batch; a row without a token that counts contributes 0, never NaN, and does not count as a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_mask, as_tensor
+from rollbook.algorithms.registry import choice, number
+from rollbook.planner import Denominators
+
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+def aggregate(
+    values: PerToken,
+    mask: PerToken | None = None,
+    *,
+    mode: str = "token-mean",
+    norm: float | None = None,
+    whole: Denominators | None = None,
+    weights: PerToken | None = None,
+) -> torch.Tensor:
+    """One number for the values of all tokens that count.
+
+    values, mask: (B, A) or packed.
+
+    - `token-mean`: the sum over all tokens, divided by how many there are (DAPO).
+    - `seq-mean-token-mean`: the mean over rows of each row's mean over tokens (GRPO, GSPO, LightRFT).
+    - `seq-mean-token-sum`: the mean over rows of each row's sum.
+    - `seq-mean-token-sum-norm`: the sum over all tokens, divided by the constant `norm`. Dr. GRPO's is rows times the
+      longest response allowed; verl and Trinity take the padded width, so that their loss changes with padding.
+
+    Without `whole` the batch is this call's. In micro-batches give the denominators of the whole batch, as
+    `plan(...).denominators` has them: the values then add up. Rows without a token that counts are not rows, also not
+    in `whole.sequences`. `weights` (B, A) multiply the values and leave the denominators as they are.
+
+    >>> values, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    >>> [round(aggregate(values, mask, mode=mode, norm=3).item(), 4) for mode in MODES]
+    [2.3333, 2.75, 3.5, 2.3333]
+    >>> rest = Denominators(tokens=3, sequences=2, samples=2)
+    >>> round((aggregate(values[:1], mask[:1], whole=rest) + aggregate(values[1:], mask[1:], whole=rest)).item(), 4)
+    2.3333
+    """
+    layout = Layout.of(mask, values=values)
+    tokens = layout.take("values", values)
+    if weights is not None:
+        tokens = tokens * layout.take("weights", weights)
+    return reduce(layout, tokens, mode, norm, whole)
+
+
+def reduce(
+    layout: Layout, tokens: torch.Tensor, mode: str, norm: float | None = None, whole: Denominators | None = None
+) -> torch.Tensor:
+    """`aggregate` for values (`layout.shape`) that are plain tensors already."""
+    choice("mode", mode, MODES)
+    if mode == "seq-mean-token-sum-norm":
+        if norm is None:
+            raise ValueError("norm: got None, expected the constant to divide by (the padded width is none)")
+        number("norm", norm, 1e-30, what="a positive number")
+        return layout.masked(tokens).sum() / norm
+    if mode == "token-mean":
+        count = layout.mask.sum().clamp(min=1) if whole is None else max(whole.tokens, 1)
+        return layout.masked(tokens).sum() / count
+    rows = layout.row_means(tokens) if mode == "seq-mean-token-mean" else layout.row_sums(tokens)
+    return rows.sum() / ((layout.counts > 0).sum().clamp(min=1) if whole is None else max(whole.sequences, 1))
+
+
+def token_share(layout: Layout, tokens: torch.Tensor, whole: Denominators | None = None) -> torch.Tensor:
+    """The mean over tokens as a metric: detached, and as a share of the whole batch where that is given."""
+    return reduce(layout, tokens.detach().to(torch.float32), "token-mean", None, whole)
+
+
+def row_share(layout: Layout, rows: torch.Tensor, whole: Denominators | None = None) -> torch.Tensor:
+    """The mean over rows that have tokens as a metric: (B,) -> ()."""
+    has = layout.counts > 0
+    kept = torch.where(has, rows.detach().to(torch.float32), 0.0)
+    return kept.sum() / (has.sum().clamp(min=1) if whole is None else max(whole.sequences, 1))
+
+
+def masked_mean(values: PerToken | PerRow, mask: Any = None, *, dim: int | None = None) -> torch.Tensor:
+    """The mean of the entries that count; 0 where none does.
+
+    values, mask: any shape alike; `dim` averages along one dimension, else over all.
+
+    >>> masked_mean([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[1, 1, 0], [1, 0, 0]], dim=1)
+    tensor([1.5000, 4.0000])
+    >>> masked_mean([[1.0, float("nan")]], [[0, 0]], dim=-1)
+    tensor([0.])
+    """
+    tensor = as_tensor("values", values)
+    kept = torch.ones_like(tensor, dtype=torch.bool) if mask is None else as_mask("mask", as_tensor("mask", mask))
+    if kept.shape != tensor.shape:
+        raise ValueError(f"mask: got shape {list(kept.shape)}, expected {list(tensor.shape)}, as the values have")
+    total = torch.where(kept, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+    if dim is None:
+        return total.sum() / kept.sum().clamp(min=1)
+    return total.sum(dim) / kept.sum(dim).clamp(min=1)

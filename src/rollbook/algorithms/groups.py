@@ -1,0 +1,247 @@
+"""Rewards by group: who belongs together by id, and each group's mean and deviation.
+
+Invariant: statistics depend on which rows are in a group and on nothing else. They are the same, bit for bit, in every
+order of the rows; rows without a finite reward are in no statistic; a run that gave several rows counts once; and a
+group of equal rewards has a deviation of exactly 0, and deviates from its mean by exactly 0, whatever rounding says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollbook.algorithms.layout import Layout, PerRow, PerToken
+from rollbook.algorithms.moments import STD
+from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.registry import choice
+from rollbook.algorithms.results import Advantages, Report, rows_where
+
+Floats = NDArray[np.float64]
+SINGLETON = ("zero", "raw")
+
+
+def as_rewards(name: str, rewards: PerRow) -> Floats:
+    """[B] Rewards as float64; `None` is NaN, which means that there is none.
+
+    >>> as_rewards("rewards", [1, None, 0.5]).tolist()
+    [1.0, nan, 0.5]
+    """
+    if isinstance(rewards, torch.Tensor):
+        found: Floats = rewards.detach().to("cpu", torch.float64).numpy()
+    else:
+        try:
+            given = list(rewards) if not isinstance(rewards, np.ndarray) else rewards
+            found = np.array(given, dtype=np.float64)  # None becomes NaN
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: got what is no number or None: {error}") from None
+    if found.ndim != 1:
+        raise ValueError(f"{name}: got {found.ndim} dimensions, expected one number for each row")
+    return found
+
+
+def as_ids(name: str, ids: Any, rows: int) -> list[Hashable]:
+    """[B] Ids as a list of hashable things, one for each row."""
+    found = ids.tolist() if isinstance(ids, (torch.Tensor, np.ndarray)) else list(ids)
+    if len(found) != rows:
+        raise ValueError(f"{name}: got {len(found)}, expected {rows}, one for each row")
+    return found
+
+
+def numbered(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], list[Hashable]]:
+    """[B] The number of each id, counted from 0 as they first appear, and the ids in that order."""
+    numbers: dict[Hashable, int] = {}
+    try:
+        index = [numbers.setdefault(each, len(numbers)) for each in ids]
+    except TypeError as error:
+        raise ValueError(f"{name}: got an id that cannot be a key ({error}); of an EID use `tid` or `rid`") from None
+    return np.array(index, dtype=np.int64), list(numbers)
+
+
+def segment_sums(values: Floats, index: NDArray[np.int64], count: int) -> Floats:
+    """[count] The sum of the values of each index, added up from the least to the largest: the same in any order."""
+    order = np.lexsort((values, index))
+    sums = np.zeros(count)
+    if len(order):
+        sorted_index = index[order]
+        starts = np.flatnonzero(np.r_[True, sorted_index[1:] != sorted_index[:-1]])
+        sums[sorted_index[starts]] = np.add.reduceat(values[order], starts)
+    return sums
+
+
+class Grouped:
+    """Rewards and the groups they belong to, over the rows of all `ranks`.
+
+    rewards: (B,), `None` or NaN where there is none; groups: (B,) ids. With `runs`, (B,) ids, rows of one group that
+    share a run are one sample of it: its reward is the mean over its rows, and it counts once.
+
+    >>> grouped = Grouped([1.0, 0.0, None, 5.0], ["a", "a", "a", "b"])
+    >>> grouped.keys, grouped.count.tolist(), grouped.mean.tolist(), grouped.std("sample").round(4).tolist()
+    (['a', 'b'], [2, 1], [0.5, 5.0], [0.7071, 0.0])
+    >>> grouped.centred().tolist()
+    [0.5, -0.5, 0.0, 0.0]
+    """
+
+    def __init__(self, rewards: PerRow, groups: Any, runs: Any = None, ranks: Ranks = ALONE) -> None:
+        own = as_rewards("rewards", rewards)
+        names = as_ids("groups", groups, len(own))
+        labels = as_ids("runs", runs, len(own)) if runs is not None else None
+        self.rows = len(own)
+        """B, the rows of this process."""
+        wide = isinstance(rewards, torch.Tensor) and rewards.dtype == torch.float64
+        self.dtype = torch.float64 if wide else torch.float32
+        self.device = rewards.device if isinstance(rewards, torch.Tensor) else torch.device("cpu")
+        first = 0
+        if ranks is not ALONE:
+            parts = ranks.gather([own, names, labels])
+            first = sum(len(part[0]) for part in parts[: ranks.rank])
+            own = np.concatenate([part[0] for part in parts])
+            names = [name for part in parts for name in part[1]]
+            labels = [label for part in parts for label in part[2]] if labels is not None else None
+        self.own = slice(first, first + self.rows)
+        """Which of all rows are this process's."""
+        self.values = own
+        """[all rows] Rewards, NaN where there is none."""
+        self.valid = np.isfinite(own)
+        """[all rows] Whether there is a finite reward."""
+        self.index, self.keys = numbered("groups", names)
+        if labels is None:
+            self.run, self.run_group = np.arange(len(own)), self.index
+        else:
+            self.run, pairs = numbered("runs", list(zip(self.index.tolist(), labels, strict=True)))
+            self.run_group = np.array([pair[0] for pair in pairs], dtype=np.int64)  # type: ignore[index]
+
+    @cached_property
+    def run_values(self) -> Floats:
+        """[runs] The reward of each run; NaN if none of its rows has one."""
+        if len(self.run_group) == len(self.values):
+            return self.values
+        count = np.bincount(self.run[self.valid], minlength=len(self.run_group))
+        with np.errstate(invalid="ignore"):
+            means = segment_sums(self.values[self.valid], self.run[self.valid], len(count)) / count
+        low, high = self._ends(self.values, self.run, self.valid, len(count))
+        return np.where(low == high, low, means)
+
+    @cached_property
+    def run_valid(self) -> NDArray[np.bool_]:
+        """[runs] Whether a run has a reward."""
+        return np.isfinite(self.run_values)
+
+    @cached_property
+    def count(self) -> NDArray[np.int64]:
+        """[groups] How many runs with a reward each group has."""
+        return np.bincount(self.run_group[self.run_valid], minlength=len(self.keys)).astype(np.int64)
+
+    @cached_property
+    def _range(self) -> tuple[Floats, Floats]:
+        return self._ends(self.run_values, self.run_group, self.run_valid, len(self.keys))
+
+    @staticmethod
+    def _ends(values: Floats, index: NDArray[np.int64], valid: NDArray[np.bool_], count: int) -> tuple[Floats, Floats]:
+        low, high = np.full(count, np.inf), np.full(count, -np.inf)
+        np.minimum.at(low, index[valid], values[valid])
+        np.maximum.at(high, index[valid], values[valid])
+        return low, high
+
+    @cached_property
+    def constant(self) -> NDArray[np.bool_]:
+        """[groups] Whether a group has several rewards, all equal."""
+        low, high = self._range
+        return np.equal(low, high) & (self.count > 1)
+
+    @cached_property
+    def singleton(self) -> NDArray[np.bool_]:
+        """[groups] Whether a group has one reward."""
+        return np.equal(self.count, 1)
+
+    @cached_property
+    def mean(self) -> Floats:
+        """[groups] The mean reward; of equal rewards exactly that reward; 0 if there is none."""
+        sums = segment_sums(self.run_values[self.run_valid], self.run_group[self.run_valid], len(self.keys))
+        low, high = self._range
+        return np.where(low == high, low, sums / np.maximum(self.count, 1))
+
+    def std(self, kind: str = "sample") -> Floats:
+        """[groups] The deviation, over n - 1 (`sample`) or n (`population`); exactly 0 if constant or alone."""
+        choice("std", kind, STD)
+        valid = self.run_valid
+        off = (self.run_values[valid] - self.mean[self.run_group[valid]]) ** 2
+        squares = segment_sums(off, self.run_group[valid], len(self.keys))
+        found = np.sqrt(squares / np.maximum(self.count - (kind == "sample"), 1))
+        return np.where(self.count > 1, found, 0.0)
+
+    def batch_std(self, kind: str = "sample") -> float:
+        """The deviation of all runs' rewards, whatever their group."""
+        values = np.sort(self.run_values[self.run_valid])
+        if len(values) < 2 or values[0] == values[-1]:
+            return 0.0
+        return float(values.std(ddof=int(kind == "sample")))
+
+    def of(self, per_group: Any) -> Any:
+        """[all rows] Each row's group's number."""
+        return per_group[self.index]
+
+    def centred(self) -> Floats:
+        """[all rows] Reward minus the group's mean; 0 where there is no reward."""
+        return self.filled(self.values - self.of(self.mean))
+
+    def filled(self, scores: Floats) -> Floats:
+        """[all rows] Scores, with exactly 0 where there is no reward, and nowhere a minus before it."""
+        return np.where(self.valid, scores, 0.0) + 0.0
+
+    def alone(self, scores: Floats, singleton: str) -> Floats:
+        """[all rows] Scores, with a lone row's as chosen: 0, or its `raw` reward."""
+        choice("singleton", singleton, SINGLETON)
+        lone = self.filled(self.values) if singleton == "raw" else np.zeros(len(self.values))
+        return np.where(self.of(self.singleton), lone, scores)
+
+    def report(self, **metrics: float) -> Report:
+        """What is to be said of this process's rows: missing and infinite rewards, lone and constant groups."""
+        own, valid = self.own, self.valid[self.own]
+        missing = np.isnan(self.values[own])
+        reasons = {
+            "missing reward": rows_where(missing),
+            "infinite reward": rows_where(~valid & ~missing),
+            "singleton group": rows_where(valid & self.of(self.singleton)[own]),
+            "constant group": rows_where(valid & self.of(self.constant)[own]),
+        }
+        known = self.count > 0
+        means, deviations = self.mean[known], self.std()[known]
+        found = {"groups": float(len(self.keys))}
+        for name, each in (("reward_mean", means), ("reward_std", deviations)):
+            if len(each):
+                found |= {f"{name}/mean": float(each.mean()), f"{name}/max": float(each.max())}
+                found[f"{name}/min"] = float(each.min())
+        return Report(self.rows, reasons, found | metrics)
+
+    def scored(self, scores: Floats, mask: PerToken | None, report: Report | None = None) -> Advantages:
+        """The estimate: each row's score on the tokens that count, or, without a mask, the scores themselves."""
+        tensor = torch.from_numpy(np.ascontiguousarray(scores[self.own])).to(self.device, self.dtype)
+        return on_tokens(tensor, mask, report or self.report())
+
+
+def on_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report) -> Advantages:
+    """One score for each row, (B,), put on its tokens that count."""
+    if mask is None:
+        return Advantages(scores, None, scores, None, report)
+    layout = Layout.of(mask)
+    if layout.rows != len(scores):
+        raise ValueError(f"mask: got {layout.rows} rows, expected {len(scores)}, one for each reward")
+    tokens = layout.spread(scores.to(layout.mask.device))
+    if layout.packed and layout.mask.device.type == "cpu":
+        np.copyto(tokens.numpy(), 0, where=~layout.mask.numpy())  # in place, six times as fast as torch.where
+    else:
+        tokens = layout.masked(tokens)
+    return Advantages(layout.give(tokens), None, scores, mask, report)
+
+
+def last_steps(steps: Sequence[int], run: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """[runs] The row of each run's largest step, by number and not by place; the last of equals."""
+    order = np.lexsort((np.arange(len(steps)), np.asarray(steps), run))
+    found = np.zeros(count, dtype=np.int64)
+    found[run[order]] = order  # later, that is larger, steps overwrite
+    return found

@@ -1,0 +1,229 @@
+"""Where the tokens of many rows lie: padded to a matrix, or packed end to end; and sums over tokens and over rows.
+
+Invariant: whatever is computed through a `Layout` is the same, value and gradient, for padded and packed tokens; what
+the mask leaves out is replaced by zero before anything is computed from it, so that NaN and infinity there touch
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollbook.jagged import NUMPY, Rows
+from rollbook.ragged import Ragged
+
+PerToken: TypeAlias = torch.Tensor | NDArray[Any] | Rows | Ragged | Sequence[Any]
+"""An entry for each token of B rows: a padded matrix (B, A), or packed: `Rows`, a `Ragged` column, a list of rows."""
+PerRow: TypeAlias = torch.Tensor | NDArray[Any] | Sequence[Any]
+"""One entry for each row: (B,)."""
+
+
+class Layout:
+    """The shape that all token arguments of one call share, and the mask over it.
+
+    Tokens are *padded*, a matrix (B, A), or *packed*: `Rows` (or a list of B one-dimensional rows of any length). A
+    function takes arguments by `take`, computes on plain tensors, (B, A) or (total,), and gives results back by `give`
+    in the layout they came in. Without a mask every slot is a token.
+
+    >>> padded = Layout.of(torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    >>> padded.row_sums(torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])).tolist()
+    [3.0, 12.0]
+    >>> packed = Layout.of(None, values=[[1.0, 2.0], [3.0, 4.0, 5.0]])
+    >>> packed.row_sums(packed.take("values", [[1.0, 2.0], [3.0, 4.0, 5.0]])).tolist()
+    [3.0, 12.0]
+    >>> packed.give(packed.spread(torch.tensor([7.0, 8.0])))
+    [tensor([7., 7.]), tensor([8., 8., 8.])]
+    """
+
+    def __init__(self, shape: tuple[int, ...], lengths: list[int] | None, mask: torch.Tensor) -> None:
+        self.shape = shape
+        """(B, A) if padded, (total,) if packed."""
+        self.lengths = lengths
+        """How many tokens each packed row has; `None` if padded."""
+        self.mask = mask
+        """[of `shape`] bool: which tokens count."""
+
+    @classmethod
+    def of(cls, mask: PerToken | None, **tokens: PerToken | None) -> Layout:
+        """The layout of a mask and of arguments by name; all must agree, which `take` checks one by one.
+
+        A matrix among them makes the tokens padded, and nested lists beside it are matrices too; else they are packed.
+        A one-dimensional tensor is all rows end to end, and says nothing of where they end.
+        """
+        given = {name: value for name, value in {"mask": mask, **tokens}.items() if value is not None}
+        shapes = {name: _shape(name, value) for name, value in given.items()}
+        matrices = (shape for shape in shapes.values() if isinstance(shape, tuple) and len(shape) == 2)
+        shape: tuple[int, ...] | None = next(matrices, None)
+        lengths: list[int] | None = None
+        if shape is None:
+            lengths = next((shape for shape in shapes.values() if isinstance(shape, list)), None)
+            if lengths is None:
+                raise ValueError(
+                    f"tokens: got {', '.join(given) or 'nothing'} without rows, expected a matrix (B, A), or "
+                    "Rows(values, lengths) for packed tokens"
+                )
+            shape = (sum(lengths),)
+        self = cls(shape, lengths, torch.empty(0, device=_device(given.values())))
+        if mask is None:
+            self.mask = torch.ones(shape, dtype=torch.bool, device=self.mask.device)
+        else:
+            self.mask = as_mask("mask", self.whole("mask", mask))
+        return self
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows lie end to end."""
+        return self.lengths is not None
+
+    @property
+    def rows(self) -> int:
+        """B, the number of rows."""
+        return self.shape[0] if self.lengths is None else len(self.lengths)
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        """[B] int64: how many tokens of each row count."""
+        if self.lengths is None:
+            return self.mask.sum(-1)
+        ends = torch.cat([self.mask.new_zeros(1, dtype=torch.int64), self.mask.cumsum(0)])
+        bounds = torch.cat([self.row_lengths.new_zeros(1), self.row_lengths.cumsum(0)])
+        return ends[bounds[1:]] - ends[bounds[:-1]]
+
+    @cached_property
+    def row_lengths(self) -> torch.Tensor:
+        """[B] int64: how many slots each row has."""
+        if self.lengths is None:
+            return torch.full((self.rows,), self.shape[1], device=self.mask.device)
+        return torch.tensor(self.lengths, dtype=torch.int64, device=self.mask.device)
+
+    @cached_property
+    def row_of(self) -> torch.Tensor:
+        """[of `shape`] int64: which row a token belongs to."""
+        return self.spread(torch.arange(self.rows, device=self.mask.device))
+
+    def take(self, name: str, value: PerToken) -> torch.Tensor:
+        """[of `shape`] An argument as a plain floating tensor, with zero wherever the mask is False."""
+        tensor = self.whole(name, value)
+        return self.masked(tensor if tensor.is_floating_point() else tensor.to(torch.float32))
+
+    def masked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[of `shape`] The tensor, with zero wherever the mask is False; no gradient flows there."""
+        return torch.where(self.mask, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+
+    def whole(self, name: str, value: PerToken) -> torch.Tensor:
+        """[of `shape`] An argument as a plain tensor of its own type, nothing replaced."""
+        if isinstance(value, Rows):
+            lengths, tensor = value.lengths, value.values
+        elif isinstance(value, Ragged):
+            lengths = value.lengths.tolist()
+            tensor = value.tensor_of_values()[int(value.offsets[0]) : int(value.offsets[-1])]
+        elif isinstance(value, (torch.Tensor, np.ndarray)) or not self.packed:
+            tensor = as_tensor(name, value, self.mask.device)
+            if tuple(tensor.shape) != self.shape:
+                raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {self._expected()}")
+            return tensor
+        else:
+            parts = [as_tensor(f"{name}: row {i}", row, self.mask.device) for i, row in enumerate(value)]
+            odd = next((i for i, part in enumerate(parts) if part.dim() != 1), None)
+            if odd is not None:
+                raise ValueError(f"{name}: row {odd} has {parts[odd].dim()} dimensions, expected 1")
+            lengths, tensor = [len(part) for part in parts], torch.cat(parts) if parts else torch.empty(0)
+        if lengths != self.lengths:
+            raise ValueError(f"{name}: got rows of lengths {_some(lengths)}, expected {self._expected()}")
+        return tensor
+
+    def narrowed(self, mask: torch.Tensor) -> Layout:
+        """The same layout with fewer tokens that count."""
+        return Layout(self.shape, self.lengths, self.mask & mask)
+
+    def give(self, tensor: torch.Tensor) -> Any:
+        """A result (`shape`) in the layout that arguments came in: a matrix, or `Rows`."""
+        return tensor if self.lengths is None else Rows(tensor, self.lengths)
+
+    def row_sums(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B] The sum over each row's tokens that count; 0 for a row that has none."""
+        kept = self.masked(tensor)
+        if self.lengths is None:
+            return kept.sum(-1)
+        if not self.lengths:
+            return kept.new_zeros(0)
+        return torch.segment_reduce(kept, "sum", lengths=self.row_lengths, unsafe=True, initial=0)
+
+    def row_means(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B] The mean over each row's tokens that count; 0 for a row that has none."""
+        return self.row_sums(tensor) / self.counts.clamp(min=1)
+
+    def spread(self, per_row: torch.Tensor) -> torch.Tensor:
+        """[of `shape`] Each row's number on all of its slots."""
+        if self.lengths is None:
+            return per_row[:, None].expand(self.shape)
+        if per_row.device.type == "cpu" and not per_row.requires_grad and per_row.dtype in NUMPY:
+            return torch.from_numpy(np.repeat(per_row.numpy(), self.lengths))  # some forty times as fast
+        return torch.repeat_interleave(per_row, self.row_lengths, output_size=self.shape[0])
+
+    def _expected(self) -> str:
+        if self.lengths is None:
+            return f"{list(self.shape)}, as the other tokens have"
+        return f"{self.rows} packed rows of lengths {_some(self.lengths)}, or their {self.shape[0]} values end to end"
+
+
+def _some(lengths: list[int]) -> str:
+    return str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"
+
+
+def _shape(name: str, value: Any) -> tuple[int, ...] | list[int]:
+    """(B, A) of a matrix, (total,) of values end to end, a list of the lengths of rows."""
+    if isinstance(value, Rows):
+        return value.lengths
+    if isinstance(value, Ragged):
+        return list(value.lengths.tolist())
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        if value.ndim not in (1, 2):
+            raise ValueError(f"{name}: got {value.ndim} dimensions, expected 2 (B, A), or packed rows")
+        return tuple(value.shape)
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise ValueError(f"{name}: got {type(value).__name__}, expected a matrix (B, A), or packed rows")
+    try:
+        return [len(row) for row in value]
+    except TypeError:
+        raise ValueError(f"{name}: got a flat list, expected one row for each sample") from None
+
+
+def _device(values: Any) -> torch.device:
+    """Where results are made: with the first argument on a device, else on the CPU."""
+    found = torch.device("cpu")
+    for value in values:
+        held = value.values if isinstance(value, Rows) else value
+        for tensor in held if isinstance(held, list) else [held]:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+                return tensor.device
+    return found
+
+
+def as_tensor(name: str, value: Any, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Numbers as a tensor: a tensor as it is, an array of its own type, Python numbers as float32 or int64."""
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        made = torch.from_numpy(value) if isinstance(value, np.ndarray) else torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: got what is no array of numbers: {error}") from None
+    return made.to(device)
+
+
+def as_mask(name: str, value: torch.Tensor) -> torch.Tensor:
+    """A mask of any type as bool, once it is known to hold 0 and 1 only (weights are another argument)."""
+    if value.dtype == torch.bool:
+        return value
+    mask = value != 0
+    if value.device.type == "cpu" and not torch.equal(mask.to(value.dtype), value):
+        odd = value[(value != 0) & (value != 1)]
+        got = odd[0].item() if len(odd) else "nan"
+        raise ValueError(f"{name}: got {got}, expected 0 and 1 only (weights of tokens are not a mask)")
+    return mask

@@ -1,0 +1,102 @@
+"""Means and deviations over tokens that count, in float64, over one process or many; whitening by them, once.
+
+Invariant: the moments of the union of all processes' tokens are what one process would compute from all of them, and
+tokens that do not count are never read and stay 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollbook.algorithms.layout import Layout, PerToken
+from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.registry import choice, number
+
+STD = ("sample", "population")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and sum of squared deviations of the tokens that count."""
+
+    count: int
+    mean: float
+    squares: float
+    constant: bool
+    """Whether all of them are equal: their deviation is then exactly 0, whatever rounding says."""
+
+    def std(self, kind: str = "sample") -> float:
+        """The deviation, divided by n - 1 (`sample`) or by n (`population`); 0 for fewer than two tokens."""
+        choice("std", kind, STD)
+        if self.constant or self.count < 2:
+            return 0.0
+        return float((self.squares / (self.count - (kind == "sample"))) ** 0.5)
+
+
+def moments(tokens: torch.Tensor, mask: torch.Tensor, ranks: Ranks = ALONE) -> Moments:
+    """The moments of `tokens` where `mask`, over all `ranks`; two passes, so that nothing cancels.
+
+    >>> found = moments(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
+    >>> found.count, found.mean, found.std("population")
+    (2, 2.0, 1.0)
+    """
+    kept = tokens.detach()[mask].to(torch.float64)
+    count, total = ranks.sum(torch.stack([torch.tensor(float(len(kept)), dtype=torch.float64), kept.sum().cpu()]))
+    mean = float(total / count.clamp(min=1))
+    low, high = (kept.amin().cpu(), kept.amax().cpu()) if len(kept) else (torch.tensor(mean), torch.tensor(mean))
+    differs = torch.tensor([float(low != high), float(low)], dtype=torch.float64)
+    squares = torch.stack([((kept - mean) ** 2).sum().cpu(), differs[0]])
+    squares = ranks.sum(squares)
+    ends = {float(end) for part in ranks.gather([float(low)] if len(kept) else []) for end in part}
+    constant = float(squares[1]) == 0 and len(ends) <= 1
+    return Moments(int(count), mean, float(squares[0]), constant)
+
+
+def whiten(
+    values: PerToken,
+    mask: PerToken | None = None,
+    *,
+    std: str = "sample",
+    eps: float = 1e-8,
+    eps_in: str = "variance",
+    shift_mean: bool = True,
+    scale: bool = True,
+    ranks: Ranks = ALONE,
+) -> Any:
+    """Tokens that count with mean 0 and deviation 1, over the whole batch of all `ranks`; others 0.
+
+    values, mask: (B, A) or packed; the result has their layout. `eps` is added to the variance (`eps_in="variance"`,
+    verl and Trinity), to the deviation (`"std"`, LightRFT) or is the least variance (`"floor"`). `shift_mean=False`
+    keeps the mean, `scale=False` the deviation. Call it once, on the global batch: twice, or batch by batch, is
+    another estimator. Equal tokens become exactly 0, and so does a single one.
+
+    >>> whiten(torch.tensor([[1.0, 2.0], [3.0, 100.0]]), torch.tensor([[1, 1], [1, 0]]))
+    tensor([[-1.,  0.],
+            [ 1.,  0.]])
+    """
+    choice("eps_in", eps_in, ("variance", "std", "floor"))
+    number("eps", eps, 0)
+    layout = Layout.of(mask, values=values)
+    tokens = layout.take("values", values)
+    found = moments(tokens, layout.mask, ranks)
+    deviation = found.std(std)
+    scaled = tokens.to(torch.float64) - found.mean
+    if found.constant or found.count < 2:
+        scaled = torch.zeros_like(scaled)
+    elif scale:
+        scaled = scaled / denominator(deviation, eps, eps_in)
+    if not shift_mean:
+        scaled = scaled + found.mean
+    return layout.give(layout.masked(scaled).to(tokens.dtype))
+
+
+def denominator(deviation: float, eps: float, eps_in: str) -> float:
+    """What deviations are divided by."""
+    if eps_in == "std":
+        return deviation + eps
+    if eps_in == "floor":
+        return float(max(deviation**2, eps) ** 0.5)
+    return float((deviation**2 + eps) ** 0.5)

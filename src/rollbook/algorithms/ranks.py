@@ -1,0 +1,73 @@
+"""What several processes must agree on: sums over all of them, and every process's list.
+
+Invariant: with the same samples in all, one process and k processes compute the same statistics; no function here
+talks to other processes unless it was given `Ranks`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Ranks:
+    """A group of processes, as `torch.distributed` has them: the one that this process belongs to by default.
+
+    Give it to an estimator or to `whiten` to have statistics over the samples of all processes; every process must
+    then make the same call. `ALONE`, the default, is this process only.
+
+    >>> ALONE.sum(torch.tensor([1.0, 2.0])).tolist(), ALONE.gather(["a"])
+    ([1.0, 2.0], [['a']])
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError("ranks: torch.distributed is not initialised; leave `ranks` out for a single process")
+        self.group = group
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        import torch.distributed as dist
+
+        return dist.get_rank(self.group)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes of a tensor that has the same shape in each; float64 stays float64."""
+        import torch.distributed as dist
+
+        total = values.clone()
+        if dist.get_backend(self.group) == "nccl":
+            total = total.cuda()
+        dist.all_reduce(total, group=self.group)
+        return total.to(values.device)
+
+    def gather(self, items: list[Any]) -> list[list[Any]]:
+        """Every process's list, by rank. The lists may differ in length; they are pickled among trusted processes."""
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, items, group=self.group)
+        return found
+
+
+class _Alone(Ranks):
+    def __init__(self) -> None:
+        self.group = None
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def gather(self, items: list[Any]) -> list[list[Any]]:
+        return [items]
+
+
+ALONE = _Alone()
+"""This process alone."""

@@ -1,0 +1,150 @@
+"""A registry of functions by name; their signatures are the one place where inputs, options and defaults stand.
+
+Invariant: a name is registered once, every option has a default, and an option or a name that is not known is refused
+with the nearest one that is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One function under its name."""
+
+    name: str
+    function: Callable[..., Any]
+    aliases: tuple[str, ...]
+    source: str
+    """Where the formula stands: the paper and its equation."""
+
+    @property
+    def inputs(self) -> dict[str, bool]:
+        """The data it takes, by name, and whether it must be given."""
+        found = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default is p.empty for p in found if p.kind is not p.KEYWORD_ONLY}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Its options and their defaults."""
+        found = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in found if p.kind is p.KEYWORD_ONLY}
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of its documentation."""
+        return (inspect.getdoc(self.function) or "").split("\n\n")[0].replace("\n", " ")
+
+    def call(self, data: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """Call it with the inputs it takes, out of `data`, and with options, all of which it must know.
+
+        An input that it can do without is left out where `data` has none, or `None`.
+        """
+        known = self.options
+        for name in options:
+            if name not in known:
+                raise ValueError(f"{self.name}: option {name!r} is none of its options{near(name, known)}")
+        given = {}
+        for name, required in self.inputs.items():
+            value = data.get(name)
+            if value is not None:
+                given[name] = value
+            elif required:
+                raise ValueError(f"{self.name}: got no {name!r}, which it needs")
+        return self.function(**given, **options)
+
+
+class Registry(Mapping[str, Entry]):
+    """Entries by name and alias.
+
+    >>> shapes = Registry("shape")
+    >>> @shapes.register("square", "box", source="Euclid, book I, definition 22")
+    ... def square(side, *, scale=1.0):
+    ...     '''A square's area.'''
+    ...     return (side * scale) ** 2
+    >>> shapes.call("box", {"side": 3.0, "colour": "red"}, scale=2.0)
+    36.0
+    >>> shapes["square"].options
+    {'scale': 1.0}
+    >>> shapes.call("square", {"side": 3.0}, scael=2.0)
+    Traceback (most recent call last):
+        ...
+    ValueError: square: option 'scael' is none of its options; did you mean 'scale'? (scale)
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry] = {}
+
+    def register(self, name: str, *aliases: str, source: str) -> Callable[[Function], Function]:
+        """A decorator that puts a function under a name and its aliases; users may add their own."""
+
+        def put(function: Function) -> Function:
+            for option in inspect.signature(function).parameters.values():
+                if option.kind is option.KEYWORD_ONLY and option.default is option.empty:
+                    raise ValueError(f"{self.kind} {name!r}: option {option.name!r} has no default")
+                if option.kind in (option.VAR_KEYWORD, option.VAR_POSITIONAL):
+                    raise ValueError(f"{self.kind} {name!r}: takes {option}, expected named inputs and options")
+            for each in (name, *aliases):
+                if each in self._entries:
+                    raise ValueError(f"{self.kind} {each!r} is registered already")
+                self._entries[each] = Entry(name, function, aliases, source)
+            return function
+
+        return put
+
+    def withdraw(self, name: str) -> None:
+        """Take a function out again, under all its names."""
+        entry = self[name]
+        for each in (entry.name, *entry.aliases):
+            del self._entries[each]
+
+    def call(self, name: str, data: Mapping[str, Any], **options: Any) -> Any:
+        """Call the function called `name` with what it takes out of `data`."""
+        return self[name].call(data, options)
+
+    def names(self) -> list[str]:
+        """Every name, without aliases, in the order of registration."""
+        return [name for name, entry in self._entries.items() if entry.name == name]
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise ValueError(f"{self.kind}: got {name!r}, expected one of its names{near(name, self._entries)}")
+        return self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def near(name: str, known: Mapping[str, Any] | list[str]) -> str:
+    """What to say of a name that is not known: the nearest that is, and all."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    guess = f"; did you mean {close[0]!r}?" if close else ";"
+    return f"{guess} ({', '.join(known) or 'there are none'})"
+
+
+def choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuse an option that is none of its choices."""
+    if value not in choices:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
+
+
+def number(name: str, value: Any, low: float = float("-inf"), high: float = float("inf"), what: str = "") -> float:
+    """A number within its bounds (infinity too, where they allow it), else an error that says so."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or value != value:
+        bounds = what or f"a number from {low:g} to {high:g}"
+        raise ValueError(f"{name}: got {value!r}, expected {bounds}")
+    return float(value)

@@ -1,0 +1,139 @@
+"""What estimators, filters and losses give back: numbers, and a report of what was done to which row and why.
+
+Invariant: a report names every row that was treated in a way its caller might not expect, by row number and, where ids
+were given, by id; nothing is left out in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollbook.jagged import Rows
+
+
+@dataclass(frozen=True)
+class Report:
+    """How many rows, which, and why; and numbers about all of them.
+
+    >>> report = Report(4, {"missing reward": [2], "constant group": [0, 1]}, {"reward_mean": 0.5}, ids=list("abcd"))
+    >>> report.count("constant group"), report.which("missing reward")
+    (2, ['c'])
+    >>> report.to_metrics("grpo")
+    {'grpo/rows': 4, 'grpo/missing_reward': 1, 'grpo/constant_group': 2, 'grpo/reward_mean': 0.5}
+    >>> print(report)
+    4 rows
+    missing reward  1: c
+    constant group  2: a, b
+    """
+
+    rows: int
+    """How many rows there were."""
+    reasons: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """For each reason, the numbers of the rows it holds for, ascending; reasons that hold for none are there too."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers about the batch, by name."""
+    ids: Sequence[Hashable] | None = None
+    """[rows] What each row is called, where that is known."""
+
+    def count(self, reason: str) -> int:
+        """For how many rows a reason holds; 0 if it is not among those looked for."""
+        return len(self.reasons.get(reason, ()))
+
+    def which(self, reason: str) -> list[Hashable]:
+        """The rows that a reason holds for: their ids where those are known, else their numbers."""
+        found = self.reasons.get(reason, ())
+        return [self.ids[i] for i in found] if self.ids is not None else list(found)
+
+    def to_metrics(self, prefix: str = "") -> dict[str, float]:
+        """All counts and numbers under one prefix, so that two reports in one log never share a name."""
+        start = f"{prefix}/" if prefix else ""
+        counts = {f"{start}{reason.replace(' ', '_')}": len(found) for reason, found in self.reasons.items()}
+        return {f"{start}rows": self.rows, **counts, **{start + name: value for name, value in self.metrics.items()}}
+
+    def with_ids(self, ids: Sequence[Hashable]) -> Report:
+        """The same report with names for its rows."""
+        if len(ids) != self.rows:
+            raise ValueError(f"ids: got {len(ids)}, expected {self.rows}, one for each row")
+        return Report(self.rows, self.reasons, self.metrics, ids)
+
+    def __str__(self) -> str:
+        lines = [f"{self.rows} rows"]
+        width = max(map(len, self.reasons), default=0)
+        for reason, found in self.reasons.items():
+            named = ", ".join(map(str, self.which(reason)[:8])) + (", ..." if len(found) > 8 else "")
+            lines.append(f"{reason:<{width}}  {len(found)}" + (f": {named}" if named else ""))
+        return "\n".join(lines)
+
+
+def rows_where(mask: Any) -> list[int]:
+    """The numbers of the rows where a mask, (B,), is true."""
+    known = mask if isinstance(mask, np.ndarray) else np.array(list(mask), dtype=np.bool_)
+    return list(np.flatnonzero(known).tolist())
+
+
+class Advantages:
+    """What an estimator gives back.
+
+    >>> found = Advantages(torch.tensor([[1.0, 0.0]]), mask=torch.tensor([[True, False]]))
+    >>> found.returns, found.returns is found.advantages
+    (tensor([[1., 0.]]), False)
+    """
+
+    def __init__(
+        self,
+        advantages: Any,
+        returns: Any = None,
+        scores: torch.Tensor | None = None,
+        mask: Any = None,
+        report: Report | None = None,
+    ) -> None:
+        self.advantages = advantages
+        """For each token, in the mask's layout, (B, A) or packed; 0 where the mask is False. Without a mask (B,)."""
+        self._returns = returns
+        self.scores = scores
+        """[B] For estimators that score whole rows: the advantage of each, before it was put on its tokens."""
+        self.mask = mask
+        """The tokens to train on: the mask that was given, narrowed by estimators that leave some out."""
+        self.report = report or Report(0)
+        """What was treated in a way that is worth knowing."""
+
+    @property
+    def returns(self) -> Any:
+        """The same shape: what a critic is to predict; where there is nothing to predict, a copy of the advantages."""
+        if self._returns is None:
+            held = self.advantages
+            self._returns = held.apply(torch.clone) if isinstance(held, Rows) else held.clone()
+        return self._returns
+
+    def with_report(self, report: Report) -> Advantages:
+        """The same numbers with another report."""
+        return Advantages(self.advantages, self._returns, self.scores, self.mask, report)
+
+    def __repr__(self) -> str:
+        return f"Advantages(advantages={self.advantages!r}, report={self.report!r})"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss to call `backward` on, and numbers about it. Unpacks as `loss, metrics = ...`.
+
+    **Micro-batches.** With `whole=` the denominators of the global batch, the losses of its micro-batches add up to
+    the loss of the batch, and so does each of the `metrics`.
+    """
+
+    value: torch.Tensor
+    """() The loss."""
+    metrics: dict[str, torch.Tensor]
+    """Detached numbers of shape (); each is a mean over the tokens (or rows) of the batch, so shares add up."""
+
+    def __iter__(self) -> Any:
+        return iter((self.value, self.metrics))
+
+    def backward(self, **options: Any) -> None:
+        """The gradient of the loss."""
+        self.value.backward(**options)  # type: ignore[no-untyped-call]

@@ -1,0 +1,206 @@
+"""What an estimator may ask for, by name, out of records or a batch; nothing is looked up before it is asked for.
+
+Invariant: groups, runs and steps come from ids, never from positions; a record that was never given a task is a group
+of its own. Columns are read where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from rollbook.batch import ExperienceBatch
+from rollbook.experiences import Experiences, as_experiences
+from rollbook.ids import EID
+from rollbook.jagged import Rows
+from rollbook.ragged import Ragged
+
+INFO_KEYS = {"states": "env_state_hash", "step_rewards": "step_reward", "baselines": "reward_baseline"}
+"""Inputs that a record keeps in its `info`, and the key of each."""
+
+
+class Inputs(Mapping[str, Any]):
+    """Inputs by name, each made when it is first asked for; `None` where the source has none.
+
+    >>> from rollbook import Experience
+    >>> inputs = inputs_of([Experience(eid={"batch": 1, "task": 2, "run": r}, tokens=[1, 2], reward=r) for r in (0, 1)])
+    >>> inputs["rewards"].tolist(), inputs["groups"], inputs["runs"], inputs["mask"].tensors()
+    ([0.0, 1.0], ['1/2', '1/2'], ['1/2/0', '1/2/1'], [tensor([True]), tensor([True])])
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Any]], count: int) -> None:
+        self._makers = dict(makers)
+        self._made: dict[str, Any] = {}
+        self.count = count
+        """How many rows there are."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            if name not in self._makers:
+                raise KeyError(name)
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mapping[str, Any]:
+    """The inputs that records, a batch, or a mapping of inputs by name have to offer.
+
+    `info_keys` says which key of `info` holds what: `states`, `step_rewards`, `baselines`; see `INFO_KEYS`.
+    """
+    keys = {**INFO_KEYS, **(info_keys or {})}
+    if isinstance(data, ExperienceBatch):
+        return _of_batch(data, keys)
+    if isinstance(data, Mapping):
+        return data
+    return _of_records(as_experiences(data), keys)
+
+
+def _of_records(many: Experiences, keys: Mapping[str, str]) -> Inputs:
+    makers: dict[str, Callable[[], Any]] = {
+        "rewards": lambda: _numbers(many, "reward"),
+        "groups": lambda: [group_id(eid) for eid in many.eids()],
+        "runs": lambda: [run_id(eid) for eid in many.eids()],
+        "steps": lambda: many.column("eid").field("step").to_numpy(zero_copy_only=False),  # type: ignore[union-attr]
+        "ids": lambda: [eid.uid for eid in many.eids()],
+        "mask": lambda: _tokens(many, "action_mask"),
+        "response": lambda: _all_of(_tokens(many, "action_mask")),
+        "token_rewards": lambda: _tokens(many, "token_level_reward"),
+        "log_probs": lambda: _first(_tokens(many, "policy_logprobs"), lambda: _tokens(many, "logprobs")),
+        "teacher_log_probs": lambda: _tokens(many, "teacher_logprobs"),
+    }
+    makers |= {name: lambda key=key: _info(many.values("info"), key) for name, key in keys.items()}  # type: ignore[misc]
+    return Inputs(makers, len(many))
+
+
+def _of_batch(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
+    info = batch.info or {}
+    extras = batch.extras or {}
+    inner = info.get("info") or {}
+
+    def ids() -> list[EID]:
+        known = [eid for eid in batch.ids or () if eid is not None]
+        if len(known) != len(batch):
+            raise ValueError("batch: got rows without ids, expected an id for each, to group by")
+        return [eid if isinstance(eid, EID) else EID.parse(eid) for eid in known]
+
+    makers: dict[str, Callable[[], Any]] = {
+        "rewards": lambda: [None] * len(batch) if info.get("reward") is None else info["reward"],
+        "groups": lambda: [group_id(eid) for eid in ids()],
+        "runs": lambda: [run_id(eid) for eid in ids()],
+        "steps": lambda: [eid.step for eid in ids()],
+        "ids": lambda: [eid.uid for eid in ids()],
+        "mask": lambda: batch.action_mask,
+        "token_rewards": lambda: extras.get("token_level_reward"),
+        "values": lambda: batch.values,
+        "log_probs": lambda: batch.action_log_probs,
+        "ref_log_probs": lambda: batch.base_action_log_probs,
+        "teacher_log_probs": lambda: extras.get("teacher_logprobs"),
+        "entropy": lambda: batch.action_entropy,
+        "response": lambda: _all_of(batch.action_mask) if isinstance(batch.action_mask, Rows) else None,
+    }
+    makers |= {name: lambda key=key: info.get(key, inner.get(key)) for name, key in keys.items()}  # type: ignore[misc]
+    return Inputs(makers, len(batch))
+
+
+def group_id(eid: EID) -> str:
+    """The task a record belongs to; the record itself if it was never given one."""
+    return eid.uid if eid.batch == "" and eid.task == "" else eid.tid
+
+
+def run_id(eid: EID) -> str:
+    """The run a record belongs to; the record itself if it was never given a task."""
+    return eid.uid if eid.batch == "" and eid.task == "" else eid.rid
+
+
+def group_numbers(many: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[N] Numbers that tell groups apart, and runs: what `group_id` and `run_id` say, without making ids.
+
+    >>> from rollbook import Experience
+    >>> many = Experiences([Experience(eid={"task": t, "run": r}, tokens=[1, 2]) for t, r in ((7, 0), (8, 0), (7, 1))])
+    >>> [numbers.tolist() for numbers in group_numbers(many)]
+    [[0, 1, 0], [0, 1, 2]]
+    """
+    eid = many.column("eid")
+    batch, task = (_codes(eid.field(name)) for name in ("batch", "task"))  # type: ignore[union-attr]
+    run = eid.field("run").to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[union-attr]
+    nameless = _blank(eid, "batch") & _blank(eid, "task")
+    group = batch * (int(task.max(initial=0)) + 1) + task
+    group[nameless] = int(group.max(initial=0)) + 1 + np.arange(int(nameless.sum()))
+    group = _renumbered(group)
+    runs = np.where(nameless, 0, run - run.min(initial=0))
+    return group, _renumbered(group * (int(runs.max(initial=0)) + 1) + runs)
+
+
+class Uids(Sequence[str]):
+    """The uids of records, each made when it is asked for."""
+
+    def __init__(self, many: Experiences) -> None:
+        self._many = many
+
+    def __len__(self) -> int:
+        return len(self._many)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [row.eid.uid for row in self._many[index]] if isinstance(index, slice) else self._many[index].eid.uid
+
+
+def _codes(column: pa.Array) -> NDArray[np.int64]:
+    found: NDArray[Any] = column.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    return found.astype(np.int64)
+
+
+def _blank(eid: Any, name: str) -> NDArray[np.bool_]:
+    import pyarrow.compute as pc
+
+    return np.asarray(pc.equal(eid.field(name), ""))
+
+
+def _renumbered(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same partition, counted from 0 as numbers first appear."""
+    return _codes(pa.array(numbers))
+
+
+def _numbers(many: Experiences, name: str) -> NDArray[np.float64]:
+    column = many.column(name)
+    if isinstance(column, pa.Array) and pa.types.is_floating(column.type):
+        found: NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        return found
+    return np.array(many.values(name), dtype=np.float64)  # None becomes NaN
+
+
+def _tokens(many: Experiences, name: str) -> Rows | Ragged | None:
+    """A response-axis column as it lies, or put together again; absent rows are empty, `None` if all are absent."""
+    column = many.column(name)
+    if isinstance(column, Ragged) and column.codes is None:
+        return column if column.valid is None or column.valid.any() else None
+    values = many.values(name)
+    if all(value is None for value in values):
+        return None
+    return Rows([torch.empty(0) if value is None else value for value in values])
+
+
+def _all_of(rows: Rows | Ragged | None) -> Rows | None:
+    return None if rows is None else Rows(torch.ones(int(sum(rows.lengths)), dtype=torch.bool), rows.lengths)
+
+
+def _first(found: Any, other: Callable[[], Any]) -> Any:
+    return other() if found is None else found
+
+
+def _info(infos: list[Any], key: str) -> list[Any] | None:
+    found = [(info or {}).get(key) for info in infos]
+    return None if all(value is None for value in found) else found
+
+
+__all__ = ["INFO_KEYS", "Inputs", "group_id", "group_numbers", "inputs_of", "run_id"]
