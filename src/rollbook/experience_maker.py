@@ -5,8 +5,9 @@ Invariant: a name here is the one that LightRFT's users import; what it is lives
 
 from __future__ import annotations
 
+from rollbook.algorithms.filters import clip_filter_like_weight_func
 from rollbook.batch import ExperienceBatch as Experience
 from rollbook.batch import ExperienceVL, Samples
 from rollbook.moving import pin_memory, to
 
-__all__ = ["Experience", "ExperienceVL", "Samples", "pin_memory", "to"]
+__all__ = ["Experience", "ExperienceVL", "Samples", "clip_filter_like_weight_func", "pin_memory", "to"]

@@ -1,0 +1,330 @@
+"""Corrections where another policy sampled than the one that learns: weights, masks, and how far apart the two are.
+
+Invariant: ratios are formed as differences of logarithms in float64 and bounded before they are raised, so that all
+finite float32 log-probs give finite weights and numbers; weights carry no gradient, are 0 where the returned mask is
+False, and no token is in the returned mask that was not in the given one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollbook.algorithms.layout import Layout, PerToken, as_tensor
+from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.results import Report, rows_where
+from rollbook.jagged import Rows
+
+LEVELS = ("token", "sequence", "geometric")
+KINDS = ("cut", "exponential", "linear")
+_LARGEST = 80.0
+"""Numbers for a log are at most e^80, which float32 holds."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What to multiply each token's loss by, and which tokens to train on.
+
+    A loss takes both: `ppo(..., mask=found.mask, weights=found.weights)`. To keep the denominators of all tokens, give
+    it the mask of before: the weights of masked tokens are 0.
+    """
+
+    weights: Any
+    """For each token, in the layout they came in; without gradient; 0 where `mask` is False."""
+    mask: Any
+    """bool: the mask that was given, less what was masked here."""
+    report: Report
+    """Which rows lost tokens and why, and numbers about the weights."""
+
+
+def importance_weights(
+    policy_log_probs: PerToken,
+    behaviour_log_probs: PerToken,
+    mask: PerToken | None = None,
+    versions: Any = None,
+    *,
+    level: str = "token",
+    truncate: float | None = 2.0,
+    low: float | None = None,
+    mask_outside: tuple[float, float] | None = None,
+    veto: float | None = None,
+    log_clamp: float = 20.0,
+    normalise: bool = False,
+    current: int | None = None,
+    max_staleness: int | None = None,
+    ranks: Ranks = ALONE,
+) -> Correction:
+    """Importance weights from the engine's policy to the trainer's old one: truncated, masked, or both.
+
+    policy_log_probs: the trainer's old policy, recomputed; behaviour_log_probs: the engine's, of the *same*
+    distribution (temperature and top-p truncation included, else every ratio is off by the log of the kept mass);
+    mask: (B, A) or packed. With d = policy - behaviour at each token that counts, a weight is e to the power of
+
+    - `level="token"`: d itself (truncated importance sampling, Yao et al., 2025; biased for sequences, low variance);
+    - `"sequence"`: the sum of d over the row, on each of its tokens (unbiased, high variance);
+    - `"geometric"`: the mean of d over the row (its per-token geometric mean; bounded variance whatever the length);
+
+    the exponent kept within `log_clamp`. Then, in this order:
+
+    1. `veto=1e-4` masks a whole row if one of its tokens has e^d below that: a token the policy would not have said.
+    2. `mask_outside=(a, b)` masks what weighs less than a or more than b: tokens, or at the other levels rows.
+    3. `versions` (as in `staleness_weights`), `current` and `max_staleness` mask tokens that are older. They still
+       count in the ratio of their row.
+    4. `truncate` caps weights, `low` raises them; `None` leaves them.
+    5. `normalise` divides by the mean weight over the tokens that are left (at the other levels: rows), of all `ranks`,
+       so that it becomes 1. Do this on the whole batch, before it is cut into micro-batches.
+
+    NaN log-probs give NaN weights: they are not hidden. What is masked is in the report, row by row; its metrics are
+    those of `diagnostics`, and of the weights that are left, before 5.: `weight_mean`, `_min`, `_max`, `_ess` (as a
+    share), which share was `capped` or `raised`, and which share of tokens was `masked`.
+
+    >>> policy, behaviour = torch.tensor([[-1.0, -1.0], [-9.0, -1.0]]), torch.tensor([[-1.5, -3.0], [-1.0, -1.0]])
+    >>> importance_weights(policy, behaviour).weights
+    tensor([[1.6487e+00, 2.0000e+00],
+            [3.3546e-04, 1.0000e+00]])
+    >>> found = importance_weights(policy, behaviour, level="geometric", truncate=None, mask_outside=(0.5, 5.0))
+    >>> found.weights, found.report.which("outside range")
+    (tensor([[3.4903, 3.4903],
+            [0.0000, 0.0000]]), [1])
+    """
+    choice("level", level, LEVELS)
+    number("log_clamp", log_clamp, 1e-30, _LARGEST, what=f"a positive number up to {_LARGEST:g}")
+    _check_bounds(truncate, low, mask_outside, veto)
+    layout, dtype, policy, behaviour = _taken(policy_log_probs, behaviour_log_probs, mask)
+    off = policy - behaviour
+    by_row = level != "token"
+    exponent = off if not by_row else layout.row_sums(off) if level == "sequence" else layout.row_means(off)
+    raw = exponent.clamp(-log_clamp, log_clamp).exp()  # of tokens, or of rows; `put` puts either on tokens
+    put = layout.spread if by_row else layout.masked
+    gone: dict[str, torch.Tensor] = {}
+    if veto is not None:
+        # Not of the bounded ratio: a threshold below e^-log_clamp must be able to hold.
+        gone["vetoed"] = layout.spread(layout.row_sums((off < log(veto)).to(torch.float64)) > 0)
+    if mask_outside is not None:
+        gone["outside range"] = put((raw < mask_outside[0]) | (raw > mask_outside[1]))
+    if versions is not None or max_staleness is not None:
+        if versions is None or current is None or max_staleness is None:
+            raise ValueError("versions: expected all of versions, current and max_staleness, or none of them")
+        gone["stale"] = _staleness(layout, versions, current) > number("max_staleness", max_staleness, 0)
+    left = layout.narrowed(~torch.stack(list(gone.values())).any(0)) if gone else layout
+    weights = raw.clamp(low, truncate) if truncate is not None or low is not None else raw
+    counted = left.counts > 0 if by_row else left.mask
+    metrics = _diagnosed(layout, policy, behaviour) | _weighed(raw[counted], weights[counted], truncate, low)
+    tokens = int(layout.mask.sum())
+    metrics["masked"] = 1 - int(left.mask.sum()) / tokens if tokens else 0.0
+    if normalise:
+        part = torch.stack([weights[counted].sum(), counted.sum().to(torch.float64)]).cpu()
+        total, count = ranks.sum(part).tolist()
+        if total > 0:
+            weights = weights * (count / total)
+    return Correction(
+        layout.give(left.masked(put(weights)).to(dtype)),
+        layout.give(left.mask.clone()),
+        _reported(layout, left, gone, metrics),
+    )
+
+
+def staleness_weights(
+    versions: Any,
+    current: int,
+    mask: PerToken | None = None,
+    *,
+    kind: str = "cut",
+    max_staleness: int | None = None,
+    decay: float = 0.9,
+) -> Correction:
+    """Weights by how many versions old the policy was that sampled each token, s = current - version.
+
+    versions: for each token, in the layout of the mask, or (B,) for each row, which then needs the mask; what they are
+    at masked tokens does not matter. A version ahead of `current` is an error. By `kind`:
+
+    - `"cut"`: 1 up to `max_staleness`, masked beyond;
+    - `"linear"`: 1 - s / (max_staleness + 1), masked beyond `max_staleness`;
+    - `"exponential"`: decay^s, masked beyond `max_staleness` where that is given.
+
+    Cutting tokens and not rows keeps the fresh end of a response that began under an old policy.
+
+    >>> found = staleness_weights([[3, 3, 5], [1, 5]], 5, kind="linear", max_staleness=3)
+    >>> found.weights, found.mask, found.report.which("stale")
+    ([tensor([0.5000, 0.5000, 1.0000]), tensor([0., 1.])],
+     [tensor([True, True, True]), tensor([False,  True])], [1])
+    """
+    choice("kind", kind, KINDS)
+    number("decay", decay, 0, 1)
+    if max_staleness is None and kind != "exponential":
+        raise ValueError(f"max_staleness: got None, expected a number of versions for kind={kind!r}")
+    most = float("inf") if max_staleness is None else number("max_staleness", max_staleness, 0)
+    if mask is None and _flat(versions):
+        raise ValueError("mask: got None, expected a mask beside one version for each row")
+    layout = Layout.of(mask) if mask is not None else Layout.of(None, versions=versions)
+    age = _staleness(layout, versions, current)
+    weights = torch.ones_like(age)
+    if kind == "linear":
+        weights = 1 - age / (most + 1)
+    elif kind == "exponential":
+        weights = torch.pow(torch.full_like(age, decay), age)
+    gone = {"stale": age > most}
+    left = layout.narrowed(~gone["stale"])
+    metrics = {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_fraction": 0.0}
+    if (tokens := int(layout.mask.sum())) > 0:
+        stale = (tokens - left.mask.sum()) / tokens
+        found = torch.stack([layout.masked(age).sum() / tokens, layout.masked(age).amax(), stale.to(torch.float64)])
+        metrics = dict(zip(metrics, found.tolist(), strict=True))
+    return Correction(
+        layout.give(left.masked(weights).to(torch.float32)),
+        layout.give(left.mask),
+        _reported(layout, left, gone, metrics),
+    )
+
+
+def diagnostics(
+    policy_log_probs: PerToken, behaviour_log_probs: PerToken, mask: PerToken | None = None
+) -> dict[str, float]:
+    """How far the policy that learns is from the one that sampled, over the N tokens that count.
+
+    With d = policy - behaviour, D its sum over a row, w = e^d, W = e^D; means over tokens, or over rows that have any:
+
+    - `kl`: mean(-d), the k1 estimate of KL(behaviour || policy); `kl_k3`: mean(w - 1 - d), the same, never below 0;
+    - `chi2_token`: mean(w^2) - 1; `chi2_sequence`: mean(W^2) - 1;
+    - `ess_token`: (sum w)^2 / (N sum w^2), the effective sample size as a share; `ess_sequence`: of W, over rows;
+    - `log_diff_mean_abs`, `log_diff_max_abs`, `log_diff_std`: of d, the deviation of the population. A mean hides the
+      few tokens that matter, so look at the largest;
+    - `policy_perplexity`, `behaviour_perplexity`: e to the minus mean over rows of the row's mean log-prob;
+      `perplexity_ratio`: the first over the second.
+
+    Sums of exponentials are formed in logarithms, and no number exceeds e^80 because of one. Without tokens all are
+    what two equal policies give. NaN and infinite log-probs are not hidden.
+
+    >>> found = diagnostics([[-1.0, -2.0], [-0.5]], [[-1.0, -1.0], [-0.5]])
+    >>> round(found["kl"], 4), round(found["ess_token"], 4), round(found["perplexity_ratio"], 4)
+    (0.3333, 0.8752, 1.284)
+    """
+    layout, _, policy, behaviour = _taken(policy_log_probs, behaviour_log_probs, mask)
+    return _diagnosed(layout, policy, behaviour)
+
+
+_EQUAL = {
+    "kl": 0.0,
+    "kl_k3": 0.0,
+    "chi2_token": 0.0,
+    "chi2_sequence": 0.0,
+    "ess_token": 1.0,
+    "ess_sequence": 1.0,
+    "log_diff_mean_abs": 0.0,
+    "log_diff_max_abs": 0.0,
+    "log_diff_std": 0.0,
+    "policy_perplexity": 1.0,
+    "behaviour_perplexity": 1.0,
+    "perplexity_ratio": 1.0,
+}
+
+
+def _taken(
+    policy_log_probs: PerToken, behaviour_log_probs: PerToken, mask: PerToken | None
+) -> tuple[Layout, torch.dtype, torch.Tensor, torch.Tensor]:
+    """The layout, the type of results, and both log-probs in float64, 0 where the mask is False."""
+    layout = Layout.of(mask, policy_log_probs=policy_log_probs, behaviour_log_probs=behaviour_log_probs)
+    policy = layout.take("policy_log_probs", policy_log_probs).detach()
+    behaviour = layout.take("behaviour_log_probs", behaviour_log_probs).detach()
+    dtype = torch.float64 if torch.float64 in (policy.dtype, behaviour.dtype) else torch.float32
+    return layout, dtype, policy.to(torch.float64), behaviour.to(torch.float64)
+
+
+def _diagnosed(layout: Layout, policy: torch.Tensor, behaviour: torch.Tensor) -> dict[str, float]:
+    has = layout.counts > 0
+    off = (policy - behaviour)[layout.mask]
+    if not off.numel():
+        return dict(_EQUAL)
+    sums = layout.row_sums(policy - behaviour)[has]
+    log_policy, log_behaviour = (-layout.row_means(each)[has].mean() for each in (policy, behaviour))
+    found = torch.stack(
+        [
+            -off.mean(),
+            (torch.expm1(off.clamp(max=_LARGEST)) - off.clamp(max=_LARGEST)).mean(),
+            torch.expm1(_log_mean(2 * off).clamp(max=_LARGEST)),
+            torch.expm1(_log_mean(2 * sums).clamp(max=_LARGEST)),
+            (2 * _log_mean(off) - _log_mean(2 * off)).clamp(max=0).exp(),
+            (2 * _log_mean(sums) - _log_mean(2 * sums)).clamp(max=0).exp(),
+            off.abs().mean(),
+            off.abs().amax(),
+            off.std(correction=0),
+            log_policy.clamp(max=_LARGEST).exp(),
+            log_behaviour.clamp(max=_LARGEST).exp(),
+            (log_policy - log_behaviour).clamp(max=_LARGEST).exp(),
+        ]
+    )
+    return dict(zip(_EQUAL, found.tolist(), strict=True))  # one transfer from a device, not twelve
+
+
+def _log_mean(exponents: torch.Tensor) -> torch.Tensor:
+    """The logarithm of the mean of e to the power of each."""
+    return torch.logsumexp(exponents, 0) - log(len(exponents))
+
+
+def _weighed(raw: torch.Tensor, weights: torch.Tensor, truncate: float | None, low: float | None) -> dict[str, float]:
+    """Numbers about the weights of the tokens (or rows) that are left, before they are normalised."""
+    names = ("weight_mean", "weight_min", "weight_max", "weight_ess", "capped", "raised")
+    if not weights.numel():
+        return dict.fromkeys(names, 0.0)
+    capped = raw > (float("inf") if truncate is None else truncate)
+    raised = raw < (0.0 if low is None else low)
+    squares = (len(weights) * (weights**2).sum()).clamp(min=1e-300)
+    found = [weights.mean(), weights.amin(), weights.amax(), weights.sum() ** 2 / squares]
+    found += [capped.to(torch.float64).mean(), raised.to(torch.float64).mean()]
+    return dict(zip(names, torch.stack(found).tolist(), strict=True))
+
+
+def _reported(layout: Layout, left: Layout, gone: dict[str, torch.Tensor], metrics: dict[str, float]) -> Report:
+    """Which rows have tokens that were masked, for each reason, and which have none left."""
+    lost = {reason: layout.row_sums(hit.to(torch.float64)) > 0 for reason, hit in gone.items()}
+    lost["nothing left"] = (layout.counts > 0) & (left.counts == 0)
+    return Report(layout.rows, {reason: rows_where(hit.tolist()) for reason, hit in lost.items()}, metrics)
+
+
+def _flat(versions: Any) -> bool:
+    """Whether there is one number for each row, or for each of packed tokens: no rows within."""
+    if isinstance(versions, (torch.Tensor, np.ndarray)):
+        return versions.ndim == 1
+    return not isinstance(versions, Rows) and not any(hasattr(each, "__len__") for each in versions)
+
+
+def _staleness(layout: Layout, versions: Any, current: int) -> torch.Tensor:
+    """[of the layout's shape] float64: how many versions old each token is; 0 where the mask is False."""
+    if isinstance(current, bool) or not isinstance(current, int):
+        raise ValueError(f"current: got {current!r}, expected the number of a version")
+    per_row = _flat(versions) and (not layout.packed or len(versions) == layout.rows)
+    if per_row:
+        given: torch.Tensor = as_tensor("versions", versions, layout.mask.device)
+        if len(given) != layout.rows:
+            raise ValueError(f"versions: got {len(given)}, expected {layout.rows}, one for each row, or tokens")
+        given = layout.spread(given)
+    else:
+        given = layout.whole("versions", versions)
+    if given.is_floating_point() and given.numel():
+        raise ValueError(f"versions: got {str(given.dtype).removeprefix('torch.')}, expected integers")
+    age = layout.masked(current - given.to(torch.float64))
+    if age.numel() and float(age.amin()) < 0:
+        ahead = current - int(age.amin())
+        raise ValueError(f"versions: got {ahead}, expected at most current, {current}")
+    return age
+
+
+def _check_bounds(
+    truncate: float | None, low: float | None, mask_outside: tuple[float, float] | None, veto: float | None
+) -> None:
+    if truncate is not None:
+        number("truncate", truncate, 1e-30, what="a positive number, or None")
+    if low is not None:
+        number("low", low, 0, float("inf") if truncate is None else truncate)
+    if veto is not None:
+        number("veto", veto, 1e-300, 1, what="a ratio above 0 and up to 1, or None")
+    if mask_outside is not None:
+        if not isinstance(mask_outside, (tuple, list)) or len(mask_outside) != 2:
+            raise ValueError(f"mask_outside: got {mask_outside!r}, expected a pair (low, high), or None")
+        least = number("mask_outside: low", mask_outside[0], 0)
+        number("mask_outside: high", mask_outside[1], least, what=f"a number of at least {least:g}, the low end")

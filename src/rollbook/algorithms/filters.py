@@ -1,0 +1,463 @@
+"""Which groups are worth training on: filters by id, weights that make up for the rest, and sampling until enough are.
+
+Invariant: a filter says of each row whether it is kept, and changes and reorders nothing; every row that is dropped has
+a reason in the report; what a filter finds of a group does not depend on the order of rows or on the group's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, numbered
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
+from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.results import Report, rows_where
+
+SINGLETON = ("drop", "keep")
+TRUNCATED = ("length", "response_truncated")
+"""What engines and Trinity's records call a response that ran out of tokens."""
+WITHOUT = "kept without a finite reward"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which rows a filter keeps, and why not the others.
+
+    The report's reasons name dropped rows, but for `"kept without a finite reward"`: rows of a kept group that
+    estimators score 0 and leave out of its statistics.
+    """
+
+    keep: torch.Tensor
+    """[B] bool."""
+    report: Report
+    groups: Mapping[str, Sequence[Hashable]] = field(default_factory=dict)
+    """For each reason, the ids of the groups that it dropped, as they first appear; filters of rows have none."""
+
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of the rows that are kept, ascending."""
+        return rows_where(self.keep.tolist())
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A mask without the tokens of some rows, which stay in the batch."""
+
+    mask: Any
+    """bool, in the layout it came in."""
+    report: Report
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A weight for each row."""
+
+    weights: torch.Tensor
+    """[B]"""
+    report: Report
+
+
+# --- filters of groups ----------------------------------------------------------------------------------------------
+
+
+def zero_variance(
+    rewards: PerRow,
+    groups: Any,
+    runs: Any = None,
+    ids: Sequence[Hashable] | None = None,
+    *,
+    threshold: float = 0.0,
+    std: str = "population",
+    singleton: str = "drop",
+    ranks: Ranks = ALONE,
+) -> Kept:
+    """Drop groups whose rewards deviate by at most `threshold`; by default those that are equal, whatever their value.
+
+    rewards, groups, runs (rows of one run are one sample), ids (names for the report): (B,). As in the estimators,
+    rows without a finite reward are in no statistic; a group with none at all is dropped, and one with a single one is
+    a singleton. The deviation is of the population, as Trinity's reward_std_filter has it; GRPO's is of the sample, so
+    that a threshold above 0 means another thing there.
+
+    >>> kept = zero_variance([0.1, 0.1, 0.1, 0.0, 1.0, None, 5.0], list("aaabbbc"))
+    >>> kept.keep.tolist(), kept.groups["constant group"], kept.groups["singleton group"]
+    ([False, False, False, True, True, True, False], ['a'], ['c'])
+    """
+    number("threshold", threshold, 0)
+    choice("singleton", singleton, SINGLETON)
+    grouped = Grouped(rewards, groups, runs, ranks)
+    deviation = grouped.std(std)
+    several = grouped.count > 1
+    drops = {
+        "constant group": grouped.constant,
+        "small deviation": several & ~grouped.constant & (deviation <= threshold),
+        "singleton group": grouped.singleton & (singleton == "drop"),
+    }
+    metrics: dict[str, float] = {}
+    for name, each in (("reward_mean", grouped.mean[several]), ("reward_std", deviation[several])):
+        if len(each):
+            metrics |= {f"{name}/mean": float(each.mean()), f"{name}/max": float(each.max())}
+            metrics[f"{name}/min"] = float(each.min())
+    return _judged(grouped, drops, metrics, ids)
+
+
+def dynamic_sampling(
+    scores: PerRow,
+    groups: Any,
+    runs: Any = None,
+    ids: Sequence[Hashable] | None = None,
+    *,
+    correct: float = 0.0,
+    singleton: str = "drop",
+    ranks: Ranks = ALONE,
+) -> Kept:
+    """Keep groups in which some answers are correct but not all: those with a score above `correct`.
+
+    DAPO (Yu et al., 2025, arXiv 2503.14476), equation 11. scores: (B,), an accuracy where there is one, else the
+    reward; the other arguments, and scores that are missing, as in `zero_variance`. `Refill` samples until there are
+    enough such groups, which is DAPO's other half.
+
+    >>> kept = dynamic_sampling([1, 1, 0, 1, 0, -1, 1], [0, 0, 1, 1, 2, 2, 3])
+    >>> kept.rows, kept.groups
+    ([2, 3], {'no finite reward': [], 'all correct': [0], 'all wrong': [2], 'singleton group': [3]})
+    """
+    number("correct", correct)
+    choice("singleton", singleton, SINGLETON)
+    grouped = Grouped(scores, groups, runs, ranks)
+    right = grouped.run_valid & (np.where(grouped.run_valid, grouped.run_values, 0.0) > correct)
+    solved = np.bincount(grouped.run_group[right], minlength=len(grouped.keys))
+    several = grouped.count > 1
+    drops = {
+        "all correct": several & (solved == grouped.count),
+        "all wrong": several & (solved == 0),
+        "singleton group": grouped.singleton & (singleton == "drop"),
+    }
+    return _judged(grouped, drops, {}, ids)
+
+
+def _judged(
+    grouped: Grouped,
+    drops: Mapping[str, NDArray[np.bool_]],
+    metrics: Mapping[str, float],
+    ids: Sequence[Hashable] | None,
+) -> Kept:
+    """What a filter found of each group, said of each row of this process."""
+    own = grouped.index[grouped.own]
+    drops = {"no finite reward": np.equal(grouped.count, 0), **drops}
+    dropped = np.any(list(drops.values()), axis=0)
+    keep = ~dropped[own]
+    here = np.unique(own)  # numbered as they first appear, so that sorted is that order
+    reasons = {reason: rows_where(hit[own]) for reason, hit in drops.items()}
+    reasons[WITHOUT] = rows_where(keep & ~grouped.valid[grouped.own])
+    counts = {"groups": float(len(here)), "groups_kept": float(np.count_nonzero(~dropped[here]))}
+    groups = {reason: [grouped.keys[i] for i in here if hit[i]] for reason, hit in drops.items()}
+    report = Report(grouped.rows, reasons, counts | dict(metrics), _names(ids, grouped.rows))
+    return Kept(torch.from_numpy(keep).to(grouped.device), report, groups)
+
+
+# --- filters of rows ------------------------------------------------------------------------------------------------
+
+
+def invalid_rewards(rewards: PerRow, ids: Sequence[Hashable] | None = None, *, infinite: str = "drop") -> Kept:
+    """Drop rows whose reward is missing (`None`, NaN) or infinite; `infinite="keep"` keeps the latter, as Trinity does.
+
+    An infinite reward makes its group's mean infinite and every advantage in it NaN, so that it is dropped unless told
+    otherwise. (Estimators here leave both out of statistics by themselves; this takes them out of the batch.)
+
+    >>> kept = invalid_rewards([None, float("nan"), float("inf"), 1.0])
+    >>> kept.rows, kept.report.which("missing reward"), kept.report.which("infinite reward")
+    ([3], [0, 1], [2])
+    """
+    choice("infinite", infinite, ("drop", "keep"))
+    values = as_rewards("rewards", rewards)
+    drops = {"missing reward": np.isnan(values), "infinite reward": np.isinf(values) & (infinite == "drop")}
+    return _sifted(rewards, drops, ids)
+
+
+def reward_at_least(rewards: PerRow, threshold: float = 0.0, ids: Sequence[Hashable] | None = None) -> Kept:
+    """Keep rows with a reward of at least `threshold`; a missing one is none.
+
+    >>> kept = reward_at_least([-1.0, 0.0, None, 2.0])
+    >>> kept.rows, kept.report.which("below threshold")
+    ([1, 3], [0])
+    """
+    number("threshold", threshold)
+    values = as_rewards("rewards", rewards)
+    return _sifted(rewards, {"missing reward": np.isnan(values), "below threshold": values < threshold}, ids)
+
+
+def _sifted(rewards: PerRow, drops: Mapping[str, NDArray[np.bool_]], ids: Sequence[Hashable] | None) -> Kept:
+    keep = ~np.any(list(drops.values()), axis=0)
+    device = rewards.device if isinstance(rewards, torch.Tensor) else "cpu"
+    reasons = {reason: rows_where(hit) for reason, hit in drops.items()}
+    return Kept(torch.from_numpy(keep).to(device), Report(len(keep), reasons, {}, _names(ids, len(keep))))
+
+
+def truncated(
+    finish: Any,
+    mask: PerToken,
+    ids: Sequence[Hashable] | None = None,
+    *,
+    reasons: tuple[str, ...] = TRUNCATED,
+) -> Masked:
+    """The mask with nothing left of rows that were cut off; they stay in the batch, and in their group's statistics.
+
+    finish: (B,) why each row ended (`finish_reason`, or Trinity's `truncate_status`; those in `reasons` were cut off),
+    or whether it was cut off; `None` where that is not known: the row stays as it is, and is counted. mask: (B, A) or
+    packed. DAPO (Yu et al., 2025), section 3.4, calls it overlong filtering. Losses take the rows left empty as if they
+    were not there.
+
+    >>> found = truncated(["stop", "length", None], torch.ones(3, 2))
+    >>> found.mask.tolist(), found.report.which("truncated"), found.report.which("unknown finish")
+    ([[True, True], [False, False], [True, True]], [1], [2])
+    """
+    layout = Layout.of(mask)
+    rows = as_ids("finish", finish, layout.rows)
+    odd = next(
+        (i for i, each in enumerate(rows) if not (each is None or isinstance(each, str) or each in (0, 1))), None
+    )
+    if odd is not None:
+        raise ValueError(f"finish: got {rows[odd]!r} at row {odd}, expected a finish reason, true, false or None")
+    cut = [each in reasons if isinstance(each, str) else bool(each) for each in rows]
+    left = ~torch.tensor(cut, dtype=torch.bool, device=layout.mask.device)
+    tokens = float(layout.counts.sum())
+    kept = layout.mask & layout.spread(left)
+    metrics = {"masked_tokens": tokens - float(kept.sum())}
+    found = {"truncated": rows_where(cut), "unknown finish": rows_where([each is None for each in rows])}
+    return Masked(layout.give(kept), Report(layout.rows, found, metrics, _names(ids, layout.rows)))
+
+
+def _names(ids: Any, rows: int) -> list[Hashable] | None:
+    return None if ids is None else as_ids("ids", ids, rows)
+
+
+# --- until there are enough -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The groups of one batch."""
+
+    groups: list[Hashable]
+    """[n] Their ids, as they became complete."""
+    samples: list[list[Hashable]]
+    """[n] The ids of the samples of each."""
+    short: int
+    """How many groups are missing because the rounds were used up."""
+    rounds: int
+    """How many rollouts were added since the batch before."""
+    report: Report
+    """Of all samples judged since then, by id: which were dropped, and why."""
+
+
+class Refill:
+    """Dynamic sampling with refill: rollouts are added until `groups` useful, complete groups are there.
+
+    A group is complete when `group_size` samples of it have come, in however many rollouts (without `group_size`: as
+    it comes), and useful if `judge` keeps it; each is judged once. What is useful and not taken waits for the next
+    batch, in order, and is never judged again or lost; so do incomplete groups, until `abandon` gives them up. After
+    `max_rounds` rollouts the batch is what there is.
+
+    Samples are known by id, and an id that is waiting is refused a second time. An id of a group may come again: once
+    complete, the next sample of that id begins a group anew. `judge(scores, groups)` gives a `Kept`, as
+    `dynamic_sampling` does, or `functools.partial(zero_variance, threshold=0.1)`; where it keeps part of a group, that
+    part is the group.
+
+    >>> refill = Refill(2, max_rounds=3)
+    >>> refill.add([1, 0, 1, 1], ["a", "a", "b", "b"], ["a0", "a1", "b0", "b1"])
+    >>> refill.missing, refill.done
+    (1, False)
+    >>> refill.add([0, 1, 0, 1], ["c", "c", "d", "d"], ["c0", "c1", "d0", "d1"])
+    >>> taken = refill.take()
+    >>> taken.samples, taken.report.which("all correct"), refill.waiting
+    ([['a0', 'a1'], ['c0', 'c1']], ['b0', 'b1'], 1)
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        *,
+        group_size: int | None = None,
+        max_rounds: int = 10,
+        judge: Callable[[Sequence[Any], Sequence[Hashable]], Kept] = dynamic_sampling,
+    ) -> None:
+        for name, value in (("groups", groups), ("group_size", group_size), ("max_rounds", max_rounds)):
+            if not (value is None and name == "group_size") and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1")
+        self.groups = groups
+        self.group_size = group_size
+        self.max_rounds = max_rounds
+        self.judge = judge
+        self._rounds = 0
+        self._pending: dict[Hashable, list[tuple[float, Hashable]]] = {}
+        self._ready: list[tuple[Hashable, list[Hashable]]] = []
+        self._judged: list[Hashable] = []
+        self._reasons: dict[str, list[int]] = {}
+
+    @property
+    def waiting(self) -> int:
+        """How many useful groups are there."""
+        return len(self._ready)
+
+    @property
+    def missing(self) -> int:
+        """How many are still wanted for a batch."""
+        return max(self.groups - len(self._ready), 0)
+
+    @property
+    def incomplete(self) -> dict[Hashable, int]:
+        """How many samples there are of each group that is not complete."""
+        return {group: len(parts) for group, parts in self._pending.items()}
+
+    @property
+    def done(self) -> bool:
+        """Whether a batch can be taken: enough groups, or no rounds left."""
+        return not self.missing or self._rounds >= self.max_rounds
+
+    def add(self, scores: PerRow, groups: Any, samples: Any) -> None:
+        """The samples of one rollout, by id: scores, groups, samples (B,). Bad input changes nothing."""
+        values = as_rewards("scores", scores)
+        names, ids = as_ids("groups", groups, len(values)), as_ids("samples", samples, len(values))
+        numbered("groups", names)
+        _, different = numbered("samples", ids)
+        known = {sample for _, part in self._ready for sample in part}
+        known |= {sample for parts in self._pending.values() for _, sample in parts}
+        seen: set[Hashable] = set()
+        for sample in ids if len(different) < len(ids) or known.intersection(different) else ():
+            if sample in seen or sample in known:
+                raise ValueError(f"samples: got {sample!r} again, expected each sample once")
+            seen.add(sample)
+        pending = {group: list(parts) for group, parts in self._pending.items()}
+        complete: list[tuple[Hashable, list[tuple[float, Hashable]]]] = []
+        for value, group, sample in zip(values.tolist(), names, ids, strict=True):
+            pending.setdefault(group, []).append((value, sample))
+            if len(pending[group]) == self.group_size:
+                complete.append((group, pending.pop(group)))
+        if self.group_size is None:
+            complete, pending = list(pending.items()), {}
+        self._judge(complete)
+        self._pending = pending
+        self._rounds += 1
+
+    def _judge(self, complete: list[tuple[Hashable, list[tuple[float, Hashable]]]]) -> None:
+        rows = [(at, score, sample) for at, (_, parts) in enumerate(complete) for score, sample in parts]
+        if not rows:
+            return
+        kept = self.judge([score for _, score, _ in rows], [at for at, _, _ in rows])
+        left: dict[int, list[Hashable]] = {}
+        for at, _, sample in (rows[i] for i in kept.rows):
+            left.setdefault(at, []).append(sample)
+        self._ready += [(complete[at][0], part) for at, part in left.items()]
+        self._say(kept.report.reasons, [sample for _, _, sample in rows])
+
+    def _say(self, reasons: Mapping[str, Sequence[int]], samples: list[Hashable]) -> None:
+        for reason, found in reasons.items():
+            self._reasons.setdefault(reason, []).extend(len(self._judged) + row for row in found)
+        self._judged += samples
+
+    def take(self) -> Taken:
+        """The next batch, once `done`; the count of rounds and the report begin anew."""
+        if not self.done:
+            got = f"{len(self._ready)} of {self.groups} after {self._rounds} of {self.max_rounds} rounds"
+            raise ValueError(f"groups: got {got}, expected another rollout first")
+        batch, self._ready = self._ready[: self.groups], self._ready[self.groups :]
+        report = Report(len(self._judged), self._reasons, {"rounds": float(self._rounds)}, self._judged)
+        short, rounds = self.groups - len(batch), self._rounds
+        self._judged, self._reasons, self._rounds = [], {}, 0
+        return Taken([group for group, _ in batch], [part for _, part in batch], short, rounds, report)
+
+    def abandon(self) -> dict[Hashable, list[Hashable]]:
+        """Give up incomplete groups: their samples by group, in the report under `"incomplete group"`."""
+        given_up = {group: [sample for _, sample in parts] for group, parts in self._pending.items()}
+        samples = [sample for part in given_up.values() for sample in part]
+        self._say({"incomplete group": range(len(samples))}, samples)
+        self._pending = {}
+        return given_up
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is waiting and what was dropped, as plain containers of the ids that were given."""
+        return {
+            "rounds": self._rounds,
+            "pending": [[group, [list(part) for part in parts]] for group, parts in self._pending.items()],
+            "ready": [[group, list(part)] for group, part in self._ready],
+            "judged": list(self._judged),
+            "reasons": {reason: list(found) for reason, found in self._reasons.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; sizes, rounds and the judge are this object's own."""
+        expected = ("rounds", "pending", "ready", "judged", "reasons")
+        if set(state) != set(expected):
+            raise ValueError(f"state: got {', '.join(map(str, state)) or 'nothing'}, expected {', '.join(expected)}")
+        pending = {group: [(float(score), sample) for score, sample in parts] for group, parts in state["pending"]}
+        full = next((g for g, parts in pending.items() if self.group_size and len(parts) >= self.group_size), None)
+        if full is not None or (pending and self.group_size is None):
+            name = next(iter(pending)) if full is None else full
+            raise ValueError(f"state: group {name!r} waits with {len(pending[name])} samples; group_size is too small")
+        self._pending, self._ready = pending, [(group, list(part)) for group, part in state["ready"]]
+        self._rounds, self._judged = int(state["rounds"]), list(state["judged"])
+        self._reasons = {reason: list(found) for reason, found in state["reasons"].items()}
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+def clip_filter_like_weight_func(
+    rewards: Any, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
+) -> torch.Tensor:
+    """[G, n] Weights that make up for groups that teach nothing. LightRFT's name and signature.
+
+    rewards: (G, n). With D of G groups constant (largest reward = least), the others weigh min(G / (G - D), eps), the
+    constant ones `lamda`; if all are, 1. Upstream finds constant groups by a deviation of 0, which rounding hides for
+    most values; here they are compared. `clip_filter_weights` does the same by id.
+
+    >>> clip_filter_like_weight_func([[1.0, 1.0], [0.0, 1.0], [2.0, 2.0], [0.0, 3.0]])[:, 0]
+    tensor([1., 2., 1., 2.])
+    """
+    matrix = as_tensor("rewards", rewards)
+    matrix = matrix if matrix.is_floating_point() else matrix.to(torch.float32)
+    if matrix.dim() != 2:
+        raise ValueError(f"rewards: got {matrix.dim()} dimensions, expected 2 (groups, samples)")
+    if not matrix.numel():
+        return torch.ones_like(matrix)
+    constant = (matrix.amax(-1) == matrix.amin(-1)).cpu().numpy()
+    weights = torch.from_numpy(_make_up(constant, clip_filter_like_weight_clip_eps, lamda))
+    return weights.to(matrix.device, matrix.dtype)[:, None].expand(matrix.shape).clone()
+
+
+def clip_filter_weights(
+    rewards: PerRow,
+    groups: Any,
+    runs: Any = None,
+    *,
+    clip: float = 3.0,
+    lam: float = 1.0,
+    ranks: Ranks = ALONE,
+) -> Weights:
+    """`clip_filter_like_weight_func` for groups of any sizes, by id.
+
+    rewards, groups, runs: (B,). A group teaches nothing if its known rewards are all equal, or if it has fewer than
+    two. A row whose reward is missing weighs what its group weighs.
+
+    >>> clip_filter_weights([1.0, 0.0, 1.0, 2.0, 2.0, 2.0], list("abbaca")).weights
+    tensor([1.5000, 1.5000, 1.5000, 1.5000, 1.0000, 1.5000])
+    """
+    grouped = Grouped(rewards, groups, runs, ranks)
+    weights = grouped.of(_make_up(grouped.constant | (grouped.count < 2), clip, lam))[grouped.own]
+    return Weights(torch.from_numpy(weights).to(grouped.device, grouped.dtype), grouped.report())
+
+
+def _make_up(constant: NDArray[np.bool_], clip: float, lam: float) -> Floats:
+    """[G] The weight of each group."""
+    number("clip", clip, 0)
+    number("lam", lam)
+    useful = int(np.count_nonzero(~constant))
+    if not useful:
+        return np.ones(len(constant))
+    return np.where(constant, lam, min(len(constant) / useful, clip))

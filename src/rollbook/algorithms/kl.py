@@ -1,0 +1,351 @@
+"""How far a policy is from its reference, token by token; as a penalty in the reward, or as a loss, with a coefficient
+that is fixed or adapts.
+
+Invariant: with d = log p - log ref every estimator but `none` is 0 where the two agree, and no estimator, penalty or
+loss reads a token that the mask leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from rollbook.algorithms.aggregate import reduce, token_share
+from rollbook.algorithms.arguments import constant, floats, is_per_row, row_numbers
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
+from rollbook.algorithms.registry import Registry, number
+from rollbook.algorithms.results import Loss, Report, rows_where
+from rollbook.planner import Denominators
+from rollbook.ragged import Ragged
+
+KL = Registry("KL estimator")
+"""Every estimator by name; all are elementwise, on tensors of any shape."""
+
+
+def _pair(log_probs: Any, ref_log_probs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    ours = as_tensor("log_probs", log_probs)
+    ref = as_tensor("ref_log_probs", ref_log_probs, ours.device)
+    if ours.shape != ref.shape:
+        raise ValueError(f"ref_log_probs: got shape {list(ref.shape)}, expected {list(ours.shape)}, as log_probs have")
+    return _wide(ours), _wide(ref)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@KL.register("none", source="no divergence: a run without a reference")
+def none(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
+    """Zero, with a gradient of zero."""
+    ours, _ = _pair(log_probs, ref_log_probs)
+    return torch.where(torch.zeros_like(ours, dtype=torch.bool), ours, 0.0)
+
+
+@KL.register("k1", "kl", source="Approximating KL Divergence (Schulman, 2020), k1")
+def k1(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
+    """d: unbiased as a value, of high variance, negative at times.
+
+    In a loss its gradient has expectation 0 on-policy, so it does not pull towards the reference; it belongs in the
+    reward, where the policy gradient multiplies it.
+    """
+    ours, ref = _pair(log_probs, ref_log_probs)
+    return ours - ref
+
+
+@KL.register("k2", "mse", source="Approximating KL Divergence (Schulman, 2020), k2")
+def k2(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
+    """d^2 / 2: biased as a value, but its gradient is that of KL(p, ref) on-policy."""
+    return k1(log_probs, ref_log_probs).square() / 2
+
+
+@KL.register("k3", source="Approximating KL Divergence (Schulman, 2020), k3")
+def k3(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
+    """exp(-d) - 1 + d: unbiased as a value, never negative; in a loss its gradient is that of KL(ref, p).
+
+    Near 0 it is computed without cancellation. A token that the reference finds far likelier than the policy does
+    overflows (-d > 88 in float32) to infinity, which is not hidden; `low_var_kl` has a bound.
+
+    >>> k3([-1.0, -2.0], [-1.5, -1.0])
+    tensor([0.1065, 0.7183])
+    """
+    ours, ref = _pair(log_probs, ref_log_probs)
+    return torch.expm1(ref - ours) - (ref - ours)
+
+
+@KL.register("abs", source="the absolute log-ratio (verl)")
+def absolute(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
+    """|d|."""
+    return k1(log_probs, ref_log_probs).abs()
+
+
+@KL.register("low_var_kl", "low-variance", source="k3 within bounds (verl)")
+def low_var_kl(
+    log_probs: Any, ref_log_probs: Any, *, log_ratio_clamp: float = 20.0, bound: float = 10.0
+) -> torch.Tensor:
+    """k3 with d held within ±`log_ratio_clamp` and the result within ±`bound`; beyond either the gradient is 0."""
+    number("log_ratio_clamp", log_ratio_clamp, 0)
+    number("bound", bound, 0)
+    ours, ref = _pair(log_probs, ref_log_probs)
+    ratio = (ref - ours).clamp(-log_ratio_clamp, log_ratio_clamp)
+    return (torch.expm1(ratio) - ratio).clamp(-bound, bound)
+
+
+@KL.register("corrected_k3", source="DeepSeek-V3.2 (DeepSeek-AI, 2025), section 3.1, unbiased KL estimate")
+def corrected_k3(
+    log_probs: Any, ref_log_probs: Any, old_log_probs: Any = None, *, cap: float = 2.0, detach_ratio: bool = False
+) -> torch.Tensor:
+    """k3 times p / old, the latter at most `cap`: corrects for tokens that the old policy sampled.
+
+    Without `old_log_probs` it is k3. The ratio keeps its gradient: only then is the gradient that of KL(p, ref), and it
+    is bounded where k3's grows like ref / p. `detach_ratio=True` is for those who weight k3's own gradient instead.
+    The value is the same.
+
+    >>> corrected_k3([-1.0, -2.0], [-1.5, -1.0], [-1.2, -2.5])
+    tensor([0.1301, 1.1842])
+    """
+    number("cap", cap, 0)
+    found = k3(log_probs, ref_log_probs)
+    if old_log_probs is None:
+        return found
+    ours, old = _pair(log_probs, old_log_probs)
+    # exp(cap's logarithm) bounds before the exponential, so that an overflow does not turn the gradient into NaN
+    ratio = (ours - old).clamp(max=math.log(cap)).exp() if cap else torch.zeros_like(ours)
+    return (ratio.detach() if detach_ratio else ratio) * found
+
+
+def kl(name: str, log_probs: Any, ref_log_probs: Any, old_log_probs: Any = None, **options: Any) -> torch.Tensor:
+    """An estimate by name: one number for each element of tensors of any shape.
+
+    >>> kl("k2", torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]))
+    tensor([[0.1250, 0.5000]])
+    """
+    data = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
+    found: torch.Tensor = KL.call(name, data, **options)
+    return found
+
+
+def token_kl(
+    log_probs: PerToken,
+    ref_log_probs: PerToken,
+    mask: PerToken | None = None,
+    old_log_probs: PerToken | None = None,
+    *,
+    estimator: str = "k1",
+    **options: Any,
+) -> Any:
+    """An estimate for every token that counts, 0 elsewhere, (B, A) or packed like its arguments.
+
+    >>> token_kl(torch.tensor([[-1.0, -2.0, -9.0]]), [[-1.5, -1.0, float("-inf")]], [[1, 1, 0]])
+    tensor([[ 0.5000, -1.0000,  0.0000]])
+    """
+    layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
+    return layout.give(_tokens(layout, log_probs, ref_log_probs, old_log_probs, estimator, options))
+
+
+def _tokens(
+    layout: Layout, log_probs: PerToken, ref: PerToken, old: PerToken | None, estimator: str, options: Mapping[str, Any]
+) -> torch.Tensor:
+    ours, theirs = floats(layout, "log_probs", log_probs), floats(layout, "ref_log_probs", ref).detach()
+    before = None if old is None else floats(layout, "old_log_probs", old).detach()
+    return layout.masked(kl(estimator, ours, theirs, before, **options))
+
+
+def kl_loss(
+    log_probs: PerToken,
+    ref_log_probs: PerToken,
+    mask: PerToken | None = None,
+    old_log_probs: PerToken | None = None,
+    *,
+    estimator: str = "k2",
+    coef: float = 0.001,
+    estimator_options: Mapping[str, Any] | None = None,
+    mode: str = "token-mean",
+    norm: float | None = None,
+    whole: Denominators | None = None,
+    weights: PerToken | None = None,
+) -> Loss:
+    """`coef` times the aggregate of an estimate, to be added to a policy loss.
+
+    Reference and old log-probs are taken as constants. Metrics: `kl_loss`, the aggregate before `coef`, and `kl_coef`.
+    `k2` by default: of the plain estimators it alone has the gradient of KL(p, ref) (see `k1` and `k3`).
+
+    >>> loss, metrics = kl_loss([[-1.0, -2.0, -3.0]], [[-1.5, -1.0, 0.0]], [[1, 1, 0]], coef=0.5)
+    >>> loss, metrics["kl_loss"]
+    (tensor(0.1562), tensor(0.3125))
+    """
+    number("coef", coef)
+    layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
+    tokens = _tokens(layout, log_probs, ref_log_probs, old_log_probs, estimator, estimator_options or {})
+    if weights is not None:
+        tokens = tokens * floats(layout, "weights", weights).detach()
+    total = reduce(layout, tokens, mode, norm, whole)
+    share = token_share(layout, constant(layout, coef), whole)
+    return Loss(coef * total, {"kl_loss": total.detach(), "kl_coef": share})
+
+
+class TokenRewards(NamedTuple):
+    """What `penalise` gives back."""
+
+    rewards: Any
+    """(B, A) or packed: the reward of each token, 0 where the mask is False."""
+    report: Report
+    """Rows under "no actions" and "missing reward"; metrics `kl` (the mean over rows of their means) and `kl_coef`."""
+
+
+def penalise(
+    rewards: PerToken | PerRow,
+    kl: PerToken | None,
+    mask: PerToken | None = None,
+    *,
+    coef: float = 0.0,
+    reward_clip: float | tuple[float, float] | None = None,
+) -> TokenRewards:
+    """Rewards of tokens out of rewards of rows and the KL of tokens: r_t = -coef * kl_t + (r at the last action).
+
+    rewards: (B,), each put on its row's last token that counts; or (B, A) or packed, one for each token already.
+    kl: (B, A) or packed, `None` where `coef` is not positive: a coefficient of 0 or less counts as 0, and KL is then
+    not read. `reward_clip` holds the rewards, not the penalty, within (low, high), or ±a number.
+
+    A row without actions gets no reward, a missing one (`None` or NaN) counts as 0; the report names both.
+
+    >>> kl, mask = torch.tensor([[0.2, -0.5, 0.0], [-0.2, 0.0, -0.5]]), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    >>> rewards, report = penalise([1.0, -1.0], kl, mask, coef=0.1)
+    >>> rewards
+    tensor([[-0.0200,  1.0500,  0.0000],
+            [ 0.0000,  0.0000,  0.0000]])
+    >>> report.which("no actions")
+    [1]
+    """
+    number("coef", coef)
+    by_row = rewards is not None and _of_rows(mask, kl, rewards)
+    layout = Layout.of(mask, kl=kl, **({} if by_row else {"rewards": rewards}))
+    found = _rewards(layout, rewards, by_row)
+    missing = found.isnan()
+    found = torch.where(missing, 0.0, found)
+    if reward_clip is not None:
+        low, high = _range(reward_clip)
+        found = found.clamp(low, high)
+    has = layout.counts > 0
+    if by_row:
+        missing_rows, found = missing, _at_last(layout, found)
+    else:
+        missing_rows = layout.row_sums(missing.to(torch.float32)) > 0
+    metrics = {"kl": 0.0, "kl_coef": max(float(coef), 0.0)}
+    if coef > 0:
+        if kl is None:
+            raise ValueError(f"kl: got None, expected the KL of tokens, since coef is {coef:g}")
+        tokens = floats(layout, "kl", kl)
+        found = layout.masked(found - coef * tokens)
+        metrics["kl"] = reduce(layout, tokens.detach(), "seq-mean-token-mean").item()
+    reasons = {"no actions": rows_where((~has).tolist()), "missing reward": rows_where(missing_rows.tolist())}
+    return TokenRewards(layout.give(layout.masked(found)), Report(layout.rows, reasons, metrics))
+
+
+def _of_rows(mask: PerToken | None, kl: PerToken | None, rewards: PerToken | PerRow) -> bool:
+    """Whether rewards are of rows, judged beside the mask or the KL, which say how many rows there are."""
+    if mask is None and kl is None:
+        return False
+    return is_per_row(Layout.of(mask, kl=kl), "rewards", rewards)
+
+
+def _rewards(layout: Layout, rewards: PerToken | PerRow, by_row: bool) -> torch.Tensor:
+    if not by_row or isinstance(rewards, Ragged):
+        return floats(layout, "rewards", rewards)
+    if not isinstance(rewards, torch.Tensor):
+        rewards = [math.nan if reward is None else reward for reward in rewards]
+    return row_numbers(layout, "rewards", rewards)
+
+
+def _at_last(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
+    """[of `shape`] Each row's number on its last token that counts."""
+    slots = torch.arange(layout.mask.numel(), device=rows.device)
+    counted = torch.where(layout.mask.flatten(), slots, -1)
+    last = torch.full((layout.rows,), -1, device=rows.device)
+    last = last.scatter_reduce(0, layout.row_of.flatten(), counted, "amax")
+    has = last >= 0
+    return rows.new_zeros(layout.mask.numel()).index_put((last[has],), rows[has]).reshape(layout.shape)
+
+
+def _range(clip: float | tuple[float, float]) -> tuple[float, float]:
+    low, high = clip if isinstance(clip, (tuple, list)) else (-clip, clip)
+    number("reward_clip", low)
+    number("reward_clip", high, low, what=f"a number not below {low:g}")
+    return float(low), float(high)
+
+
+class FixedKL:
+    """A coefficient that stays.
+
+    >>> FixedKL(0.01).value
+    0.01
+    """
+
+    def __init__(self, coef: float) -> None:
+        self.value = number("coef", coef, 0)
+
+    def update(self, kl: float | torch.Tensor, n_steps: int) -> None:
+        """Nothing changes."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What `load_state_dict` takes."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with the coefficient of another run."""
+        self.value = number("value", state["value"], 0)
+
+
+class AdaptiveKL:
+    """A coefficient that grows while KL is above its target and shrinks below it (Ziegler et al., 2019, section 2.2).
+
+    value *= 1 + clip(kl / target - 1, ±`clip`) * n_steps / horizon. Only `value` changes; a KL that is not finite is
+    refused and changes nothing.
+
+    >>> control = AdaptiveKL(0.1, target=6.0, horizon=10_000)
+    >>> for kl in (12.0, 3.0, 6.3):
+    ...     control.update(kl, 256)
+    ...     print(round(control.value, 6))
+    0.100512
+    0.099997
+    0.100125
+    """
+
+    def __init__(self, init: float, target: float, horizon: float, *, clip: float = 0.2) -> None:
+        self.value = number("init", init, 0)
+        self.target = _positive("target", target)
+        self.horizon = _positive("horizon", horizon)
+        self.clip = _positive("clip", clip)
+
+    def update(self, kl: float | torch.Tensor, n_steps: int) -> None:
+        """Adapt to the KL that was measured over `n_steps` samples."""
+        measured = float(kl)
+        if not math.isfinite(measured):
+            raise ValueError(f"kl: got {measured}, expected a finite number; the coefficient stays {self.value:g}")
+        steps = number("n_steps", n_steps, 0)
+        if self.clip * steps >= self.horizon:
+            most = self.horizon / self.clip
+            raise ValueError(
+                f"n_steps: got {n_steps}, expected fewer than {most:g}, or the coefficient leaves its range"
+            )
+        error = min(max(measured / self.target - 1, -self.clip), self.clip)
+        self.value *= 1 + error * steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """What `load_state_dict` takes: the coefficient, and the constants it was adapted with."""
+        return {"value": self.value, "target": self.target, "horizon": self.horizon, "clip": self.clip}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on where another run stopped."""
+        value = number("value", state["value"], 0)
+        others = [_positive(name, state[name]) for name in ("target", "horizon", "clip")]
+        self.value, (self.target, self.horizon, self.clip) = value, others
+
+
+def _positive(name: str, value: Any) -> float:
+    number(name, value, what="a positive number")
+    if value <= 0 or math.isinf(value):
+        raise ValueError(f"{name}: got {value!r}, expected a positive number")
+    return float(value)

@@ -1,0 +1,61 @@
+"""Losses as pure functions of log-probs: policy, supervised, preference, critic, mixed; all in one registry.
+
+Invariant: padded or packed, in one batch or in micro-batches with `whole`, a loss has one value and one gradient; a row
+without a token that counts changes neither.
+
+Every policy loss is `f(log_probs, old_log_probs, advantages, mask=None, *, ...) -> Loss` and shares these options:
+`mode` and `norm` (see `aggregate`), `whole` (the denominators of the global batch), and `weights`, (B, A), packed or
+(B,), which multiply the losses of tokens, leave denominators alone and carry no gradient. `mask` may be narrower than
+the responses, say the tokens of high entropy: denominators then count only those (LightRFT's way); to keep the
+denominators of all tokens give `weights` of 0 and 1 instead. `old_log_probs` and `advantages` are constants, so that
+`ppo(x, x, a)` has the gradient of the policy and not 0. Advantages are (B, A), packed, or (B,) for one per row.
+
+>>> from rollbook.algorithms.losses import LOSSES, ppo
+>>> data = {"log_probs": [[-1.0, -2.0]], "old_log_probs": [[-1.2, -1.5]], "advantages": [1.0]}
+>>> LOSSES.call("ppo", data, clip_high=0.28).value
+tensor(-0.9140)
+>>> LOSSES.call("ppo", data, clip_hihg=0.28)
+Traceback (most recent call last):
+    ...
+ValueError: ppo: option 'clip_hihg' is none of its options; did you mean 'clip_high'? (clip_low, clip_high, dual_clip,
+log_ratio_clamp, sequence_delta, policy_gradient, mode, norm, whole, weights)
+"""
+
+from rollbook.algorithms.kl import kl_loss
+from rollbook.algorithms.losses.critic import entropy_loss, value_loss
+from rollbook.algorithms.losses.mixed import chord_mu, mix, mix_chord, mix_denominators
+from rollbook.algorithms.losses.policy import cpg, gmpo, gspo, ppo, sapo
+from rollbook.algorithms.losses.preference import dpo, dpo_sums, interleaved
+from rollbook.algorithms.losses.registry import LOSSES
+from rollbook.algorithms.losses.reinforce import cispo, importance_sampling, opmd, rec, sppo, topr
+from rollbook.algorithms.losses.supervised import sft, sft_is, sft_phi
+
+LOSSES.register("kl", source="Approximating KL Divergence (Schulman, 2020)")(kl_loss)
+
+__all__ = [
+    "LOSSES",
+    "chord_mu",
+    "cispo",
+    "cpg",
+    "dpo",
+    "dpo_sums",
+    "entropy_loss",
+    "gmpo",
+    "gspo",
+    "importance_sampling",
+    "interleaved",
+    "kl_loss",
+    "mix",
+    "mix_chord",
+    "mix_denominators",
+    "opmd",
+    "ppo",
+    "rec",
+    "sapo",
+    "sft",
+    "sft_is",
+    "sft_phi",
+    "sppo",
+    "topr",
+    "value_loss",
+]

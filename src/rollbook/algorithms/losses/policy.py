@@ -1,0 +1,239 @@
+"""Policy losses whose gradient flows through a ratio of probabilities: PPO, GSPO, GMPO, SAPO, CPG.
+
+Invariant: at log_probs = old_log_probs the gradient of each is the policy gradient, -A per token before aggregation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rollbook.algorithms.arguments import optional_number
+from rollbook.algorithms.layout import PerRow, PerToken
+from rollbook.algorithms.losses.registry import LOSSES
+from rollbook.algorithms.losses.terms import Policy, Terms, clipped
+from rollbook.algorithms.registry import number
+from rollbook.algorithms.results import Loss
+from rollbook.planner import Denominators
+
+
+@LOSSES.register(
+    "ppo",
+    "PolicyLoss",
+    source="PPO (Schulman et al., 2017), equation 7; dual clip (Ye et al., 2020); decoupled clip: DAPO (Yu et al., "
+    "2025), section 3.1; sequence masking: DeepSeek-V3.2 (DeepSeek-AI, 2025), section 3.1",
+)
+def ppo(
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken | PerRow,
+    mask: PerToken | None = None,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+    log_ratio_clamp: float = 20.0,
+    sequence_delta: float | None = None,
+    policy_gradient: bool = False,
+    mode: str = "token-mean",
+    norm: float | None = None,
+    whole: Denominators | None = None,
+    weights: PerToken | PerRow | None = None,
+) -> Loss:
+    """Clipped policy optimisation: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = p / old.
+
+    Where A < 0 the loss is at most -A * `dual_clip` (verl, Trinity; `None`, as in LightRFT and TRL: no such bound).
+    log r is held within ±`log_ratio_clamp`. `sequence_delta`: tokens with A < 0 in rows whose mean of -log r is above
+    it have loss 0 and still count in denominators. `policy_gradient`: r is 1 with the gradient of log p, so nothing is
+    clipped; the reports are still of the true ratio. LightRFT's loss is `mode="seq-mean-token-mean", dual_clip=None`.
+
+    Metrics: `pg_loss`, `pg_clipfrac`, `pg_clipfrac_lower` (the dual clip's), `ppo_kl` (mean of -log r).
+
+    >>> loss, metrics = ppo([[-1.0, -2.0]], [[-1.2, -1.5]], [[1.0, 1.0]])
+    >>> loss, metrics["pg_clipfrac"]
+    (tensor(-0.9033), tensor(0.5000))
+    """
+    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    terms = ppo_terms(batch, clip_low, clip_high, dual_clip, log_ratio_clamp, sequence_delta, policy_gradient)
+    return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
+
+
+def ppo_terms(
+    batch: Policy,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    log_ratio_clamp: float = 20.0,
+    sequence_delta: float | None = None,
+    policy_gradient: bool = False,
+) -> Terms:
+    """PPO's loss of each token."""
+    number("clip_low", clip_low, 0)
+    number("clip_high", clip_high, 0)
+    optional_number("dual_clip", dual_clip, 1, "a number above 1")
+    optional_number("sequence_delta", sequence_delta, -math.inf, "a number")
+    layout, advantages = batch.layout, batch.advantages
+    log_ratio = batch.clamped(log_ratio_clamp)
+    used = batch.log_probs - batch.log_probs.detach() if policy_gradient else log_ratio
+    tokens, hit = clipped(advantages, used.exp(), 1 - clip_low, 1 + clip_high)
+    of_tokens, of_rows = {"pg_clipfrac": hit, "pg_clipfrac_lower": torch.zeros_like(hit), "ppo_kl": -log_ratio}, {}
+    negative = advantages < 0
+    if dual_clip is not None:
+        most = -advantages * dual_clip
+        of_tokens["pg_clipfrac_lower"] = (negative & (tokens > most)).to(hit.dtype)
+        tokens = torch.where(negative, torch.minimum(tokens, most), tokens)
+    if sequence_delta is not None:
+        distance = layout.row_means(-log_ratio.detach())
+        left_out = negative & layout.spread(distance > sequence_delta)
+        tokens = tokens * (~left_out).to(tokens.dtype)  # not where(): a loss that is NaN is not to vanish
+        of_tokens["seq_mask/masked_tokens"] = left_out
+        of_rows["seq_mask/mean_sequence_kl"] = distance
+    return Terms(tokens, of_tokens, of_rows)
+
+
+@LOSSES.register("gspo", source="GSPO (Zheng et al., 2025), sections 4.1 and 4.3 (GSPO-token)")
+def gspo(
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken | PerRow,
+    mask: PerToken | None = None,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    log_ratio_clamp: float = 20.0,
+    mode: str = "seq-mean-token-mean",
+    norm: float | None = None,
+    whole: Denominators | None = None,
+    weights: PerToken | PerRow | None = None,
+) -> Loss:
+    """PPO's clip on the ratio of whole rows: s = exp(mean of log r), on every token with the gradient of its log p.
+
+    With one advantage per row and the default `mode` this is the gradient of the row's objective, split over its
+    tokens; advantages that differ within a row, and other modes, are GSPO-token. log s is held within
+    ±`log_ratio_clamp` (verl holds it below 10), which the gradient does not notice.
+
+    Metrics: `pg_loss`, `pg_clipfrac`, `ppo_kl`, and `ppo_kl_seq`, the mean over rows of -log s.
+
+    >>> gspo([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0], clip_low=0.2, clip_high=0.2).value
+    tensor(-0.8607)
+    """
+    number("clip_low", clip_low, 0)
+    number("clip_high", clip_high, 0)
+    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    straight = batch.log_probs - batch.log_probs.detach()
+    ratio = (batch.row_log_ratio(log_ratio_clamp) + straight).exp()
+    tokens, hit = clipped(batch.advantages, ratio, 1 - clip_low, 1 + clip_high)
+    rows = -batch.layout.row_means(batch.log_ratio)
+    terms = Terms(tokens, {"pg_clipfrac": hit, "ppo_kl": -batch.log_ratio}, {"ppo_kl_seq": rows})
+    return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
+
+
+@LOSSES.register("gmpo", "geo_mean", source="GMPO (Zhao et al., 2025), section 3")
+def gmpo(
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken | PerRow,
+    mask: PerToken | None = None,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+    log_ratio_clamp: float = 20.0,
+    mode: str = "seq-mean-token-mean",
+    norm: float | None = None,
+    whole: Denominators | None = None,
+    weights: PerToken | PerRow | None = None,
+) -> Loss:
+    """-A times the geometric mean over a row of its clipped ratios; in logarithms, so that nothing underflows.
+
+    Bounds are of log r: each ratio is held below exp(clip_high) where A > 0, above exp(-clip_low) where A < 0. A row's
+    advantage is the mean over its tokens. The row's loss stands on each of its tokens, so that the default `mode` is
+    the mean over rows. Metrics: `pg_loss`, `pg_clipfrac`, `ppo_kl`.
+
+    >>> gmpo([[-1.0, -2.0]], [[-1.8, -1.5]], [1.0]).value
+    tensor(-0.9512)
+    """
+    number("clip_low", clip_low, 0)
+    number("clip_high", clip_high, 0)
+    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    layout, log_ratio = batch.layout, batch.clamped(log_ratio_clamp)
+    of_row = layout.row_means(batch.advantages)
+    rising = layout.spread(of_row > 0)
+    held = torch.where(rising, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    tokens = layout.spread(-of_row * layout.row_means(held).exp())
+    terms = Terms(tokens, {"pg_clipfrac": (held != log_ratio), "ppo_kl": -log_ratio})
+    return terms.loss("pg_loss", layout, mode, norm, whole, weights)
+
+
+@LOSSES.register("sapo", source="SAPO (Gao et al., 2025), section 3")
+def sapo(
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken | PerRow,
+    mask: PerToken | None = None,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    log_ratio_clamp: float = 20.0,
+    detach_gate: bool = False,
+    mode: str = "token-mean",
+    norm: float | None = None,
+    whole: Denominators | None = None,
+    weights: PerToken | PerRow | None = None,
+) -> Loss:
+    """A soft gate in place of a clip: -A g, g = 4 / tau * sigmoid(tau * (r - 1)), tau by the sign of A.
+
+    The gradient flows through the gate, as the paper has it: 1 at r = 1, fading on both sides. Trinity multiplies a
+    detached gate with log p, whose gradient is twice that at r = 1 and grows with r; `detach_gate=True` is that form.
+    Metrics: `sapo_loss`, `ppo_kl`, `avg_soft_gate`, `avg_ratio`, `pos_adv_frac`.
+
+    >>> x = torch.tensor([[0.0]], requires_grad=True)
+    >>> sapo(x, [[0.0]], [[1.0]]).backward()
+    >>> x.grad
+    tensor([[-1.]])
+    """
+    tau_pos, tau_neg = (number(name, tau, 1e-6) for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)))
+    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    positive, log_ratio = batch.advantages > 0, batch.clamped(log_ratio_clamp)
+    ratio = log_ratio.exp()
+    tau = torch.where(positive, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    tokens = -batch.advantages * (gate.detach() * batch.log_probs if detach_gate else gate)
+    found = {"ppo_kl": -log_ratio, "avg_soft_gate": gate, "avg_ratio": ratio, "pos_adv_frac": positive}
+    return Terms(tokens, found).loss("sapo_loss", batch.layout, mode, norm, whole, weights)
+
+
+@LOSSES.register("cpg", "cpgd", source="CPGD (Liu et al., 2025), clipped policy gradient")
+def cpg(
+    log_probs: PerToken,
+    old_log_probs: PerToken,
+    advantages: PerToken | PerRow,
+    mask: PerToken | None = None,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    mode: str = "seq-mean-token-mean",
+    norm: float | None = None,
+    whole: Denominators | None = None,
+    weights: PerToken | PerRow | None = None,
+) -> Loss:
+    """Clipped policy gradient on log p, without a ratio: -A min(log p, log old + log(1 + clip_high)) for A > 0.
+
+    For A < 0 it is -A max(log p, log old + log(1 - clip_low)); beyond the bound the gradient is 0. LightRFT's has one
+    bound for both sides. Metrics: `pg_loss`, `pg_clipfrac`, `ppo_kl`.
+
+    >>> cpg([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
+    tensor(1.5088)
+    """
+    number("clip_high", clip_high, 0)
+    if not 0 <= number("clip_low", clip_low) < 1:
+        raise ValueError(f"clip_low: got {clip_low!r}, expected a number from 0 to below 1")
+    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    ours, positive = batch.log_probs, batch.advantages > 0
+    old = ours.detach() - batch.log_ratio.detach()
+    above, below = (old.new_full((), math.log1p(change)) for change in (clip_high, -clip_low))
+    bound = old + torch.where(positive, above, below)
+    held = torch.where(positive, torch.minimum(ours, bound), torch.maximum(ours, bound))
+    beyond = (batch.advantages != 0) & (held != ours)
+    terms = Terms(-batch.advantages * held, {"pg_clipfrac": beyond, "ppo_kl": -batch.log_ratio})
+    return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)

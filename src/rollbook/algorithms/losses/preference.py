@@ -1,0 +1,176 @@
+"""Losses over pairs of a chosen and a rejected answer: DPO and its relatives.
+
+Invariant: one logit for each pair, never one for several; rows are paired by id and not by where they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from rollbook.algorithms.arguments import floats, row_flags
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
+from rollbook.algorithms.losses.registry import LOSSES
+from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.results import Loss
+from rollbook.planner import Denominators
+
+VARIANTS = ("sigmoid", "ipo", "hinge")
+
+
+def interleaved(rows: int) -> tuple[list[int], list[bool]]:
+    """Ids and roles for a batch that is known to be laid out chosen, rejected, chosen, rejected (Trinity's way).
+
+    >>> interleaved(4)
+    ([0, 0, 1, 1], [True, False, True, False])
+    """
+    if rows % 2:
+        raise ValueError(f"rows: got {rows}, expected an even number, two for each pair")
+    return [row // 2 for row in range(rows)], [row % 2 == 0 for row in range(rows)]
+
+
+@LOSSES.register(
+    "dpo",
+    source="DPO (Rafailov et al., 2023), equation 7; label smoothing: Mitchell (2023); ipo: IPO (Azar et al., 2024), "
+    "equation 17; hinge: SLiC-HF (Zhao et al., 2023)",
+)
+def dpo(
+    log_probs: PerToken,
+    pairs: Sequence[Hashable] | torch.Tensor,
+    chosen: PerRow,
+    ref_log_probs: PerToken | None = None,
+    mask: PerToken | None = None,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    variant: str = "sigmoid",
+    reference_free: bool = False,
+    whole: Denominators | int | None = None,
+) -> Loss:
+    """The mean over pairs of -log sigmoid(beta z), z = (log p - log ref of the chosen row) - (of the rejected row).
+
+    log_probs, ref_log_probs, mask: (B, A) or packed, summed over each row's tokens. pairs: (B,) what the two rows of a
+    pair share; chosen: (B,) which of them was preferred. Rows may stand in any order; a pair needs one of each, and
+    both in the same micro-batch. A pair of which a row has no tokens is left out, as if that row were not there.
+
+    `variant`: `ipo` is (z - 1 / (2 beta))^2 with z of sums, as in the paper (TRL takes means over tokens); `hinge` is
+    max(0, 1 - beta z). `label_smoothing` is the chance that a label is wrong (`sigmoid` only). `reference_free` takes
+    a reference that likes both alike. In micro-batches `whole` is how many pairs the batch has, or its denominators,
+    half of whose sequences that is if no row is empty.
+
+    Trinity adds up all pairs of a call into one logit, so that its loss is right for one pair at a time only.
+
+    Metrics: `dpo_loss`, `accuracy_mean` (z > 0), `chosen_reward` and `rejected_reward` (beta times the log-ratio),
+    `reward_margin`; means over pairs.
+
+    >>> pairs, chosen = ["a", "b", "b", "a"], [True, True, False, False]
+    >>> loss, metrics = dpo([[40.0], [0.0], [20.0], [0.0]], pairs, chosen, reference_free=True)
+    >>> loss, metrics["accuracy_mean"]
+    (tensor(1.0725), tensor(0.5000))
+    """
+    layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
+    roles = row_flags(layout, "chosen", chosen)
+    if ref_log_probs is None and not reference_free:
+        raise ValueError("ref_log_probs: got None, expected the reference's log-probs, or reference_free=True")
+    logits = layout.row_sums(floats(layout, "log_probs", log_probs))
+    if not reference_free and ref_log_probs is not None:
+        logits = logits - layout.row_sums(floats(layout, "ref_log_probs", ref_log_probs).detach())
+    winners, losers = _pairs(pairs, roles.tolist(), (layout.counts > 0).tolist(), layout.rows)
+    return _loss(logits[winners], logits[losers], beta, label_smoothing, variant, whole)
+
+
+@LOSSES.register("dpo_sums", source="DPO (Rafailov et al., 2023), equation 7")
+def dpo_sums(
+    chosen_log_probs: PerRow,
+    rejected_log_probs: PerRow,
+    ref_chosen_log_probs: PerRow | None = None,
+    ref_rejected_log_probs: PerRow | None = None,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    variant: str = "sigmoid",
+    reference_free: bool = False,
+    whole: Denominators | int | None = None,
+) -> Loss:
+    """`dpo` of log-probs that are summed already: entry i of each argument, (P,), belongs to pair i.
+
+    >>> dpo_sums([40.0, 0.0], [0.0, 20.0], [0.0, 0.0], [0.0, 0.0]).value
+    tensor(1.0725)
+    """
+    given = {
+        "chosen_log_probs": chosen_log_probs,
+        "rejected_log_probs": rejected_log_probs,
+        "ref_chosen_log_probs": ref_chosen_log_probs,
+        "ref_rejected_log_probs": ref_rejected_log_probs,
+    }
+    sums = {}
+    for name, value in list(given.items())[: 2 if reference_free else 4]:
+        if value is None:
+            raise ValueError(f"{name}: got None, expected the sum for each pair, or reference_free=True")
+        tensor = as_tensor(name, value)
+        sums[name] = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        model = sums["chosen_log_probs"]
+        if model.dim() != 1 or sums[name].shape != model.shape:
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected [{model.numel()}], one for each pair")
+    better, worse = sums["chosen_log_probs"], sums["rejected_log_probs"]
+    if not reference_free:
+        better = better - sums["ref_chosen_log_probs"].detach()
+        worse = worse - sums["ref_rejected_log_probs"].detach()
+    return _loss(better, worse, beta, label_smoothing, variant, whole)
+
+
+def _pairs(pairs: Any, roles: list[bool], filled: list[bool], rows: int) -> tuple[list[int], list[int]]:
+    """The rows of the chosen and of the rejected answers, pair by pair in order of first sight."""
+    names = pairs.tolist() if hasattr(pairs, "tolist") else list(pairs)
+    if len(names) != rows:
+        raise ValueError(f"pairs: got {len(names)}, expected {rows}, one for each row")
+    found: dict[Hashable, dict[bool, int]] = {}
+    for row, (name, role) in enumerate(zip(names, roles, strict=True)):
+        pair = found.setdefault(name, {})
+        if role in pair:
+            both = f"rows {pair[role]} and {row}"
+            raise ValueError(f"pairs: {name!r} has {both} as {'chosen' if role else 'rejected'}, expected one of each")
+        pair[role] = row
+    for name, pair in found.items():
+        if len(pair) != 2:
+            has, lacks = ("chosen", "rejected") if True in pair else ("rejected", "chosen")
+            raise ValueError(f"pairs: {name!r} has a {has} row and no {lacks} one, expected one of each")
+    whole = [pair for pair in found.values() if filled[pair[True]] and filled[pair[False]]]
+    return [pair[True] for pair in whole], [pair[False] for pair in whole]
+
+
+def _loss(
+    better: torch.Tensor,
+    worse: torch.Tensor,
+    beta: float,
+    label_smoothing: float,
+    variant: str,
+    whole: Denominators | int | None,
+) -> Loss:
+    number("beta", beta, 1e-30, what="a positive number")
+    number("label_smoothing", label_smoothing, 0, 0.5)
+    choice("variant", variant, VARIANTS)
+    if label_smoothing and variant != "sigmoid":
+        raise ValueError(f"label_smoothing: got {label_smoothing:g}, expected 0, since variant is {variant!r}")
+    logits = better - worse
+    if variant == "ipo":
+        losses = (logits - 1 / (2 * beta)).square()
+    elif variant == "hinge":
+        losses = (1 - beta * logits).clamp(min=0)
+    else:
+        sure, wrong = logsigmoid(beta * logits), logsigmoid(-beta * logits)
+        losses = -(1 - label_smoothing) * sure - label_smoothing * wrong
+    count = whole.sequences / 2 if isinstance(whole, Denominators) else len(losses) if whole is None else whole
+    count = max(number("whole", count, 0, what="how many pairs the whole batch has"), 0.5)
+    value = losses.sum() / count
+    found = {
+        "accuracy_mean": (logits > 0).to(torch.float32),
+        "chosen_reward": beta * better,
+        "rejected_reward": beta * worse,
+        "reward_margin": beta * logits,
+    }
+    metrics = {name: each.detach().sum() / count for name, each in found.items()}
+    return Loss(value, {**metrics, "dpo_loss": value.detach()})

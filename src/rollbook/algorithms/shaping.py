@@ -1,0 +1,490 @@
+"""Rewards before an estimator sees them: penalties for length and repetition, clipping, scaling.
+
+Invariant: nothing that is given is changed; a reward that is missing (`None` or NaN) stays missing, is in no
+statistic, and is counted; what was done to which row stands in the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollbook.algorithms.filters import Weights as Weights
+from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_filter_like_weight_func
+from rollbook.algorithms.filters import clip_filter_weights as clip_filter_weights
+from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards
+from rollbook.algorithms.layout import Layout, PerRow, PerToken
+from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.results import Report, rows_where
+
+OPERATIONS = ("add", "sub", "mul", "div")
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Rewards that were shaped, and what was done to which."""
+
+    rewards: torch.Tensor
+    """[B] NaN where a reward is missing."""
+    report: Report
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """Advantages within a bound, and how many were not."""
+
+    advantages: Any
+    """For each token, in the layout they came in; 0 where the mask is False."""
+    fractions: torch.Tensor
+    """[B] float32: which share of each row's tokens was outside the bound; 0 for a row without tokens."""
+    fraction: float
+    """The same of the whole batch."""
+    report: Report
+
+
+@dataclass(frozen=True)
+class PassRates:
+    """The mean reward of each task."""
+
+    keys: list[Hashable]
+    """The tasks, as they first appear."""
+    rates: list[float]
+    """The mean of a task's rewards; NaN if none of them is known."""
+    counts: list[int]
+    """How many rewards that is the mean of."""
+    report: Report
+
+    def by_taskset(self) -> dict[Hashable, dict[str, list[Any]]]:
+        """For keys `(taskset, index)`: what a selector of tasks takes, without tasks whose rate is not known."""
+        found: dict[Hashable, dict[str, list[Any]]] = {}
+        for key, rate, count in zip(self.keys, self.rates, self.counts, strict=True):
+            if not isinstance(key, tuple) or len(key) != 2:
+                raise ValueError(f"keys: got {key!r}, expected pairs (taskset, index)")
+            if count:
+                part = found.setdefault(key[0], {"indices": [], "values": []})
+                part["indices"].append(key[1])
+                part["values"].append(rate)
+        return found
+
+
+# --- length and repetition ------------------------------------------------------------------------------------------
+
+
+def overlong_penalty(
+    lengths: PerRow, *, max_length: int, buffer: int = 1024, factor: float = 1.0, bounded: bool = True
+) -> torch.Tensor:
+    """[B] What a response loses for running into the last `buffer` tokens before `max_length`.
+
+    DAPO (Yu et al., 2025, arXiv 2503.14476), equation 13: 0 up to `max_length - buffer`, then falling linearly to
+    `-factor` at `max_length`, and `-factor` beyond. `bounded=False` goes on falling beyond, as LightRFT's does; up to
+    `max_length` they are the same. lengths: (B,), the end token included.
+
+    >>> overlong_penalty([12, 10, 7, 6, 0], max_length=10, buffer=4)
+    tensor([-1.0000, -1.0000, -0.2500,  0.0000,  0.0000])
+    """
+    return _given_back(lengths, _overlong(_lengths(lengths), max_length, buffer, factor, bounded))
+
+
+def _overlong(lengths: Floats, max_length: int, buffer: int, factor: float, bounded: bool) -> Floats:
+    number("max_length", max_length, 1)
+    number("buffer", buffer, 1, max_length, what=f"a number of tokens from 1 to max_length, {max_length}")
+    number("factor", factor, 0, what="a number of at least 0, the largest penalty")
+    found = np.minimum((max_length - buffer - lengths) / buffer, 0.0) * factor
+    return np.maximum(found, -factor) if bounded else found
+
+
+def shape_overlong(
+    rewards: PerRow,
+    lengths: PerRow,
+    ids: Sequence[Hashable] | None = None,
+    *,
+    max_length: int,
+    buffer: int = 1024,
+    factor: float = 1.0,
+    bounded: bool = True,
+) -> Shaped:
+    """Rewards with the `overlong_penalty` of their lengths added.
+
+    >>> shaped = shape_overlong([1.0, 1.0, 1.0], [10, 7, 6], max_length=10, buffer=4)
+    >>> shaped.rewards, shaped.report.which("overlong")
+    (tensor([0.0000, 0.7500, 1.0000]), [0, 1])
+    """
+    before, sizes = as_rewards("rewards", rewards), _lengths(lengths)
+    _same("lengths", sizes, before)
+    lost = _overlong(sizes, max_length, buffer, factor, bounded)
+    return _shaped(rewards, before, before + lost, {"overlong": rows_where(lost < 0)}, ids)
+
+
+def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, max_penalty: float = 1.0) -> torch.Tensor:
+    """[B] What a response loses for each token over `target`, at most `max_penalty`.
+
+    -min(per_token * max(0, length - target), max_penalty). Add it with `shape_by(rewards, penalty, "add")`.
+
+    >>> length_penalty([90, 100, 150, 5000], target=100, per_token=0.01)
+    tensor([ 0.0000,  0.0000, -0.5000, -1.0000])
+    """
+    number("target", target, 0)
+    number("per_token", per_token, 0)
+    number("max_penalty", max_penalty, 0)
+    over = np.maximum(_lengths(lengths) - target, 0.0)
+    return _given_back(lengths, 0.0 - np.minimum(over * per_token, max_penalty))
+
+
+def length_bonus(lengths: PerRow, correct: PerRow, groups: Any, *, ranks: Ranks = ALONE) -> torch.Tensor:
+    """[B] A bonus for being short among the answers to one prompt.
+
+    Kimi k1.5 (2025, arXiv 2501.12599), section 2.3.3: b = 0.5 - (length - shortest) / (longest - shortest), over all
+    answers of the group; a correct answer gets b, a wrong one min(0, b); a group whose answers are equally long gets 0.
+    correct: (B,) truth values, or rewards that are 1 or 0; `None` or NaN where that is not known: such a row gets 0 and
+    is neither the shortest nor the longest. Add it with `shape_by(rewards, bonus, "add", weight)`.
+
+    >>> length_bonus([100, 200, 300, 100, 300, 50], [True, True, True, False, False, True], list("aaabbc"))
+    tensor([ 0.5000,  0.0000, -0.5000,  0.0000, -0.5000,  0.0000])
+    """
+    sizes, right = _lengths(lengths), as_rewards("correct", correct)
+    _same("correct", right, sizes)
+    known = ~np.isnan(right)
+    odd = np.flatnonzero(known & (right != 0) & (right != 1))
+    if len(odd):
+        raise ValueError(f"correct: got {right[odd[0]]:g} at row {odd[0]}, expected true or false, 1 or 0, or None")
+    grouped = Grouped(torch.from_numpy(np.where(known, sizes, np.nan)), groups, None, ranks)
+    own = grouped.own
+    low, high = _ends(grouped)
+    spread = grouped.of(high - low)[own]
+    bonus = 0.5 - (sizes - grouped.of(low)[own]) / np.where(spread > 0, spread, 1.0)
+    bonus = np.where(right == 1, bonus, np.minimum(bonus, 0.0))
+    return _given_back(lengths, np.where(known & (spread > 0), bonus, 0.0))
+
+
+def repetition_penalty(
+    tokens: PerToken, mask: PerToken | None = None, *, n: int = 20, max_penalty: float = 1.0
+) -> torch.Tensor:
+    """[B] float32: what a response loses for saying the same again: `-max_penalty` times its share of repeated n-grams.
+
+    The share is 1 - (different n-grams) / (all n-grams), the formula of Open R1's repetition reward (there over words,
+    with n = 3; here over token ids, and long n-grams, as in Yeo et al., 2025, arXiv 2502.03373, who take 40, so that
+    ordinary phrases cost nothing while a loop of any period costs nearly all). tokens, mask: (B, A) or packed token
+    ids; an n-gram counts if all its tokens do, so that none reaches over a tool's answer. Fewer than n tokens: 0.
+
+    N-grams are told apart by a hash of 64 bits; that two of a row of 32,768 share one has a chance below 1e-10.
+
+    >>> repetition_penalty([[1, 2, 1, 2, 1], [1, 2, 3, 4], [7]], n=2)
+    tensor([-0.5000,  0.0000,  0.0000])
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n: got {n!r}, expected an integer of at least 1")
+    number("max_penalty", max_penalty, 0)
+    layout = Layout.of(mask, tokens=tokens)
+    given = layout.whole("tokens", tokens)
+    if given.is_floating_point() and given.numel():
+        raise ValueError(f"tokens: got {str(given.dtype).removeprefix('torch.')}, expected integers")
+    flat = given.detach().cpu().to(torch.int64).reshape(-1).numpy()
+    counts = layout.mask.cpu().reshape(-1).numpy()
+    bounds = np.concatenate([[0], np.cumsum(layout.row_lengths.cpu().numpy())]).tolist()
+    grams = _window_hashes(flat, n)
+    whole = _whole_windows(counts, n)
+    share = np.zeros(layout.rows)
+    for row, (start, stop) in enumerate(pairwise(bounds)):
+        last = stop - n + 1  # windows that begin here or later reach into the next row
+        found = np.sort(grams[start:last][whole[start:last]]) if last > start else grams[:0]
+        if len(found):
+            share[row] = np.count_nonzero(found[1:] == found[:-1]) / len(found)
+    return torch.from_numpy(0.0 - max_penalty * share).to(layout.mask.device, torch.float32)
+
+
+def _window_hashes(tokens: NDArray[np.int64], n: int) -> NDArray[np.uint64]:
+    """[N - n + 1] A hash of each n tokens in a row; windows double until two of them, overlapping, make n."""
+    hashes, width = _mixed(tokens.view(np.uint64)), 1
+    while width < n and len(tokens) >= n:
+        step = min(width, n - width)
+        size = len(hashes) - step
+        hashes = _mixed(hashes[:size] * np.uint64(0x9E3779B97F4A7C15) + hashes[step:])
+        width += step
+    return hashes if len(tokens) >= n else hashes[:0]
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Words with every bit spread over all: the finisher of SplitMix64 (Steele et al., 2014), which is one to one."""
+    mixed: NDArray[np.uint64] = words + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _whole_windows(counts: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
+    """[N - n + 1] Whether each of n slots in a row counts."""
+    before = np.concatenate([[0], np.cumsum(counts)])
+    return np.equal(before[n:] - before[:-n], n) if len(counts) >= n else np.zeros(0, dtype=np.bool_)
+
+
+# --- operations on rewards ------------------------------------------------------------------------------------------
+
+
+def shape_by(
+    rewards: PerRow,
+    values: PerRow,
+    op: str = "add",
+    weight: float = 1.0,
+    ids: Sequence[Hashable] | None = None,
+) -> Shaped:
+    """Rewards with `weight * values` added, subtracted, multiplied or divided by (`add`, `sub`, `mul`, `div`).
+
+    rewards, values: (B,). In capitals too, as Trinity's reward_shaping_mapper has it. A reward is left as it is where
+    its value is missing, and where it would be divided by 0; both are counted. In sequence: shape what came out.
+
+    >>> shaped = shape_by([2.0, 2.0, None], [0.5, 0.0, 1.0], "div", 2.0)
+    >>> shaped.rewards, shaped.report.which("zero divisor"), shaped.report.which("missing reward")
+    (tensor([2., 2., nan]), [1], [2])
+    """
+    choice("op", op.lower() if isinstance(op, str) else op, OPERATIONS)
+    number("weight", weight)
+    before, by = as_rewards("rewards", rewards), as_rewards("values", values)
+    _same("values", by, before)
+    by = by * weight
+    missing, kind = np.isnan(by), op.lower()
+    zero = (by == 0) & (kind == "div")
+    with np.errstate(all="ignore"):
+        after = {"add": before + by, "sub": before - by, "mul": before * by}.get(kind, before / np.where(zero, 1, by))
+    after = np.where(missing | zero, before, after)
+    known = ~np.isnan(before)
+    reasons = {"missing value": rows_where(missing & known), "zero divisor": rows_where(zero & known)}
+    return _shaped(rewards, before, after, reasons, ids)
+
+
+def clip_rewards(
+    rewards: PerRow, low: float | None = None, high: float | None = None, ids: Sequence[Hashable] | None = None
+) -> Shaped:
+    """Rewards within `low` and `high`, each of which may be left out. LightRFT's `reward_clip` c is `-c, c`.
+
+    >>> clipped = clip_rewards([20.0, None, -3.0, 0.5], -1.0, 10.0)
+    >>> clipped.rewards, clipped.report.which("above"), clipped.report.which("below")
+    (tensor([10.0000,     nan, -1.0000,  0.5000]), [0], [2])
+    """
+    least = -np.inf if low is None else number("low", low)
+    most = np.inf if high is None else number("high", high)
+    if least > most:
+        raise ValueError(f"low: got {low}, expected at most high, {high}")
+    before = as_rewards("rewards", rewards)
+    reasons = {"below": rows_where(before < least), "above": rows_where(before > most)}
+    return _shaped(rewards, before, np.clip(before, least, most), reasons, ids)
+
+
+def difference(before: PerRow, after: PerRow) -> dict[str, float]:
+    """By how much rewards were changed, over all rows; one that is missing or infinite, before or after, counts as 0.
+
+    Each shaper's report has these numbers for its own step; this gives them for a sequence of steps.
+
+    >>> difference([2.0, 2.0, None], [3.0, 2.0, None])
+    {'reward_diff/mean': 0.3333333333333333, 'reward_diff/min': 0.0, 'reward_diff/max': 1.0}
+    """
+    first, last = as_rewards("before", before), as_rewards("after", after)
+    _same("after", last, first)
+    off = np.zeros(len(first))
+    moved = np.isfinite(first) & np.isfinite(last)
+    off[moved] = last[moved] - first[moved]
+    if not len(off):
+        return {}
+    return {
+        "reward_diff/mean": float(off.mean()),
+        "reward_diff/min": float(off.min()),
+        "reward_diff/max": float(off.max()),
+    }
+
+
+def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *, over: str = "tokens") -> Clipped:
+    """Advantages within `-bound` and `bound`, and the share that was outside *before*, of the tokens that count.
+
+    advantages, mask: (B, A) or packed. Clip last, after whitening, so that the bound holds at the loss. `over="slots"`
+    gives shares of all slots, padding included, which is what LightRFT logs for its REINFORCE estimators (for GAE it
+    measures after clipping, and always logs 0).
+
+    >>> found = clip_advantages([[1.0, 1.0, 1.0], [2.0, -2.0]], None, 1.5)
+    >>> found.advantages, found.fractions, found.fraction
+    ([tensor([1., 1., 1.]), tensor([ 1.5000, -1.5000])], tensor([0., 1.]), 0.4)
+    """
+    number("bound", bound, 1e-30, what="a positive number")
+    choice("over", over, ("tokens", "slots"))
+    layout = Layout.of(mask, advantages=advantages)
+    tokens = layout.take("advantages", advantages)
+    outside = layout.row_sums((tokens.detach().abs() > bound).to(torch.float64)).cpu()
+    counts = (layout.counts if over == "tokens" else layout.row_lengths).cpu()
+    fraction = float(outside.sum() / counts.sum().clamp(min=1))
+    report = Report(layout.rows, {"clipped": rows_where(outside > 0)}, {"clip_fraction": fraction})
+    fractions = (outside / counts.clamp(min=1)).to(tokens.device, torch.float32)
+    return Clipped(layout.give(tokens.clamp(-bound, bound)), fractions, fraction, report)
+
+
+class RunningNorm:
+    """Rewards divided by the deviation of all rewards there have been, in all processes; or first less their mean.
+
+    Call it once for each rollout with all of its rewards: `norm(rewards)` takes them in and scales them,
+    `norm(rewards, update=False)` only scales (evaluation). The state is exact to rounding whatever the order and
+    however the rewards are cut into calls and ranks: counts, means and squares in float64, merged as by Chan, Golub
+    and LeVeque (1979). The deviation is of the sample (n - 1), and at least `floor`, so that nothing is made more than
+    1 / floor times as large. While there is no deviation (fewer than two rewards, or all equal) rewards keep their
+    scale. Missing and infinite rewards are not taken in.
+
+    >>> norm = RunningNorm()
+    >>> norm([1.0, 1.0]).rewards, norm([3.0, None, 3.0]).rewards, norm.count, norm.mean, round(norm.std, 4)
+    (tensor([1., 1.]), tensor([2.5981,    nan, 2.5981]), 4, 2.0, 1.1547)
+    >>> RunningNorm(minus_mean=True)([5.0, 5.0]).rewards
+    tensor([0., 0.])
+    """
+
+    def __init__(self, *, floor: float = 1e-3, minus_mean: bool = False) -> None:
+        self.floor = number("floor", floor, 1e-30, what="a positive number")
+        self.minus_mean = minus_mean
+        self._state = (0, 0.0, 0.0, 0.0, 0.0)
+
+    @property
+    def count(self) -> int:
+        """How many rewards were taken in."""
+        return self._state[0]
+
+    @property
+    def mean(self) -> float:
+        """Their mean: a number, which later updates leave as it is. Of equal rewards exactly that reward."""
+        _, mean, _, low, high = self._state
+        return low if low == high else mean
+
+    @property
+    def std(self) -> float:
+        """Their deviation; exactly 0 if there are fewer than two, or all are equal."""
+        count, _, squares, low, high = self._state
+        return 0.0 if count < 2 or low == high else float((squares / (count - 1)) ** 0.5)
+
+    @property
+    def scale(self) -> float:
+        """What rewards are divided by."""
+        return max(self.std, self.floor) if self.std > 0 else 1.0
+
+    def update(self, rewards: PerRow, ranks: Ranks = ALONE) -> None:
+        """Take in the rewards (B,) of one rollout, of every process."""
+        values = as_rewards("rewards", rewards)
+        own = np.sort(values[np.isfinite(values)])  # sorted: the same sum in any order
+        part = (0, 0.0, 0.0, 0.0, 0.0)
+        if len(own):
+            mean = float(own.mean())
+            part = (len(own), mean, float(((own - mean) ** 2).sum()), float(own[0]), float(own[-1]))
+        for (found,) in ranks.gather([part]):
+            self._state = _merged(self._state, found)
+
+    def apply(self, rewards: PerRow, ids: Sequence[Hashable] | None = None) -> Shaped:
+        """Scale rewards (B,) by what has been taken in."""
+        before = as_rewards("rewards", rewards)
+        shaped = (before - (self.mean if self.minus_mean else 0.0)) / self.scale
+        infinite = {"infinite reward": rows_where(np.isinf(before))}
+        return _shaped(rewards, before, shaped, infinite, ids, {"running_mean": self.mean, "running_std": self.std})
+
+    def __call__(
+        self, rewards: PerRow, ids: Sequence[Hashable] | None = None, *, update: bool = True, ranks: Ranks = ALONE
+    ) -> Shaped:
+        """`update` and `apply`."""
+        if update:
+            self.update(rewards, ranks)
+        return self.apply(rewards, ids)
+
+    def state_dict(self) -> dict[str, float]:
+        """The state as plain numbers."""
+        return dict(zip(_STATE, self._state, strict=True))
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a state."""
+        if set(state) != set(_STATE):
+            raise ValueError(f"state: got {', '.join(map(str, state)) or 'nothing'}, expected {', '.join(_STATE)}")
+        count = number("state: count", state["count"], 0)
+        numbers = [number(f"state: {name}", state[name]) for name in _STATE[1:]]
+        self._state = (int(count), numbers[0], numbers[1], numbers[2], numbers[3])
+
+
+_STATE = ("count", "mean", "squares", "low", "high")
+_State = tuple[int, float, float, float, float]
+
+
+def _merged(one: _State, other: _State) -> _State:
+    if not one[0] or not other[0]:
+        return other if not one[0] else one
+    count, off = one[0] + other[0], other[1] - one[1]
+    mean = one[1] + off * other[0] / count
+    squares = one[2] + other[2] + off * off * one[0] * other[0] / count
+    return count, mean, squares, min(one[3], other[3]), max(one[4], other[4])
+
+
+def pass_rates(rewards: PerRow, keys: Sequence[Hashable]) -> PassRates:
+    """The mean reward of each task, and how many tasks are neither solved nor hopeless.
+
+    rewards, keys: (B,); `(taskset, index)` pairs as keys make `by_taskset` work. The ratios are shares of the tasks
+    whose rate is known (of none: 0): `valid_ratio` has a rate within (0, 1), `strict_valid_ratio` within (1/16, 15/16).
+
+    >>> found = pass_rates([1.0, 0.0, 1.0, None], [(0, 7), (0, 7), (1, 3), (1, 3)])
+    >>> found.rates, found.report.metrics["valid_ratio"], found.by_taskset()[0]
+    ([0.5, 1.0], 0.5, {'indices': [7], 'values': [0.5]})
+    """
+    grouped = Grouped(rewards, as_ids("keys", keys, len(as_rewards("rewards", rewards))))
+    known = grouped.count > 0
+    rates = grouped.mean[known]
+    shares = {
+        "valid_ratio": (rates > 0) & (rates < 1),
+        "strict_valid_ratio": (rates > 1 / 16) & (rates < 15 / 16),
+        "<1_ratio": rates < 1,
+        ">0_ratio": rates > 0,
+        "<15_16_ratio": rates < 15 / 16,
+        ">1_16_ratio": rates > 1 / 16,
+    }
+    metrics = {name: float(share.mean()) if len(rates) else 0.0 for name, share in shares.items()}
+    missing = np.isnan(grouped.values)
+    reasons = {"missing reward": rows_where(missing), "infinite reward": rows_where(~grouped.valid & ~missing)}
+    means = np.where(known, grouped.mean, np.nan).tolist()
+    return PassRates(grouped.keys, means, grouped.count.tolist(), Report(grouped.rows, reasons, metrics))
+
+
+# --- shared ---------------------------------------------------------------------------------------------------------
+
+
+def _lengths(lengths: PerRow) -> Floats:
+    """[B] Lengths as numbers, once they are known to be whole and not negative."""
+    found = as_rewards("lengths", lengths)
+    odd = np.flatnonzero(~((found >= 0) & (found < np.inf) & (np.floor(found) == found)))
+    if len(odd):
+        raise ValueError(f"lengths: got {found[odd[0]]:g} at row {odd[0]}, expected a number of tokens")
+    return found
+
+
+def _ends(grouped: Grouped) -> tuple[Floats, Floats]:
+    """[groups] The least and the largest number of each group; 0 and 0 for a group without any."""
+    low, high = np.full(len(grouped.keys), np.inf), np.full(len(grouped.keys), -np.inf)
+    np.minimum.at(low, grouped.index[grouped.valid], grouped.values[grouped.valid])
+    np.maximum.at(high, grouped.index[grouped.valid], grouped.values[grouped.valid])
+    return np.where(grouped.count > 0, low, 0.0), np.where(grouped.count > 0, high, 0.0)
+
+
+def _same(name: str, values: Floats, rewards: Floats) -> None:
+    if len(values) != len(rewards):
+        raise ValueError(f"{name}: got {len(values)}, expected {len(rewards)}, one for each row")
+
+
+def _given_back(model: PerRow, values: Floats) -> torch.Tensor:
+    """[B] Numbers on the device of what was given; float64 if that was."""
+    if not isinstance(model, torch.Tensor):
+        return torch.from_numpy(values).to(torch.float32)
+    return torch.from_numpy(values).to(model.device, torch.float64 if model.dtype == torch.float64 else torch.float32)
+
+
+def _shaped(
+    rewards: PerRow,
+    before: Floats,
+    after: Floats,
+    reasons: Mapping[str, Sequence[int]],
+    ids: Sequence[Hashable] | None,
+    metrics: Mapping[str, float] | None = None,
+) -> Shaped:
+    found = {"missing reward": rows_where(np.isnan(before)), **reasons}
+    report = Report(len(before), found, {**difference(before, after), **(metrics or {})})
+    return Shaped(_given_back(rewards, after), report if ids is None else report.with_ids(ids))

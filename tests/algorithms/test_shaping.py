@@ -1,0 +1,471 @@
+"""Reward shaping against loops in plain Python; what is missing stays missing; what upstream got wrong is right."""
+
+from __future__ import annotations
+
+import json
+import math
+import random as python_random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbook.algorithms.corrections import importance_weights
+from rollbook.algorithms.filters import zero_variance
+from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.shaping import (
+    RunningNorm,
+    clip_advantages,
+    clip_filter_like_weight_func,
+    clip_filter_weights,
+    clip_rewards,
+    difference,
+    length_bonus,
+    length_penalty,
+    overlong_penalty,
+    pass_rates,
+    repetition_penalty,
+    shape_by,
+    shape_overlong,
+)
+from rollbook.jagged import Rows
+from tests.algorithms.test_corrections import Ragged, ragged
+
+USUAL = settings(deadline=None, max_examples=60)
+REWARD = st.none() | st.just(math.nan) | st.sampled_from([0.0, 1.0, 0.1, -1.0]) | st.floats(-100, 100)
+REWARDS = st.lists(REWARD, max_size=12)
+
+
+def missing(reward: float | None) -> bool:
+    return reward is None or math.isnan(reward)
+
+
+def alike(got: torch.Tensor, wanted: list[float | None], tolerance: float = 1e-5) -> None:
+    assert got.dtype == torch.float32 and got.shape == (len(wanted),)
+    for one, other in zip(got.tolist(), wanted, strict=True):
+        same = math.isnan(one) if missing(other) else math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-6)
+        assert same, (got, wanted)
+
+
+# --- length ---------------------------------------------------------------------------------------------------------
+
+
+@USUAL
+@given(
+    st.lists(st.tuples(REWARD, st.integers(0, 60)), max_size=10),
+    st.integers(1, 50),
+    st.integers(1, 50),
+    st.floats(0, 3),
+    st.booleans(),
+)
+def test_overlong_is_the_formula(
+    rows: list[tuple[float | None, int]], longest: int, buffer: int, factor: float, bounded: bool
+) -> None:
+    longest, buffer = max(longest, buffer), min(longest, buffer)
+    rewards, lengths = [r for r, _ in rows], [n for _, n in rows]
+    options: dict[str, Any] = {"max_length": longest, "buffer": buffer, "factor": factor, "bounded": bounded}
+    penalties = []
+    for length in lengths:
+        penalty = min(0.0, -(length - (longest - buffer)) / buffer * factor)
+        penalties.append(max(penalty, -factor) if bounded else penalty)
+    alike(overlong_penalty(lengths, **options), list(penalties))
+    shaped = shape_overlong(rewards, lengths, **options)
+    alike(shaped.rewards, [None if missing(r) else r + p for r, p in zip(rewards, penalties, strict=True)])
+    assert shaped.report.which("missing reward") == [i for i, r in enumerate(rewards) if missing(r)]
+    if factor > 1e-6:
+        assert shaped.report.which("overlong") == [i for i, n in enumerate(lengths) if n > longest - buffer]
+
+
+def test_overlong_has_no_minus_zero_and_keeps_float64_and_its_argument() -> None:
+    assert math.copysign(1, overlong_penalty([6], max_length=10, buffer=4).item()) == 1
+    rewards = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    shaped = shape_overlong(rewards, torch.tensor([10, 3]), ["x", "y"], max_length=10, buffer=4)
+    assert shaped.rewards.dtype == torch.float64 and rewards.tolist() == [1.0, 1.0]
+    assert shaped.report.which("overlong") == ["x"]
+
+
+@USUAL
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(0, 200), st.floats(0, 0.1), st.floats(0, 2))
+def test_length_penalty_is_the_formula(lengths: list[int], target: int, per_token: float, most: float) -> None:
+    found = length_penalty(lengths, target=target, per_token=per_token, max_penalty=most)
+    alike(found, [-min(max(0, n - target) * per_token, most) for n in lengths])
+    assert all(math.copysign(1, x) > 0 for x, n in zip(found.tolist(), lengths, strict=True) if n <= target)
+
+
+@USUAL
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([True, False, None, 1.0, 0.0, math.nan]), st.sampled_from("abc")),
+        max_size=12,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_length_bonus_is_the_formula(rows: list[tuple[int, Any, str]], random: python_random.Random) -> None:
+    wanted: list[float | None] = []
+    for length, correct, group in rows:
+        sizes = [n for n, c, g in rows if g == group and not missing(c)]
+        if missing(correct) or min(sizes) == max(sizes):
+            wanted.append(0.0)
+            continue
+        bonus = 0.5 - (length - min(sizes)) / (max(sizes) - min(sizes))
+        wanted.append(bonus if correct else min(0.0, bonus))
+    alike(length_bonus([n for n, _, _ in rows], [c for _, c, _ in rows], [g for _, _, g in rows]), wanted)
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    mixed = [rows[i] for i in order]
+    found = length_bonus([n for n, _, _ in mixed], [c for _, c, _ in mixed], [g for _, _, g in mixed])
+    alike(found, [wanted[i] for i in order])
+
+
+# --- repetition -----------------------------------------------------------------------------------------------------
+
+
+def naive_repetition(tokens: list[list[int]], masks: list[list[bool]], n: int, most: float) -> list[float | None]:
+    found: list[float | None] = []
+    for row, mask in zip(tokens, masks, strict=True):
+        starts = [i for i in range(len(row) - n + 1) if all(mask[i : i + n])]
+        grams = [tuple(row[i : i + n]) for i in starts]
+        found.append(-most * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
+    return found
+
+
+@USUAL
+@given(ragged(), st.integers(1, 9), st.sampled_from([1.0, 0.05]), st.sampled_from([1, 2, 3]), st.integers(1, 8))
+def test_repetition_is_the_loop_in_every_layout(data: Ragged, n: int, most: float, letters: int, longer: int) -> None:
+    data.lengths = [length * longer for length in data.lengths]
+    data.masks = [[m for m in mask for _ in range(longer)] for mask in data.masks]
+    random = python_random.Random(data.seed)
+    tokens = [[random.choice([5, 151_935, -1][:letters]) for _ in range(length)] for length in data.lengths]
+    wanted = naive_repetition(tokens, data.masks, n, most)
+    padded = data.padded(tokens, 7.0).long()
+    alike(repetition_penalty(padded, data.padded_mask, n=n, max_penalty=most), wanted)
+    packed = Rows(data.packed(tokens).values.long(), data.lengths)
+    alike(repetition_penalty(packed, data.packed_mask, n=n, max_penalty=most), wanted)
+
+
+def test_a_loop_of_any_period_costs_nearly_all_and_plain_counting_nothing() -> None:
+    loops = [(list(range(period)) * 1000)[:1000] for period in (1, 3, 17)]
+    for share in repetition_penalty(loops, n=20).tolist():
+        assert share < -0.97
+    assert repetition_penalty([list(range(1000))], n=20).item() == 0.0
+
+
+def test_every_width_of_ngram_tells_all_apart() -> None:
+    """All words of two letters of one length: no two of their n-grams are the same, none are lost."""
+    for n in range(1, 14):
+        words = [[(word >> bit) & 1 for bit in range(n)] for word in range(2**n)]
+        flat = [letter + 2 * i for i, word in enumerate(words) for letter in word]
+        assert repetition_penalty([flat], n=n).item() == 0.0
+        joined = [letter for word in words for letter in word]
+        alike(repetition_penalty([joined], n=n), naive_repetition([joined], [[True] * len(joined)], n, 1.0))
+
+
+# --- operations -----------------------------------------------------------------------------------------------------
+
+
+@USUAL
+@given(
+    st.lists(st.tuples(REWARD, REWARD), max_size=10),
+    st.sampled_from(["add", "sub", "mul", "div", "ADD", "SUB", "MUL", "DIV"]),
+    st.sampled_from([0.0, 1.0, -2.0, 0.5]),
+)
+def test_shape_by_is_the_loop(rows: list[tuple[float | None, float | None]], op: str, weight: float) -> None:
+    wanted: list[float | None] = []
+    skipped, unknown = [], []
+    for i, (reward, value) in enumerate(rows):
+        if missing(reward) or missing(value):
+            wanted.append(reward)
+            unknown += [i] if not missing(reward) else []
+            continue
+        by = weight * value
+        if op.lower() == "div" and by == 0:
+            wanted.append(reward)
+            skipped.append(i)
+            continue
+        wanted.append({"add": reward + by, "sub": reward - by, "mul": reward * by}.get(op.lower(), reward / (by or 1)))
+    rewards = [r for r, _ in rows]
+    shaped = shape_by(rewards, [v for _, v in rows], op, weight)
+    kept = [w if w is None or abs(w) < 1e30 else None for w in wanted]
+    alike(shaped.rewards[[k is not None for k in kept]], [k for k in kept if k is not None])
+    assert shaped.report.which("zero divisor") == skipped and shaped.report.which("missing value") == unknown
+    assert shaped.report.which("missing reward") == [i for i, (r, _) in enumerate(rows) if missing(r)]
+    assert rewards == [r for r, _ in rows]
+    changes = [0.0 if missing(r) else w - r for r, w in zip(rewards, wanted, strict=True)]
+    if rows:
+        assert shaped.report.metrics["reward_diff/max"] == pytest.approx(max(changes), rel=1e-9, abs=1e-9)
+
+
+@USUAL
+@given(REWARDS, st.none() | st.floats(-50, 0), st.none() | st.floats(0, 50))
+def test_clipped_rewards_are_counted(rewards: list[float | None], low: float | None, high: float | None) -> None:
+    least, most = -math.inf if low is None else low, math.inf if high is None else high
+    found = clip_rewards(rewards, low, high)
+    alike(found.rewards, [None if missing(r) else min(max(r, least), most) for r in rewards])
+    assert found.report.which("below") == [i for i, r in enumerate(rewards) if not missing(r) and r < least]
+    assert found.report.which("above") == [i for i, r in enumerate(rewards) if not missing(r) and r > most]
+
+
+def test_infinite_rewards_are_clipped_and_do_not_spoil_the_numbers() -> None:
+    found = clip_rewards([math.inf, -math.inf, 0.0], -1.0, 2.0)
+    assert found.rewards.tolist() == [2.0, -1.0, 0.0]
+    assert all(map(math.isfinite, found.report.metrics.values())) and difference([], []) == {}
+
+
+@USUAL
+@given(ragged(), st.floats(0.1, 2))
+def test_the_clipped_share_is_of_tokens_that_count_before_they_are_clipped(data: Ragged, bound: float) -> None:
+    rows = data.rows()
+    counted = [[x for x, m in zip(row, mask, strict=True) if m] for row, mask in zip(rows, data.masks, strict=True)]
+    shares = [sum(abs(x) > bound for x in row) / len(row) if row else 0.0 for row in counted]
+    total = sum(map(len, counted))
+    share = sum(abs(x) > bound for row in counted for x in row) / total if total else 0.0
+    values = [
+        [max(-bound, min(bound, x)) if m else 0.0 for x, m in zip(row, mask, strict=True)]
+        for row, mask in zip(rows, data.masks, strict=True)
+    ]
+    padded = clip_advantages(data.padded(rows), data.padded_mask, bound)
+    packed = clip_advantages(data.packed(rows), data.packed_mask, bound)
+    for found, tokens in (
+        (padded, data.unpadded(padded.advantages)),
+        (packed, [r.tolist() for r in packed.advantages]),
+    ):
+        assert tokens == values and found.fraction == pytest.approx(share)
+        alike(found.fractions, list(shares))
+        assert found.report.which("clipped") == [i for i, x in enumerate(shares) if x]
+
+
+def test_clipping_moves_nothing_it_was_given() -> None:
+    advantages = torch.tensor([[3.0, math.nan]])
+    found = clip_advantages(advantages, [[1, 1]], 1.0)
+    assert found.advantages[0, 0] == 1.0 and math.isnan(found.advantages[0, 1]) and advantages[0, 0] == 3.0
+
+
+# --- the running norm -----------------------------------------------------------------------------------------------
+
+
+@USUAL
+@given(
+    st.lists(st.lists(REWARD | st.just(math.inf), max_size=6), max_size=6),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_running_norm_is_the_deviation_of_all_in_any_order(
+    rollouts: list[list[float | None]], minus_mean: bool, random: python_random.Random
+) -> None:
+    known = [r for rollout in rollouts for r in rollout if not missing(r) and math.isfinite(r)]
+    norm, other = RunningNorm(minus_mean=minus_mean), RunningNorm(minus_mean=minus_mean)
+    for rollout in rollouts:
+        norm.update(rollout)
+    mixed = [r for rollout in rollouts for r in rollout]
+    random.shuffle(mixed)
+    for i in range(0, len(mixed), 4):
+        other.update(mixed[i : i + 4])
+    mean = statistics.fmean(known) if known else 0.0
+    flat = len(set(known)) < 2
+    std = 0.0 if flat else statistics.stdev(known)
+    for each in (norm, other):
+        assert each.count == len(known)
+        assert each.mean == pytest.approx(mean, rel=1e-9, abs=1e-9)
+        assert each.std == pytest.approx(std, rel=1e-6, abs=1e-9)
+        scale = 1.0 if flat else max(each.std, 1e-3)
+        wanted = [None if missing(r) else (r - (each.mean if minus_mean else 0.0)) / scale for r in mixed]
+        alike(each.apply(mixed).rewards, wanted)
+
+
+def test_equal_first_rewards_stay_finite() -> None:
+    """Two equal first rewards divided by 1.4e-12 became 7e11 upstream; one alone became 0."""
+    assert RunningNorm()([1.0, 1.0]).rewards.tolist() == [1.0, 1.0]
+    assert RunningNorm()([1.0]).rewards.tolist() == [1.0]
+    assert RunningNorm(minus_mean=True)([0.1] * 8).rewards.tolist() == [0.0] * 8
+    assert RunningNorm()([]).rewards.tolist() == []
+    norm = RunningNorm()
+    for _ in range(50):
+        norm.update([0.1] * 7)
+    assert norm.std == 0.0 and norm.mean == 0.1
+    near = RunningNorm(floor=0.5)
+    assert near([1.0, 1.0 + 1e-9]).rewards.tolist() == pytest.approx([2.0, 2.0])
+
+
+def test_what_was_read_of_it_does_not_change_and_evaluation_changes_nothing() -> None:
+    norm = RunningNorm()
+    norm.update([1.0, 2.0])
+    mean, state = norm.mean, norm.state_dict()
+    kept = dict(state)
+    norm([100.0, 200.0], update=False)
+    assert norm.state_dict() == kept
+    norm.update([100.0])
+    assert mean == 1.5 and state == kept and norm.count == 3
+    rewards = torch.tensor([4.0, math.nan])
+    norm.apply(rewards)
+    assert rewards[0] == 4.0
+
+
+def test_its_state_goes_on_elsewhere() -> None:
+    norm = RunningNorm()
+    norm.update([1.0, 2.0, 5.0])
+    other = RunningNorm()
+    other.load_state_dict(json.loads(json.dumps(norm.state_dict())))
+    for each in (norm, other):
+        each.update([7.0, None])
+    assert norm.state_dict() == other.state_dict()
+    empty = RunningNorm()
+    empty.load_state_dict(json.loads(json.dumps(RunningNorm().state_dict())))
+    assert empty.count == 0 and empty.std == 0.0
+    with pytest.raises(ValueError, match="state: got mean, expected count, mean, squares, low, high"):
+        other.load_state_dict({"mean": 1.0})
+    with pytest.raises(ValueError, match="state: mean: got None"):
+        other.load_state_dict({**norm.state_dict(), "mean": None})  # type: ignore[dict-item]
+    assert norm.state_dict() == other.state_dict()
+
+
+PARTS = ([1.0, None, 3.0], [8.0])
+GROUPS = (["a", "b", "a"], ["b"])
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    ranks = Ranks()
+    norm = RunningNorm()
+    shaped = norm(PARTS[rank], ranks=ranks)
+    bonus = length_bonus([[10, 20, 30], [5]][rank], [[1, 0, 1], [1]][rank], GROUPS[rank], ranks=ranks)
+    weights = clip_filter_weights(PARTS[rank], GROUPS[rank], ranks=ranks).weights
+    kept = zero_variance(PARTS[rank], GROUPS[rank], ranks=ranks)
+    off = torch.tensor([[0.5, 0.2], [0.1, 0.0]])[rank : rank + 1]
+    scaled = importance_weights(off, torch.zeros(1, 2), truncate=None, normalise=True, ranks=ranks).weights
+    found = [norm.state_dict(), shaped.rewards.tolist(), bonus.tolist(), weights.tolist(), kept.keep.tolist()]
+    Path(folder, str(rank)).write_text(json.dumps([*found, scaled[0].tolist()]))
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
+    mp.spawn(_rank, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
+    norm = RunningNorm()
+    shaped = norm(PARTS[0] + PARTS[1], ranks=ALONE)
+    assert first[0] == second[0]
+    assert first[0] == pytest.approx(norm.state_dict())
+    assert np.allclose(first[1] + second[1], shaped.rewards.tolist(), equal_nan=True)
+    assert first[2] + second[2] == length_bonus([10, 20, 30, 5], [1, 0, 1, 1], GROUPS[0] + GROUPS[1]).tolist()
+    assert first[3] + second[3] == clip_filter_weights(PARTS[0] + PARTS[1], GROUPS[0] + GROUPS[1]).weights.tolist()
+    assert first[4] + second[4] == zero_variance(PARTS[0] + PARTS[1], GROUPS[0] + GROUPS[1]).keep.tolist()
+    off = torch.tensor([[0.5, 0.2], [0.1, 0.0]])
+    whole = importance_weights(off, torch.zeros(2, 2), truncate=None, normalise=True).weights
+    assert np.allclose([first[5], second[5]], whole.tolist()) and whole.mean().item() == pytest.approx(1.0)
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+@USUAL
+@given(
+    st.integers(1, 6).flatmap(
+        lambda n: st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.7]), min_size=n, max_size=n), min_size=1, max_size=6)
+    ),
+    st.floats(1, 4),
+    st.floats(0, 2),
+)
+def test_clip_filter_weights_are_the_formula_by_place_and_by_id(
+    groups: list[list[float]], clip: float, lam: float
+) -> None:
+    flat = [len(set(group)) == 1 for group in groups]
+    useful = flat.count(False)
+    each = [1.0 if not useful else lam if dull else min(len(groups) / useful, clip) for dull in flat]
+    matrix = clip_filter_like_weight_func(groups, clip, lam)
+    assert matrix.dtype == torch.float32
+    for row, weight in zip(matrix, each, strict=True):
+        alike(row, [weight] * len(groups[0]))
+    rows = [(reward, i) for i, group in enumerate(groups) for reward in group]
+    python_random.Random(0).shuffle(rows)
+    by_id = clip_filter_weights([r for r, _ in rows], [i for _, i in rows], clip=clip, lam=lam)
+    alike(by_id.weights, [each[i] for _, i in rows])
+
+
+def test_clip_filter_weights_of_odd_shapes(recwarn: pytest.WarningsRecorder) -> None:
+    assert clip_filter_like_weight_func(torch.tensor([[1.0], [2.0]]), 3.0, 0.5).tolist() == [[1.0], [1.0]]
+    assert clip_filter_like_weight_func(torch.zeros(0, 4)).shape == (0, 4)
+    assert clip_filter_like_weight_func(torch.tensor([[1, 1], [0, 1]])).tolist() == [[1.0, 1.0], [2.0, 2.0]]
+    assert clip_filter_like_weight_func(torch.full((2, 7), 0.7, dtype=torch.float64)).dtype == torch.float64
+    unequal = clip_filter_weights([1.0, 0.0, 1.0, None, 3.0, 3.0], list("aabbcd"))
+    assert unequal.weights.tolist() == [3.0, 3.0, 1.0, 1.0, 1.0, 1.0]
+    assert unequal.report.which("missing reward") == [3]
+    assert not recwarn.list
+
+
+@USUAL
+@given(st.lists(st.tuples(REWARD, st.tuples(st.integers(0, 1), st.integers(0, 2))), max_size=12))
+def test_pass_rates_are_means_by_key(rows: list[tuple[float | None, tuple[int, int]]]) -> None:
+    found = pass_rates([r for r, _ in rows], [k for _, k in rows])
+    keys = list(dict.fromkeys(k for _, k in rows))
+    assert found.keys == keys
+    rates = []
+    for key, rate, count in zip(keys, found.rates, found.counts, strict=True):
+        known = [r for r, k in rows if k == key and not missing(r)]
+        assert count == len(known)
+        if known:
+            rates.append(rate)
+            assert rate == pytest.approx(statistics.fmean(known), rel=1e-9, abs=1e-9)
+        else:
+            assert math.isnan(rate)
+    share = sum(0 < r < 1 for r in rates) / len(rates) if rates else 0.0
+    assert found.report.metrics["valid_ratio"] == pytest.approx(share)
+    listed = [v for part in found.by_taskset().values() for v in part["values"]]
+    assert sorted(listed) == sorted(rates)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: overlong_penalty([1], max_length=4, buffer=5), "buffer: got 5, expected a number of tokens from 1 to"),
+        (lambda: overlong_penalty([1], max_length=0), "max_length: got 0, expected a number from 1"),
+        (
+            lambda: overlong_penalty([1], max_length=4, buffer=2, factor=-1),
+            "factor: got -1, expected a number of at least",
+        ),
+        (
+            lambda: overlong_penalty([2, -1], max_length=4, buffer=2),
+            "lengths: got -1 at row 1, expected a number of tok",
+        ),
+        (lambda: overlong_penalty([1.5], max_length=4, buffer=2), "lengths: got 1.5 at row 0"),
+        (lambda: overlong_penalty([None], max_length=4, buffer=2), "lengths: got nan at row 0"),
+        (lambda: overlong_penalty([math.inf], max_length=4, buffer=2), "lengths: got inf at row 0"),
+        (lambda: shape_overlong([1.0], [1, 2], max_length=4, buffer=2), "lengths: got 2, expected 1, one for each row"),
+        (lambda: shape_overlong([1.0], [1], ["a", "b"], max_length=4, buffer=2), "ids: got 2, expected 1"),
+        (lambda: length_penalty([1], target=-1), "target: got -1, expected a number from 0"),
+        (lambda: length_penalty([1], target=1, per_token=-1), "per_token: got -1, expected a number from 0"),
+        (lambda: length_penalty([1], target=1, max_penalty=-1), "max_penalty: got -1, expected a number from 0"),
+        (lambda: length_bonus([1], [0.5], ["a"]), "correct: got 0.5 at row 0, expected true or false"),
+        (lambda: length_bonus([1], [1, 0], ["a"]), "correct: got 2, expected 1"),
+        (lambda: length_bonus([1], [1], ["a", "b"]), "groups: got 2, expected 1"),
+        (lambda: repetition_penalty([[1]], n=0), "n: got 0, expected an integer of at least 1"),
+        (lambda: repetition_penalty([[1.5]], n=1), "tokens: got float32, expected integers"),
+        (lambda: repetition_penalty([[1]], n=1, max_penalty=-1.0), "max_penalty: got -1.0, expected a number from 0"),
+        (lambda: shape_by([1.0], [1.0], "pow"), "op: got 'pow', expected one of 'add', 'sub', 'mul', 'div'"),
+        (lambda: shape_by([1.0], [1.0], 3), "op: got 3, expected one of"),
+        (lambda: shape_by([1.0], [1.0, 2.0]), "values: got 2, expected 1, one for each row"),
+        (lambda: shape_by(["x"], [1.0]), "rewards: got what is no number or None"),
+        (lambda: shape_by([1.0], [1.0], weight=math.nan), "weight: got nan, expected a number"),
+        (lambda: clip_rewards([1.0], 2.0, 1.0), "low: got 2.0, expected at most high, 1.0"),
+        (lambda: clip_rewards([[1.0]], 0.0, 1.0), "rewards: got 2 dimensions, expected one number for each row"),
+        (lambda: clip_advantages([[1.0]], None, 0.0), "bound: got 0.0, expected a positive number"),
+        (lambda: clip_advantages([[1.0]], None, 1.0, over="all"), "over: got 'all', expected one of 'tokens', 'slots'"),
+        (lambda: RunningNorm(floor=0.0), "floor: got 0.0, expected a positive number"),
+        (lambda: clip_filter_like_weight_func([1.0]), "rewards: got 1 dimensions, expected 2"),
+        (lambda: clip_filter_weights([1.0, 2.0], ["a", "a"], clip=-1.0), "clip: got -1.0, expected a number from 0"),
+        (lambda: pass_rates([1.0], ["a", "b"]), "keys: got 2, expected 1"),
+        (lambda: pass_rates([1.0], ["a"]).by_taskset(), "keys: got 'a', expected pairs"),
+        (lambda: difference([1.0], [1.0, 2.0]), "after: got 2, expected 1"),
+    ],
+)
+def test_bad_input_is_named(call: Any, words: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        call()
+    assert words in str(raised.value)
