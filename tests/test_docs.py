@@ -80,6 +80,23 @@ def test_batches_page() -> None:
     assert scope["found"].ranks == 2
 
 
+def test_algorithms_page() -> None:
+    from rollbook.algorithms import ESTIMATORS, KL, LOSSES
+
+    page = ROOT / "docs" / "algorithms.md"
+    scope: dict[str, Any] = {}
+    try:
+        for code in blocks(page):
+            exec(code, scope)
+    finally:
+        ESTIMATORS.withdraw("above_worst")
+    assert scope["stats"].log_probs.shape == (6,)
+    text = page.read_text()
+    for registry in (ESTIMATORS, KL, LOSSES):
+        for name in registry.names():
+            assert f"`{name}`" in text, f"docs/algorithms.md: {registry.kind} {name} is not named"
+
+
 def test_adapters_page() -> None:
     peers.verl()
     records = [

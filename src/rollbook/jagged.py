@@ -64,7 +64,7 @@ class Rows(list[torch.Tensor]):
             lengths = map(len, parts)
             values = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         self.values: torch.Tensor = values  # type: ignore[assignment]
-        self.lengths = [int(length) for length in lengths]
+        self.lengths = list(map(int, lengths))
         if sum(self.lengths) != len(self.values):
             raise ValueError(f"rows: got {len(self.values)} values, expected {sum(self.lengths)}, the sum of lengths")
         super().__init__(torch.split(self.values, self.lengths) if self.lengths else ())

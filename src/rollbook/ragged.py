@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -311,6 +311,14 @@ class Ragged:
             return None
         row = self.tensor_of_values()[int(self.offsets[index]) : int(self.offsets[index + 1])]
         return row if self.codes is None else self._cast(row, index)
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index}: the column has {len(self)}")
+        return self.tensor(index % len(self))
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        return iter(self.tensors())
 
     def tensors(self) -> list[torch.Tensor | None]:
         """Every row, as `tensor` gives it, made in one pass."""

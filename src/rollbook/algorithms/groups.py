@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
@@ -44,9 +45,11 @@ def as_rewards(name: str, rewards: PerRow) -> Floats:
     return found
 
 
-def as_ids(name: str, ids: Any, rows: int) -> list[Hashable]:
-    """[B] Ids as a list of hashable things, one for each row."""
-    found = ids.tolist() if isinstance(ids, (torch.Tensor, np.ndarray)) else list(ids)
+def as_ids(name: str, ids: Any, rows: int) -> Any:
+    """[B] Ids as a list of hashable things, or as an array of whole numbers; one for each row."""
+    if isinstance(ids, torch.Tensor):
+        ids = ids.cpu().numpy()
+    found = ids if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu" else list(ids)
     if len(found) != rows:
         raise ValueError(f"{name}: got {len(found)}, expected {rows}, one for each row")
     return found
@@ -54,6 +57,9 @@ def as_ids(name: str, ids: Any, rows: int) -> list[Hashable]:
 
 def numbered(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], list[Hashable]]:
     """[B] The number of each id, counted from 0 as they first appear, and the ids in that order."""
+    if isinstance(ids, np.ndarray):
+        coded = pa.array(ids).dictionary_encode()
+        return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), coded.dictionary.to_pylist()
     numbers: dict[Hashable, int] = {}
     try:
         index = [numbers.setdefault(each, len(numbers)) for each in ids]
@@ -90,6 +96,7 @@ class Grouped:
         own = as_rewards("rewards", rewards)
         names = as_ids("groups", groups, len(own))
         labels = as_ids("runs", runs, len(own)) if runs is not None else None
+        self._std: dict[str, Floats] = {}
         self.rows = len(own)
         """B, the rows of this process."""
         wide = isinstance(rewards, torch.Tensor) and rewards.dtype == torch.float64
@@ -100,7 +107,7 @@ class Grouped:
             parts = ranks.gather([own, names, labels])
             first = sum(len(part[0]) for part in parts[: ranks.rank])
             own = np.concatenate([part[0] for part in parts])
-            names = [name for part in parts for name in part[1]]
+            names = [name for part in parts for name in list(part[1])]
             labels = [label for part in parts for label in part[2]] if labels is not None else None
         self.own = slice(first, first + self.rows)
         """Which of all rows are this process's."""
@@ -168,6 +175,11 @@ class Grouped:
     def std(self, kind: str = "sample") -> Floats:
         """[groups] The deviation, over n - 1 (`sample`) or n (`population`); exactly 0 if constant or alone."""
         choice("std", kind, STD)
+        if kind not in self._std:
+            self._std[kind] = self._deviation(kind)
+        return self._std[kind]
+
+    def _deviation(self, kind: str) -> Floats:
         valid = self.run_valid
         off = (self.run_values[valid] - self.mean[self.run_group[valid]]) ** 2
         squares = segment_sums(off, self.run_group[valid], len(self.keys))

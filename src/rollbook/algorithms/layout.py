@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.jagged import NUMPY, Rows
-from rollbook.ragged import Ragged
+from rollbook.fields import DTYPES
+from rollbook.jagged import NUMPY, Rows, memory
+from rollbook.ragged import Ragged, offsets_of
 
 PerToken: TypeAlias = torch.Tensor | NDArray[Any] | Rows | Ragged | Sequence[Any]
 """An entry for each token of B rows: a padded matrix (B, A), or packed: `Rows`, a `Ragged` column, a list of rows."""
@@ -41,13 +42,17 @@ class Layout:
     [tensor([7., 7.]), tensor([8., 8., 8.])]
     """
 
-    def __init__(self, shape: tuple[int, ...], lengths: list[int] | None, mask: torch.Tensor) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], lengths: list[int] | None, mask: torch.Tensor, column: bool = False
+    ) -> None:
         self.shape = shape
         """(B, A) if padded, (total,) if packed."""
         self.lengths = lengths
         """How many tokens each packed row has; `None` if padded."""
         self.mask = mask
         """[of `shape`] bool: which tokens count."""
+        self.column = column
+        """Whether results are given back as a `Ragged` column, since the tokens came as one."""
 
     @classmethod
     def of(cls, mask: PerToken | None, **tokens: PerToken | None) -> Layout:
@@ -69,7 +74,8 @@ class Layout:
                     "Rows(values, lengths) for packed tokens"
                 )
             shape = (sum(lengths),)
-        self = cls(shape, lengths, torch.empty(0, device=_device(given.values())))
+        column = lengths is not None and isinstance(next(iter(given.values())), Ragged)
+        self = cls(shape, lengths, torch.empty(0, device=_device(given.values())), column)
         if mask is None:
             self.mask = torch.ones(shape, dtype=torch.bool, device=self.mask.device)
         else:
@@ -140,11 +146,14 @@ class Layout:
 
     def narrowed(self, mask: torch.Tensor) -> Layout:
         """The same layout with fewer tokens that count."""
-        return Layout(self.shape, self.lengths, self.mask & mask)
+        return Layout(self.shape, self.lengths, self.mask & mask, self.column)
 
     def give(self, tensor: torch.Tensor) -> Any:
-        """A result (`shape`) in the layout that arguments came in: a matrix, or `Rows`."""
-        return tensor if self.lengths is None else Rows(tensor, self.lengths)
+        """A result (`shape`) in the layout that the mask, or else the first argument, came in: a matrix, `Rows`, or a
+        `Ragged` column."""
+        if self.lengths is None:
+            return tensor
+        return as_column(tensor, self.lengths) if self.column else Rows(tensor, self.lengths)
 
     def row_sums(self, tensor: torch.Tensor) -> torch.Tensor:
         """[B] The sum over each row's tokens that count; 0 for a row that has none."""
@@ -204,6 +213,12 @@ def _device(values: Any) -> torch.device:
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
                 return tensor.device
     return found
+
+
+def as_column(values: torch.Tensor, lengths: Sequence[int]) -> Ragged:
+    """Rows end to end, (total,), as a column on the same memory."""
+    name = str(values.dtype).removeprefix("torch.")
+    return Ragged(memory(values.detach().cpu()).view(DTYPES[name].storage), offsets_of(lengths), name, owned=True)
 
 
 def as_tensor(name: str, value: Any, device: torch.device | str = "cpu") -> torch.Tensor:

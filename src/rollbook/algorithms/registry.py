@@ -10,6 +10,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -25,13 +26,13 @@ class Entry:
     source: str
     """Where the formula stands: the paper and its equation."""
 
-    @property
+    @cached_property
     def inputs(self) -> dict[str, bool]:
         """The data it takes, by name, and whether it must be given."""
         found = inspect.signature(self.function).parameters.values()
         return {p.name: p.default is p.empty for p in found if p.kind is not p.KEYWORD_ONLY}
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Any]:
         """Its options and their defaults."""
         found = inspect.signature(self.function).parameters.values()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rollbook.jagged import Rows
+from rollbook.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Advantages:
         report: Report | None = None,
     ) -> None:
         self.advantages = advantages
-        """For each token, in the mask's layout, (B, A) or packed; 0 where the mask is False. Without a mask (B,)."""
+        """For each token, in the mask's layout: (B, A), `Rows` if it is packed, a `Ragged` column if it is one (as that
+        of records is); 0 where the mask is False. Without a mask (B,)."""
         self._returns = returns
         self.scores = scores
         """[B] For estimators that score whole rows: the advantage of each, before it was put on its tokens."""
@@ -107,7 +109,10 @@ class Advantages:
         """The same shape: what a critic is to predict; where there is nothing to predict, a copy of the advantages."""
         if self._returns is None:
             held = self.advantages
-            self._returns = held.apply(torch.clone) if isinstance(held, Rows) else held.clone()
+            if isinstance(held, Ragged):
+                self._returns = Ragged(held.values.copy(), held.offsets, held.dtype, owned=True)
+            else:
+                self._returns = held.apply(torch.clone) if isinstance(held, Rows) else held.clone()
         return self._returns
 
     def with_report(self, report: Report) -> Advantages:

@@ -46,6 +46,9 @@ class Inputs(Mapping[str, Any]):
             self._made[name] = self._makers[name]()
         return self._made[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers  # and nothing is made to find out
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._makers)
 

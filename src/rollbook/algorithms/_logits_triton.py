@@ -1,0 +1,430 @@
+"""Triton kernels for `tokens`: sums over the vocabulary, their slopes, and a product that leaves nothing but sums.
+
+Invariant: every logit is read once and held in float32, whatever its type; what a kernel leaves of a token are the four
+numbers of `tokens.Sums`, so that parts of a vocabulary can be put together in any order. Numbers are those of the plain
+path in `tokens`, up to the order of additions. Nothing here waits for the device.
+"""
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, misc"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # a torch for CPUs comes without Triton; then `READY` is False and nothing here is called
+    triton = None
+
+READY = triton is not None
+_BLOCK = 4096
+_WARPS = 4
+_LOG2E: Any = 1.4426950408889634
+_LN2: Any = 0.6931471805599453
+# Stands for -inf where a product gives logits: no NaN comes of it, and its power is 0 beside any true logit's.
+LOWEST: Any = -1e30
+# Powers this far down are 0 in every type, so that nothing changes where a difference is held above it.
+_FLOOR: Any = -1e4
+if triton is not None:
+    _LOG2E, _LN2, LOWEST, _FLOOR = (tl.constexpr(number) for number in (_LOG2E, _LN2, LOWEST, _FLOOR))
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    return function if triton is None else triton.jit(function)
+
+
+@_jit
+def _capped(x, cap):
+    # cap * tanh(x / cap); near 0 by its series, where a difference of powers would lose digits.
+    share = x / cap
+    square = share * share
+    near = share * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    power = tl.exp(-2 * tl.abs(share))
+    far = (1 - power) / (1 + power)
+    far = tl.where(share < 0, -far, far)
+    return cap * tl.where(square < 0.01, near, far)
+
+
+@_jit
+def _sums_kernel(
+    logits,
+    labels,
+    scales,
+    top_out,
+    mass_out,
+    spread_out,
+    chosen_out,
+    inner,
+    stride_outer,
+    stride_inner,
+    stride_entry,
+    vocabulary,
+    start,
+    SCALED: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    here = logits + (row // inner) * stride_outer + (row % inner) * stride_inner
+    scale = _LOG2E
+    if SCALED:
+        scale = tl.load(scales + row) * _LOG2E
+    top = -float("inf")
+    mass = 0.0
+    spread = 0.0
+    for first in tl.range(0, vocabulary, BLOCK):
+        entries = first + tl.arange(0, BLOCK)
+        x = tl.load(here + entries * stride_entry, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(x, 0))
+        reference = tl.where(higher == -float("inf"), 0.0, higher)
+        # What was summed so far moves to the new reference; before the first logit there is nothing to move.
+        rise = tl.where(top == -float("inf"), 0.0, (reference - top) * scale)
+        keep = tl.exp2(-rise)
+        distance = (x - reference) * scale
+        power = tl.exp2(distance)
+        if SPREAD:
+            spread = keep * (spread + rise * mass) - tl.sum(tl.maximum(distance, _FLOOR) * power, 0)
+        mass = keep * mass + tl.sum(power, 0)
+        top = higher
+    label = tl.load(labels + row) - start
+    inside = (label >= 0) & (label < vocabulary)
+    chosen = tl.load(here + label * stride_entry, mask=inside, other=0.0).to(tl.float32)
+    tl.store(top_out + row, top)
+    tl.store(mass_out + row, mass)
+    tl.store(spread_out + row, spread * _LN2)
+    tl.store(chosen_out + row, chosen)
+
+
+@_jit
+def _slopes_kernel(
+    logits,
+    out,
+    labels,
+    scales,
+    tops,
+    log_masses,
+    entropies,
+    of_log_prob,
+    of_entropy,
+    inner,
+    stride_outer,
+    stride_inner,
+    stride_entry,
+    vocabulary,
+    start,
+    cap,
+    SCALED: tl.constexpr,
+    SPREAD: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = entries < vocabulary
+    here = logits + (row // inner) * stride_outer + (row % inner) * stride_inner
+    x = tl.load(here + entries * stride_entry, mask=inside, other=-float("inf")).to(tl.float32)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scales + row)
+    weight = tl.load(of_log_prob + row)
+    log_prob = (x - tl.load(tops + row)) * scale - tl.load(log_masses + row)
+    factor = weight
+    if SPREAD:
+        factor += tl.load(of_entropy + row) * (tl.maximum(log_prob, _FLOOR) + tl.load(entropies + row))
+    label = tl.load(labels + row) - start
+    slope = (tl.where(entries == label, weight, 0.0) - tl.exp(log_prob) * factor) * scale
+    slope = tl.where(x == -float("inf"), 0.0, slope)
+    if CAPPED:
+        share = x / cap
+        slope *= 1.0 - share * share
+    tl.store(out + row * vocabulary + entries, slope.to(out.dtype.element_ty), mask=inside)
+
+
+@_jit
+def _product_kernel(
+    hidden,
+    weight,
+    bias,
+    scales,
+    top_out,
+    mass_out,
+    spread_out,
+    tokens,
+    vocabulary,
+    width,
+    cap,
+    SCALED: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    tiles_t = tl.cdiv(tokens, BLOCK_T)
+    tiles_v = tl.cdiv(vocabulary, BLOCK_V)
+    steps = tl.cdiv(width, BLOCK_D)
+    in_group = GROUP * tiles_v
+    for tile in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=True):
+        # Programs that run at the same time share a few tiles of tokens and a few of the vocabulary in the L2 cache.
+        first_t = (tile // in_group) * GROUP
+        group = min(tiles_t - first_t, GROUP)
+        at_t = first_t + (tile % in_group) % group
+        at_v = (tile % in_group) // group
+        x = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
+        for step in range(steps):
+            left = hidden.load([at_t * BLOCK_T, step * BLOCK_D])
+            right = weight.load([at_v * BLOCK_V, step * BLOCK_D])
+            x = tl.dot(left, right.T, x)
+        rows = at_t * BLOCK_T + tl.arange(0, BLOCK_T)
+        entries = at_v * BLOCK_V + tl.arange(0, BLOCK_V)
+        if BIASED:
+            x += tl.load(bias + entries, mask=entries < vocabulary, other=0.0).to(tl.float32)[None, :]
+            x = tl.where(x < LOWEST, LOWEST, x)
+        if CAPPED:
+            x = _capped(x, cap)
+        x = tl.where((entries < vocabulary)[None, :], x, LOWEST)
+        scale = _LOG2E
+        top = tl.max(x, 1)
+        if SCALED:
+            scale = tl.load(scales + rows, mask=rows < tokens, other=1.0)[:, None] * _LOG2E
+        distance = (x - top[:, None]) * scale
+        power = tl.exp2(distance)
+        place = at_v.to(tl.int64) * tokens + rows
+        tl.store(top_out + place, top, mask=rows < tokens)
+        tl.store(mass_out + place, tl.sum(power, 1), mask=rows < tokens)
+        if SPREAD:
+            tl.store(spread_out + place, tl.sum(distance * power, 1) * -_LN2, mask=rows < tokens)
+
+
+@_jit
+def _merge_kernel(
+    tops,
+    masses,
+    spreads,
+    scales,
+    top_out,
+    mass_out,
+    spread_out,
+    tokens,
+    tiles,
+    SCALED: tl.constexpr,
+    SPREAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    real = (rows < tokens)[None, :]
+    top = tl.full((BLOCK_T,), LOWEST, dtype=tl.float32)
+    for first in tl.range(0, tiles, BLOCK_V):
+        tile = first + tl.arange(0, BLOCK_V)
+        place = tile[:, None].to(tl.int64) * tokens + rows[None, :]
+        here = tl.load(tops + place, mask=real & (tile < tiles)[:, None], other=LOWEST)
+        top = tl.maximum(top, tl.max(here, 0))
+    scale = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
+    if SCALED:
+        scale = tl.load(scales + rows, mask=rows < tokens, other=1.0)
+    mass = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    spread = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    for first in tl.range(0, tiles, BLOCK_V):
+        tile = first + tl.arange(0, BLOCK_V)
+        place = tile[:, None].to(tl.int64) * tokens + rows[None, :]
+        there = real & (tile < tiles)[:, None]
+        rise = (top[None, :] - tl.load(tops + place, mask=there, other=LOWEST)) * scale[None, :]
+        keep = tl.exp(-rise)
+        part = tl.load(masses + place, mask=there, other=0.0)
+        mass += tl.sum(keep * part, 0)
+        if SPREAD:
+            spread += tl.sum(keep * (tl.load(spreads + place, mask=there, other=0.0) + rise * part), 0)
+    tl.store(top_out + rows, top, mask=rows < tokens)
+    tl.store(mass_out + rows, mass, mask=rows < tokens)
+    tl.store(spread_out + rows, spread, mask=rows < tokens)
+
+
+@_jit
+def _chosen_kernel(
+    hidden,
+    weight,
+    bias,
+    labels,
+    out,
+    stride_hidden,
+    stride_weight,
+    vocabulary,
+    width,
+    cap,
+    BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    inside = (label >= 0) & (label < vocabulary)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in tl.range(0, width, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        there = (at < width) & inside
+        left = tl.load(hidden + row * stride_hidden + at, mask=there, other=0.0).to(tl.float32)
+        total += left * tl.load(weight + label * stride_weight + at, mask=there, other=0.0).to(tl.float32)
+    x = tl.sum(total, 0)
+    if BIASED:
+        x += tl.load(bias + label, mask=inside, other=0.0).to(tl.float32)
+    if CAPPED:
+        x = _capped(x, cap)
+    tl.store(out + row, x)
+
+
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def sums(logits: torch.Tensor, labels: torch.Tensor, start: int, scales: torch.Tensor | None, spread: bool) -> Four:
+    """Of logits (O, I, V), of which the first stands for token `start` of the vocabulary: four numbers a row."""
+    outer, inner, vocabulary = logits.shape
+    out = torch.empty(4, outer * inner, dtype=torch.float32, device=logits.device)
+    top, mass, spreads, chosen = out.unbind()
+    if outer * inner:
+        with torch.cuda.device(logits.device):
+            _sums_kernel[(outer * inner,)](
+                logits,
+                labels,
+                labels if scales is None else scales,
+                *(top, mass, spreads, chosen),
+                inner,
+                *logits.stride(),
+                vocabulary,
+                start,
+                SCALED=scales is not None,
+                SPREAD=spread,
+                BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
+                num_warps=_WARPS,
+            )
+    return top, mass, spreads, chosen
+
+
+def slopes(
+    logits: torch.Tensor,
+    out: torch.Tensor,
+    labels: torch.Tensor,
+    start: int,
+    scales: torch.Tensor | None,
+    left: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    of_log_prob: torch.Tensor,
+    of_entropy: torch.Tensor | None,
+    cap: float | None,
+) -> None:
+    """The gradient of logits (O, I, V) into `out`, contiguous; `left` is what the forward pass left of each row."""
+    outer, inner, vocabulary = logits.shape
+    block = min(_BLOCK, triton.next_power_of_2(vocabulary))
+    if outer * inner:
+        with torch.cuda.device(logits.device):
+            _slopes_kernel[(outer * inner, triton.cdiv(vocabulary, block))](
+                logits,
+                out,
+                labels,
+                labels if scales is None else scales,
+                *left,
+                of_log_prob,
+                of_log_prob if of_entropy is None else of_entropy,
+                inner,
+                *logits.stride(),
+                vocabulary,
+                start,
+                1.0 if cap is None else cap,
+                SCALED=scales is not None,
+                SPREAD=of_entropy is not None,
+                CAPPED=cap is not None,
+                BLOCK=block,
+                num_warps=_WARPS,
+            )
+
+
+_TILE_T, _TILE_V, _TILE_D = 128, 256, 64
+_STAGES = 4
+_GROUP = 32
+_SHARED = 200 << 10
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """How many multiprocessors there are; 0 on a device that lacks the copy engine or the memory for the product."""
+    about: Any = torch.cuda.get_device_properties(device)
+    able = (about.major, about.minor) >= (9, 0) and about.shared_memory_per_block_optin >= _SHARED
+    return int(about.multi_processor_count) if able else 0
+
+
+def takes(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `product_sums` can take these: 16 bits each, rows that the copy engine can read, a device that has it."""
+    return (
+        hidden.dtype == weight.dtype
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and all(
+            part.stride(1) == 1 and part.stride(0) % 8 == 0 and part.data_ptr() % 16 == 0 and min(part.shape) > 0
+            for part in (hidden, weight)
+        )
+        and _processors(hidden.device) > 0
+    )
+
+
+def product_sums(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    scales: torch.Tensor | None,
+    cap: float | None,
+    spread: bool,
+) -> Four:
+    """What `sums` gives of `hidden @ weight.T`, (N, D) and (V, D), none of whose entries ever leaves the processors."""
+    (tokens, width), vocabulary = hidden.shape, len(weight)
+    tiles = triton.cdiv(vocabulary, _TILE_V)
+    parts = torch.empty(3 if spread else 2, tiles, tokens, dtype=torch.float32, device=hidden.device)
+    out = torch.empty(4, tokens, dtype=torch.float32, device=hidden.device)
+    top, mass, spreads, chosen = out.unbind()
+    given = labels if scales is None else scales
+    flags = {"SCALED": scales is not None, "SPREAD": spread}
+    shape = {"BIASED": bias is not None, "CAPPED": cap is not None}
+    limit = 1.0 if cap is None else cap
+    programs = min(_processors(hidden.device), tiles * triton.cdiv(tokens, _TILE_T))
+    with torch.cuda.device(hidden.device):
+        _product_kernel[(programs,)](
+            TensorDescriptor.from_tensor(hidden, [_TILE_T, _TILE_D]),
+            TensorDescriptor.from_tensor(weight, [_TILE_V, _TILE_D]),
+            labels if bias is None else bias,
+            given,
+            *(parts[0], parts[1], parts[-1]),
+            *(tokens, vocabulary, width, limit),
+            **flags,
+            **shape,
+            BLOCK_T=_TILE_T,
+            BLOCK_V=_TILE_V,
+            BLOCK_D=_TILE_D,
+            GROUP=_GROUP,
+            PROGRAMS=programs,
+            num_warps=8,
+            num_stages=_STAGES,
+        )
+        _merge_kernel[(triton.cdiv(tokens, 16),)](
+            *(parts[0], parts[1], parts[-1]),
+            given,
+            *(top, mass, spreads),
+            *(tokens, tiles),
+            **flags,
+            BLOCK_T=16,
+            BLOCK_V=64,
+        )
+        _chosen_kernel[(tokens,)](
+            *(hidden, weight),
+            labels if bias is None else bias,
+            *(labels, chosen, hidden.stride(0), weight.stride(0), vocabulary, width, limit),
+            **shape,
+            BLOCK=min(2048, triton.next_power_of_2(width)),
+        )
+    # Rows whose every logit is -inf have no distribution: NaN, as they are in the plain path.
+    return top.masked_fill_(top <= -1e30, torch.nan), mass, spreads, chosen

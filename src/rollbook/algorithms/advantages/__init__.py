@@ -1,0 +1,126 @@
+"""Advantage estimators: pure functions by name, and `estimate`, which feeds them from records or a batch.
+
+Invariant: every estimator is in `ESTIMATORS`, its signature is the one place where its options and defaults stand, and
+`estimate(name, data)` gives what the function gives for the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rollbook.algorithms.advantages.grouped import (
+    asymre,
+    cpgd,
+    dr_grpo,
+    grpo,
+    opmd,
+    pass_at_k,
+    pass_at_k_advantage,
+    rec,
+    rloo,
+)
+from rollbook.algorithms.advantages.registry import ESTIMATORS
+from rollbook.algorithms.advantages.stepwise import gigpo, step_wise_grpo
+from rollbook.algorithms.advantages.temporal import (
+    cumulative_returns,
+    gae,
+    place_rewards,
+    ppo,
+    reinforce,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+)
+from rollbook.algorithms.advantages.tokenwise import clip_b, clip_v, jsd, on_policy_distill
+from rollbook.algorithms.ranks import ALONE
+from rollbook.algorithms.results import Advantages
+from rollbook.algorithms.sources import Uids, group_numbers, inputs_of
+from rollbook.batch import ExperienceBatch
+from rollbook.experiences import Experiences, as_experiences
+
+
+def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None, **options: Any) -> Advantages:
+    """The advantages of records, of a batch, or of inputs by name, by the estimator called `name`.
+
+    data: `Experiences` (or a list of records), an `ExperienceBatch`, or a mapping of the function's inputs. Records
+    are grouped by task and counted by run; a run of several rows counts once, and a record that was never given a task
+    is a group of its own. An estimator over time takes the records' token-level rewards, or else their reward on the
+    last action (`reinforce_plus_plus_baseline`, which compares rows, always the reward). Options are the function's:
+    `ESTIMATORS[name].options`. `info_keys` says under which keys of `info` records keep `states`, `step_rewards` and
+    `baselines`.
+
+    Put the result where it belongs by `experiences.assign(advantages=found.advantages, returns=found.returns)` or by
+    assigning to the batch.
+
+    >>> from rollbook import Experience, Experiences
+    >>> many = Experiences([
+    ...     Experience(eid={"task": t, "run": r}, tokens=[1, 2, 3], reward=float(r == t))
+    ...     for t in (0, 1) for r in (0, 1, 2)
+    ... ])
+    >>> found = estimate("dr_grpo", many)
+    >>> many.assign(advantages=found.advantages)[0].advantages
+    tensor([0.6667, 0.6667])
+    >>> estimate("grpo", many, eps_=1)
+    Traceback (most recent call last):
+        ...
+    ValueError: grpo: option 'eps_' is none of its options; did you mean 'eps'? (std, eps, level, singleton, ranks)
+    """
+    entry = ESTIMATORS[name]
+    if isinstance(data, Mapping):
+        return entry.call(data, options)  # type: ignore[no-any-return]
+    many = None if isinstance(data, ExperienceBatch) else as_experiences(data)
+    inputs = inputs_of(data if many is None else many, info_keys=info_keys)
+    given = {need: inputs[need] for need in entry.inputs if need in inputs and need not in ("groups", "runs")}
+    if "token_rewards" in entry.inputs and given.get("token_rewards") is not None:
+        # One or the other: the token-level rewards of a record are made from its reward.
+        given.pop("token_rewards" if entry.name == "reinforce_plus_plus_baseline" else "rewards", None)
+    if "groups" in entry.inputs:
+        given |= _groups(inputs, many, required=entry.inputs.get("runs", False), ranks=options.get("ranks", ALONE))
+    found: Advantages = entry.call(given, options)
+    ids = Uids(many) if many is not None else inputs["ids"] if data.ids is not None else None
+    return found if ids is None else found.with_report(found.report.with_ids(ids))
+
+
+def _groups(inputs: Mapping[str, Any], many: Experiences | None, required: bool, ranks: Any) -> dict[str, Any]:
+    """Groups and runs: by number where nobody else must understand them, else by id."""
+    if many is not None and ranks is ALONE:
+        groups, runs = group_numbers(many)
+    else:
+        groups, runs = np.array(inputs["groups"], dtype=object), np.array(inputs["runs"], dtype=object)
+    several = len(runs) and len(runs) != (runs.max() + 1 if runs.dtype.kind == "i" else len(set(runs.tolist())))
+    if not required and not several and ranks is ALONE:
+        return {"groups": groups}
+    return {"groups": groups, "runs": runs}
+
+
+__all__ = [
+    "ESTIMATORS",
+    "Advantages",
+    "asymre",
+    "clip_b",
+    "clip_v",
+    "cpgd",
+    "cumulative_returns",
+    "dr_grpo",
+    "estimate",
+    "gae",
+    "gigpo",
+    "grpo",
+    "jsd",
+    "on_policy_distill",
+    "opmd",
+    "pass_at_k",
+    "pass_at_k_advantage",
+    "place_rewards",
+    "ppo",
+    "rec",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "step_wise_grpo",
+]

@@ -1,0 +1,339 @@
+"""Estimators that score a row against its group: rewards by id in, one score for each row out, put on its tokens.
+
+Invariant: none of them looks at the order of rows, at micro-batches or at padding. Unless an option says otherwise, a
+row without a finite reward scores 0 and is in no statistic, a lone row scores 0, and a group of equal rewards scores
+exactly 0; all three are counted in the report. Tool tokens play no part: a score is put on the tokens that count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from math import comb
+from typing import Any
+
+import numpy as np
+
+from rollbook.algorithms.advantages.registry import ESTIMATORS
+from rollbook.algorithms.groups import Floats, Grouped, as_ids, segment_sums
+from rollbook.algorithms.layout import PerRow, PerToken
+from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.results import Advantages
+
+LEVELS = ("group", "batch")
+
+
+@ESTIMATORS.register(
+    "grpo", "group_norm", "grpo_verl", source="GRPO (Shao et al., 2024, arXiv 2402.03300), section 4.1.2"
+)
+def grpo(
+    rewards: PerRow,
+    groups: Any,
+    mask: PerToken | None = None,
+    runs: Any = None,
+    *,
+    std: str = "sample",
+    eps: float = 1e-6,
+    level: str = "group",
+    singleton: str = "zero",
+    ranks: Ranks = ALONE,
+) -> Advantages:
+    """Reward minus the group's mean, over the group's deviation.
+
+    A = (r - mean) / (std + eps). rewards, groups: (B,); mask: tokens, (B, A) or packed; runs: (B,), so that a run of
+    several rows counts once in its group. `level="batch"` divides by the deviation of all rewards of the batch.
+
+    Peers: verl, Trinity and SkyRL give a lone row its reward (`singleton="raw"`); LightRFT's and OpenRLHF's is NaN, and
+    LightRFT's eps of 1e-9 is below the rounding of a float32 mean, so that equal rewards of 0.1 score -0.83.
+
+    >>> grpo([1.0, 0.0, 0.0, 1.0], ["a", "a", "b", "b"], eps=0.0).advantages
+    tensor([ 0.7071, -0.7071, -0.7071,  0.7071])
+    >>> found = grpo([0.1, 0.1, 0.1, None], ["a", "a", "a", "a"], [[1, 1], [1], [1, 0], [1]])
+    >>> found.advantages, found.report.which("missing reward")
+    ([tensor([0., 0.]), tensor([0.]), tensor([0., 0.]), tensor([0.])], [3])
+    """
+    choice("level", level, LEVELS)
+    number("eps", eps, 0)
+    grouped = Grouped(rewards, groups, runs, ranks)
+    spread = grouped.of(grouped.std(std)) if level == "group" else grouped.batch_std(std)
+    return grouped.scored(grouped.alone(_over(grouped.centred(), spread + eps), singleton), mask)
+
+
+def _over(deviations: Floats, divisor: Any) -> Floats:
+    """Deviations over a divisor; exactly 0 stays exactly 0, also over 0."""
+    safe = np.where(np.asarray(divisor) > 0, divisor, 1.0)
+    return np.where(deviations == 0, 0.0, deviations / safe)
+
+
+@ESTIMATORS.register("dr_grpo", source="Dr. GRPO (Liu et al., 2025, arXiv 2503.20783), section 3.2")
+def dr_grpo(
+    rewards: PerRow,
+    groups: Any,
+    mask: PerToken | None = None,
+    runs: Any = None,
+    *,
+    singleton: str = "zero",
+    ranks: Ranks = ALONE,
+) -> Advantages:
+    """Reward minus the group's mean, not divided by anything.
+
+    A = r - mean. Its other half is a loss divided by a constant: `mode="seq-mean-token-sum-norm"`. Arguments as of
+    `grpo`.
+
+    >>> dr_grpo([1.0, 0.0, 0.0, 1.0, 3.0], ["a", "a", "b", "b", "b"]).advantages
+    tensor([ 0.5000, -0.5000, -1.3333, -0.3333,  1.6667])
+    """
+    grouped = Grouped(rewards, groups, runs, ranks)
+    return grouped.scored(grouped.alone(grouped.centred(), singleton), mask)
+
+
+@ESTIMATORS.register("rloo", source="RLOO (Ahmadian et al., 2024, arXiv 2402.14740), equation 8")
+def rloo(
+    rewards: PerRow,
+    groups: Any,
+    mask: PerToken | None = None,
+    runs: Any = None,
+    *,
+    singleton: str = "zero",
+    ranks: Ranks = ALONE,
+) -> Advantages:
+    """Reward minus the mean of the group's other rewards.
+
+    A = r - (sum of the others) / (n - 1), computed as n / (n - 1) * (r - mean), so that equal rewards give exactly 0.
+    Arguments as of `grpo`. Peers: verl and Trinity give a lone row its reward (`singleton="raw"`), LightRFT NaN.
+
+    >>> rloo([1.0, 0.0, 0.0, 1.0], ["a"] * 4).advantages
+    tensor([ 0.6667, -0.6667, -0.6667,  0.6667])
+    """
+    grouped = Grouped(rewards, groups, runs, ranks)
+    count = grouped.of(grouped.count)
+    scores = grouped.centred() * count / np.maximum(count - 1, 1)
+    return grouped.scored(grouped.alone(scores, singleton), mask)
+
+
+@ESTIMATORS.register(
+    "opmd", "opmd_verl", source="OPMD (Pan et al., 2025, arXiv 2505.17826), section 2.2 and appendix A"
+)
+def opmd(
+    rewards: PerRow,
+    groups: Any,
+    mask: PerToken | None = None,
+    runs: Any = None,
+    *,
+    baseline: str = "mean",
+    tau: float = 1.0,
+    singleton: str = "zero",
+    ranks: Ranks = ALONE,
+) -> Advantages:
+    """Reward minus the group's mean, or minus its log-average-exp at temperature `tau`.
+
+    A = r - mean, or r - tau * (logsumexp(R / tau) - log n) with `baseline="logavgexp"`. Arguments as of `grpo`.
+
+    >>> opmd([0.0, 1.0], ["a", "a"], baseline="logavgexp", tau=0.5).advantages
+    tensor([-0.7169,  0.2831])
+    """
+    choice("baseline", baseline, ("mean", "logavgexp"))
+    number("tau", tau, 1e-30, what="a positive number")
+    grouped = Grouped(rewards, groups, runs, ranks)
+    scores = grouped.centred()
+    if baseline == "logavgexp":
+        scores = grouped.filled(scores - grouped.of(_log_mean_exp(grouped, tau)))
+    return grouped.scored(grouped.alone(scores, singleton), mask)
+
+
+def _log_mean_exp(grouped: Grouped, tau: float) -> Floats:
+    """[groups] tau * log mean exp((r - mean) / tau): what the baseline lies above the mean; 0 for equal rewards."""
+    valid, index = grouped.run_valid, grouped.run_group
+    off = (grouped.run_values[valid] - grouped.mean[index[valid]]) / tau
+    top = np.full(len(grouped.keys), -np.inf)
+    np.maximum.at(top, index[valid], off)
+    top = np.where(np.isfinite(top), top, 0.0)
+    sums = segment_sums(np.exp(off - top[index[valid]]), index[valid], len(grouped.keys))
+    found = tau * (top + np.log(np.maximum(sums, 1e-300) / np.maximum(grouped.count, 1)))
+    return np.where(grouped.constant | (grouped.count < 2), 0.0, found)
+
+
+@ESTIMATORS.register("asymre", "asymre_verl", source="AsymRE (Arnal et al., 2025, arXiv 2506.20520), section 3")
+def asymre(
+    rewards: PerRow,
+    groups: Any,
+    mask: PerToken | None = None,
+    runs: Any = None,
+    *,
+    shift: float = -0.1,
+    singleton: str = "zero",
+    ranks: Ranks = ALONE,
+) -> Advantages:
+    """Reward minus a baseline that lies `shift` above the group's mean; below it for a negative shift.
+
+    A = r - (mean + shift). A group of equal rewards scores exactly -shift: that is what the shift is for. Arguments as
+    of `grpo`.
+
+    >>> asymre([0.0, 1.0, 1.0, 1.0], ["a", "a", "b", "b"]).advantages
+    tensor([-0.4000,  0.6000,  0.1000,  0.1000])
+    """
+    number("shift", shift)
+    grouped = Grouped(rewards, groups, runs, ranks)
+    return grouped.scored(grouped.alone(grouped.filled(grouped.centred() - shift), singleton), mask)
+
+
+@ESTIMATORS.register("rec", source="REC (Yao et al., 2025, arXiv 2509.24203), section 3")
+def rec(
+    rewards: PerRow,
+    groups: Any,
+    mask: PerToken | None = None,
+    runs: Any = None,
+    ids: Any = None,
+    *,
+    normalise: bool = False,
+    std: str = "population",
+    eps: float = 1e-6,
+    drop: str | None = None,
+    seed: int = 0,
+    singleton: str = "zero",
+    ranks: Ranks = ALONE,
+) -> Advantages:
+    """Reward minus the group's mean; by choice over its deviation, and with surplus negatives left out.
+
+    With `drop="balance"` a group that has more negative than positive scores keeps as many negatives as positives;
+    which ones is drawn by `seed` and the rows' `ids` (by row number where no ids are given), never by order. Dropped
+    rows score 0 and are in the report. Other arguments as of `grpo`.
+
+    >>> rec([0.0, 1.0, 1.0], ["a"] * 3, normalise=True).advantages
+    tensor([-1.4142,  0.7071,  0.7071])
+    >>> found = rec([0.0, 0.0, 0.0, 1.0], ["a"] * 4, ids=["w", "x", "y", "z"], drop="balance")
+    >>> len(found.report.which("dropped negative"))
+    2
+    """
+    choice("drop", drop, (None, "balance"))
+    grouped = Grouped(rewards, groups, runs, ranks)
+    scores = grouped.centred()
+    if normalise:
+        scores = _over(scores, grouped.of(grouped.std(std)) + number("eps", eps, 0))
+    scores = grouped.alone(scores, singleton)
+    report = grouped.report()
+    if drop is not None:
+        names = as_ids("ids", range(grouped.rows) if ids is None else ids, grouped.rows)
+        everyone = [name for part in ranks.gather(names) for name in part]
+        dropped = _surplus(grouped, scores, everyone, seed)
+        scores = np.where(dropped, 0.0, scores)
+        reasons = {**report.reasons, "dropped negative": np.flatnonzero(dropped[grouped.own]).tolist()}
+        report = type(report)(report.rows, reasons, report.metrics)
+    return grouped.scored(scores, mask, report)
+
+
+def _surplus(grouped: Grouped, scores: Floats, ids: list[Any], seed: int) -> Any:
+    """[all rows] Which negatives a group has too many of, drawn by a hash of seed and id."""
+    dropped = np.zeros(len(scores), dtype=bool)
+    draw = [hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest() for name in ids]
+    negatives: dict[int, list[int]] = {}
+    for i in np.flatnonzero(scores < 0).tolist():
+        negatives.setdefault(int(grouped.index[i]), []).append(i)
+    positives = np.bincount(grouped.index[scores > 0], minlength=len(grouped.keys))
+    for group, rows in negatives.items():
+        surplus = len(rows) - int(positives[group])
+        dropped[sorted(rows, key=draw.__getitem__)[: max(surplus, 0)]] = True
+    return dropped
+
+
+@ESTIMATORS.register("cpgd", source="CPGD (Liu et al., 2025, arXiv 2505.12504), section 3.2")
+def cpgd(
+    rewards: PerRow,
+    groups: Any,
+    mask: PerToken | None = None,
+    runs: Any = None,
+    *,
+    weight: str = "std",
+    clip: float = 3.0,
+    lam: float = 1.0,
+    std: str = "population",
+    eps: float = 1e-6,
+    singleton: str = "zero",
+    ranks: Ranks = ALONE,
+) -> Advantages:
+    """Reward minus the group's mean, weighted by the group.
+
+    `weight="std"` divides by the deviation (over n by default, as LightRFT), `"none"` leaves it, and
+    `"clip_filter_like"` multiplies groups that differ by min(groups / groups that differ, `clip`) and groups of equal
+    rewards by `lam`, so that a batch of few useful groups moves as much as a full one. Arguments as of `grpo`.
+    LightRFT sums its rewards over the batch first, and so always gets 0.
+
+    >>> cpgd([1.0, 0.0], ["a", "a"], [[1, 1, 1], [1, 1]]).advantages
+    [tensor([1.0000, 1.0000, 1.0000]), tensor([-1.0000, -1.0000])]
+    """
+    choice("weight", weight, ("std", "none", "clip_filter_like"))
+    grouped = Grouped(rewards, groups, runs, ranks)
+    scores = grouped.centred()
+    if weight == "std":
+        scores = _over(scores, grouped.of(grouped.std(std)) + number("eps", eps, 0))
+    elif weight == "clip_filter_like":
+        differ = int((~grouped.constant & (grouped.count > 1)).sum())
+        known = int((grouped.count > 1).sum())
+        factor = min(known / differ, number("clip", clip, 0)) if differ else 1.0
+        scores = scores * np.where(grouped.of(grouped.constant), number("lam", lam), factor)
+    return grouped.scored(grouped.alone(scores, singleton), mask)
+
+
+@ESTIMATORS.register("pass_at_k", "pass@k", source="Pass@k training (Chen et al., 2025, arXiv 2508.10751), section 2.4")
+def pass_at_k_advantage(
+    rewards: PerRow,
+    groups: Any,
+    mask: PerToken | None = None,
+    runs: Any = None,
+    *,
+    k: int = 4,
+    correct: float = 0.0,
+    ranks: Ranks = ALONE,
+) -> Advantages:
+    """What a sample adds to the chance that at least one of `k` is right, over that chance's deviation.
+
+    A sample is right if its reward is above `correct`. With n samples, w of them wrong, P = 1 - C(w, k) / C(n, k) and
+    s = sqrt(P (1 - P)): a right one scores (1 - P) / s, a wrong one (1 - P - C(w - 1, k - 1) / C(n - 1, k - 1)) / s.
+    Groups where P is 0 or 1, among them those smaller than `k` and those with fewer than `k` wrong, score exactly 0.
+
+    >>> pass_at_k_advantage([1.0, 0.0, 0.0, 0.0], ["a"] * 4, k=2).advantages
+    tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k: got {k!r}, expected a whole number from 1 on")
+    grouped = Grouped(rewards, groups, runs, ranks)
+    with np.errstate(invalid="ignore"):
+        wrong_run = grouped.run_valid & ~(grouped.run_values > correct)
+        right = grouped.values > correct
+    wrong = np.bincount(grouped.run_group[wrong_run], minlength=len(grouped.keys))
+    score = np.zeros((2, len(grouped.keys)))
+    for g, (n, w) in enumerate(zip(grouped.count.tolist(), wrong.tolist(), strict=True)):
+        chance = pass_at_k(n, n - w, k) if n >= k else 0.0
+        if 0 < chance < 1:
+            deviation = (chance * (1 - chance)) ** 0.5
+            score[1, g] = (1 - chance) / deviation
+            score[0, g] = (1 - chance - comb(w - 1, k - 1) / comb(n - 1, k - 1)) / deviation
+    scores = grouped.filled(np.where(right, grouped.of(score[1]), grouped.of(score[0])))
+    return grouped.scored(scores, mask)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that at least one of `k` samples is right, when `c` of `n` were: 1 - C(n - c, k) / C(n, k).
+
+    Unbiased over samples (Chen et al., 2021, arXiv 2107.03374, equation 1).
+
+    >>> pass_at_k(4, 1, 2), pass_at_k(10, 0, 5), pass_at_k(10, 10, 1)
+    (0.5, 0.0, 1.0)
+    """
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@k: got n={n}, c={c}, k={k}, expected 0 <= c <= n and 1 <= k <= n")
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+__all__ = [
+    "LEVELS",
+    "asymre",
+    "cpgd",
+    "dr_grpo",
+    "grpo",
+    "opmd",
+    "pass_at_k",
+    "pass_at_k_advantage",
+    "rec",
+    "rloo",
+]

@@ -1,0 +1,179 @@
+"""Estimators for runs of several steps, each step a row: one score for the run, or one for each state it passed.
+
+Invariant: steps are ordered by their step number, runs and tasks are told apart by id, and states are compared only
+within a task; where a row stands in the batch plays no part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.algorithms.advantages.grouped import LEVELS
+from rollbook.algorithms.advantages.registry import ESTIMATORS
+from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, last_steps, numbered
+from rollbook.algorithms.layout import PerRow, PerToken
+from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.results import Advantages, Report, rows_where
+
+
+class _Episodes:
+    """The rows of all ranks with the run and the step of each."""
+
+    def __init__(self, rewards: Any, groups: Any, runs: Any, steps: Any, states: Any, ranks: Ranks) -> None:
+        self.own_rewards = as_rewards("rewards", rewards)
+        rows = len(self.own_rewards)
+        names, labels = as_ids("groups", groups, rows), as_ids("runs", runs, rows)
+        numbers = as_ids("steps", steps, rows)
+        for i, step in enumerate(numbers):
+            if isinstance(step, bool) or not isinstance(step, (int, np.integer)):
+                raise ValueError(f"steps: row {i} has {step!r}, expected a whole number")
+        hashes = as_ids("states", states, rows) if states is not None else [None] * rows
+        parts = ranks.gather([self.own_rewards, names, labels, numbers, hashes])
+        first = sum(len(part[0]) for part in parts[: ranks.rank])
+        self.own = slice(first, first + rows)
+        self.rewards: Floats = np.concatenate([part[0] for part in parts])
+        joined = [[item for part in parts for item in part[j]] for j in range(1, 5)]
+        self.groups, self.runs, self.steps, self.states = joined
+        self.group, self.keys = numbered("groups", self.groups)
+        self.run, pairs = numbered("runs", list(zip(self.group.tolist(), self.runs, strict=True)))
+        self.run_group: NDArray[np.int64] = np.array([pair[0] for pair in pairs], dtype=np.int64)  # type: ignore[index]
+        seen: dict[tuple[int, Any], int] = {}
+        for i, key in enumerate(zip(self.run.tolist(), self.steps, strict=True)):
+            if key in seen:
+                raise ValueError(
+                    f"steps: rows {seen[key]} and {i} are both step {key[1]} of run {self.runs[i]!r} of group "
+                    f"{self.groups[i]!r}, expected each step once"
+                )
+            seen[key] = i
+
+    def in_order(self) -> NDArray[np.int64]:
+        """[all rows] Row numbers, run by run and step by step."""
+        return np.lexsort((np.array(self.steps, dtype=np.int64), self.run))
+
+
+@ESTIMATORS.register("step_wise_grpo", source="GRPO of each run's last reward, given to all of its steps")
+def step_wise_grpo(
+    rewards: PerRow,
+    groups: Any,
+    runs: Any,
+    steps: Any,
+    mask: PerToken | None = None,
+    *,
+    step_norm: bool = False,
+    std: str = "sample",
+    eps: float = 1e-6,
+    level: str = "group",
+    singleton: str = "zero",
+    ranks: Ranks = ALONE,
+) -> Advantages:
+    """The GRPO score of a run's last step, given to all its steps.
+
+    rewards, groups, runs, steps: (B,), one row for each step of a run. The last step is the one with the largest
+    number, wherever it stands (Trinity takes the last in the list). `step_norm` divides by the run's number of steps.
+    Other arguments as of `grpo`. A run whose last step has no reward scores 0 and counts nowhere.
+
+    >>> step_wise_grpo([0.0, 9.0, 1.0], ["a"] * 3, [0, 1, 1], [0, 0, 1], eps=0.0, step_norm=True).advantages
+    tensor([-0.7071,  0.3536,  0.3536])
+    """
+    choice("level", level, LEVELS)
+    number("eps", eps, 0)
+    found = _Episodes(rewards, groups, runs, steps, None, ranks)
+    last = last_steps(found.steps, found.run, len(found.run_group))
+    grouped = Grouped(found.rewards[last], found.run_group)
+    spread = grouped.of(grouped.std(std)) if level == "group" else grouped.batch_std(std)
+    centred = grouped.centred()
+    divisor = np.where(np.asarray(spread + eps) > 0, spread + eps, 1.0)
+    score = grouped.alone(np.where(centred == 0, 0.0, centred / divisor), singleton)
+    if step_norm:
+        score = score / np.bincount(found.run, minlength=len(score))
+    return _scored(found, grouped, score[found.run], rewards, mask)
+
+
+def _scored(found: _Episodes, runs: Grouped, scores: Floats, rewards: PerRow, mask: PerToken | None) -> Advantages:
+    """The scores of this rank's rows on their tokens, with a report on them by what befell their runs."""
+    own = found.own
+    run = found.run[own]
+    valid = runs.valid[run]
+    reasons = {
+        "missing reward": rows_where(~valid),
+        "singleton group": rows_where(valid & runs.of(runs.singleton)[run]),
+        "constant group": rows_where(valid & runs.of(runs.constant)[run]),
+    }
+    rows = own.stop - own.start
+    metrics = {"runs": float(len(runs.values)), **runs.report().metrics}
+    like = Grouped(rewards, [0] * rows)  # for its type and device
+    return like.scored(scores[own], mask, Report(rows, reasons, metrics))
+
+
+@ESTIMATORS.register("gigpo", source="GiGPO (Feng et al., 2025, arXiv 2505.10978), equations 3 to 8")
+def gigpo(
+    step_rewards: PerRow,
+    groups: Any,
+    runs: Any,
+    steps: Any,
+    states: Any,
+    mask: PerToken | None = None,
+    *,
+    omega: float = 1.0,
+    gamma: float = 1.0,
+    normalise: str = "none",
+    std: str = "sample",
+    eps: float = 1e-6,
+    singleton: str = "zero",
+    ranks: Ranks = ALONE,
+) -> Advantages:
+    """A run's score among the runs of its task, plus `omega` times a step's among steps from the same state.
+
+    step_rewards, groups, runs, steps, states: (B,), one row for each step; a state is any id, `None` for none. The run
+    is scored by the sum of its step rewards; a step by its discounted return to go, among all steps of the *same task*
+    that began in the same state (Trinity compares across tasks). `normalise="std"` divides both by their deviation
+    plus eps; `"none"` leaves them. A lone run scores as `singleton` says, a lone state 0. A step without a reward
+    adds nothing, and its run is in the report.
+
+    >>> gigpo([0.0, 1.0, 0.5, 0.0], ["t"] * 4, [0, 0, 1, 1], [0, 1, 0, 1], ["a", "b", "a", "c"]).advantages
+    tensor([ 0.5000,  0.2500, -0.5000, -0.2500])
+    """
+    choice("normalise", normalise, ("none", "std"))
+    number("eps", eps, 0), number("omega", omega), number("gamma", gamma, 0, 1)
+    found = _Episodes(step_rewards, groups, runs, steps, states, ranks)
+    rewards = np.where(np.isfinite(found.rewards), found.rewards, 0.0)
+    order = found.in_order()
+    to_go = np.zeros(len(rewards))
+    totals = np.zeros(len(found.run_group))
+    for i, after in zip(order[::-1].tolist(), [None, *order[::-1].tolist()], strict=False):
+        same = after is not None and found.run[after] == found.run[i]
+        to_go[i] = rewards[i] + (gamma * to_go[after] if same else 0.0)
+        totals[found.run[i]] += rewards[i]
+    episodes = Grouped(totals, found.run_group)
+    by_run = episodes.alone(_normal(episodes, normalise, std, eps), singleton)
+    anchors = Grouped(to_go, list(zip(found.group.tolist(), _own_state(found.states), strict=True)))
+    by_state = anchors.alone(_normal(anchors, normalise, std, eps), "zero")
+    result = _scored(found, episodes, by_run[found.run] + omega * by_state, step_rewards, mask)
+    several = int((anchors.count > 1).sum())
+    reasons = {**result.report.reasons, "missing reward": rows_where(~np.isfinite(found.own_rewards))}
+    metrics = {
+        **result.report.metrics,
+        "anchor_groups": float(len(anchors.keys)),
+        "anchor_groups_shared": float(several),
+        "mean_abs_episode": float(np.abs(by_run[found.run]).mean()) if len(rewards) else 0.0,
+        "mean_abs_step": float(np.abs(by_state).mean()) if len(rewards) else 0.0,
+    }
+    report = Report(result.report.rows, reasons, metrics)
+    return result.with_report(report)
+
+
+def _normal(grouped: Grouped, normalise: str, std: str, eps: float) -> Floats:
+    centred = grouped.centred()
+    if normalise == "none":
+        return centred
+    divisor = grouped.of(grouped.std(std)) + eps
+    return np.where(centred == 0, 0.0, centred / np.where(divisor > 0, divisor, 1.0))
+
+
+def _own_state(states: list[Any]) -> list[Any]:
+    """States to compare by: a step of no known state is like no other."""
+    return [("of its own", i) if state is None else ("state", state) for i, state in enumerate(states)]

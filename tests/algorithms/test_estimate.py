@@ -1,0 +1,227 @@
+"""`estimate`: the same numbers from records, from a batch and from plain inputs; groups by id; one process or many."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook import Experience, Experiences
+from rollbook.algorithms import ESTIMATORS, estimate
+from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.sources import group_id, group_numbers, inputs_of, run_id
+
+TEXT = st.sampled_from(["", "a", "b/c", "50%", "1"])
+EIDS = st.fixed_dictionaries(
+    {
+        "batch": st.one_of(TEXT, st.integers(-1, 2)),
+        "task": st.one_of(TEXT, st.integers(0, 2)),
+        "run": st.integers(-1, 2),
+    }
+)
+
+
+def record(eid: dict[str, Any], reward: float | None, mask: list[bool], step: int = 0, **more: Any) -> Experience:
+    count = len(mask)
+    return Experience(
+        eid={**eid, "step": step},
+        tokens=list(range(count + 2)),
+        prompt_length=2,
+        reward=reward,
+        action_mask=mask,
+        logprobs=[-0.5 - 0.1 * i for i in range(count)],
+        teacher_logprobs=[-0.4 - 0.2 * i for i in range(count)],
+        info={"env_state_hash": f"s{step % 2}", "step_reward": reward, "reward_baseline": 0.25},
+        **more,
+    )
+
+
+RECORDS = st.lists(
+    st.tuples(
+        EIDS, st.one_of(st.none(), st.sampled_from([0.0, 1.0, 0.5])), st.lists(st.booleans(), min_size=1, max_size=4)
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@given(rows=RECORDS)
+def test_numbers_tell_groups_and_runs_apart_as_ids_do(rows: list[Any]) -> None:
+    many = Experiences([record(*row) for row in rows])
+    groups, runs = group_numbers(many)
+    for numbers, ids in ((groups, map(group_id, many.eids())), (runs, map(run_id, many.eids()))):
+        names = list(ids)
+        assert all((numbers[i] == numbers[j]) == (a == b) for i, a in enumerate(names) for j, b in enumerate(names))
+
+
+def test_a_record_that_was_never_given_a_task_is_a_group_of_its_own() -> None:
+    many = [Experience(tokens=[1, 2], reward=float(i)) for i in range(3)]
+    found = estimate("grpo", many)
+    assert found.scores.tolist() == [0, 0, 0]
+    assert found.report.which("singleton group") == [row.eid.uid for row in many]
+
+
+NAMES = ["grpo", "rloo", "dr_grpo", "opmd", "asymre", "rec", "cpgd", "reinforce", "reinforce++", "reinforce_baseline"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(rows=RECORDS, seed=st.integers(0, 99))
+def test_records_batches_and_plain_inputs_agree_in_any_order(name: str, rows: list[Any], seed: int) -> None:
+    many = Experiences([record(*row) for row in rows])
+    found = estimate(name, many)
+    padded = estimate(name, many.batch())
+    packed = estimate(name, many.batch(packing_samples=True))
+    inputs = inputs_of(many)
+    given = {key: inputs[key] for key in ("rewards", "groups", "runs", "mask")}
+    plain = estimate(name, given)
+    order = list(range(len(many)))
+    random.Random(seed).shuffle(order)
+    shuffled = estimate(name, many.take(order))
+    for i, row in enumerate(found.advantages):
+        close = {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(plain.advantages[i], row, **close)
+        torch.testing.assert_close(packed.advantages[i], row, **close)
+        width = padded.advantages.shape[1]
+        torch.testing.assert_close(padded.advantages[i, width - len(row) :], row, **close)
+        torch.testing.assert_close(shuffled.advantages[order.index(i)], row, **close)
+    assert found.report.ids is not None and list(found.report.ids) == [eid.uid for eid in many.eids()]
+
+
+def test_every_estimator_takes_records_or_a_batch() -> None:
+    rows = [
+        record({"task": t, "run": r}, float(r == t), [True, True, False, True], s)
+        for t in (0, 1)
+        for r in (0, 1)
+        for s in (0, 1)
+    ]
+    many = Experiences(rows)
+    batch = many.batch()
+    batch.values = torch.full(batch.action_mask.shape, 0.5)
+    batch.action_entropy = torch.rand(batch.action_mask.shape)
+    for name in ESTIMATORS.names():
+        data = {**dict(inputs_of(batch)), "necs": batch.action_entropy} if name == "clip_v" else batch
+        found = estimate(name, data)
+        assert found.advantages.shape == batch.action_mask.shape, name
+        assert not found.advantages[~batch.action_mask].any(), name
+        assert torch.isfinite(found.advantages).all(), name
+        if "values" not in ESTIMATORS[name].inputs and "entropy" not in ESTIMATORS[name].inputs:
+            from_records = estimate(name, many)
+            for i, row in enumerate(from_records.advantages):
+                torch.testing.assert_close(batch_row(found.advantages, i, len(row)), row, rtol=1e-5, atol=1e-6)
+
+
+def batch_row(matrix: torch.Tensor, i: int, length: int) -> torch.Tensor:
+    return matrix[i, matrix.shape[1] - length :]
+
+
+def test_token_level_rewards_win_over_the_reward() -> None:
+    one = Experience(tokens=[1, 2, 3, 4], prompt_length=1, reward=9.0, token_level_reward=[0.25, 0.25, 0.5])
+    assert estimate("reinforce", [one]).advantages[0].tolist() == [1.0, 0.75, 0.5]
+    plain = Experience(tokens=[1, 2, 3, 4], prompt_length=1, reward=9.0)
+    assert estimate("reinforce", [plain], gamma=0.5).advantages[0].tolist() == [2.25, 4.5, 9.0]
+
+
+def test_results_go_back_into_records_and_batches() -> None:
+    many = Experiences([record({"task": 0, "run": r}, float(r), [True, False, True]) for r in (0, 1)])
+    found = estimate("dr_grpo", many)
+    more = many.assign(advantages=found.advantages, returns=found.returns)
+    assert more[1].advantages.tolist() == [0.5, 0.0, 0.5]
+    assert many[1].advantages is None
+    assert Experiences.from_bytes(more.to_bytes()) == more
+    more[1].advantages[0] = 7.0
+    assert more[1].returns[0].item() == 0.5
+    batch = many.batch(packing_samples=True)
+    batch.advantages = estimate("dr_grpo", batch).advantages
+    assert batch.pad().advantages.tolist() == [[-0.5, 0.0, -0.5], [0.5, 0.0, 0.5]]
+
+
+def test_assign_refuses_what_does_not_fit() -> None:
+    many = Experiences([record({"task": 0}, 1.0, [True, True])])
+    with pytest.raises(ValueError, match="assign: 'advantage' is no field"):
+        many.assign(advantage=[[1.0, 1.0]])
+    with pytest.raises(ValueError, match="assign: 'reward' has 2 rows, expected 1"):
+        many.assign(reward=[1.0, 2.0])
+    with pytest.raises(ValueError, match="advantages: got length 3, expected 2|advantages.*expected 2"):
+        many.assign(advantages=[[1.0, 1.0, 1.0]])
+    assert many.assign(reward=[None])[0].reward is None
+    assert many.assign(reward=np.array([2.5]))[0].reward == 2.5
+
+
+def test_a_batch_without_ids_says_so() -> None:
+    batch = Experiences([record({"task": 0}, 1.0, [True])]).batch()
+    batch.ids = None
+    with pytest.raises(ValueError, match="batch: got rows without ids"):
+        estimate("grpo", batch)
+
+
+def test_an_option_or_a_name_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="did you mean 'eps'"):
+        estimate("grpo", {"rewards": [1.0], "groups": ["a"]}, epz=1)
+    with pytest.raises(ValueError, match="advantage estimator: got 'grop'.*did you mean 'grpo'"):
+        estimate("grop", {})
+    with pytest.raises(ValueError, match="values: got None, expected the critic's value"):
+        estimate("gae", Experiences([record({"task": 0}, 1.0, [True])]))
+
+
+REWARDS = [0.1, 0.9, 0.4, None, 0.7, 0.7, 0.2, 0.3, 1.0]
+GROUPS = ["a", "b", "a", "a", "c", "c", "b", "a", "d"]
+ACROSS = {
+    "grpo": {},
+    "grpo_batch": {"level": "batch"},
+    "rloo": {},
+    "opmd": {"baseline": "logavgexp"},
+    "rec": {"drop": "balance"},
+    "cpgd": {"weight": "clip_filter_like"},
+    "pass_at_k": {"k": 2, "correct": 0.5},
+    "step_wise_grpo": {},
+    "gigpo": {},
+    "reinforce_baseline": {},
+}
+
+
+def across(rows: list[int], ranks: Any) -> dict[str, list[float]]:
+    """Every estimator's scores for some of the rows."""
+    data = {
+        "rewards": [REWARDS[i] for i in rows],
+        "step_rewards": [REWARDS[i] for i in rows],
+        "groups": [GROUPS[i] for i in rows],
+        "runs": rows,
+        "steps": [0] * len(rows),
+        "states": [f"s{i % 2}" for i in rows],
+        "ids": [f"id{i}" for i in rows],
+    }
+    return {
+        name: ESTIMATORS.call(name.removesuffix("_batch"), data, ranks=ranks, **options).advantages.tolist()
+        for name, options in ACROSS.items()
+    }
+
+
+def worker(rank: int, parts: list[list[int]], folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=len(parts))
+    try:
+        torch.save(across(parts[rank], Ranks()), f"{folder}/{rank}.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_groups_that_lie_across_processes_are_still_groups(tmp_path: Path) -> None:
+    # The second of three processes has no rows at all.
+    parts = [[0, 1, 2, 4, 8], [], [3, 5, 6, 7]]
+    mp.spawn(worker, args=(parts, str(tmp_path)), nprocs=3, join=True)
+    together = across(list(range(9)), ALONE)
+    for name, whole in together.items():
+        for rank, rows in enumerate(parts):
+            found = torch.load(tmp_path / f"{rank}.pt")[name]
+            assert found == pytest.approx([whole[i] for i in rows], abs=1e-6), name
+
+
+def test_ranks_need_a_process_group() -> None:
+    with pytest.raises(ValueError, match=r"ranks: torch.distributed is not initialised"):
+        Ranks()

@@ -1,0 +1,335 @@
+"""Estimators that score rows against their group, against a reference with plain loops, in any order and split."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.algorithms.advantages import grouped, stepwise
+from rollbook.algorithms.advantages.registry import ESTIMATORS
+from rollbook.algorithms.groups import Grouped
+
+REWARDS = st.one_of(
+    st.floats(-100, 100, allow_nan=False, width=32),
+    st.sampled_from([0.0, 1.0, 0.1, 0.9, 0.7]),
+    st.sampled_from([None, math.nan]),
+)
+ROWS = st.lists(st.tuples(st.sampled_from("abcd"), REWARDS), min_size=1, max_size=24)
+
+
+def known(reward: float | None) -> bool:
+    return reward is not None and math.isfinite(reward)
+
+
+def by_group(rows: list[tuple[str, float | None]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for group, reward in rows:
+        if known(reward):
+            found[group].append(reward)
+    return found
+
+
+def reference(name: str, rows: list[tuple[str, float | None]], **options: Any) -> list[float]:
+    """Every estimator again, one row at a time, by the statistics module."""
+    groups = by_group(rows)
+    scores = []
+    for group, reward in rows:
+        members = groups[group]
+        if not known(reward):
+            scores.append(0.0)
+            continue
+        if len(members) == 1:
+            scores.append(reward if options.get("singleton") == "raw" else 0.0)
+            continue
+        mean = statistics.fmean(members)
+        same = min(members) == max(members)
+        if name == "grpo":
+            std = statistics.stdev(members) if options["std"] == "sample" else statistics.pstdev(members)
+            scores.append(0.0 if same else (reward - mean) / (std + options["eps"]))
+        elif name == "dr_grpo":
+            scores.append(0.0 if same else reward - mean)
+        elif name == "rloo":
+            scores.append(0.0 if same else reward - (sum(members) - reward) / (len(members) - 1))
+        elif name == "opmd":
+            tau, top = options["tau"], max(members)
+            total = sum(math.exp((r - top) / tau) for r in members)
+            scores.append(0.0 if same else reward - (top + tau * math.log(total / len(members))))
+        elif name == "asymre":
+            scores.append((0.0 if same else reward - mean) - options["shift"])
+        elif name == "rec":
+            scores.append(0.0 if same else (reward - mean) / (statistics.pstdev(members) + 1e-6))
+    return scores
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grpo": {"std": "sample", "eps": 1e-6},
+    "dr_grpo": {},
+    "rloo": {},
+    "opmd": {"baseline": "logavgexp", "tau": 0.7},
+    "asymre": {"shift": -0.1},
+    "rec": {"normalise": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@given(rows=ROWS, singleton=st.sampled_from(["zero", "raw"]))
+def test_every_estimator_equals_its_loop(name: str, rows: list[tuple[str, float | None]], singleton: str) -> None:
+    options = {**OPTIONS[name], "singleton": singleton}
+    found = ESTIMATORS.call(name, {"rewards": [r for _, r in rows], "groups": [g for g, _ in rows]}, **options)
+    expected = reference(name, rows, **options)
+    assert found.advantages.tolist() == pytest.approx(expected, rel=2e-6, abs=2e-5)
+    assert torch.equal(found.advantages, found.returns)
+    assert found.report.which("missing reward") == [i for i, (_, r) in enumerate(rows) if not known(r)]
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "cpgd", "pass_at_k"])
+@given(rows=ROWS, seed=st.randoms(use_true_random=False))
+def test_the_order_of_rows_changes_nothing_not_even_the_last_bit(
+    name: str, rows: list[tuple[str, float | None]], seed: Any
+) -> None:
+    def scores(picked: list[int]) -> dict[int, float]:
+        data = {"rewards": [rows[i][1] for i in picked], "groups": [rows[i][0] for i in picked]}
+        found = ESTIMATORS.call(name, data, **({"k": 2} if name == "pass_at_k" else {}))
+        return dict(zip(picked, found.advantages.tolist(), strict=True))
+
+    order = list(range(len(rows)))
+    before = scores(order)
+    seed.shuffle(order)
+    assert scores(order) == before
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opmd", "rec", "cpgd", "pass_at_k"])
+@given(value=st.floats(-1e30, 1e30, allow_nan=False), n=st.integers(2, 64))
+def test_a_constant_group_is_exactly_zero(name: str, value: float, n: int) -> None:
+    found = ESTIMATORS.call(name, {"rewards": [value] * n, "groups": ["a"] * n})
+    assert found.advantages.tolist() == [0.0] * n
+    assert found.report.count("constant group") == n
+    narrow = ESTIMATORS.call(name, {"rewards": torch.full((n,), value, dtype=torch.float32), "groups": ["a"] * n})
+    assert narrow.advantages.tolist() == [0.0] * n
+
+
+@given(rows=ROWS, keep=st.lists(st.booleans(), min_size=24, max_size=24))
+def test_rows_without_a_reward_are_as_if_they_were_not_there(
+    rows: list[tuple[str, float | None]], keep: list[bool]
+) -> None:
+    gone = [(g, r if kept else None) for (g, r), kept in zip(rows, keep, strict=False)]
+    left = [(i, g, r) for i, (g, r) in enumerate(gone) if known(r)]
+    whole = grouped.grpo([r for _, r in gone], [g for g, _ in gone]).advantages
+    if left:
+        part = grouped.grpo([r for _, _, r in left], [g for _, g, _ in left]).advantages
+        assert torch.equal(whole[[i for i, _, _ in left]], part)
+    assert all(whole[i] == 0 for i, (_, r) in enumerate(gone) if not known(r))
+
+
+def test_an_infinite_reward_is_left_out_and_counted_apart() -> None:
+    found = grouped.grpo([math.inf, 1.0, 0.0], ["a"] * 3, eps=0.0)
+    assert found.advantages.tolist() == pytest.approx([0.0, math.sqrt(0.5), -math.sqrt(0.5)])
+    assert found.report.which("infinite reward") == [0]
+    assert found.report.count("missing reward") == 0
+
+
+def test_a_run_of_several_rows_counts_once() -> None:
+    # Run 0 branched into three rows: its reward of 1 is one sample, not three.
+    found = grouped.dr_grpo([1.0, 1.0, 1.0, 0.0], ["a"] * 4, runs=[0, 0, 0, 1])
+    assert found.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]
+    assert grouped.dr_grpo([1.0, 1.0, 1.0, 0.0], ["a"] * 4).advantages.tolist() == [0.25, 0.25, 0.25, -0.75]
+    # Branches that were rewarded apart: their mean is the run's.
+    found = grouped.dr_grpo([1.0, 0.0, 2.5], ["a"] * 3, runs=[0, 0, 1])
+    assert found.advantages.tolist() == [-0.5, -1.5, 1.0]
+
+
+def test_runs_of_other_groups_are_other_runs() -> None:
+    alone = grouped.rloo([1.0, 0.0, 1.0, 0.0], ["a", "a", "b", "b"]).advantages
+    named = grouped.rloo([1.0, 0.0, 1.0, 0.0], ["a", "a", "b", "b"], runs=[0, 1, 0, 1]).advantages
+    assert torch.equal(alone, named)
+
+
+@given(rows=ROWS, widths=st.lists(st.integers(0, 4), min_size=24, max_size=24))
+def test_scores_stand_on_tokens_that_count_and_nowhere_else(
+    rows: list[tuple[str, float | None]], widths: list[int]
+) -> None:
+    widths = widths[: len(rows)]
+    rewards, groups = [r for _, r in rows], [g for g, _ in rows]
+    packed = [[(i + j) % 3 > 0 for j in range(width)] for i, width in enumerate(widths)]
+    padded = torch.zeros(len(rows), 6, dtype=torch.bool)
+    for i, row in enumerate(packed):
+        padded[i, 6 - len(row) :] = torch.tensor(row, dtype=torch.bool)
+    found = grouped.grpo(rewards, groups, packed)
+    matrix = grouped.grpo(rewards, groups, padded)
+    for i, row in enumerate(packed):
+        score = found.scores[i].item()
+        assert found.advantages[i].tolist() == [score if on else 0.0 for on in row]
+        assert matrix.advantages[i, 6 - len(row) :].tolist() == found.advantages[i].tolist()
+        assert not matrix.advantages[i, : 6 - len(row)].any()
+    assert found.returns.values.data_ptr() != found.advantages.values.data_ptr() or not found.advantages.values.numel()
+
+
+def test_types_and_devices_follow_the_rewards() -> None:
+    assert grouped.grpo([0.0, 1.0], ["a", "a"]).advantages.dtype == torch.float32
+    wide = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert grouped.grpo(wide, ["a", "a"]).advantages.dtype == torch.float64
+    assert grouped.grpo(torch.tensor([0, 1]), torch.tensor([7, 7])).advantages.dtype == torch.float32
+
+
+def test_rank_of_std_and_level() -> None:
+    rewards, groups = [1.0, 3.0, 10.0, 14.0], ["a", "a", "b", "b"]
+    batch = grouped.grpo(rewards, groups, level="batch", eps=0.0).advantages
+    std = statistics.stdev(rewards)
+    assert batch.tolist() == pytest.approx([-1 / std, 1 / std, -2 / std, 2 / std])
+    population = grouped.grpo(rewards, groups, std="population", eps=0.0).advantages
+    assert population.tolist() == pytest.approx([-1, 1, -1, 1])
+
+
+def test_surplus_negatives_are_drawn_by_id() -> None:
+    rewards, ids = [0.0, 0.0, 0.0, 1.0, 0.0], list("vwxyz")
+    found = grouped.rec(rewards, ["a"] * 5, ids=ids, drop="balance", seed=3)
+    dropped = set(found.report.which("dropped negative"))
+    assert len(dropped) == 3 and 3 not in dropped
+    again = grouped.rec(rewards[::-1], ["a"] * 5, ids=ids[::-1], drop="balance", seed=3)
+    assert {4 - i for i in again.report.which("dropped negative")} == dropped
+    others = {
+        tuple(grouped.rec(rewards, ["a"] * 5, ids=ids, drop="balance", seed=s).advantages.tolist()) for s in range(9)
+    }
+    assert len(others) > 1
+
+
+@given(n=st.integers(1, 12), c=st.integers(0, 12), k=st.integers(1, 6))
+def test_pass_at_k_is_the_share_of_subsets_and_its_scores_average_to_zero(n: int, c: int, k: int) -> None:
+    from itertools import combinations
+
+    c = min(c, n)
+    rewards = [1.0] * c + [0.0] * (n - c)
+    if k <= n:
+        subsets = list(combinations(rewards, k))
+        assert grouped.pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    scores = grouped.pass_at_k_advantage(rewards, ["a"] * n, k=k).advantages
+    assert scores.sum().item() == pytest.approx(0, abs=1e-5)
+    chance = grouped.pass_at_k(n, c, k) if k <= n else 0
+    if 0 < chance < 1:
+        # A sample's score is the mean, over subsets it is in, of how far they pass above the average.
+        deviation = math.sqrt(chance * (1 - chance))
+        for i in (0, n - 1):
+            inside = [any(rewards[j] for j in subset) for subset in combinations(range(n), k) if i in subset]
+            assert scores[i].item() == pytest.approx((sum(inside) / len(inside) - chance) / deviation, abs=1e-5)
+    else:
+        assert not scores.any()
+
+
+def test_weights_of_cpgd() -> None:
+    rewards, groups = [1.0, 0.0, 5.0, 5.0, 2.0, 4.0], list("aabbcc")
+    assert grouped.cpgd(rewards, groups, weight="none").advantages.tolist() == [0.5, -0.5, 0, 0, -1, 1]
+    weighted = grouped.cpgd(rewards, groups, weight="clip_filter_like").advantages
+    assert weighted.tolist() == pytest.approx([0.75, -0.75, 0, 0, -1.5, 1.5])
+    assert grouped.cpgd(rewards, groups).advantages.tolist() == pytest.approx([1, -1, 0, 0, -1, 1], abs=1e-5)
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.floats(-10, 10, width=32), st.sampled_from("xyz")),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(
+    rows=STEPS,
+    seed=st.randoms(use_true_random=False),
+    gamma=st.floats(0, 1),
+    normalise=st.sampled_from(["none", "std"]),
+)
+def test_gigpo_equals_its_loop_in_any_order(rows: list[Any], seed: Any, gamma: float, normalise: str) -> None:
+    steps: dict[Any, int] = defaultdict(int)
+    table = []
+    for task, run, reward, state in rows:
+        table.append((task, run, steps[task, run], reward, state))
+        steps[task, run] += 1
+
+    def normal(members: list[float], value: float) -> float:
+        if len(members) < 2 or min(members) == max(members):
+            return 0.0
+        off = value - statistics.fmean(members)
+        return off / (statistics.stdev(members) + 1e-6) if normalise == "std" else off
+
+    def to_go(task: str, run: int, step: int) -> float:
+        later = sorted((s, r) for t, u, s, r, _ in table if (t, u) == (task, run) and s >= step)
+        return sum(r * gamma ** (s - step) for s, r in later)
+
+    totals = {(t, u): sum(r for a, b, _, r, _ in table if (a, b) == (t, u)) for t, u, *_ in table}
+    expected = []
+    for task, run, step, _, state in table:
+        peers = [total for (t, _), total in totals.items() if t == task]
+        states = [to_go(t, u, s) for t, u, s, _, h in table if (t, h) == (task, state)]
+        expected.append(normal(peers, totals[task, run]) + 0.5 * normal(states, to_go(task, run, step)))
+    order = list(range(len(table)))
+    seed.shuffle(order)
+    picked = [table[i] for i in order]
+    found = stepwise.gigpo(
+        *(list(column) for column in zip(*[(r, t, u, s, h) for t, u, s, r, h in picked], strict=True)),
+        omega=0.5,
+        gamma=gamma,
+        normalise=normalise,
+    )
+    # Near-equal members differ by rounding alone, and a deviation that small magnifies it.
+    tolerance = 1e-2 if normalise == "std" else 1e-4
+    assert found.advantages.tolist() == pytest.approx([expected[i] for i in order], rel=1e-4, abs=tolerance)
+
+
+def test_gigpo_does_not_compare_states_across_tasks() -> None:
+    found = stepwise.gigpo([0.0, 1.0, 5.0, 7.0], ["a", "a", "b", "b"], [0, 1, 0, 1], [0] * 4, ["same"] * 4)
+    assert found.advantages.tolist() == [-1, 1, -2, 2]
+
+
+def test_the_last_step_is_the_largest_wherever_it_stands() -> None:
+    rows = [(0, 1, 1.0), (0, 0, 5.0), (1, 0, 0.0), (1, 2, 3.0), (1, 1, 9.0)]
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 4, 0, 2, 3]):
+        picked = [rows[i] for i in order]
+        found = stepwise.step_wise_grpo(
+            [r for *_, r in picked], ["t"] * 5, [u for u, *_ in picked], [s for _, s, _ in picked]
+        )
+        by_run = {u: score for (u, _, _), score in zip(picked, found.advantages.tolist(), strict=True)}
+        assert by_run == pytest.approx({0: -math.sqrt(0.5), 1: math.sqrt(0.5)}, rel=1e-5)
+
+
+def test_two_rows_of_one_step_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"steps: rows 0 and 1 are both step 3 of run 'r' of group 'g'"):
+        stepwise.step_wise_grpo([0.0, 1.0], ["g", "g"], ["r", "r"], [3, 3])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: grouped.grpo([0.0, 1.0], ["a"]), "groups: got 1, expected 2, one for each row"),
+        (lambda: grouped.grpo([0.0, 1.0], [["a"], ["a"]]), "groups: got an id that cannot be a key"),
+        (lambda: grouped.grpo([[0.0, 1.0]], ["a"]), "rewards: got 2 dimensions, expected one number for each row"),
+        (lambda: grouped.grpo(["x"], ["a"]), "rewards: got what is no number or None"),
+        (lambda: grouped.grpo([0.0], ["a"], std="both"), "std: got 'both', expected one of 'sample', 'population'"),
+        (lambda: grouped.grpo([0.0], ["a"], eps=-1), "eps: got -1, expected a number from 0"),
+        (lambda: grouped.grpo([0.0], ["a"], singleton="keep"), "singleton: got 'keep', expected one of 'zero', 'raw'"),
+        (lambda: grouped.grpo([0.0], ["a"], level="all"), "level: got 'all'"),
+        (lambda: grouped.grpo([0.0], ["a"], torch.ones(2, 3)), "mask: got 2 rows, expected 1, one for each reward"),
+        (lambda: grouped.opmd([0.0], ["a"], tau=0), "tau: got 0, expected a positive number"),
+        (lambda: grouped.opmd([0.0], ["a"], baseline="median"), "baseline: got 'median'"),
+        (lambda: grouped.pass_at_k_advantage([0.0], ["a"], k=0), "k: got 0, expected a whole number from 1 on"),
+        (lambda: grouped.pass_at_k(3, 4, 1), "pass@k: got n=3, c=4, k=1"),
+        (lambda: stepwise.gigpo([0.0], ["a"], [0], ["0"], ["s"]), "steps: row 0 has '0', expected a whole number"),
+        (lambda: ESTIMATORS.call("grpoo", {}), "did you mean 'grpo'"),
+        (lambda: ESTIMATORS.call("grpo", {"rewards": [1.0]}), "grpo: got no 'groups', which it needs"),
+    ],
+)
+def test_bad_input_is_named(call: Any, message: str) -> None:
+    import re
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_no_rows_at_all() -> None:
+    found = grouped.grpo([], [])
+    assert found.advantages.shape == (0,) and found.report.rows == 0
+    assert Grouped([], []).batch_std() == 0.0

@@ -1,0 +1,256 @@
+"""On a CUDA device: the kernels give what the plain path gives, values and gradients, in little memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.algorithms import _heads, _vocabulary
+from rollbook.algorithms import _logits_triton as kernels
+from rollbook.algorithms.tokens import (
+    TokenStats,
+    entropy_from_logits,
+    from_hidden,
+    from_logits,
+    top_k,
+    top_k_from_hidden,
+)
+
+DEVICE = torch.device("cuda")
+INF = float("inf")
+MIB = 1 << 20
+KINDS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def weights(stats: TokenStats) -> torch.Tensor:
+    """A loss of both results."""
+    assert stats.entropy is not None
+    factors = torch.linspace(-1, 2, stats.log_probs.numel(), device=stats.log_probs.device, dtype=torch.float64)
+    factors = factors.view(stats.log_probs.shape)
+    log_probs = torch.where(stats.log_probs.isfinite(), stats.log_probs, 0)
+    return (log_probs * factors).sum() + (stats.entropy * factors.flip(0)).sum()
+
+
+def exact(logits: torch.Tensor, labels: torch.Tensor, **how: Any) -> TokenStats:
+    """The plain path in float64."""
+    return from_logits(logits.double(), labels, entropy=True, **how)
+
+
+def close(found: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float, relative: float = 0) -> None:
+    assert found is not None and expected is not None
+    torch.testing.assert_close(found.double(), expected.double(), rtol=relative or tolerance, atol=tolerance)
+
+
+def test_there_are_kernels() -> None:
+    assert kernels.READY
+    assert _vocabulary.kernels_for(torch.zeros(1, device=DEVICE)) is kernels
+    assert _vocabulary.kernels_for(torch.zeros(1, device=DEVICE, dtype=torch.float64)) is None
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(
+    ("shape", "vocabulary"), [((5,), 3), ((2, 3), 1000), ((3,), 4097), ((2, 2), 151_936), ((0,), 7)]
+)
+@pytest.mark.parametrize("temperature", ["one", "number", "each"])
+def test_from_logits(dtype: torch.dtype, shape: tuple[int, ...], vocabulary: int, temperature: str) -> None:
+    logits = (torch.randn(*shape, vocabulary, device=DEVICE) * 4).to(dtype)
+    labels = torch.randint(0, vocabulary, shape, device=DEVICE)
+    if shape[0]:
+        labels[0] = -100
+        logits[-1][..., : vocabulary // 2] = -INF
+    each = torch.rand(shape, device=DEVICE) + 0.5
+    how: dict[str, Any] = {"temperature": {"one": 1.0, "number": 0.7, "each": each}[temperature]}
+    mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    found, expected = from_logits(mine, labels, entropy=True, **how), exact(theirs, labels, **how)
+    assert found.log_probs.dtype == torch.float32
+    close(found.log_probs, expected.log_probs, 2e-5)
+    close(found.entropy, expected.entropy, 2e-5)
+    close(from_logits(logits, labels, **how).log_probs, expected.log_probs, 2e-5)
+    close(entropy_from_logits(logits, **how), expected.entropy, 2e-5)
+    weights(found).backward()
+    weights(expected).backward()
+    assert mine.grad is not None and theirs.grad is not None
+    assert mine.grad.dtype == dtype
+    close(mine.grad, theirs.grad, 2e-5, 1e-2 if dtype != torch.float32 else 1e-4)
+    assert not mine.grad[logits == -INF].any()
+
+
+def test_only_one_of_both_gradients() -> None:
+    logits, labels = torch.randn(6, 5000, device=DEVICE), torch.randint(0, 5000, (6,), device=DEVICE)
+    for pick in (0, 1):
+        mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
+        for one, stats in ((mine, from_logits(mine, labels, entropy=True)), (theirs, exact(theirs, labels))):
+            part = stats[pick]
+            assert part is not None
+            part.sum().backward()
+            assert one.grad is not None
+        close(mine.grad, theirs.grad, 1e-5)
+
+
+def test_slices_and_strides() -> None:
+    whole = torch.randn(3, 5, 2000, device=DEVICE)
+    labels = torch.randint(0, 2000, (3, 4), device=DEVICE)
+    for view in (whole[:, :-1], whole[:, 1:, ::1], whole.transpose(1, 2).contiguous().transpose(1, 2)[:, :-1]):
+        found, expected = from_logits(view, labels, entropy=True), exact(view, labels)
+        close(found.log_probs, expected.log_probs, 1e-5)
+        close(found.entropy, expected.entropy, 1e-5)
+    torch.cuda.synchronize()
+    large = torch.randn(4, 65, 50_000, device=DEVICE, dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    from_logits(large[:, :-1], torch.zeros(4, 64, dtype=torch.int64, device=DEVICE), entropy=True)
+    assert torch.cuda.max_memory_allocated() - before < MIB
+
+
+def test_what_is_not_checked_is_nan() -> None:
+    logits = torch.randn(4, 10, device=DEVICE)
+    labels = torch.tensor([0, 10, -1, -100], device=DEVICE)
+    found = from_logits(logits, labels, entropy=True)
+    assert found.log_probs.isnan().tolist() == [False, True, True, False]
+    assert found.entropy is not None and found.entropy.isfinite().all()
+    each = torch.tensor([1.0, 0.0, -1.0, INF], device=DEVICE)
+    found = from_logits(logits, labels.clamp(0, 9), temperature=each)
+    assert found.log_probs.isnan().tolist() == [False, True, True, True]
+    hidden, weight = torch.randn(2, 64, device=DEVICE).bfloat16(), torch.randn(10, 64, device=DEVICE).bfloat16()
+    found = from_hidden(hidden, weight, torch.tensor([3, 10], device=DEVICE))
+    assert found.log_probs.isnan().tolist() == [False, True]
+    logits[1, 3] = torch.nan
+    logits[2] = -INF
+    found = from_logits(logits, labels.clamp(0, 9), entropy=True)
+    assert found.log_probs.isnan().tolist() == [False, True, True, False]
+
+
+HEADS = [
+    {},
+    {"temperature": 0.7},
+    {"softcap": 5.0},
+    {"bias": True},
+    {"bias": True, "softcap": 3.0, "temperature": "each"},
+]
+
+
+@pytest.mark.parametrize("dtype", [*KINDS, torch.float64])
+@pytest.mark.parametrize(("count", "vocabulary", "width"), [(1, 5, 8), (200, 1000, 64), (300, 777, 136), (130, 40, 30)])
+@pytest.mark.parametrize("head", HEADS)
+def test_from_hidden(dtype: torch.dtype, count: int, vocabulary: int, width: int, head: dict[str, Any]) -> None:
+    head = dict(head)
+    parts = [
+        torch.randn(count, width, device=DEVICE),
+        torch.randn(vocabulary, width, device=DEVICE) * 2 / width**0.5,
+        torch.randn(vocabulary, device=DEVICE),
+    ]
+    labels = torch.randint(0, vocabulary, (count,), device=DEVICE)
+    labels[-1] = -100
+    if head.get("temperature") == "each":
+        head["temperature"] = torch.rand(count, device=DEVICE) + 0.5
+    biased, softcap = head.pop("bias", False), head.pop("softcap", None)
+    mine = [part.to(dtype, copy=True).requires_grad_() for part in parts]
+    theirs = [part.to(dtype).double().requires_grad_() for part in parts]
+    found = from_hidden(
+        mine[0], mine[1], labels, bias=mine[2] if biased else None, softcap=softcap, entropy=True, **head
+    )
+    logits = theirs[0] @ theirs[1].T + (theirs[2] if biased else 0)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = exact(logits, labels, **head)
+    close(found.log_probs, expected.log_probs, 2e-5)
+    close(found.entropy, expected.entropy, 2e-5)
+    weights(found).backward()
+    weights(expected).backward()
+    for one, other in zip(mine[: 2 + biased], theirs, strict=False):
+        assert one.grad is not None and other.grad is not None and one.grad.dtype == dtype
+        error = (one.grad.double() - other.grad).norm() / other.grad.norm()
+        assert error < (1e-2 if dtype.itemsize == 2 else 1e-4)
+
+
+def test_every_way_to_a_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = torch.randn(700, 256, device=DEVICE).bfloat16()
+    weight = (torch.randn(9000, 256, device=DEVICE) / 8).bfloat16()
+    labels = torch.randint(0, 9000, (700,), device=DEVICE)
+    assert kernels.takes(hidden, weight)
+    fused = from_hidden(hidden, weight, labels, entropy=True)
+    monkeypatch.setattr(kernels, "takes", lambda *_: False)
+    for tile in ((4096, 16384), (128, 1000), (300, 8192)):
+        monkeypatch.setattr(_heads, "_TILE_CUDA", tile)
+        tiled = from_hidden(hidden, weight, labels, entropy=True)
+        close(tiled.log_probs, fused.log_probs, 2e-5)
+        close(tiled.entropy, fused.entropy, 2e-5)
+    grads = []
+    for entries in (1 << 25, 1 << 16):
+        monkeypatch.setattr(_heads, "_TILE_BACK", entries)
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        weights(from_hidden(leaves[0], leaves[1], labels, entropy=True)).backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for one, other in zip(*grads, strict=True):
+        assert one is not None and other is not None
+        assert (one - other).norm() / other.norm() < 5e-3
+    monkeypatch.setattr(_vocabulary, "kernels_for", lambda _: None)
+    plain = from_hidden(hidden, weight, labels, entropy=True)
+    close(plain.log_probs, fused.log_probs, 2e-5)
+    close(plain.entropy, fused.entropy, 2e-5)
+
+
+def test_impossible_tokens_by_bias() -> None:
+    hidden, weight = torch.randn(4, 64, device=DEVICE).bfloat16(), torch.randn(900, 64, device=DEVICE).bfloat16()
+    bias = torch.zeros(900, device=DEVICE)
+    bias[:600] = -INF
+    labels = torch.tensor([0, 700, 899, 300], device=DEVICE)
+    found = from_hidden(hidden, weight, labels, bias=bias, entropy=True)
+    expected = exact(hidden.double() @ weight.double().T + bias, labels)
+    assert found.log_probs.isinf().tolist() == [True, False, False, True]
+    close(found.log_probs, expected.log_probs, 2e-5)
+    close(found.entropy, expected.entropy, 2e-5)
+
+
+def test_autocast_outside_changes_nothing() -> None:
+    hidden, weight = torch.randn(40, 64, device=DEVICE), torch.randn(300, 64, device=DEVICE)
+    labels = torch.randint(0, 300, (40,), device=DEVICE)
+    alone = from_hidden(hidden, weight, labels).log_probs
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(from_hidden(hidden, weight, labels).log_probs, alone)
+
+
+@pytest.mark.parametrize("dtype", [*KINDS, torch.float64])
+def test_top_k(dtype: torch.dtype) -> None:
+    logits = torch.randn(70, 20_000, device=DEVICE).to(dtype)
+    logits[:, 100:200] = 9.0
+    found = top_k(logits, 120, temperature=0.7)
+    expected = torch.log_softmax(logits.double() / 0.7, -1).sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(found.ids, expected.indices[:, :120])
+    close(found.log_probs, expected.values[:, :120], 2e-5)
+    hidden, weight = torch.randn(70, 64, device=DEVICE).to(dtype), torch.randn(30_000, 64, device=DEVICE).to(dtype)
+    found = top_k_from_hidden(hidden, weight, 8)
+    values = torch.log_softmax(hidden.double() @ weight.double().T, -1)
+    close(found.log_probs, values.topk(8).values, 5e-5)
+    close(found.log_probs, values.gather(1, found.ids), 5e-5)
+
+
+def test_memory_of_a_large_head() -> None:
+    tokens_, vocabulary, width = 16_384, 151_936, 2_048
+    hidden = torch.randn(tokens_, width, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.empty(vocabulary, width, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens_,), device=DEVICE)
+
+    def peak(of: int) -> float:
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - of) / MIB
+
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = from_hidden(hidden, weight, labels, entropy=True)
+    assert peak(before) < 512
+    assert found.entropy is not None
+    (found.log_probs.sum() + found.entropy.sum()).backward()
+    gradients = (hidden.nbytes + weight.nbytes) / MIB
+    assert peak(before) - gradients < 1024
+    some = slice(8000, 8016)
+    expected = exact(hidden.detach()[some].double() @ weight.detach().double().T, labels[some])
+    close(found.log_probs[some], expected.log_probs, 1e-4)
+    close(found.entropy[some], expected.entropy, 1e-4)
