@@ -21,6 +21,7 @@ test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and a
 test-gpu:  ## on a machine with a CUDA device, with the Python that has its torch: what only a device shows
 	PYTHONPATH=src $(PYTHON) -m pytest tests_gpu
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_device
+	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_kernels
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """Triton kernels for `tokens`: sums over the vocabulary, their slopes, and a product that leaves nothing but sums.
 
 Invariant: every logit is read once and held in float32, whatever its type; what a kernel leaves of a token are the four
-numbers of `_vocabulary.Sums`, so that parts of a vocabulary can be put together in any order. Numbers are those of the plain
-path in `tokens`, up to the order of additions. Nothing here waits for the device.
+numbers of `_vocabulary.Sums`, so that parts of a vocabulary can be put together in any order. They are those of the
+plain path in `_vocabulary`, up to the order of additions. Nothing here waits for the device.
 """
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, misc"
 

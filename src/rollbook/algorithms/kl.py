@@ -37,14 +37,14 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-@KL.register("none", source="no divergence: a run without a reference")
+@KL.register("none", source="no reference: 0")
 def none(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     """Zero, with a gradient of zero."""
     ours, _ = _pair(log_probs, ref_log_probs)
     return torch.where(torch.zeros_like(ours, dtype=torch.bool), ours, 0.0)
 
 
-@KL.register("k1", "kl", source="Approximating KL Divergence (Schulman, 2020), k1")
+@KL.register("k1", "kl", source="Approximating KL Divergence (Schulman, 2020), k1: d = log p - log ref")
 def k1(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     """d: unbiased as a value, of high variance, negative at times.
 
@@ -55,13 +55,13 @@ def k1(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     return ours - ref
 
 
-@KL.register("k2", "mse", source="Approximating KL Divergence (Schulman, 2020), k2")
+@KL.register("k2", "mse", source="Approximating KL Divergence (Schulman, 2020), k2: d^2 / 2")
 def k2(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     """d^2 / 2: biased as a value, but its gradient is that of KL(p, ref) on-policy."""
     return k1(log_probs, ref_log_probs).square() / 2
 
 
-@KL.register("k3", source="Approximating KL Divergence (Schulman, 2020), k3")
+@KL.register("k3", source="Approximating KL Divergence (Schulman, 2020), k3: exp(-d) - 1 + d")
 def k3(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     """exp(-d) - 1 + d: unbiased as a value, never negative; in a loss its gradient is that of KL(ref, p).
 
@@ -75,13 +75,17 @@ def k3(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     return torch.expm1(ref - ours) - (ref - ours)
 
 
-@KL.register("abs", source="the absolute log-ratio (verl)")
+@KL.register("abs", source="the absolute log-ratio |d|, as verl and Trinity-RFT have it")
 def absolute(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     """|d|."""
     return k1(log_probs, ref_log_probs).abs()
 
 
-@KL.register("low_var_kl", "low-variance", source="k3 within bounds (verl)")
+@KL.register(
+    "low_var_kl",
+    "low-variance",
+    source="k3 with d held within +-20 and the result within +-10, as verl and Trinity-RFT have it",
+)
 def low_var_kl(
     log_probs: Any, ref_log_probs: Any, *, log_ratio_clamp: float = 20.0, bound: float = 10.0
 ) -> torch.Tensor:
@@ -93,7 +97,9 @@ def low_var_kl(
     return (torch.expm1(ratio) - ratio).clamp(-bound, bound)
 
 
-@KL.register("corrected_k3", source="DeepSeek-V3.2 (DeepSeek-AI, 2025), section 3.1, unbiased KL estimate")
+@KL.register(
+    "corrected_k3", source="DeepSeek-V3.2 (2025), section 3.1, equation 7: p / old times k3; the ratio at most 2"
+)
 def corrected_k3(
     log_probs: Any, ref_log_probs: Any, old_log_probs: Any = None, *, cap: float = 2.0, detach_ratio: bool = False
 ) -> torch.Tensor:

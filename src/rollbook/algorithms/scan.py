@@ -257,10 +257,8 @@ def _offsets(mask: torch.Tensor, lengths: list[int] | None) -> Ints:
 
 
 def _offsets_on(tensor: torch.Tensor, lengths: list[int] | None) -> torch.Tensor | None:
-    """[B + 1] The offsets on a CUDA device, from pinned memory, so that nobody waits for what was asked before."""
-    if lengths is None:
-        return None
-    return torch.from_numpy(offsets_of(lengths)).pin_memory().to(tensor.device, non_blocking=True)
+    """[B + 1] The offsets on a CUDA device. So few bytes are taken from the host at once: nobody has to wait."""
+    return None if lengths is None else torch.from_numpy(offsets_of(lengths)).to(tensor.device, non_blocking=True)
 
 
 # --- which way ------------------------------------------------------------------------------------------------------

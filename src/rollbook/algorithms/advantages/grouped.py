@@ -24,7 +24,10 @@ LEVELS = ("group", "batch")
 
 
 @ESTIMATORS.register(
-    "grpo", "group_norm", "grpo_verl", source="GRPO (Shao et al., 2024, arXiv 2402.03300), section 4.1.2"
+    "grpo",
+    "group_norm",
+    "grpo_verl",
+    source="GRPO (Shao et al., 2024, arXiv 2402.03300), section 4.1.2: (r - mean) / std",
 )
 def grpo(
     rewards: PerRow,
@@ -65,7 +68,7 @@ def _over(deviations: Floats, divisor: Any) -> Floats:
     return np.where(deviations == 0, 0.0, deviations / safe)
 
 
-@ESTIMATORS.register("dr_grpo", source="Dr. GRPO (Liu et al., 2025, arXiv 2503.20783), section 3.2")
+@ESTIMATORS.register("dr_grpo", source="Dr. GRPO (Liu et al., 2025, arXiv 2503.20783): r - mean")
 def dr_grpo(
     rewards: PerRow,
     groups: Any,
@@ -87,7 +90,7 @@ def dr_grpo(
     return grouped.scored(grouped.alone(grouped.centred(), singleton), mask)
 
 
-@ESTIMATORS.register("rloo", source="RLOO (Ahmadian et al., 2024, arXiv 2402.14740), equation 8")
+@ESTIMATORS.register("rloo", source="RLOO (Ahmadian et al., 2024, arXiv 2402.14740): r - mean of the others")
 def rloo(
     rewards: PerRow,
     groups: Any,
@@ -112,7 +115,7 @@ def rloo(
 
 
 @ESTIMATORS.register(
-    "opmd", "opmd_verl", source="OPMD (Pan et al., 2025, arXiv 2505.17826), section 2.2 and appendix A"
+    "opmd", "opmd_verl", source="OPMD, as Trinity-RFT has it (Pan et al., 2025, arXiv 2505.17826): r - baseline"
 )
 def opmd(
     rewards: PerRow,
@@ -153,7 +156,9 @@ def _log_mean_exp(grouped: Grouped, tau: float) -> Floats:
     return np.where(grouped.constant | (grouped.count < 2), 0.0, found)
 
 
-@ESTIMATORS.register("asymre", "asymre_verl", source="AsymRE (Arnal et al., 2025, arXiv 2506.20520), section 3")
+@ESTIMATORS.register(
+    "asymre", "asymre_verl", source="AsymRE (Arnal et al., 2025, arXiv 2506.20520): r - (mean + shift)"
+)
 def asymre(
     rewards: PerRow,
     groups: Any,
@@ -177,7 +182,7 @@ def asymre(
     return grouped.scored(grouped.alone(grouped.filled(grouped.centred() - shift), singleton), mask)
 
 
-@ESTIMATORS.register("rec", source="REC (Yao et al., 2025, arXiv 2509.24203), section 3")
+@ESTIMATORS.register("rec", source="REC (Yao et al., 2025, arXiv 2509.24203): r - mean, or over the deviation")
 def rec(
     rewards: PerRow,
     groups: Any,
@@ -197,7 +202,8 @@ def rec(
 
     With `drop="balance"` a group that has more negative than positive scores keeps as many negatives as positives;
     which ones is drawn by `seed` and the rows' `ids` (by row number where no ids are given), never by order. Dropped
-    rows score 0 and are in the report. Other arguments as of `grpo`.
+    rows score 0 and are in the report; the mean stays that of the whole group (Trinity's is of the rows it keeps).
+    Other arguments as of `grpo`.
 
     >>> rec([0.0, 1.0, 1.0], ["a"] * 3, normalise=True).advantages
     tensor([-1.4142,  0.7071,  0.7071])
@@ -236,7 +242,7 @@ def _surplus(grouped: Grouped, scores: Floats, ids: list[Any], seed: int) -> Any
     return dropped
 
 
-@ESTIMATORS.register("cpgd", source="CPGD (Liu et al., 2025, arXiv 2505.12504), section 3.2")
+@ESTIMATORS.register("cpgd", source="CPGD (Liu et al., 2025, arXiv 2505.12504): (r - mean) times a weight of the group")
 def cpgd(
     rewards: PerRow,
     groups: Any,
@@ -274,7 +280,9 @@ def cpgd(
     return grouped.scored(grouped.alone(scores, singleton), mask)
 
 
-@ESTIMATORS.register("pass_at_k", "pass@k", source="Pass@k training (Chen et al., 2025, arXiv 2508.10751), section 2.4")
+@ESTIMATORS.register(
+    "pass_at_k", "pass@k", source="Pass@k training (Chen et al., 2025, arXiv 2508.10751): the analytical advantage"
+)
 def pass_at_k_advantage(
     rewards: PerRow,
     groups: Any,

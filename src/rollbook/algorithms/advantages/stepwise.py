@@ -55,7 +55,9 @@ class _Episodes:
         return np.lexsort((np.array(self.steps, dtype=np.int64), self.run))
 
 
-@ESTIMATORS.register("step_wise_grpo", source="GRPO of each run's last reward, given to all of its steps")
+@ESTIMATORS.register(
+    "step_wise_grpo", source="GRPO (arXiv 2402.03300) of each run's last reward, given to all of its steps"
+)
 def step_wise_grpo(
     rewards: PerRow,
     groups: Any,
@@ -109,7 +111,9 @@ def _scored(found: _Episodes, runs: Grouped, scores: Floats, rewards: PerRow, ma
     return like.scored(scores[own], mask, Report(rows, reasons, metrics))
 
 
-@ESTIMATORS.register("gigpo", source="GiGPO (Feng et al., 2025, arXiv 2505.10978), equations 3 to 8")
+@ESTIMATORS.register(
+    "gigpo", source="GiGPO (Feng et al., 2025, arXiv 2505.10978): a run among runs + omega * a step among steps"
+)
 def gigpo(
     step_rewards: PerRow,
     groups: Any,

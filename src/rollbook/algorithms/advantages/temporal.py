@@ -237,7 +237,9 @@ def gae(
     return placed.finish(advantages, returns, mask, unknown=unknown, **options)  # type: ignore[arg-type]
 
 
-@ESTIMATORS.register("ppo", source="PPO (Schulman et al., 2017, arXiv 1707.06347), equations 11 and 12; whitened")
+@ESTIMATORS.register(
+    "ppo", source="PPO (Schulman et al., 2017, arXiv 1707.06347), equations 11 and 12; whitened over the batch"
+)
 def ppo(
     token_rewards: PerToken | None = None,
     values: PerToken | None = None,
@@ -305,7 +307,7 @@ def _to_go(
     return Advantages(scores, found.returns[:, 0], scores, None, found.report)
 
 
-@ESTIMATORS.register("reinforce", source="REINFORCE (Williams, 1992), theorem 2 (episodic)")
+@ESTIMATORS.register("reinforce", source="REINFORCE (Williams, 1992): the return to go")
 def reinforce(
     token_rewards: PerToken | None = None,
     rewards: PerRow | None = None,
@@ -348,7 +350,7 @@ def reinforce(
     "reinforce_plus_plus",
     "reinforce++",
     "reinforceplusplus",
-    source="REINFORCE++ (Hu et al., 2025, arXiv 2501.03262), global advantage normalisation",
+    source="REINFORCE++ (Hu et al., 2025, arXiv 2501.03262): returns, whitened",
 )
 def reinforce_plus_plus(
     token_rewards: PerToken | None = None,
@@ -381,7 +383,7 @@ def reinforce_plus_plus(
     "reinforce_plus_plus_baseline",
     "reinforce++_baseline",
     "reinforce_baseline",
-    source="REINFORCE++ with baseline (Hu et al., 2025, arXiv 2501.03262), global advantage normalisation",
+    source="REINFORCE++ with the group's mean as baseline (arXiv 2501.03262)",
 )
 def reinforce_plus_plus_baseline(
     token_rewards: PerToken | None = None,
@@ -433,7 +435,9 @@ def reinforce_plus_plus_baseline(
     return Advantages(found.advantages, found.returns, found.scores, found.mask, report)
 
 
-@ESTIMATORS.register("remax", source="ReMax (Li et al., 2023, arXiv 2310.10505), the greedy response as baseline")
+@ESTIMATORS.register(
+    "remax", source="ReMax (Li et al., 2023, arXiv 2310.10505): the greedy response's reward as baseline"
+)
 def remax(
     token_rewards: PerToken | None = None,
     baselines: PerRow | None = None,

@@ -21,7 +21,9 @@ from rollbook.algorithms.registry import choice, number
 from rollbook.algorithms.results import Advantages, Report, rows_where
 
 
-@ESTIMATORS.register("on_policy_distill", source="on-policy distillation: the reverse KL as a reward for each token")
+@ESTIMATORS.register(
+    "on_policy_distill", source="reverse KL as a reward for each token (Agarwal et al., 2023, arXiv 2306.13649)"
+)
 def on_policy_distill(
     log_probs: PerToken, teacher_log_probs: PerToken, mask: PerToken | None = None, *, coef: float = 1.0
 ) -> Advantages:
@@ -41,7 +43,7 @@ def on_policy_distill(
 
 
 @ESTIMATORS.register(
-    "jsd", source="generalised Jensen-Shannon divergence (Agarwal et al., 2023, arXiv 2306.13649), (1)"
+    "jsd", source="generalised Jensen-Shannon divergence (arXiv 2306.13649); its slope by the student's p"
 )
 def jsd(
     log_probs: PerToken,
@@ -100,7 +102,7 @@ def _tokens(layout: Layout, tokens: torch.Tensor, mask: Any, metrics: dict[str, 
 
 
 @ESTIMATORS.register(
-    "clip_b", "clipb", source="clip-B: entropy-preserving clipping of negative tokens, as Trinity-RFT has it"
+    "clip_b", "clipb", source="Clip-B (On the Entropy Dynamics in Reinforcement Fine-Tuning, 2026, arXiv 2602.03392)"
 )
 def clip_b(
     rewards: PerRow,
@@ -145,7 +147,9 @@ def _surprise(
     return layout, layout.take("advantages", found.advantages), layout.masked(chosen.exp() * (spread + chosen))
 
 
-@ESTIMATORS.register("clip_v", "clipv", source="clip-V: entropy-preserving clipping by variance, as Trinity-RFT has it")
+@ESTIMATORS.register(
+    "clip_v", "clipv", source="Clip-V (On the Entropy Dynamics in Reinforcement Fine-Tuning, 2026, arXiv 2602.03392)"
+)
 def clip_v(
     rewards: PerRow,
     groups: Any,

@@ -64,7 +64,9 @@ def chord_mu(step: int, warmup: int, decay: int, peak: float, valley: float) -> 
     return valley + (peak - valley) * (1 + math.cos(math.pi * (step - warmup) / decay)) / 2
 
 
-@LOSSES.register("mix", source="a weighted sum of PPO and maximum likelihood (Trinity-RFT)")
+@LOSSES.register(
+    "mix", source="(1 - mu) * PPO over own rows + mu * maximum likelihood over expert rows, as Trinity-RFT has it"
+)
 def mix(
     log_probs: PerToken,
     old_log_probs: PerToken,
@@ -101,7 +103,9 @@ def mix(
     return _mixed(data, mu, options, "sft_loss", scales, mode, norm, whole, weights)
 
 
-@LOSSES.register("mix_chord", "chord", source="CHORD (Zhang et al., 2025), section 3")
+@LOSSES.register(
+    "mix_chord", "chord", source="CHORD (Zhang et al., 2025, arXiv 2508.11408): mu by a schedule, the expert by phi"
+)
 def mix_chord(
     log_probs: PerToken,
     old_log_probs: PerToken,

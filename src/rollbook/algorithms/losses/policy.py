@@ -21,8 +21,7 @@ from rollbook.planner import Denominators
 @LOSSES.register(
     "ppo",
     "PolicyLoss",
-    source="PPO (Schulman et al., 2017), equation 7; dual clip (Ye et al., 2020); decoupled clip: DAPO (Yu et al., "
-    "2025), section 3.1; sequence masking: DeepSeek-V3.2 (DeepSeek-AI, 2025), section 3.1",
+    source="PPO (Schulman et al., 2017, arXiv 1707.06347), equation 7; dual clip: arXiv 1912.09729",
 )
 def ppo(
     log_probs: PerToken,
@@ -92,7 +91,9 @@ def ppo_terms(
     return Terms(tokens, of_tokens, of_rows)
 
 
-@LOSSES.register("gspo", source="GSPO (Zheng et al., 2025), sections 4.1 and 4.3 (GSPO-token)")
+@LOSSES.register(
+    "gspo", source="GSPO (Zheng et al., 2025, arXiv 2507.18071): the ratio of whole rows, exp(mean of log-ratios)"
+)
 def gspo(
     log_probs: PerToken,
     old_log_probs: PerToken,
@@ -129,7 +130,9 @@ def gspo(
     return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("gmpo", "geo_mean", source="GMPO (Zhao et al., 2025), section 3")
+@LOSSES.register(
+    "gmpo", "geo_mean", source="GMPO (Zhao et al., 2025, arXiv 2507.20673): the geometric mean of clipped ratios"
+)
 def gmpo(
     log_probs: PerToken,
     old_log_probs: PerToken,
@@ -165,7 +168,7 @@ def gmpo(
     return terms.loss("pg_loss", layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("sapo", source="SAPO (Gao et al., 2025), section 3")
+@LOSSES.register("sapo", source="SAPO (Gao et al., 2025, arXiv 2511.20347): 4 / tau * sigmoid(tau * (r - 1))")
 def sapo(
     log_probs: PerToken,
     old_log_probs: PerToken,
@@ -203,7 +206,9 @@ def sapo(
     return Terms(tokens, found).loss("sapo_loss", batch.layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("cpg", "cpgd", source="CPGD (Liu et al., 2025), clipped policy gradient")
+@LOSSES.register(
+    "cpg", "cpgd", source="CPGD (Liu et al., 2025, arXiv 2505.12504): the clipped policy gradient on log p"
+)
 def cpg(
     log_probs: PerToken,
     old_log_probs: PerToken,

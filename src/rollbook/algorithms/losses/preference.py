@@ -34,8 +34,7 @@ def interleaved(rows: int) -> tuple[list[int], list[bool]]:
 
 @LOSSES.register(
     "dpo",
-    source="DPO (Rafailov et al., 2023), equation 7; label smoothing: Mitchell (2023); ipo: IPO (Azar et al., 2024), "
-    "equation 17; hinge: SLiC-HF (Zhao et al., 2023)",
+    source="DPO (Rafailov et al., 2023, arXiv 2305.18290), equation 7; one logit for each pair",
 )
 def dpo(
     log_probs: PerToken,
@@ -82,7 +81,7 @@ def dpo(
     return _loss(logits[winners], logits[losers], beta, label_smoothing, variant, whole)
 
 
-@LOSSES.register("dpo_sums", source="DPO (Rafailov et al., 2023), equation 7")
+@LOSSES.register("dpo_sums", source="DPO (Rafailov et al., 2023, arXiv 2305.18290), equation 7, of sums")
 def dpo_sums(
     chosen_log_probs: PerRow,
     rejected_log_probs: PerRow,

@@ -21,7 +21,7 @@ WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage
 REGULARIZERS = ("none", "k2", "forward-kl")
 
 
-@LOSSES.register("importance_sampling", "is", source="importance-sampled policy gradient (Degris et al., 2012)")
+@LOSSES.register("importance_sampling", "is", source="importance-sampled policy gradient (Degris et al., 2012): -A * r")
 def importance_sampling(
     log_probs: PerToken,
     old_log_probs: PerToken,
@@ -46,7 +46,7 @@ def importance_sampling(
     return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("cispo", source="MiniMax-M1 (MiniMax, 2025), section 3.1")
+@LOSSES.register("cispo", source="CISPO (MiniMax-M1, 2025, arXiv 2506.13585): -A * clip(r) * log p, clip(r) a constant")
 def cispo(
     log_probs: PerToken,
     old_log_probs: PerToken,
@@ -89,7 +89,9 @@ def cispo(
     return terms.loss("cispo_loss", batch.layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("topr", source="Tapered Off-Policy REINFORCE (Le Roux et al., 2025), section 3")
+@LOSSES.register(
+    "topr", source="TOPR (Le Roux et al., 2025, arXiv 2503.14286): the ratio within [0, 1] where A is not positive"
+)
 def topr(
     log_probs: PerToken,
     old_log_probs: PerToken,
@@ -125,7 +127,9 @@ def topr(
     return terms.loss("topr_loss", batch.layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("opmd", source="Kimi k1.5 (Kimi Team, 2025), section 2.3, first order in the log-ratio")
+@LOSSES.register(
+    "opmd", source="OPMD, as Trinity-RFT has it (arXiv 2505.17826), after Kimi k1.5 (2025, arXiv 2501.12599)"
+)
 def opmd(
     log_probs: PerToken,
     advantages: PerToken | PerRow,
@@ -148,7 +152,7 @@ def opmd(
     return Terms(-given * ours / (1 + tau)).loss("opmd_loss", layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("sppo", source="softmax PPO (Vaswani et al., 2022), section 4")
+@LOSSES.register("sppo", source="softmax PPO (Vaswani et al., 2022, arXiv 2108.05828): -A * log r within a range")
 def sppo(
     log_probs: PerToken,
     old_log_probs: PerToken,
@@ -176,7 +180,9 @@ def sppo(
     return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("rec", source="Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm (Yao et al., 2025)")
+@LOSSES.register(
+    "rec", source="REC (Yao et al., 2025, arXiv 2509.24203): REINFORCE with clip, weight and regularizer apart"
+)
 def rec(
     log_probs: PerToken,
     old_log_probs: PerToken,

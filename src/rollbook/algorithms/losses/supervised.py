@@ -18,7 +18,7 @@ from rollbook.algorithms.results import Loss
 from rollbook.planner import Denominators
 
 
-@LOSSES.register("sft", "nll", source="maximum likelihood")
+@LOSSES.register("sft", "nll", source="maximum likelihood: -log p")
 def sft(
     log_probs: PerToken,
     mask: PerToken | None = None,
@@ -38,7 +38,9 @@ def sft(
     return terms.loss("sft_loss", layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("sft_is", "dft", source="Dynamic Fine-Tuning (Wu et al., 2025), section 3")
+@LOSSES.register(
+    "sft_is", "dft", source="Dynamic Fine-Tuning (Wu et al., 2025, arXiv 2508.05629): -p * log p, p a constant"
+)
 def sft_is(
     log_probs: PerToken,
     mask: PerToken | None = None,
@@ -58,7 +60,9 @@ def sft_is(
     return Terms(-ours.detach().exp() * ours).loss("sft_is_loss", layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("sft_phi", source="CHORD (Zhang et al., 2025), section 3")
+@LOSSES.register(
+    "sft_phi", source="CHORD (Zhang et al., 2025, arXiv 2508.11408): -p * (1 - p) * log p, the weight a constant"
+)
 def sft_phi(
     log_probs: PerToken,
     mask: PerToken | None = None,

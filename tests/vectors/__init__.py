@@ -1,0 +1,1 @@
+"""The published vectors: what they are made of, what makes them, and what is checked against them."""

@@ -1,0 +1,420 @@
+"""The published vectors: Rollbook gives them, the reference makes them, peers differ where the file says so, and the
+pages work them by hand."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.algorithms.advantages import ESTIMATORS
+from rollbook.algorithms.kl import KL, kl, token_kl
+from rollbook.algorithms.losses import LOSSES
+from rollbook.jagged import Rows
+from rollbook.planner import Denominators
+from tests.conformance.algorithms import LIGHTRFT, TRINITY
+from tests.vectors import make, peers
+
+FILE = make.written()
+VECTORS = {vector["id"]: vector for vector in FILE["vectors"]}
+FUNCTIONS = sorted({vector["function"] for vector in FILE["vectors"]})
+BESIDE = {
+    "aggregate.aggregate",
+    "corrections.diagnostics",
+    "corrections.importance_weights",
+    "filters.clip_filter_like_weight_func",
+    "masks.high_entropy_mask",
+    "moments.whiten",
+    "shaping.overlong_penalty",
+    "tokens.entropy_from_logits",
+    "tokens.from_logits",
+}
+"""Functions that are in no registry and have vectors all the same."""
+TOKENS = {
+    *("mask", "response", "token_rewards", "values", "log_probs", "old_log_probs", "ref_log_probs", "entropy", "necs"),
+    *("teacher_log_probs", "returns", "old_values", "policy_log_probs", "behaviour_log_probs", "advantages", "weights"),
+}
+LAYOUTS = ("right", "left", "packed")
+
+
+# --- running a vector -----------------------------------------------------------------------------------------------
+
+
+class Sheet:
+    """Rows of tokens laid out one way, and results read back from it."""
+
+    def __init__(self, layout: str, dtype: torch.dtype, lengths: list[int]) -> None:
+        self.layout, self.dtype, self.lengths = layout, dtype, lengths
+
+    def _spans(self) -> list[slice]:
+        width = max(self.lengths, default=0) + 1  # wider than need be: padding is to change nothing
+        starts = [width - n if self.layout == "left" else 0 for n in self.lengths]
+        return [slice(start, start + n) for start, n in zip(starts, self.lengths, strict=True)]
+
+    def lay(self, name: str, rows: list[list[Any]]) -> Any:
+        """Tokens as a matrix with NaN for padding (masks: 0), or end to end; floating ones are leaves."""
+        flags = name in ("mask", "response")
+        dtype = torch.int64 if flags else self.dtype
+        parts = [torch.tensor([math.nan if x is None else x for x in row], dtype=dtype) for row in rows]
+        if self.layout == "packed":
+            values = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+            return Rows(values if flags else values.requires_grad_(), self.lengths)
+        matrix = torch.full((len(rows), max(self.lengths, default=0) + 1), 0 if flags else math.nan, dtype=dtype)
+        for i, (part, span) in enumerate(zip(parts, self._spans(), strict=True)):
+            matrix[i, span] = part
+        return matrix if flags else matrix.requires_grad_()
+
+    def read(self, result: Any) -> Any:
+        """Rows of numbers; padding must be 0."""
+        if isinstance(result, Rows):
+            return [row.tolist() for row in result.values.detach().split(result.lengths)] if result.lengths else []
+        if isinstance(result, torch.Tensor) and result.dim() == 2 and self.layout != "packed":
+            rest = result.detach().clone()
+            rows = [rest[i, span].clone() for i, span in enumerate(self._spans())]
+            for i, span in enumerate(self._spans()):
+                rest[i, span] = 0
+            assert not rest.any(), "padding is not 0"
+            return [row.tolist() for row in rows]
+        return result.detach().tolist() if isinstance(result, torch.Tensor) else result
+
+    def slope(self, leaf: Any) -> Any:
+        held = leaf.values if isinstance(leaf, Rows) else leaf
+        slope = torch.zeros_like(held) if held.grad is None else held.grad
+        return self.read(Rows(slope, self.lengths) if isinstance(leaf, Rows) else slope)
+
+
+def ours(vector: dict[str, Any], layout: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What Rollbook gives for a vector, in the form of its outputs."""
+    room, name = vector["function"].split(".")
+    inputs, options = dict(vector["inputs"]), dict(vector["options"])
+    if room in ("tokens", "filters", "shaping"):
+        return _plain(room, name, inputs, options, dtype)
+    nested = {key: value for key, value in inputs.items() if key in TOKENS and _nested(value)}
+    lengths = [len(row) for row in next(iter(nested.values()))] if nested else []
+    sheet = Sheet(layout, dtype, lengths)
+    if nested and layout != "packed" and "mask" not in inputs:
+        inputs["mask"] = [[1] * n for n in lengths]
+    given = {key: sheet.lay(key, value) if key in TOKENS and _nested(value) else value for key, value in inputs.items()}
+    for key in ("rewards", "step_rewards", "baselines"):
+        if key in given:
+            given[key] = torch.tensor([math.nan if x is None else x for x in given[key]], dtype=dtype)
+    for key, value in given.items():
+        if isinstance(value, list) and not isinstance(value, Rows) and all(isinstance(x, float) for x in value):
+            given[key] = torch.tensor(value, dtype=dtype, requires_grad=key.endswith("log_probs"))
+    if _nested(options.get("weights")):
+        options["weights"] = sheet.lay("weights", options["weights"])
+    if isinstance(options.get("whole"), dict):
+        options["whole"] = Denominators(**options["whole"])
+    if room == "advantages":
+        found = ESTIMATORS[name].call(given, options)
+        kept = {"advantages": found.advantages, "returns": found.returns, "mask": found.mask}
+        return {key: sheet.read(kept[key]) for key in vector["outputs"]}
+    if room == "kl":
+        result = token_kl(**given, estimator=name, **options)
+        (result.values if isinstance(result, Rows) else result).sum().backward()
+        return {"values": sheet.read(result), "gradient": {"log_probs": sheet.slope(given["log_probs"])}}
+    if room == "losses":
+        loss = LOSSES.call(name, given, **options)
+        if loss.value.requires_grad:
+            loss.backward()
+        slopes = {key: sheet.slope(given[key]) for key in vector["outputs"]["gradient"]}
+        return {"value": loss.value.item(), "gradient": slopes}
+    result = getattr(importlib.import_module(f"rollbook.algorithms.{room}"), name)(**given, **options)
+    if name == "diagnostics":
+        return dict(result)
+    if name == "importance_weights":
+        return {"weights": sheet.read(result.weights), "mask": sheet.read(result.mask)}
+    return {next(iter(vector["outputs"])): sheet.read(result)}
+
+
+def _nested(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, list) for row in value)
+
+
+def _plain(room: str, name: str, inputs: Any, options: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Functions that know no layout."""
+    function = getattr(importlib.import_module(f"rollbook.algorithms.{room}"), name)
+    if room == "filters":
+        return {"weights": function(torch.tensor(inputs.pop("rewards"), dtype=dtype), **inputs, **options).tolist()}
+    if room == "shaping":
+        return {"penalties": function(torch.tensor(inputs["lengths"], dtype=dtype), **options).tolist()}
+    rows = [[-math.inf if x is None else x for x in row] for row in inputs["logits"]]
+    logits = torch.tensor(rows, dtype=dtype, requires_grad=True)
+    if name == "entropy_from_logits":
+        entropy = function(logits, **options)
+        entropy.sum().backward()
+        return {"entropy": entropy.tolist(), "gradient": {"logits": logits.grad.tolist()}}  # type: ignore[union-attr]
+    found = function(logits, torch.tensor(inputs["labels"]), entropy=True, **options)
+    found.log_probs.sum().backward()
+    slopes = {"logits": logits.grad.tolist()}  # type: ignore[union-attr]
+    return {"log_probs": found.log_probs.tolist(), "entropy": found.entropy.tolist(), "gradient": slopes}
+
+
+def same(got: Any, wanted: Any, tolerance: float, path: str = "") -> None:
+    """Whether two results are the same, number by number; `None` is NaN."""
+    if isinstance(wanted, dict):
+        assert set(got) == set(wanted), path
+        for key in wanted:
+            same(got[key], wanted[key], tolerance, f"{path}.{key}")
+    elif isinstance(wanted, list):
+        assert len(got) == len(wanted), path
+        for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+            same(a, b, tolerance, f"{path}[{i}]")
+    elif wanted is None:
+        assert got is None or math.isnan(got), f"{path}: got {got}, expected NaN"
+    else:
+        assert got is not None, f"{path}: got NaN, expected {wanted}"
+        assert abs(got - wanted) <= tolerance * max(1, abs(wanted)), f"{path}: got {got}, expected {wanted}"
+
+
+# --- Rollbook, and the reference ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", VECTORS)
+def test_rollbook_gives_the_vectors(name: str, layout: str) -> None:
+    vector = VECTORS[name]
+    same(ours(vector, layout, torch.float32), vector["outputs"], vector["tolerance"])
+    # In float64 only the rounding of the file to ten digits is left.
+    same(ours(vector, layout, torch.float64), vector["outputs"], 1e-9)
+
+
+def test_divergences_are_elementwise_too() -> None:
+    for vector in (vector for vector in FILE["vectors"] if vector["function"].startswith("kl.")):
+        rows = vector["inputs"]
+        keep = [bool(m) for row in rows.get("mask", [[1] * len(r) for r in rows["log_probs"]]) for m in row]
+        flat = {key: [x for row in value for x in row] for key, value in rows.items() if key != "mask"}
+        flat = {key: [x for x, m in zip(value, keep, strict=True) if m] for key, value in flat.items()}
+        tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in flat.items()}
+        found = kl(vector["function"].removeprefix("kl."), **tensors, **vector["options"])
+        wanted = [x for row in vector["outputs"]["values"] for x in row]
+        same(found.tolist(), [x for x, m in zip(wanted, keep, strict=True) if m], 2e-9)
+
+
+def test_the_reference_makes_the_file_byte_for_byte() -> None:
+    peers = {name: vector["peers"] for name, vector in VECTORS.items()}
+    assert make.text(peers) == make.FILE.read_text(), "run: python -m tests.vectors.make"
+
+
+def test_the_file_is_strict_json_with_one_schema() -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    found = json.loads(make.FILE.read_text(), parse_constant=refuse)
+    assert found["format"] == 1 and len(VECTORS) == len(found["vectors"])
+    for vector in found["vectors"]:
+        keys = ["id", "function", "cites", "inputs", "options", "outputs", "tolerance", "peers"]
+        assert list(vector) == keys, vector["id"]
+
+
+def test_every_function_has_vectors() -> None:
+    """A new function without one fails here."""
+    registered = {f"{room}.{name}" for room, registry in REGISTRIES.items() for name in registry.names()}
+    assert set(FUNCTIONS) == registered | BESIDE
+
+
+REGISTRIES = {"advantages": ESTIMATORS, "kl": KL, "losses": LOSSES}
+
+
+def test_options_of_vectors_exist_and_most_functions_have_several() -> None:
+    count = dict.fromkeys(FUNCTIONS, 0)
+    for vector in FILE["vectors"]:
+        room, name = vector["function"].split(".")
+        count[vector["function"]] += 1
+        if room in REGISTRIES:
+            assert set(vector["options"]) <= set(REGISTRIES[room][name].options), vector["id"]
+    few = {function for function, n in count.items() if n < 2}
+    assert few <= {"kl.none", "kl.k1", "kl.k2", "kl.k3", "kl.abs"}, few
+
+
+def test_registries_cite_what_the_vectors_cite() -> None:
+    for room, registry in (("advantages", ESTIMATORS), ("kl", KL), ("losses", LOSSES)):
+        for name in registry.names():
+            assert registry[name].source == make.CITES[f"{room}.{name}"]
+
+
+def test_shared_cases_that_are_named_exist() -> None:
+    for vector in FILE["vectors"]:
+        for whose, name in re.findall(r"(Trinity-RFT|LightRFT)'s case (\S+)", vector["cites"]):
+            assert name in (TRINITY if whose == "Trinity-RFT" else LIGHTRFT), (vector["id"], name)
+
+
+# --- peers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", sorted({function for calls in peers.CALLS.values() for function in calls}))
+def test_peers_give_what_the_file_says(function: str) -> None:
+    for vector in (vector for vector in FILE["vectors"] if vector["function"] == function):
+        found = peers.measured(vector)
+        assert list(found) == list(vector["peers"]), vector["id"]
+        for peer, entry in found.items():
+            told = vector["peers"][peer]
+            assert set(entry) == set(told), (vector["id"], peer)
+            for key, value in entry.items():
+                if key in ("call", "raises", "note"):
+                    assert value == told[key], (vector["id"], peer)
+                else:
+                    same(value, told[key], vector["tolerance"], f"{vector['id']}: {peer}")
+
+
+def test_a_peer_has_a_note_exactly_where_its_number_is_another() -> None:
+    count = {True: 0, False: 0}
+    for vector in FILE["vectors"]:
+        for peer, entry in vector["peers"].items():
+            assert ("note" in entry) != agrees(vector, entry), (vector["id"], peer)
+            count["note" in entry] += 1
+    assert count[True] > 40 and count[False] > 100  # the file is not empty of peers
+
+
+def agrees(vector: dict[str, Any], entry: dict[str, Any]) -> bool:
+    if "raises" in entry:
+        return False
+    outputs = {key: value for key, value in vector["outputs"].items() if key in entry}
+    try:
+        same({key: entry[key] for key in outputs}, outputs, vector["tolerance"])
+    except AssertionError:
+        return False
+    return True
+
+
+# --- the pages ------------------------------------------------------------------------------------------------------
+
+DOCS = make.FILE.parent
+WORDS = {name: getattr(math, name) for name in ("comb", "cos", "exp", "log", "pi", "sqrt")}
+WORDS |= {"abs": abs, "max": max, "min": min, "sigmoid": lambda x: 1 / (1 + math.exp(-x))}
+
+
+def shown(text: str, wanted: Any, where: str) -> None:
+    """Whether numbers as they are printed are those wanted, to the digits printed."""
+    printed = re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?|NaN", text)
+    numbers = list(leaves(wanted))
+    assert len(printed) == len(numbers), f"{where}: {text}"
+    for word, number in zip(printed, numbers, strict=True):
+        if word == "NaN":
+            assert number is None or math.isnan(number), f"{where}: {text}"
+            continue
+        unit = 10.0 ** -len(word.partition(".")[2])
+        assert number is not None and abs(float(word) - number) <= 0.51 * unit, f"{where}: {word} is {number}"
+
+
+def leaves(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().tolist()
+    if isinstance(value, list):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def sections() -> dict[str, str]:
+    parts = re.split(r"^### (\S+)\n", (DOCS / "vectors.md").read_text(), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_every_function_is_worked_by_hand() -> None:
+    assert sorted(sections()) == FUNCTIONS
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_is_worked_by_hand_is_right(function: str) -> None:
+    body = sections()[function]
+    vector = VECTORS[re.findall(r"^`([^`]+)`: ", body, flags=re.MULTILINE)[0]]
+    assert vector["function"] == function
+    steps, results = [], []
+    lines = "\n".join(line for line in body.splitlines() if line.startswith("- "))
+    for span in re.findall(r"`([^`]+)`", lines):
+        left, right = span.split(" = ")
+        path = left.split(".")
+        if path[0] in vector["outputs"]:
+            wanted = vector["outputs"]
+            for key in path:
+                wanted = wanted[key]
+            assert json.loads(right) is not None
+            shown(right, wanted, f"{function}: {left}")
+            results += list(leaves(wanted))
+        else:
+            value = float(eval(left, {"__builtins__": {}}, WORDS))
+            shown(right, value, f"{function}: {left}")
+            steps.append(value)
+    assert steps and results
+    if set(vector["outputs"]) != {"mask"} and "mask =" not in body:  # what is worked out is what the vector has
+        assert any(abs(a - b) < 1e-5 for a in steps for b in results), function
+
+
+def test_the_example_of_a_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(DOCS.parent)
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "vectors.md").read_text(), flags=re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    assert len(scope["checked"]) > 3
+    wrong = [
+        [x + 1e-3 for x in row] if isinstance(row, list) else row
+        for row in scope["checked"][0]["outputs"]["advantages"]
+    ]
+    assert not scope["close"]([x + 1e-3 for x in leaves(wrong)], list(leaves(wrong)), 2e-6)
+
+
+def page() -> dict[str, str]:
+    parts = re.split(r"^## (.+)\n", (DOCS / "peers.md").read_text(), flags=re.MULTILINE)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def rows_of(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+
+
+def test_the_page_about_peers_has_a_section_for_each_difference() -> None:
+    assert list(page()) == ["", *peers.PAGE, "All that differs in the vectors"]
+
+
+def test_numbers_of_the_page_about_peers() -> None:
+    """Each row: what the peer gives, and what Rollbook's expression beside it gives."""
+    scope: dict[str, Any] = {}
+    compared = 0
+    for title, text in page().items():
+        for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+            exec(code, scope)
+        if title not in peers.PAGE:
+            continue
+        table = {row[0]: row for row in rows_of(text)}
+        assert set(table) == set(peers.PAGE[title]), title
+        column = next(i for i, name in enumerate(table_head(text)) if name not in ("who", "how", "eps"))
+        for who, row in table.items():
+            ran = who.partition(",")[0] in {"verl", "Trinity-RFT"}
+            assert row[1] == ("ran" if ran else "formula"), (title, who)
+            shown(row[column], peers.PAGE[title][who](), f"{title}: {who}")
+            for call in re.findall(r"`([^`]+)`", row[-1]):
+                given = re.match(r"(\d+): ", row[-1])
+                value = list(leaves(eval(call, scope)))
+                if given:  # Rollbook's own number stands before its expression
+                    assert set(value) == {float(given[1])}, (title, who)
+                else:
+                    shown(row[column], value, f"{title}: {call}")
+                compared += 1
+    assert compared > 30
+    same(list(leaves(eval("gae(**trailing, rewards=[1.0]).advantages[0][:2]", scope))), [0.431, 0.4], 1e-6)
+
+
+def table_head(text: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith("| "))
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def test_the_list_of_differences_is_the_files() -> None:
+    text = page()["All that differs in the vectors"]
+    told = {(row[0], row[1]): re.findall(r"`([^`]+)`", row[2]) for row in rows_of(text)}
+    found: dict[tuple[str, str], list[str]] = {}
+    entries = [(vector["id"], peer, entry) for vector in FILE["vectors"] for peer, entry in vector["peers"].items()]
+    for name, peer, entry in entries:
+        if "note" in entry:
+            found.setdefault((peer, entry["note"]), []).append(name)
+    assert told == found
+    differ = sum(map(len, found.values()))
+    assert f"That is {differ} of {len(entries)} calls; the other {len(entries) - differ} agree" in text
