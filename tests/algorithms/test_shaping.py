@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollbook.algorithms.advantages import grpo
 from rollbook.algorithms.corrections import importance_weights
 from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.ranks import ALONE, Ranks
@@ -30,6 +31,7 @@ from rollbook.algorithms.shaping import (
     length_penalty,
     overlong_penalty,
     pass_rates,
+    rank_penalty,
     repetition_penalty,
     shape_by,
     shape_overlong,
@@ -469,3 +471,50 @@ def test_bad_input_is_named(call: Any, words: str) -> None:
     with pytest.raises(ValueError) as raised:
         call()
     assert words in str(raised.value)
+
+
+# --- likely answers -------------------------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from("ab"), st.one_of(st.none(), st.floats(-2, 2, width=32)), st.sampled_from([-3.0, -1.0, -0.5])
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+    seed=st.randoms(use_true_random=False),
+)
+def test_rank_penalty_equals_its_loop_in_any_order(rows: list[tuple[str, float | None, float]], seed: Any) -> None:
+    expected = []
+    for group, reward, likely in rows:
+        peers = [p for g, r, p in rows if g == group and r is not None]
+        if reward is None:
+            expected.append(0.0)
+            continue
+        below, equal = sum(p < likely for p in peers), sum(p == likely for p in peers)
+        expected.append(-0.3 * reward * (below + (equal - 1) / 2) / len(peers))
+    order = list(range(len(rows)))
+    seed.shuffle(order)
+    columns = [[rows[i][j] for i in order] for j in (1, 0, 2)]
+    found = rank_penalty(*columns, penalty=0.3).tolist()
+    assert found == pytest.approx([expected[i] for i in order], abs=1e-6)
+
+
+def test_equal_rewards_with_a_rank_penalty_score_against_each_other() -> None:
+    # Trinity's mean and deviation are of penalised rewards, its numerator of raw ones: +0.707 for both.
+    lost = rank_penalty([1.0, 1.0], ["a", "a"], [-0.1, -2.0], penalty=0.5)
+    shaped = shape_by([1.0, 1.0], lost, "add").rewards
+    scores = grpo(shaped, ["a", "a"]).scores
+    assert scores.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-4)
+    assert scores.sum().item() == pytest.approx(0, abs=1e-6)
+
+
+def test_rank_penalty_names_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="penalty: got 2, expected a number from 0 to 1"):
+        rank_penalty([1.0], ["a"], [0.0], penalty=2)
+    with pytest.raises(ValueError, match="log_probs: got NaN at row 0"):
+        rank_penalty([1.0], ["a"], [math.nan])
+    with pytest.raises(ValueError, match="log_probs: got 2, expected 1"):
+        rank_penalty([1.0], ["a"], [0.0, 0.0])

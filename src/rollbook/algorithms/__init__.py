@@ -7,7 +7,7 @@ not depend on the order of rows, on micro-batches or on padding; and padded and 
 |---|---|
 | `advantages` | every estimator, `ESTIMATORS`, and `estimate(name, records_or_batch)` |
 | `kl` | k1, k2, k3 and others; as a penalty or a loss; fixed and adaptive coefficients |
-| `shaping`, `filters` | rewards before they are estimated from, and which groups are worth training on |
+| `shaping`, `penalties`, `filters` | rewards before they are estimated from, and which groups are worth training on |
 | `corrections` | weights and diagnostics for tokens that another policy sampled |
 | `losses`, `aggregate` | policy, supervised, preference and value losses, `LOSSES`; from tokens to one number |
 | `tokens`, `masks` | log-probs and entropies from logits or hidden states; which tokens are uncertain |
@@ -54,6 +54,7 @@ _MODULES = (
     "losses",
     "masks",
     "moments",
+    "penalties",
     "ranks",
     "registry",
     "results",

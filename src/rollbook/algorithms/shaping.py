@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rollbook.algorithms.filters import Weights as Weights
 from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_filter_like_weight_func
 from rollbook.algorithms.filters import clip_filter_weights as clip_filter_weights
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
+from rollbook.algorithms.penalties import given_back, overlong, same_rows, whole_lengths
+from rollbook.algorithms.penalties import length_bonus as length_bonus
+from rollbook.algorithms.penalties import length_penalty as length_penalty
+from rollbook.algorithms.penalties import overlong_penalty as overlong_penalty
+from rollbook.algorithms.penalties import rank_penalty as rank_penalty
+from rollbook.algorithms.penalties import repetition_penalty as repetition_penalty
 from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice, number
 from rollbook.algorithms.results import Report, rows_where
@@ -74,30 +78,7 @@ class PassRates:
         return found
 
 
-# --- length and repetition ------------------------------------------------------------------------------------------
-
-
-def overlong_penalty(
-    lengths: PerRow, *, max_length: int, buffer: int = 1024, factor: float = 1.0, bounded: bool = True
-) -> torch.Tensor:
-    """[B] What a response loses for running into the last `buffer` tokens before `max_length`.
-
-    DAPO (Yu et al., 2025, arXiv 2503.14476), equation 13: 0 up to `max_length - buffer`, then falling linearly to
-    `-factor` at `max_length`, and `-factor` beyond. `bounded=False` goes on falling beyond, as LightRFT's does; up to
-    `max_length` they are the same. lengths: (B,), the end token included.
-
-    >>> overlong_penalty([12, 10, 7, 6, 0], max_length=10, buffer=4)
-    tensor([-1.0000, -1.0000, -0.2500,  0.0000,  0.0000])
-    """
-    return _given_back(lengths, _overlong(_lengths(lengths), max_length, buffer, factor, bounded))
-
-
-def _overlong(lengths: Floats, max_length: int, buffer: int, factor: float, bounded: bool) -> Floats:
-    number("max_length", max_length, 1)
-    number("buffer", buffer, 1, max_length, what=f"a number of tokens from 1 to max_length, {max_length}")
-    number("factor", factor, 0, what="a number of at least 0, the largest penalty")
-    found = np.minimum((max_length - buffer - lengths) / buffer, 0.0) * factor
-    return np.maximum(found, -factor) if bounded else found
+# --- penalties ------------------------------------------------------------------------------------------------------
 
 
 def shape_overlong(
@@ -116,112 +97,10 @@ def shape_overlong(
     >>> shaped.rewards, shaped.report.which("overlong")
     (tensor([0.0000, 0.7500, 1.0000]), [0, 1])
     """
-    before, sizes = as_rewards("rewards", rewards), _lengths(lengths)
-    _same("lengths", sizes, before)
-    lost = _overlong(sizes, max_length, buffer, factor, bounded)
+    before, sizes = as_rewards("rewards", rewards), whole_lengths(lengths)
+    same_rows("lengths", sizes, before)
+    lost = overlong(sizes, max_length, buffer, factor, bounded)
     return _shaped(rewards, before, before + lost, {"overlong": rows_where(lost < 0)}, ids)
-
-
-def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, max_penalty: float = 1.0) -> torch.Tensor:
-    """[B] What a response loses for each token over `target`, at most `max_penalty`.
-
-    -min(per_token * max(0, length - target), max_penalty). Add it with `shape_by(rewards, penalty, "add")`.
-
-    >>> length_penalty([90, 100, 150, 5000], target=100, per_token=0.01)
-    tensor([ 0.0000,  0.0000, -0.5000, -1.0000])
-    """
-    number("target", target, 0)
-    number("per_token", per_token, 0)
-    number("max_penalty", max_penalty, 0)
-    over = np.maximum(_lengths(lengths) - target, 0.0)
-    return _given_back(lengths, 0.0 - np.minimum(over * per_token, max_penalty))
-
-
-def length_bonus(lengths: PerRow, correct: PerRow, groups: Any, *, ranks: Ranks = ALONE) -> torch.Tensor:
-    """[B] A bonus for being short among the answers to one prompt.
-
-    Kimi k1.5 (2025, arXiv 2501.12599), section 2.3.3: b = 0.5 - (length - shortest) / (longest - shortest), over all
-    answers of the group; a correct answer gets b, a wrong one min(0, b); a group whose answers are equally long gets 0.
-    correct: (B,) truth values, or rewards that are 1 or 0; `None` or NaN where that is not known: such a row gets 0 and
-    is neither the shortest nor the longest. Add it with `shape_by(rewards, bonus, "add", weight)`.
-
-    >>> length_bonus([100, 200, 300, 100, 300, 50], [True, True, True, False, False, True], list("aaabbc"))
-    tensor([ 0.5000,  0.0000, -0.5000,  0.0000, -0.5000,  0.0000])
-    """
-    sizes, right = _lengths(lengths), as_rewards("correct", correct)
-    _same("correct", right, sizes)
-    known = ~np.isnan(right)
-    odd = np.flatnonzero(known & (right != 0) & (right != 1))
-    if len(odd):
-        raise ValueError(f"correct: got {right[odd[0]]:g} at row {odd[0]}, expected true or false, 1 or 0, or None")
-    grouped = Grouped(torch.from_numpy(np.where(known, sizes, np.nan)), groups, None, ranks)
-    own = grouped.own
-    low, high = _ends(grouped)
-    spread = grouped.of(high - low)[own]
-    bonus = 0.5 - (sizes - grouped.of(low)[own]) / np.where(spread > 0, spread, 1.0)
-    bonus = np.where(right == 1, bonus, np.minimum(bonus, 0.0))
-    return _given_back(lengths, np.where(known & (spread > 0), bonus, 0.0))
-
-
-def repetition_penalty(
-    tokens: PerToken, mask: PerToken | None = None, *, n: int = 20, max_penalty: float = 1.0
-) -> torch.Tensor:
-    """[B] float32: what a response loses for saying the same again: `-max_penalty` times its share of repeated n-grams.
-
-    The share is 1 - (different n-grams) / (all n-grams), the formula of Open R1's repetition reward (there over words,
-    with n = 3; here over token ids, and long n-grams, as in Yeo et al., 2025, arXiv 2502.03373, who take 40, so that
-    ordinary phrases cost nothing while a loop of any period costs nearly all). tokens, mask: (B, A) or packed token
-    ids; an n-gram counts if all its tokens do, so that none reaches over a tool's answer. Fewer than n tokens: 0.
-
-    N-grams are told apart by a hash of 64 bits; that two of a row of 32,768 share one has a chance below 1e-10.
-
-    >>> repetition_penalty([[1, 2, 1, 2, 1], [1, 2, 3, 4], [7]], n=2)
-    tensor([-0.5000,  0.0000,  0.0000])
-    """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"n: got {n!r}, expected an integer of at least 1")
-    number("max_penalty", max_penalty, 0)
-    layout = Layout.of(mask, tokens=tokens)
-    given = layout.whole("tokens", tokens)
-    if given.is_floating_point() and given.numel():
-        raise ValueError(f"tokens: got {str(given.dtype).removeprefix('torch.')}, expected integers")
-    flat = given.detach().cpu().to(torch.int64).reshape(-1).numpy()
-    counts = layout.mask.cpu().reshape(-1).numpy()
-    bounds = np.concatenate([[0], np.cumsum(layout.row_lengths.cpu().numpy())]).tolist()
-    grams = _window_hashes(flat, n)
-    whole = _whole_windows(counts, n)
-    share = np.zeros(layout.rows)
-    for row, (start, stop) in enumerate(pairwise(bounds)):
-        last = stop - n + 1  # windows that begin here or later reach into the next row
-        found = np.sort(grams[start:last][whole[start:last]]) if last > start else grams[:0]
-        if len(found):
-            share[row] = np.count_nonzero(found[1:] == found[:-1]) / len(found)
-    return torch.from_numpy(0.0 - max_penalty * share).to(layout.mask.device, torch.float32)
-
-
-def _window_hashes(tokens: NDArray[np.int64], n: int) -> NDArray[np.uint64]:
-    """[N - n + 1] A hash of each n tokens in a row; windows double until two of them, overlapping, make n."""
-    hashes, width = _mixed(tokens.view(np.uint64)), 1
-    while width < n and len(tokens) >= n:
-        step = min(width, n - width)
-        size = len(hashes) - step
-        hashes = _mixed(hashes[:size] * np.uint64(0x9E3779B97F4A7C15) + hashes[step:])
-        width += step
-    return hashes if len(tokens) >= n else hashes[:0]
-
-
-def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Words with every bit spread over all: the finisher of SplitMix64 (Steele et al., 2014), which is one to one."""
-    mixed: NDArray[np.uint64] = words + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-def _whole_windows(counts: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
-    """[N - n + 1] Whether each of n slots in a row counts."""
-    before = np.concatenate([[0], np.cumsum(counts)])
-    return np.equal(before[n:] - before[:-n], n) if len(counts) >= n else np.zeros(0, dtype=np.bool_)
 
 
 # --- operations on rewards ------------------------------------------------------------------------------------------
@@ -246,7 +125,7 @@ def shape_by(
     choice("op", op.lower() if isinstance(op, str) else op, OPERATIONS)
     number("weight", weight)
     before, by = as_rewards("rewards", rewards), as_rewards("values", values)
-    _same("values", by, before)
+    same_rows("values", by, before)
     by = by * weight
     missing, kind = np.isnan(by), op.lower()
     zero = (by == 0) & (kind == "div")
@@ -285,7 +164,7 @@ def difference(before: PerRow, after: PerRow) -> dict[str, float]:
     {'reward_diff/mean': 0.3333333333333333, 'reward_diff/min': 0.0, 'reward_diff/max': 1.0}
     """
     first, last = as_rewards("before", before), as_rewards("after", after)
-    _same("after", last, first)
+    same_rows("after", last, first)
     off = np.zeros(len(first))
     moved = np.isfinite(first) & np.isfinite(last)
     off[moved] = last[moved] - first[moved]
@@ -448,35 +327,6 @@ def pass_rates(rewards: PerRow, keys: Sequence[Hashable]) -> PassRates:
 # --- shared ---------------------------------------------------------------------------------------------------------
 
 
-def _lengths(lengths: PerRow) -> Floats:
-    """[B] Lengths as numbers, once they are known to be whole and not negative."""
-    found = as_rewards("lengths", lengths)
-    odd = np.flatnonzero(~((found >= 0) & (found < np.inf) & (np.floor(found) == found)))
-    if len(odd):
-        raise ValueError(f"lengths: got {found[odd[0]]:g} at row {odd[0]}, expected a number of tokens")
-    return found
-
-
-def _ends(grouped: Grouped) -> tuple[Floats, Floats]:
-    """[groups] The least and the largest number of each group; 0 and 0 for a group without any."""
-    low, high = np.full(len(grouped.keys), np.inf), np.full(len(grouped.keys), -np.inf)
-    np.minimum.at(low, grouped.index[grouped.valid], grouped.values[grouped.valid])
-    np.maximum.at(high, grouped.index[grouped.valid], grouped.values[grouped.valid])
-    return np.where(grouped.count > 0, low, 0.0), np.where(grouped.count > 0, high, 0.0)
-
-
-def _same(name: str, values: Floats, rewards: Floats) -> None:
-    if len(values) != len(rewards):
-        raise ValueError(f"{name}: got {len(values)}, expected {len(rewards)}, one for each row")
-
-
-def _given_back(model: PerRow, values: Floats) -> torch.Tensor:
-    """[B] Numbers on the device of what was given; float64 if that was."""
-    if not isinstance(model, torch.Tensor):
-        return torch.from_numpy(values).to(torch.float32)
-    return torch.from_numpy(values).to(model.device, torch.float64 if model.dtype == torch.float64 else torch.float32)
-
-
 def _shaped(
     rewards: PerRow,
     before: Floats,
@@ -487,4 +337,4 @@ def _shaped(
 ) -> Shaped:
     found = {"missing reward": rows_where(np.isnan(before)), **reasons}
     report = Report(len(before), found, {**difference(before, after), **(metrics or {})})
-    return Shaped(_given_back(rewards, after), report if ids is None else report.with_ids(ids))
+    return Shaped(given_back(rewards, after), report if ids is None else report.with_ids(ids))
