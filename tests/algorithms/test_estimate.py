@@ -56,6 +56,7 @@ RECORDS = st.lists(
 def test_numbers_tell_groups_and_runs_apart_as_ids_do(rows: list[Any]) -> None:
     many = Experiences([record(*row) for row in rows])
     groups, runs = group_numbers(many)
+    runs = np.arange(len(many)) if runs is None else runs
     for numbers, ids in ((groups, map(group_id, many.eids())), (runs, map(run_id, many.eids()))):
         names = list(ids)
         assert all((numbers[i] == numbers[j]) == (a == b) for i, a in enumerate(names) for j, b in enumerate(names))

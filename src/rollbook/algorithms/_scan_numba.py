@@ -96,6 +96,16 @@ def survey(rewards, taken, offsets):
 
 
 @_jit
+def spread(scores, mask, offsets, out):
+    """Fill `out`, (total,), with each row's score where the mask says so, else with 0."""
+    for row in range(len(scores)):
+        score = scores[row]
+        counts, into = mask[offsets[row] : offsets[row + 1]], out[offsets[row] : offsets[row + 1]]
+        for t in range(len(into)):
+            into[t] = score if counts[t] else 0
+
+
+@_jit
 def _chain(sums, above, below, total, decay):
     """In place: `sums[i] += decay * sums[i + 1]` for i from `above` - 1 to `below`; gives the last."""
     for i in range(above - 1, below - 1, -1):

@@ -74,8 +74,10 @@ class Layout:
                     "Rows(values, lengths) for packed tokens"
                 )
             shape = (sum(lengths),)
-        column = lengths is not None and isinstance(next(iter(given.values())), Ragged)
-        self = cls(shape, lengths, torch.empty(0, device=_device(given.values())), column)
+        first = next(iter(given.values()))
+        self = cls(shape, lengths, torch.empty(0, device=_device(given.values())), isinstance(first, Ragged))
+        if isinstance(first, Ragged):
+            self.offsets = first.offsets - first.offsets[0]
         if mask is None:
             self.mask = torch.ones(shape, dtype=torch.bool, device=self.mask.device)
         else:
@@ -91,6 +93,11 @@ class Layout:
     def rows(self) -> int:
         """B, the number of rows."""
         return self.shape[0] if self.lengths is None else len(self.lengths)
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """[B + 1] Where each packed row begins, and the end."""
+        return offsets_of(self.lengths or [])
 
     @cached_property
     def counts(self) -> torch.Tensor:
@@ -153,7 +160,7 @@ class Layout:
         `Ragged` column."""
         if self.lengths is None:
             return tensor
-        return as_column(tensor, self.lengths) if self.column else Rows(tensor, self.lengths)
+        return as_column(tensor, self.offsets) if self.column else Rows(tensor, self.lengths)
 
     def row_sums(self, tensor: torch.Tensor) -> torch.Tensor:
         """[B] The sum over each row's tokens that count; 0 for a row that has none."""
@@ -215,10 +222,10 @@ def _device(values: Any) -> torch.device:
     return found
 
 
-def as_column(values: torch.Tensor, lengths: Sequence[int]) -> Ragged:
+def as_column(values: torch.Tensor, offsets: NDArray[np.int64]) -> Ragged:
     """Rows end to end, (total,), as a column on the same memory."""
     name = str(values.dtype).removeprefix("torch.")
-    return Ragged(memory(values.detach().cpu()).view(DTYPES[name].storage), offsets_of(lengths), name, owned=True)
+    return Ragged(memory(values.detach().cpu()).view(DTYPES[name].storage), offsets, name, owned=True)
 
 
 def as_tensor(name: str, value: Any, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from rollbook.jagged import Rows
 from rollbook.ragged import Ragged
+from rollbook.recycle import empty
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ class Advantages:
         if self._returns is None:
             held = self.advantages
             if isinstance(held, Ragged):
-                self._returns = Ragged(held.values.copy(), held.offsets, held.dtype, owned=True)
+                whole = held.tensor_of_values()
+                memory = empty(tuple(whole.shape), whole.dtype).copy_(whole)
+                self._returns = Ragged(memory.numpy(), held.offsets, held.dtype, owned=True)
             else:
                 self._returns = held.apply(torch.clone) if isinstance(held, Rows) else held.clone()
         return self._returns

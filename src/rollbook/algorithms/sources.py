@@ -126,23 +126,29 @@ def run_id(eid: EID) -> str:
     return eid.uid if eid.batch == "" and eid.task == "" else eid.rid
 
 
-def group_numbers(many: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def group_numbers(many: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
     """[N] Numbers that tell groups apart, and runs: what `group_id` and `run_id` say, without making ids.
 
+    The runs are `None` where each has a single row.
+
     >>> from rollbook import Experience
-    >>> many = Experiences([Experience(eid={"task": t, "run": r}, tokens=[1, 2]) for t, r in ((7, 0), (8, 0), (7, 1))])
+    >>> many = Experiences([Experience(eid={"task": t, "run": r}, tokens=[1, 2]) for t, r in ((7, 0), (8, 0), (7, 0))])
     >>> [numbers.tolist() for numbers in group_numbers(many)]
-    [[0, 1, 0], [0, 1, 2]]
+    [[0, 1, 0], [0, 1, 0]]
     """
-    eid = many.column("eid")
-    batch, task = (_codes(eid.field(name)) for name in ("batch", "task"))  # type: ignore[union-attr]
-    run = eid.field("run").to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[union-attr]
-    nameless = _blank(eid, "batch") & _blank(eid, "task")
+    eid: Any = many.column("eid")
+    batch, task = (_codes(eid.field(name)) for name in ("batch", "task"))
+    run = eid.field("run").to_numpy(zero_copy_only=False).astype(np.int64)
+    nameless = _blank(eid, "batch")
+    if nameless.any():
+        nameless &= _blank(eid, "task")
     group = batch * (int(task.max(initial=0)) + 1) + task
-    group[nameless] = int(group.max(initial=0)) + 1 + np.arange(int(nameless.sum()))
-    group = _renumbered(group)
-    runs = np.where(nameless, 0, run - run.min(initial=0))
-    return group, _renumbered(group * (int(runs.max(initial=0)) + 1) + runs)
+    if nameless.any():
+        group[nameless] = int(group.max(initial=0)) + 1 + np.arange(int(nameless.sum()))
+    within = np.where(nameless, 0, run - run.min(initial=0))
+    runs = group * (int(within.max(initial=0)) + 1) + within
+    ordered = np.sort(runs)
+    return group, runs if (ordered[1:] == ordered[:-1]).any() else None
 
 
 class Uids(Sequence[str]):
@@ -167,11 +173,6 @@ def _blank(eid: Any, name: str) -> NDArray[np.bool_]:
     import pyarrow.compute as pc
 
     return np.asarray(pc.equal(eid.field(name), ""))
-
-
-def _renumbered(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same partition, counted from 0 as numbers first appear."""
-    return _codes(pa.array(numbers))
 
 
 def _numbers(many: Experiences, name: str) -> NDArray[np.float64]:

@@ -88,12 +88,10 @@ def _groups(inputs: Mapping[str, Any], many: Experiences | None, required: bool,
     """Groups and runs: by number where nobody else must understand them, else by id."""
     if many is not None and ranks is ALONE:
         groups, runs = group_numbers(many)
-    else:
-        groups, runs = np.array(inputs["groups"], dtype=object), np.array(inputs["runs"], dtype=object)
-    several = len(runs) and len(runs) != (runs.max() + 1 if runs.dtype.kind == "i" else len(set(runs.tolist())))
-    if not required and not several and ranks is ALONE:
-        return {"groups": groups}
-    return {"groups": groups, "runs": runs}
+        if runs is None and required:
+            runs = np.arange(len(groups))
+        return {"groups": groups, "runs": runs}
+    return {"groups": inputs["groups"], "runs": inputs["runs"]}
 
 
 __all__ = [
