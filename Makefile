@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## make experiences, write them, read them back, plan and batch them, print them
+demo: $(STAMP)  ## make experiences, write them, read them back, estimate, plan and batch, print them
 	@$(BIN)/python -m rollbook.demo
 
 test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and attack tests; needs nothing but Python and pip

@@ -1,7 +1,7 @@
-"""The demo: make experiences as a rollout would, write them, read them back, batch them, look at them.
+"""The demo: make experiences as a rollout would, write them, read them back, estimate advantages, batch, look at them.
 
 The "model" is a scripted one that sorts letters and sometimes slips, so that it runs on any machine; everything around
-it is the library itself: records with ids, columns, frames on disk, Parquet, groups, a plan, batches.
+it is the library itself: records with ids, columns, frames on disk, Parquet, groups, GRPO, a plan, batches, a loss.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import random
 import tempfile
 from pathlib import Path
 
+from rollbook.algorithms import estimate
+from rollbook.algorithms.losses import ppo
 from rollbook.experience import EID, Experience, Experiences
 from rollbook.planner import plan
 
@@ -78,11 +80,17 @@ def show(folder: Path, tasks: int, runs: int) -> None:
     print(f"read     both back: {'every field is the same' if same else 'SOMETHING DIFFERS'}")
     if not same:
         raise SystemExit("the records that were read are not those that were written")
-    print("\ntask     prompt   rewards                  mean")
+    estimated = estimate("grpo", many)
+    many = many.assign(advantages=estimated.advantages, returns=estimated.returns)
+    print("\ntask     prompt   rewards          mean  advantages by GRPO")
     for tid, group in many.group_by("task").items():
         rewards = group.values("reward")
         marks = "  ".join(f"{reward:.0f}" for reward in rewards)
-        print(f"{tid:<8} {group[0].prompt_text:<8} {marks:<24} {sum(rewards) / len(rewards):.2f}")
+        scores = "  ".join(f"{tokens[0].item():+.2f}" for tokens in group.values("advantages"))
+        print(f"{tid:<8} {group[0].prompt_text:<8} {marks:<16} {sum(rewards) / len(rewards):.2f}  {scores}")
+    print(
+        f"         {estimated.report.count('constant group')} of {len(many)} are of groups of equal rewards: exactly 0"
+    )
     worst = min(many, key=lambda row: (row.reward, row.metrics["accuracy"]))
     print(f"\n{worst!r}")
     print(f"  {worst.prompt_text} -> {worst.response_text}  (accuracy {worst.metrics['accuracy']:.1f})")
@@ -96,6 +104,12 @@ def show(folder: Path, tasks: int, runs: int) -> None:
     for micro_batch in found[0][:1]:
         batch = many.take(micro_batch.indices).batch(packing_samples=True)
         print(f"rank 0, step 0: {batch}, cu_seqlens {batch.cu_seqlens.tolist()}")
+        moved = batch.action_log_probs.values + 0.05  # what a policy would say that learned a little
+        loss, metrics = ppo(
+            moved, batch.action_log_probs, batch.advantages, batch.action_mask, whole=found.denominators
+        )
+        clipped = metrics["pg_clipfrac"].item()
+        print(f"its share of the batch's PPO loss: {loss.item():+.4f}, of the clipped tokens: {clipped:.2f}")
 
 
 if __name__ == "__main__":

@@ -226,3 +226,95 @@ def test_groups_that_lie_across_processes_are_still_groups(tmp_path: Path) -> No
 def test_ranks_need_a_process_group() -> None:
     with pytest.raises(ValueError, match=r"ranks: torch.distributed is not initialised"):
         Ranks()
+
+
+def partial(run: int, **more: Any) -> Experience:
+    return Experience(
+        eid={"batch": 0, "task": 0, "run": run}, tokens=[1, 2, 3, 4], prompt_length=1, logprobs=[-0.1] * 3, **more
+    )
+
+
+def sources_of(many: Experiences) -> list[Any]:
+    return [many, many.batch(), many.batch(packing_samples=True)]
+
+
+def rows_of(found: Any, many: Experiences) -> list[list[float]]:
+    tokens = found.advantages
+    if isinstance(tokens, torch.Tensor):
+        return [batch_row(tokens, i, len(m)).tolist() for i, m in enumerate(many.values("action_mask"))]
+    return [row.tolist() for row in tokens]
+
+
+def test_a_record_without_token_rewards_keeps_its_reward() -> None:
+    many = Experiences([partial(0, reward=9.0, token_level_reward=[0, 0, 1.0]), partial(1, reward=2.0), partial(2)])
+    for source in sources_of(many):
+        found = estimate("reinforce", source)
+        assert rows_of(found, many) == [[1, 1, 1], [2, 2, 2], [0, 0, 0]]
+        assert found.report.which("missing reward") == [many[2].eid.uid]
+
+
+def test_a_record_without_a_teacher_is_not_taught_by_padding() -> None:
+    many = Experiences([partial(0, teacher_logprobs=[-0.2] * 3), partial(1)])
+    for source in sources_of(many):
+        with pytest.raises(ValueError, match=r"teacher_logprobs: (row|record) 1 .*has none, expected it in every"):
+            estimate("on_policy_distill", source)
+
+
+@pytest.mark.parametrize("observations", ["skip", "through", "zeroed"])
+@pytest.mark.parametrize("carry", ["drop", "carry"])
+def test_tool_tokens_at_the_end_count_alike_in_every_layout(observations: str, carry: str) -> None:
+    rows = [([1, 0, 1, 0, 0], [0, 0, 1.0, 0, 0.5]), ([1, 1, 1, 1], [0.0, 0.25, 0, 0]), ([0, 1, 0], [0.0, 0, 2])]
+    many = Experiences(
+        Experience(
+            eid={"batch": 0, "task": 0, "run": i},
+            tokens=list(range(len(m) + 1)),
+            prompt_length=1,
+            action_mask=m,
+            logprobs=[-0.1] * len(m),
+            token_level_reward=t,
+        )
+        for i, (m, t) in enumerate(rows)
+    )
+    options = {"observations": observations, "off_action_rewards": carry, "gamma": 0.9}
+    sources = [*sources_of(many), many.batch(layout="prompt_left_response_right")]
+    first = estimate("reinforce", sources[0], **options)
+    for source in sources[1:3]:
+        found = estimate("reinforce", source, **options)
+        assert rows_of(found, many) == [pytest.approx(row) for row in rows_of(first, many)]
+        assert found.report.reasons == first.report.reasons
+        assert found.report.metrics == pytest.approx(first.report.metrics)
+    right = estimate("reinforce", sources[3], **options).advantages
+    mine = [right[i, : len(m)].tolist() for i, (m, _) in enumerate(rows)]
+    assert mine == [pytest.approx(row) for row in rows_of(first, many)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in ESTIMATORS.names()
+        if "values" not in ESTIMATORS[name].inputs and "entropy" not in ESTIMATORS[name].inputs
+    ],
+)
+def test_no_records_have_no_advantages(name: str) -> None:
+    if name in ("gigpo", "remax"):
+        with pytest.raises(ValueError, match="got no|baselines: got None"):
+            estimate(name, Experiences([]))
+        return
+    found = estimate(name, Experiences([]))
+    assert len(found.advantages) == 0 and found.report.rows == 0
+
+
+def test_what_needs_no_ids_does_without() -> None:
+    batch = Experiences([record({"task": 0, "run": i}, 1.0, [True]) for i in (0, 1)]).batch()
+    batch.ids = [batch.ids[0], None]
+    assert estimate("reinforce", batch).advantages.tolist() == [[1.0], [1.0]]
+    with pytest.raises(ValueError, match="batch: got rows without ids"):
+        estimate("grpo", batch)
+
+
+def test_names_among_the_data_that_nobody_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="got 'masks', which is no estimator's input; did you mean 'mask'"):
+        estimate("grpo", {"rewards": [1.0], "groups": ["a"], "masks": [[1]]})
+    with pytest.raises(ValueError, match="gae: got 'gamma' among the data, expected it as an option"):
+        estimate("gae", {"token_rewards": [[1.0]], "values": [[0.0]], "gamma": 0.5})

@@ -193,3 +193,46 @@ def test_a_matrix_beside_lists_makes_them_matrices() -> None:
     layout = Layout.of([[1, 0], [1, 1]], values=torch.ones(2, 2))
     assert not layout.packed and layout.mask.tolist() == [[True, False], [True, True]]
     assert layout.take("more", np.array([[1.5, 2.5], [3.5, 4.5]])).tolist() == [[1.5, 0.0], [3.5, 4.5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_only_a_way_to_write_numbers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    given = (torch.rand(8, 4096) + 1).to(dtype)
+    packed, exact = Rows(given.reshape(-1), [4096] * 8), given.to(torch.float64)
+    for mode in MODES:
+        right = aggregate(exact, mode=mode, norm=7.0).item()
+        for values in (given, packed):
+            found = aggregate(values, mode=mode, norm=7.0)
+            assert found.dtype == torch.float32 and found.item() == pytest.approx(right, rel=1e-5)
+    assert masked_mean(torch.ones(8, 16384, dtype=dtype)).item() == 1
+    white = whiten(given)
+    assert white.dtype == torch.float32
+    torch.testing.assert_close(white.to(torch.float64), whiten(exact), rtol=1e-5, atol=1e-5)
+
+
+def test_long_packed_rows_do_not_drift() -> None:
+    torch.manual_seed(0)
+    values = torch.rand(2, 1 << 17)
+    lengths = [1 << 17] * 2
+    padded_, packed = Layout.of(None, v=values), Layout.of(None, v=Rows(values.reshape(-1), lengths))
+    right = values.to(torch.float64).sum(-1)
+    for layout, tokens in ((padded_, values), (packed, values.reshape(-1))):
+        torch.testing.assert_close(layout.row_sums(tokens).to(torch.float64), right, rtol=1e-7, atol=0)
+
+
+def test_arrays_of_any_kind_are_read() -> None:
+    mask = np.array([[1, 0], [1, 1]])
+    assert Layout.of(mask[:, ::-1]).mask.tolist() == [[False, True], [True, True]]
+    assert Layout.of(mask.astype(">i4")).counts.tolist() == [1, 2]
+    frozen = np.ones((1, 2))
+    frozen.flags.writeable = False
+    assert aggregate(frozen).item() == 1
+    assert Layout.of([[1, 1], []]).whole("ids", [[5, 6], []]).dtype == torch.int64
+    assert number("gamma", np.float32(0.5), 0, 1) == 0.5
+
+
+@pytest.mark.parametrize("whole", [5, {"tokens": 3}, (1, 2)])
+def test_denominators_are_denominators(whole: Any) -> None:
+    with pytest.raises(ValueError, match="whole: got .*, expected the Denominators of the whole batch"):
+        aggregate([[1.0]], whole=whole)

@@ -333,3 +333,82 @@ def test_no_rows_at_all() -> None:
     found = grouped.grpo([], [])
     assert found.advantages.shape == (0,) and found.report.rows == 0
     assert Grouped([], []).batch_std() == 0.0
+
+
+def test_a_run_that_lacks_a_reward_is_in_no_statistic_of_gigpo() -> None:
+    rows = {"groups": ["t"] * 4, "runs": [0, 0, 1, 1], "steps": [0, 1, 0, 1], "states": [None] * 4}
+    found = stepwise.gigpo([math.nan, math.nan, 1.0, 1.0], **rows)
+    assert found.advantages.tolist() == [0, 0, 0, 0]
+    assert found.report.which("missing reward") == [0, 1]
+    assert found.report.which("singleton group") == [2, 3]
+    half = stepwise.gigpo([0.0, None, 1.0, 1.0], **rows)
+    assert half.report.which("missing reward") == [0, 1] and half.advantages.tolist() == [0, 0, 0, 0]
+    upstream = stepwise.gigpo([0.0, None, 1.0, 1.0], **rows, missing="zero")
+    assert upstream.advantages.tolist() == [-1, -1, 1, 1]
+    assert upstream.report.which("missing reward") == [1]
+    endless = stepwise.gigpo([0.0, math.inf, 1.0, 1.0], **rows)
+    assert endless.report.which("infinite reward") == [0, 1] and endless.report.count("missing reward") == 0
+
+
+def test_runs_of_the_same_rewards_in_another_order_are_equal() -> None:
+    rewards = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], dtype=torch.float64)
+    found = stepwise.gigpo(
+        rewards, ["t"] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, list("abcdef"), normalise="std", eps=0.0
+    )
+    assert found.advantages.tolist() == [0.0] * 6 and found.report.count("constant group") == 6
+
+
+def test_a_lone_row_of_float32_residue_is_not_magnified() -> None:
+    # 0.1 + 0.2 in float32 beside 0.3: a leave-one-out deviation of rounding alone made x4000 of it elsewhere.
+    rewards = torch.tensor([0.1 + 0.2, 0.3, 0.3], dtype=torch.float32)
+    assert grouped.rloo(rewards, ["a"] * 3).advantages.abs().max() < 1e-6
+    assert grouped.grpo(rewards, ["a"] * 3).advantages.abs().max() < 1
+    assert grouped.grpo(torch.tensor([0.3], dtype=torch.float32), ["a"]).advantages.tolist() == [0]
+
+
+def test_asymre_reports_the_rewards_and_not_its_baseline() -> None:
+    found = grouped.asymre([0.7], ["a"], singleton="raw")
+    assert found.report.metrics["reward_mean/mean"] == 0.7 and found.advantages.tolist() == pytest.approx([0.7])
+
+
+def test_rewards_too_large_for_the_result_are_reported() -> None:
+    found = grouped.dr_grpo([1e40, 0.0], ["a", "a"])
+    assert found.report.which("not finite") == [0, 1]
+    assert grouped.dr_grpo(torch.tensor([1e40, 0.0], dtype=torch.float64), ["a", "a"]).report.count("not finite") == 0
+
+
+def test_scores_and_advantages_are_not_one_tensor() -> None:
+    found = grouped.grpo([1.0, 0.0], ["a", "a"])
+    found.advantages.zero_()
+    assert found.scores.abs().min() > 0 and found.returns.tolist() == [0, 0]
+
+
+def test_a_draw_needs_ids() -> None:
+    with pytest.raises(ValueError, match="ids: got None, expected an id for each row"):
+        grouped.rec([0.0, 0.0, 1.0], ["a"] * 3, drop="balance")
+    with pytest.raises(ValueError, match="ids: got the same id for several rows"):
+        grouped.rec([0.0, 0.0, 1.0], ["a"] * 3, ids=[1, 1, 2], drop="balance")
+
+
+@pytest.mark.parametrize("groups", [None, 5, "ab"])
+def test_groups_that_are_none(groups: Any) -> None:
+    with pytest.raises(ValueError, match="groups: got .*, expected 2 ids, one for each row"):
+        grouped.grpo([0.0, 1.0], groups)
+
+
+def test_numbers_written_as_text_are_text() -> None:
+    with pytest.raises(ValueError, match="rewards: got what is no number or None: '1.0' is text"):
+        grouped.grpo(["1.0", 2.0], ["a", "a"])
+    with pytest.raises(ValueError, match="correct: got 'x'"):
+        grouped.pass_at_k_advantage([1.0], ["a"], correct="x")
+
+
+@pytest.mark.parametrize("call", ["whiten", "normalise", "step_norm"])
+def test_a_switch_is_on_or_off(call: str) -> None:
+    calls = {
+        "whiten": lambda: ESTIMATORS.call("reinforce", {"rewards": [1.0]}, whiten="no"),
+        "normalise": lambda: grouped.rec([1.0], ["a"], normalise="no"),
+        "step_norm": lambda: stepwise.step_wise_grpo([1.0], ["a"], [0], [0], step_norm="no"),
+    }
+    with pytest.raises(ValueError, match=f"{call}: got 'no', expected one of True, False"):
+        calls[call]()

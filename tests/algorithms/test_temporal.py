@@ -433,3 +433,16 @@ def test_several_processes_estimate_what_one_does(tmp_path: Path) -> None:
         joined = [row for part in parts for row in part[name]]
         assert joined == near(expected[name], 1e-6), name
         assert any(x for row in joined for x in row)
+
+
+def test_token_rewards_may_be_a_view() -> None:
+    tokens = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]).T
+    plain = temporal.gae(tokens.contiguous(), torch.zeros(2, 3), torch.ones(2, 3), rewards=[1.0, 2.0])
+    view = temporal.gae(tokens, torch.zeros(3, 2).T, torch.ones(3, 2).T, rewards=[1.0, 2.0])
+    assert torch.equal(plain.advantages, view.advantages)
+    assert tokens.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+
+
+def test_groups_without_rewards_are_not_ignored() -> None:
+    with pytest.raises(ValueError, match="rewards: got None, expected a reward for each row"):
+        temporal.reinforce_plus_plus_baseline([[0.0, 1.0], [0.0, 0.0]], groups=["a", "a"])

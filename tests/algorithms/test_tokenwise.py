@@ -140,3 +140,16 @@ def test_bad_options_are_named() -> None:
         clip_v([0.0], ["a"], [[1]], [[0.0]], [[0.0]], [[0.0]], zero_advantage="drop")
     with pytest.raises(ValueError, match="teacher_log_probs: got rows of lengths"):
         on_policy_distill([[0.0, 0.0]], [[0.0]])
+
+
+def test_a_teacher_that_rules_a_token_out_leaves_a_finite_divergence() -> None:
+    for teacher in (-math.inf, 0.0, 900.0):
+        found = jsd(torch.tensor([[-1.0]]), torch.tensor([[teacher]]))
+        assert math.isfinite(found.report.metrics["divergence"])
+
+
+def test_half_precision_log_probs_are_subtracted_as_they_are() -> None:
+    student, teacher = torch.tensor([[-10.06]]).bfloat16(), torch.tensor([[-0.0123]]).bfloat16()
+    found = on_policy_distill(student, teacher).advantages
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(teacher.item() - student.item(), abs=1e-6)

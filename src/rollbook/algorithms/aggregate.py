@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_mask, as_tensor
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_mask, as_tensor
 from rollbook.algorithms.registry import choice, number
 from rollbook.planner import Denominators
 
@@ -59,6 +59,8 @@ def reduce(
 ) -> torch.Tensor:
     """`aggregate` for values (`layout.shape`) that are plain tensors already."""
     choice("mode", mode, MODES)
+    if whole is not None and not isinstance(whole, Denominators):
+        raise ValueError(f"whole: got {type(whole).__name__}, expected the Denominators of the whole batch, or None")
     if mode == "seq-mean-token-sum-norm":
         if norm is None:
             raise ValueError("norm: got None, expected the constant to divide by (the padded width is none)")
@@ -93,7 +95,7 @@ def masked_mean(values: PerToken | PerRow, mask: Any = None, *, dim: int | None 
     >>> masked_mean([[1.0, float("nan")]], [[0, 0]], dim=-1)
     tensor([0.])
     """
-    tensor = as_tensor("values", values)
+    tensor = as_floats(as_tensor("values", values))
     kept = torch.ones_like(tensor, dtype=torch.bool) if mask is None else as_mask("mask", as_tensor("mask", mask))
     if kept.shape != tensor.shape:
         raise ValueError(f"mask: got shape {list(kept.shape)}, expected {list(tensor.shape)}, as the values have")

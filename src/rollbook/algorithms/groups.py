@@ -33,11 +33,16 @@ def as_rewards(name: str, rewards: PerRow) -> Floats:
     >>> as_rewards("rewards", [1, None, 0.5]).tolist()
     [1.0, nan, 0.5]
     """
+    if isinstance(rewards, (str, bytes)) or not hasattr(rewards, "__iter__"):
+        raise ValueError(f"{name}: got {rewards!r}, expected one number for each row")
     if isinstance(rewards, torch.Tensor):
         found: Floats = rewards.detach().to("cpu", torch.float64).numpy()
     else:
         try:
             given = list(rewards) if not isinstance(rewards, np.ndarray) else rewards
+            text = next((one for one in given if isinstance(one, (str, bytes))), None)
+            if text is not None:
+                raise ValueError(f"{text!r} is text")
             found = np.array(given, dtype=np.float64)  # None becomes NaN
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: got what is no number or None: {error}") from None
@@ -50,6 +55,8 @@ def as_ids(name: str, ids: Any, rows: int) -> Any:
     """[B] Ids as a list of hashable things, or as an array of whole numbers; one for each row."""
     if isinstance(ids, torch.Tensor):
         ids = ids.cpu().numpy()
+    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
+        raise ValueError(f"{name}: got {ids!r}, expected {rows} ids, one for each row")
     found = ids if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu" else list(ids)
     if len(found) != rows:
         raise ValueError(f"{name}: got {len(found)}, expected {rows}, one for each row")
@@ -248,13 +255,17 @@ class Grouped:
     def scored(self, scores: Floats, mask: PerToken | None, report: Report | None = None) -> Advantages:
         """The estimate: each row's score on the tokens that count, or, without a mask, the scores themselves."""
         tensor = torch.from_numpy(np.ascontiguousarray(scores[self.own])).to(self.device, self.dtype)
-        return on_tokens(tensor, mask, report or self.report())
+        found = report or self.report()
+        beyond = ~np.isfinite(scores[self.own]) | ~torch.isfinite(tensor).cpu().numpy()
+        if beyond.any():  # rewards so large that their differences, or these in the result's type, are not finite
+            found = Report(found.rows, {**found.reasons, "not finite": rows_where(beyond)}, found.metrics, found.ids)
+        return on_tokens(tensor, mask, found)
 
 
 def on_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report) -> Advantages:
     """One score for each row, (B,), put on its tokens that count."""
     if mask is None:
-        return Advantages(scores, None, scores, None, report)
+        return Advantages(scores.clone(), None, scores, None, report)
     layout = Layout.of(mask)
     if layout.rows != len(scores):
         raise ValueError(f"mask: got {layout.rows} rows, expected {len(scores)}, one for each reward")

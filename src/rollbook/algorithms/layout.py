@@ -121,9 +121,8 @@ class Layout:
         return self.spread(torch.arange(self.rows, device=self.mask.device))
 
     def take(self, name: str, value: PerToken) -> torch.Tensor:
-        """[of `shape`] An argument as a plain floating tensor, with zero wherever the mask is False."""
-        tensor = self.whole(name, value)
-        return self.masked(tensor if tensor.is_floating_point() else tensor.to(torch.float32))
+        """[of `shape`] An argument as a plain tensor of float32 or float64, with zero wherever the mask is False."""
+        return self.masked(as_floats(self.whole(name, value)))
 
     def masked(self, tensor: torch.Tensor) -> torch.Tensor:
         """[of `shape`] The tensor, with zero wherever the mask is False; no gradient flows there."""
@@ -131,6 +130,8 @@ class Layout:
 
     def whole(self, name: str, value: PerToken) -> torch.Tensor:
         """[of `shape`] An argument as a plain tensor of its own type, nothing replaced."""
+        if value is None:
+            raise ValueError(f"{name}: got None, expected {self._expected()}")
         if isinstance(value, Rows):
             lengths, tensor = value.lengths, value.values
         elif isinstance(value, Ragged):
@@ -141,12 +142,16 @@ class Layout:
             if tuple(tensor.shape) != self.shape:
                 raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {self._expected()}")
             return tensor
+        elif not isinstance(value, Sequence):
+            raise ValueError(f"{name}: got {type(value).__name__}, expected {self._expected()}")
         else:
             parts = [as_tensor(f"{name}: row {i}", row, self.mask.device) for i, row in enumerate(value)]
             odd = next((i for i, part in enumerate(parts) if part.dim() != 1), None)
             if odd is not None:
                 raise ValueError(f"{name}: row {odd} has {parts[odd].dim()} dimensions, expected 1")
-            lengths, tensor = [len(part) for part in parts], torch.cat(parts) if parts else torch.empty(0)
+            lengths = [len(part) for part in parts]
+            filled = [part for part in parts if len(part)]  # an empty list has no type of its own
+            tensor = torch.cat(filled) if filled else torch.empty(0)
         if lengths != self.lengths:
             raise ValueError(f"{name}: got rows of lengths {_some(lengths)}, expected {self._expected()}")
         return tensor
@@ -164,12 +169,12 @@ class Layout:
 
     def row_sums(self, tensor: torch.Tensor) -> torch.Tensor:
         """[B] The sum over each row's tokens that count; 0 for a row that has none."""
-        kept = self.masked(tensor)
+        kept = self.masked(tensor).to(torch.float64)  # added up one by one if packed: thousands of float32 would drift
         if self.lengths is None:
-            return kept.sum(-1)
+            return kept.sum(-1).to(tensor.dtype)
         if not self.lengths:
-            return kept.new_zeros(0)
-        return torch.segment_reduce(kept, "sum", lengths=self.row_lengths, unsafe=True, initial=0)
+            return tensor.new_zeros(0)
+        return torch.segment_reduce(kept, "sum", lengths=self.row_lengths, unsafe=True, initial=0).to(tensor.dtype)
 
     def row_means(self, tensor: torch.Tensor) -> torch.Tensor:
         """[B] The mean over each row's tokens that count; 0 for a row that has none."""
@@ -233,10 +238,25 @@ def as_tensor(name: str, value: Any, device: torch.device | str = "cpu") -> torc
     if isinstance(value, torch.Tensor):
         return value
     try:
-        made = torch.from_numpy(value) if isinstance(value, np.ndarray) else torch.tensor(value)
+        if isinstance(value, np.ndarray):
+            native = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))
+            made = torch.from_numpy(native if native.flags.writeable else native.copy())
+        else:
+            made = torch.tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: got what is no array of numbers: {error}") from None
     return made.to(device)
+
+
+def as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers of float32, or of float64 if they are that: what is computed in, whatever came.
+
+    >>> as_floats(torch.ones(1, dtype=torch.bfloat16)).dtype, as_floats(torch.ones(1, dtype=torch.int64)).dtype
+    (torch.float32, torch.float32)
+    """
+    if not tensor.is_floating_point():
+        return tensor.to(torch.float32)
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def as_mask(name: str, value: torch.Tensor) -> torch.Tensor:

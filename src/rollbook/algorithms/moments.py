@@ -7,6 +7,7 @@ tokens that do not count are never read and stay 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import hypot
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def whiten(
     values, mask: (B, A) or packed; the result has their layout. `eps` is added to the variance (`eps_in="variance"`,
     verl and Trinity), to the deviation (`"std"`, LightRFT) or is the least variance (`"floor"`). `shift_mean=False`
     keeps the mean, `scale=False` the deviation. Call it once, on the global batch: twice, or batch by batch, is
-    another estimator. Equal tokens become exactly 0, and so does a single one.
+    another estimator. Equal tokens become exactly 0, and so does a single one (their mean, where that is kept).
 
     >>> whiten(torch.tensor([[1.0, 2.0], [3.0, 100.0]]), torch.tensor([[1, 1], [1, 0]]))
     tensor([[-1.,  0.],
@@ -84,10 +85,8 @@ def whiten(
     found = moments(tokens, layout.mask, ranks)
     deviation = found.std(std)
     scaled = tokens.to(torch.float64) - found.mean
-    if found.constant or found.count < 2:
-        scaled = torch.zeros_like(scaled)
-    elif scale:
-        scaled = scaled / denominator(deviation, eps, eps_in)
+    divisor = denominator(deviation, eps, eps_in) if scale else 1.0
+    scaled = torch.zeros_like(scaled) if found.constant or found.count < 2 or not divisor else scaled / divisor
     if not shift_mean:
         scaled = scaled + found.mean
     return layout.give(layout.masked(scaled).to(tokens.dtype))
@@ -98,5 +97,5 @@ def denominator(deviation: float, eps: float, eps_in: str) -> float:
     if eps_in == "std":
         return deviation + eps
     if eps_in == "floor":
-        return float(max(deviation**2, eps) ** 0.5)
-    return float((deviation**2 + eps) ** 0.5)
+        return max(deviation, float(eps**0.5))
+    return hypot(deviation, eps**0.5)  # and not the root of a sum of squares, which may be 0 when both are not

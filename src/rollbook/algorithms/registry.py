@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any, TypeVar
+
+import numpy as np
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One function under its name."""
+    """One function under its name.
+
+    >>> entry = Entry("twice", lambda x, y=None, *, by=2: x * by, (), "arithmetic")
+    >>> entry.inputs, entry.options, entry.call({"x": 3}, {"by": 4})
+    ({'x': True, 'y': False}, {'by': 2}, 12)
+    """
 
     name: str
     function: Callable[..., Any]
@@ -52,6 +61,9 @@ class Entry:
         for name in options:
             if name not in known:
                 raise ValueError(f"{self.name}: option {name!r} is none of its options{near(name, known)}")
+        for name in data:
+            if name in known:
+                raise ValueError(f"{self.name}: got {name!r} among the data, expected it as an option: {name}=...")
         given = {}
         for name, required in self.inputs.items():
             value = data.get(name)
@@ -145,7 +157,18 @@ def choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def number(name: str, value: Any, low: float = float("-inf"), high: float = float("inf"), what: str = "") -> float:
     """A number within its bounds (infinity too, where they allow it), else an error that says so."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or value != value:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real) or not low <= float(value) <= high:
         bounds = what or f"a number from {low:g} to {high:g}"
         raise ValueError(f"{name}: got {value!r}, expected {bounds}")
     return float(value)
+
+
+def whole_number(name: str, value: Any, low: int = 0) -> int:
+    """A whole number that is not below its bound, else an error that says so."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = low - 1
+    if isinstance(value, (bool, np.bool_)) or found < low:
+        raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} on")
+    return found

@@ -132,6 +132,10 @@ class Loss:
 
     **Micro-batches.** With `whole=` the denominators of the global batch, the losses of its micro-batches add up to
     the loss of the batch, and so does each of the `metrics`.
+
+    >>> loss, metrics = Loss(torch.tensor(0.5), {"pg_loss": torch.tensor(0.5)})
+    >>> loss
+    tensor(0.5000)
     """
 
     value: torch.Tensor

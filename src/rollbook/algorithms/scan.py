@@ -209,7 +209,11 @@ def survey(rewards: torch.Tensor, taken: torch.Tensor, lengths: list[int] | None
 
 
 def backend(tokens: int = LARGE, device: torch.device | str = "cpu") -> str:
-    """Which way a call of this size takes on a device: `numba`, `triton` or `numpy`."""
+    """Which way a call of this size takes on a device: `numba`, `triton` or `numpy`.
+
+    >>> backend(10) in ("numba", "numpy")  # numba only if a large call has loaded it
+    True
+    """
     if torch.device(device).type == "cuda" and _triton_module() is not None:
         return "triton"
     return "numpy" if _compiled(tokens) is None else "numba"

@@ -18,10 +18,13 @@ from rollbook.batch import ExperienceBatch
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.ids import EID
 from rollbook.jagged import Rows
+from rollbook.layouts import action_starts, spans_of_rows
 from rollbook.ragged import Ragged
 
 INFO_KEYS = {"states": "env_state_hash", "step_rewards": "step_reward", "baselines": "reward_baseline"}
 """Inputs that a record keeps in its `info`, and the key of each."""
+OFFERED = frozenset(("ref_log_probs", "without_token_rewards"))
+"""What a source offers besides the inputs of estimators."""
 
 
 class Inputs(Mapping[str, Any]):
@@ -60,6 +63,10 @@ def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mappi
     """The inputs that records, a batch, or a mapping of inputs by name have to offer.
 
     `info_keys` says which key of `info` holds what: `states`, `step_rewards`, `baselines`; see `INFO_KEYS`.
+
+    >>> from rollbook import Experience
+    >>> inputs_of([Experience(tokens=[1, 2], info={"room": "hall"})], info_keys={"states": "room"})["states"]
+    ['hall']
     """
     keys = {**INFO_KEYS, **(info_keys or {})}
     if isinstance(data, ExperienceBatch):
@@ -74,11 +81,12 @@ def _of_records(many: Experiences, keys: Mapping[str, str]) -> Inputs:
         "rewards": lambda: _numbers(many, "reward"),
         "groups": lambda: [group_id(eid) for eid in many.eids()],
         "runs": lambda: [run_id(eid) for eid in many.eids()],
-        "steps": lambda: many.column("eid").field("step").to_numpy(zero_copy_only=False),  # type: ignore[union-attr]
+        "steps": lambda: [eid.step for eid in many.eids()],
         "ids": lambda: [eid.uid for eid in many.eids()],
         "mask": lambda: _tokens(many, "action_mask"),
         "response": lambda: _all_of(_tokens(many, "action_mask")),
-        "token_rewards": lambda: _tokens(many, "token_level_reward"),
+        "token_rewards": lambda: _partly(many, "token_level_reward")[0],
+        "without_token_rewards": lambda: _partly(many, "token_level_reward")[1],
         "log_probs": lambda: _first(_tokens(many, "policy_logprobs"), lambda: _tokens(many, "logprobs")),
         "teacher_log_probs": lambda: _tokens(many, "teacher_logprobs"),
     }
@@ -97,6 +105,13 @@ def _of_batch(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
             raise ValueError("batch: got rows without ids, expected an id for each, to group by")
         return [eid if isinstance(eid, EID) else EID.parse(eid) for eid in known]
 
+    def whole(name: str, value: Any) -> Any:
+        """A field that every row has, or none; rows that lack it read as padding, and are no data."""
+        absent = batch.origin.absent.get(name)
+        if value is None or not absent:
+            return value
+        raise ValueError(f"{name}: row {min(absent)} has none, expected it in every row, or in none")
+
     makers: dict[str, Callable[[], Any]] = {
         "rewards": lambda: [None] * len(batch) if info.get("reward") is None else info["reward"],
         "groups": lambda: [group_id(eid) for eid in ids()],
@@ -104,16 +119,28 @@ def _of_batch(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
         "steps": lambda: [eid.step for eid in ids()],
         "ids": lambda: [eid.uid for eid in ids()],
         "mask": lambda: batch.action_mask,
+        "response": lambda: _response(batch),
         "token_rewards": lambda: extras.get("token_level_reward"),
-        "values": lambda: batch.values,
-        "log_probs": lambda: batch.action_log_probs,
-        "ref_log_probs": lambda: batch.base_action_log_probs,
-        "teacher_log_probs": lambda: extras.get("teacher_logprobs"),
-        "entropy": lambda: batch.action_entropy,
-        "response": lambda: _all_of(batch.action_mask) if isinstance(batch.action_mask, Rows) else None,
+        "without_token_rewards": lambda: sorted(batch.origin.absent.get("extras.token_level_reward", ())),
+        "values": lambda: whole("values", batch.values),
+        "log_probs": lambda: whole("action_log_probs", batch.action_log_probs),
+        "ref_log_probs": lambda: whole("base_action_log_probs", batch.base_action_log_probs),
+        "teacher_log_probs": lambda: whole("extras.teacher_logprobs", extras.get("teacher_logprobs")),
+        "entropy": lambda: whole("action_entropy", batch.action_entropy),
     }
     makers |= {name: lambda key=key: info.get(key, inner.get(key)) for name, key in keys.items()}  # type: ignore[misc]
     return Inputs(makers, len(batch))
+
+
+def _response(batch: ExperienceBatch) -> Any:
+    """The slots that are a row's response, tools' tokens at its end included, and no padding."""
+    if isinstance(batch.action_mask, Rows):
+        return _all_of(batch.action_mask)
+    if batch.action_mask is None:
+        return None
+    width, slots = batch.sequences.shape[1], batch.action_mask.shape[1]
+    _, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
+    return acting.mask(torch.bool, batch.action_mask.device)
 
 
 def group_id(eid: EID) -> str:
@@ -136,6 +163,8 @@ def group_numbers(many: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int6
     >>> [numbers.tolist() for numbers in group_numbers(many)]
     [[0, 1, 0], [0, 1, 0]]
     """
+    if not len(many):
+        return np.zeros(0, dtype=np.int64), None
     eid: Any = many.column("eid")
     batch, task = (_codes(eid.field(name)) for name in ("batch", "task"))
     run = eid.field("run").to_numpy(zero_copy_only=False).astype(np.int64)
@@ -184,14 +213,27 @@ def _numbers(many: Experiences, name: str) -> NDArray[np.float64]:
 
 
 def _tokens(many: Experiences, name: str) -> Rows | Ragged | None:
-    """A response-axis column as it lies, or put together again; absent rows are empty, `None` if all are absent."""
-    column = many.column(name)
-    if isinstance(column, Ragged) and column.codes is None:
-        return column if column.valid is None or column.valid.any() else None
+    """A response-axis column that all records have, or none of them has (`None`)."""
+    if not len(many):
+        return Rows(torch.empty(0), [])
+    found, absent = _partly(many, name)
+    if found is not None and absent:
+        uid = many[absent[0]].eid.uid
+        raise ValueError(f"{name}: record {absent[0]} ({uid}) has none, expected it in every record, or in none")
+    return found
+
+
+def _partly(many: Experiences, name: str) -> tuple[Rows | Ragged | None, list[int]]:
+    """A response-axis column, and the records that lack it; these have zeros in it. `None` if all lack it."""
+    column = many.column(name) if len(many) else None
+    if isinstance(column, Ragged) and column.codes is None and column.valid is None:
+        return column, []
     values = many.values(name)
-    if all(value is None for value in values):
-        return None
-    return Rows([torch.empty(0) if value is None else value for value in values])
+    absent = [i for i, value in enumerate(values) if value is None]
+    if len(absent) == len(values):
+        return None, absent
+    mask = many.values("action_mask")
+    return Rows([torch.zeros(len(m)) if v is None else v for v, m in zip(values, mask, strict=True)]), absent
 
 
 def _all_of(rows: Rows | Ragged | None) -> Rows | None:

@@ -35,9 +35,11 @@ from rollbook.algorithms.advantages.temporal import (
     remax,
 )
 from rollbook.algorithms.advantages.tokenwise import clip_b, clip_v, jsd, on_policy_distill
+from rollbook.algorithms.groups import as_rewards
 from rollbook.algorithms.ranks import ALONE
+from rollbook.algorithms.registry import Entry, near
 from rollbook.algorithms.results import Advantages
-from rollbook.algorithms.sources import Uids, group_numbers, inputs_of
+from rollbook.algorithms.sources import OFFERED, Uids, group_numbers, inputs_of
 from rollbook.batch import ExperienceBatch
 from rollbook.experiences import Experiences, as_experiences
 
@@ -70,18 +72,41 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
     """
     entry = ESTIMATORS[name]
     if isinstance(data, Mapping):
+        known = {need for each in ESTIMATORS.values() for need in (*each.inputs, *each.options)} | OFFERED
+        odd = next((given for given in data if given not in known), None)
+        if odd is not None:
+            raise ValueError(f"{name}: got {odd!r}, which is no estimator's input{near(odd, sorted(known))}")
         return entry.call(data, options)  # type: ignore[no-any-return]
     many = None if isinstance(data, ExperienceBatch) else as_experiences(data)
     inputs = inputs_of(data if many is None else many, info_keys=info_keys)
-    given = {need: inputs[need] for need in entry.inputs if need in inputs and need not in ("groups", "runs")}
-    if "token_rewards" in entry.inputs and given.get("token_rewards") is not None:
-        # One or the other: the token-level rewards of a record are made from its reward.
-        given.pop("token_rewards" if entry.name == "reinforce_plus_plus_baseline" else "rewards", None)
-    if "groups" in entry.inputs:
+    apart = {"groups", "runs", "rewards", "token_rewards"}
+    if options.get("observations", "skip") == "skip":
+        apart.add("response")  # nobody asks
+    given = {need: inputs[need] for need in entry.inputs if need in inputs and need not in apart}
+    given |= _rewards(entry, inputs)
+    if "groups" in entry.inputs and (many is not None or entry.name != "reinforce"):
         given |= _groups(inputs, many, required=entry.inputs.get("runs", False), ranks=options.get("ranks", ALONE))
     found: Advantages = entry.call(given, options)
-    ids = Uids(many) if many is not None else inputs["ids"] if data.ids is not None else None
-    return found if ids is None else found.with_report(found.report.with_ids(ids))
+    if many is None and (data.ids is None or None in data.ids):
+        return found
+    return found.with_report(found.report.with_ids(Uids(many) if many is not None else inputs["ids"]))
+
+
+def _rewards(entry: Entry, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The rewards that an estimator takes: one for each row, or those of tokens for rows that have them."""
+    if "rewards" not in entry.inputs:
+        return {}
+    rewards = inputs["rewards"]
+    by_row = "token_rewards" not in entry.inputs or entry.name == "reinforce_plus_plus_baseline"
+    if by_row or inputs["token_rewards"] is None:
+        return {"rewards": rewards}
+    # A record's token rewards are made from its reward: row by row the one or the other, never both.
+    without = inputs["without_token_rewards"]
+    if not without:
+        return {"token_rewards": inputs["token_rewards"]}
+    own = np.zeros(len(rewards))
+    own[without] = as_rewards("rewards", rewards)[without]
+    return {"token_rewards": inputs["token_rewards"], "rewards": own}
 
 
 def _groups(inputs: Mapping[str, Any], many: Experiences | None, required: bool, ranks: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, segment_sums
 from rollbook.algorithms.layout import PerRow, PerToken
 from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.registry import choice, number, whole_number
 from rollbook.algorithms.results import Advantages
 
 LEVELS = ("group", "batch")
@@ -201,9 +201,11 @@ def rec(
     """Reward minus the group's mean; by choice over its deviation, and with surplus negatives left out.
 
     With `drop="balance"` a group that has more negative than positive scores keeps as many negatives as positives;
-    which ones is drawn by `seed` and the rows' `ids` (by row number where no ids are given), never by order. Dropped
+    which ones is drawn by `seed` and the rows' `ids`, (B,), which it then needs, and never by order. Dropped
     rows score 0 and are in the report; the mean stays that of the whole group (Trinity's is of the rows it keeps).
     Other arguments as of `grpo`.
+
+    The deviation is the population's, as the estimator is defined.
 
     >>> rec([0.0, 1.0, 1.0], ["a"] * 3, normalise=True).advantages
     tensor([-1.4142,  0.7071,  0.7071])
@@ -212,6 +214,7 @@ def rec(
     2
     """
     choice("drop", drop, (None, "balance"))
+    choice("normalise", normalise, (True, False))
     grouped = Grouped(rewards, groups, runs, ranks)
     scores = grouped.centred()
     if normalise:
@@ -219,8 +222,11 @@ def rec(
     scores = grouped.alone(scores, singleton)
     report = grouped.report()
     if drop is not None:
-        names = as_ids("ids", range(grouped.rows) if ids is None else ids, grouped.rows)
-        everyone = [name for part in ranks.gather(names) for name in part]
+        if ids is None:
+            raise ValueError("ids: got None, expected an id for each row, to draw by where drop='balance'")
+        everyone = [name for part in ranks.gather(list(as_ids("ids", ids, grouped.rows))) for name in part]
+        if len(set(everyone)) != len(everyone):
+            raise ValueError("ids: got the same id for several rows, expected an id of its own for each")
         dropped = _surplus(grouped, scores, everyone, seed)
         scores = np.where(dropped, 0.0, scores)
         reasons = {**report.reasons, "dropped negative": np.flatnonzero(dropped[grouped.own]).tolist()}
@@ -259,7 +265,7 @@ def cpgd(
 ) -> Advantages:
     """Reward minus the group's mean, weighted by the group.
 
-    `weight="std"` divides by the deviation (over n by default, as LightRFT), `"none"` leaves it, and
+    `weight="std"` divides by the deviation (the population's, as the estimator is defined), `"none"` leaves it, and
     `"clip_filter_like"` multiplies groups that differ by min(groups / groups that differ, `clip`) and groups of equal
     rewards by `lam`, so that a batch of few useful groups moves as much as a full one. Arguments as of `grpo`.
     LightRFT sums its rewards over the batch first, and so always gets 0.
@@ -302,8 +308,8 @@ def pass_at_k_advantage(
     >>> pass_at_k_advantage([1.0, 0.0, 0.0, 0.0], ["a"] * 4, k=2).advantages
     tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"k: got {k!r}, expected a whole number from 1 on")
+    k = whole_number("k", k, 1)
+    number("correct", correct)
     grouped = Grouped(rewards, groups, runs, ranks)
     with np.errstate(invalid="ignore"):
         wrong_run = grouped.run_valid & ~(grouped.run_values > correct)

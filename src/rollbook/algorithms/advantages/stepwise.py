@@ -6,6 +6,7 @@ within a task; where a row stands in the batch plays no part.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,7 @@ def step_wise_grpo(
     tensor([-0.7071,  0.3536,  0.3536])
     """
     choice("level", level, LEVELS)
+    choice("step_norm", step_norm, (True, False))
     number("eps", eps, 0)
     found = _Episodes(rewards, groups, runs, steps, None, ranks)
     last = last_steps(found.steps, found.run, len(found.run_group))
@@ -100,8 +102,10 @@ def _scored(found: _Episodes, runs: Grouped, scores: Floats, rewards: PerRow, ma
     own = found.own
     run = found.run[own]
     valid = runs.valid[run]
+    missing = np.isnan(runs.values)[run]
     reasons = {
-        "missing reward": rows_where(~valid),
+        "missing reward": rows_where(missing),
+        "infinite reward": rows_where(~valid & ~missing),
         "singleton group": rows_where(valid & runs.of(runs.singleton)[run]),
         "constant group": rows_where(valid & runs.of(runs.constant)[run]),
     }
@@ -125,6 +129,7 @@ def gigpo(
     omega: float = 1.0,
     gamma: float = 1.0,
     normalise: str = "none",
+    missing: str = "exclude",
     std: str = "sample",
     eps: float = 1e-6,
     singleton: str = "zero",
@@ -135,8 +140,9 @@ def gigpo(
     step_rewards, groups, runs, steps, states: (B,), one row for each step; a state is any id, `None` for none. The run
     is scored by the sum of its step rewards; a step by its discounted return to go, among all steps of the *same task*
     that began in the same state (Trinity compares across tasks). `normalise="std"` divides both by their deviation
-    plus eps; `"none"` leaves them. A lone run scores as `singleton` says, a lone state 0. A step without a reward
-    adds nothing, and its run is in the report.
+    plus eps; `"none"` leaves them. A lone run scores as `singleton` says, a lone state 0. A run that lacks a step's
+    reward scores 0 among runs, and its steps up to there score 0 among states; it is in neither's statistics, and all
+    its rows are in the report. With `missing="zero"` (Trinity) such a step adds nothing.
 
     >>> gigpo([0.0, 1.0, 0.5, 0.0], ["t"] * 4, [0, 0, 1, 1], [0, 1, 0, 1], ["a", "b", "a", "c"]).advantages
     tensor([ 0.5000,  0.2500, -0.5000, -0.2500])
@@ -144,21 +150,29 @@ def gigpo(
     choice("normalise", normalise, ("none", "std"))
     number("eps", eps, 0), number("omega", omega), number("gamma", gamma, 0, 1)
     found = _Episodes(step_rewards, groups, runs, steps, states, ranks)
-    rewards = np.where(np.isfinite(found.rewards), found.rewards, 0.0)
+    choice("missing", missing, ("exclude", "zero"))
+    known = np.isfinite(found.rewards)
+    rewards = np.where(known | (missing == "exclude"), found.rewards, 0.0)
     order = found.in_order()
     to_go = np.zeros(len(rewards))
-    totals = np.zeros(len(found.run_group))
     for i, after in zip(order[::-1].tolist(), [None, *order[::-1].tolist()], strict=False):
         same = after is not None and found.run[after] == found.run[i]
         to_go[i] = rewards[i] + (gamma * to_go[after] if same else 0.0)
-        totals[found.run[i]] += rewards[i]
+    of_run: list[list[float]] = [[] for _ in found.run_group]
+    for run, reward in zip(found.run.tolist(), rewards.tolist(), strict=True):
+        of_run[run].append(reward)
+    # Exact sums: runs of the same rewards in another order are equal, and not almost.
+    totals = np.array([_total(each) for each in of_run])
     episodes = Grouped(totals, found.run_group)
     by_run = episodes.alone(_normal(episodes, normalise, std, eps), singleton)
     anchors = Grouped(to_go, list(zip(found.group.tolist(), _own_state(found.states), strict=True)))
     by_state = anchors.alone(_normal(anchors, normalise, std, eps), "zero")
     result = _scored(found, episodes, by_run[found.run] + omega * by_state, step_rewards, mask)
     several = int((anchors.count > 1).sum())
-    reasons = {**result.report.reasons, "missing reward": rows_where(~np.isfinite(found.own_rewards))}
+    reasons = dict(result.report.reasons)
+    if missing == "zero":
+        reasons["missing reward"] = rows_where(np.isnan(found.own_rewards))
+        reasons["infinite reward"] = rows_where(np.isinf(found.own_rewards))
     metrics = {
         **result.report.metrics,
         "anchor_groups": float(len(anchors.keys)),
@@ -168,6 +182,13 @@ def gigpo(
     }
     report = Report(result.report.rows, reasons, metrics)
     return result.with_report(report)
+
+
+def _total(rewards: list[float]) -> float:
+    """The exact sum; NaN if a reward is missing, infinite if one is."""
+    if all(map(math.isfinite, rewards)):
+        return math.fsum(rewards)
+    return math.nan if any(map(math.isnan, rewards)) else math.inf
 
 
 def _normal(grouped: Grouped, normalise: str, std: str, eps: float) -> Floats:

@@ -75,6 +75,7 @@ class _Placed:
 
         Every rank comes to the same collective calls, whatever its rows are.
         """
+        choice("whiten", whiten, (True, False))
         layout = self.layout
         if self.left_out.any():
             gone = layout.spread(torch.from_numpy(self.left_out).to(layout.mask.device))
@@ -142,7 +143,7 @@ def _placed(
         left_out = left_out | ~finite
         rows, _, last = Places(mask, lengths).ends()
         usable = np.where(finite, given, 0.0)
-        tokens = tokens.clone()
+        tokens = tokens.clone(memory_format=torch.contiguous_format)
         tokens.view(-1)[last] += torch.from_numpy(usable).to(tokens)[rows]
         lost += float(usable[actions == 0].sum())
     reasons |= {"no actions": actions == 0, "reward off actions": off}
@@ -406,9 +407,10 @@ def reinforce_plus_plus_baseline(
     """Reward minus the group's mean on every token, plus the token rewards still to come, whitened over the batch.
 
     rewards, groups, runs: (B,); rows of one run count once in their group's mean. token_rewards (a KL penalty, say),
-    mask, response: (B, A) or packed; without any tokens the result is (B,). gamma is 1 by definition, as in LightRFT:
-    another one is taken as 1, with a warning. A lone row's centred reward is 0 (`singleton="raw"`: its reward), equal
-    rewards' exactly 0. `whiten=False` is LightRFT's, before what it does to all estimators. `returns` are not whitened.
+    mask, response: (B, A) or packed; without any tokens the result is (B,). Token rewards alone, without groups, are
+    taken as centred already. gamma is 1 by definition, as in LightRFT: another one is taken as 1, with a warning. A
+    lone row's centred reward is 0 (`singleton="raw"`: its reward), equal rewards' exactly 0. `whiten=False` is
+    LightRFT's, before what it does to all estimators. `returns` are not whitened.
 
     >>> found = reinforce_plus_plus_baseline(rewards=[1.0, 0.0, 3.0], groups=["a", "a", "b"], whiten=False)
     >>> found.advantages, found.report.which("singleton group")
@@ -418,6 +420,8 @@ def reinforce_plus_plus_baseline(
         warnings.warn(f"reinforce_plus_plus_baseline: gamma {gamma} is taken as 1, its only value", stacklevel=2)
     finish = {"whiten": whiten, "std": std, "eps": eps, "ranks": ranks, "clip": clip}
     shared = (1.0, observations, off_action_rewards, finish)
+    if rewards is None and groups is not None:
+        raise ValueError("rewards: got None, expected a reward for each row, to take its group's mean from")
     if rewards is None:
         return _to_go(token_rewards, None, mask, response, *shared)
     if groups is None:

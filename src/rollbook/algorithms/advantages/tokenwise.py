@@ -14,7 +14,7 @@ import torch
 
 from rollbook.algorithms.advantages.grouped import grpo
 from rollbook.algorithms.advantages.registry import ESTIMATORS
-from rollbook.algorithms.layout import Layout, PerRow, PerToken
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats
 from rollbook.algorithms.moments import moments
 from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice, number
@@ -72,7 +72,7 @@ def jsd(
     >>> jsd(student, teacher, beta=1.0).advantages
     tensor([[-0.6931,  0.0000]])
     """
-    number("beta", beta, 0, 1), number("coef", coef)
+    number("beta", beta, 0, 1), number("coef", coef), choice("normalise", normalise, (True, False))
     layout = Layout.of(mask, log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     student = layout.take("log_probs", log_probs).detach().to(torch.float64)
     teacher = layout.take("teacher_log_probs", teacher_log_probs).detach().to(torch.float64)
@@ -84,11 +84,11 @@ def jsd(
     else:
         score = torch.where(gap < 700, torch.log1p(beta * torch.expm1(gap)), gap + math.log(beta)) / beta
     scale = 1.0 if normalise else beta * (1 - beta)
-    ratio = torch.exp(gap)
+    ratio = torch.exp(gap.clamp(max=700))  # beyond that the divergence is as good as its largest
     mixture = beta * ratio + 1 - beta
-    divergence = beta * ratio * gap - torch.where(mixture > 0, mixture * torch.log(mixture), 0.0)
-    dtype = layout.whole("log_probs", log_probs).dtype
-    wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    divergence = beta * torch.where(ratio > 0, ratio * gap.clamp(-700, 700), 0.0)
+    divergence = divergence - torch.where(mixture > 0, mixture * torch.log(mixture), 0.0)
+    wide = as_floats(layout.whole("log_probs", log_probs)).dtype
     return _tokens(layout, (coef * scale * score).to(wide), mask, {"divergence": divergence.clamp(min=0)})
 
 
@@ -131,6 +131,8 @@ def clip_b(
             [ True,  True,  True]])
     """
     number("mu", mu, 0)
+    if mask is None:
+        raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")
     found = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, ranks=ranks)
     layout, advantages, surprise = _surprise(found, mask, log_probs, entropy)
     stats = moments(surprise, layout.mask, ranks)
@@ -186,6 +188,8 @@ def clip_v(
     """
     number("mu", mu, 0), number("max_frac", max_frac, 0, 1)
     choice("zero_advantage", zero_advantage, ("keep", "uncapped"))
+    if mask is None:
+        raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")
     found = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, ranks=ranks)
     layout, advantages, surprise = _surprise(found, mask, log_probs, entropy)
     gap = layout.masked(layout.take("necs", necs).to(torch.float64) - surprise)
