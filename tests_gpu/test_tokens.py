@@ -127,6 +127,85 @@ def test_what_is_not_checked_is_nan() -> None:
     assert found.log_probs.isnan().tolist() == [False, True, True, False]
 
 
+@pytest.mark.parametrize("poison", [torch.nan, INF, -INF])
+@pytest.mark.parametrize("dtype", [*KINDS, torch.float64])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_ignored_logits_may_be_anything(poison: float, dtype: torch.dtype, temperature: float) -> None:
+    logits = torch.randn(6, 5000, device=DEVICE).to(dtype)
+    labels = torch.randint(0, 5000, (6,), device=DEVICE)
+    labels[1], labels[4] = -100, -100
+    kept = labels != -100
+    spoilt = logits.clone()
+    spoilt[1], spoilt[4, 4999] = poison, poison
+    mine, alone = spoilt.requires_grad_(), logits[kept].requires_grad_()
+    found = from_logits(mine, labels, temperature=temperature, entropy=True)
+    expected = from_logits(alone, labels[kept], temperature=temperature, entropy=True)
+    assert found.entropy is not None and expected.entropy is not None
+    assert torch.equal(found.log_probs[kept], expected.log_probs) and not found.log_probs[~kept].any()
+    for ours, theirs in (
+        (found.log_probs.sum(), expected.log_probs.sum()),
+        (
+            found.log_probs.sum() + torch.where(kept, found.entropy, 0).sum(),
+            expected.log_probs.sum() + expected.entropy.sum(),
+        ),
+    ):
+        (one,) = torch.autograd.grad(ours, mine, retain_graph=True)
+        (other,) = torch.autograd.grad(theirs, alone, retain_graph=True)
+        assert torch.equal(one[~kept], torch.zeros_like(one[~kept]))
+        assert torch.equal(one[kept], other) and other.any()
+    # Where an entropy counts it is not hidden that there is none.
+    (one,) = torch.autograd.grad(found.entropy.sum(), mine)
+    assert one[1].isnan().all() and one[kept].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [*KINDS, torch.float64])
+def test_where_there_is_no_distribution(dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 100, device=DEVICE).to(dtype)
+    logits[0], logits[1, 3], logits[2, 3] = -INF, torch.nan, INF
+    logits.requires_grad_()
+    found = from_logits(logits, torch.zeros(4, dtype=torch.int64, device=DEVICE), entropy=True)
+    assert found.entropy is not None
+    assert found.log_probs.isnan().tolist() == found.entropy.isnan().tolist() == [True, True, True, False]
+    (slopes,) = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), logits)
+    assert slopes[:3].isnan().all() and slopes[3].isfinite().all()
+
+
+@pytest.mark.parametrize("poison", [torch.nan, INF, -INF])
+@pytest.mark.parametrize("dtype", [*KINDS, torch.float64])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("entries", [1 << 25, 1 << 16])
+def test_ignored_hidden_states_may_be_anything(
+    poison: float, dtype: torch.dtype, softcap: float | None, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_heads, "_TILE_BACK", entries)
+    shapes = ((200, 64), (1500, 64), (1500,))
+    parts = [(torch.randn(*shape, device=DEVICE) / 3).to(dtype) for shape in shapes]
+    labels = torch.randint(0, 1500, (200,), device=DEVICE)
+    labels[::3] = -100
+    kept = labels != -100
+    spoilt = parts[0].clone()
+    spoilt[0], spoilt[3, 1], spoilt[-2] = poison, poison, poison
+    assert not kept[[0, 3, -2]].any()
+    mine = [part.clone().requires_grad_() for part in (spoilt, *parts[1:])]
+    theirs = [part.double().requires_grad_() for part in (parts[0][kept], *parts[1:])]
+    found = from_hidden(mine[0], mine[1], labels, bias=mine[2], softcap=softcap, entropy=True)
+    expected = from_hidden(theirs[0], theirs[1], labels[kept], bias=theirs[2], softcap=softcap, entropy=True)
+    assert found.entropy is not None and expected.entropy is not None
+    assert not found.log_probs[~kept].any()
+    close(found.log_probs[kept], expected.log_probs, 2e-5)
+    (found.log_probs.sum() + torch.where(kept, found.entropy, 0).sum()).backward()
+    (expected.log_probs.sum() + expected.entropy.sum()).backward()
+    assert mine[0].grad is not None and not mine[0].grad[~kept].any()
+    for one, other in zip((mine[0].grad[kept], mine[1].grad, mine[2].grad), theirs, strict=True):
+        assert one is not None and other.grad is not None
+        error = (one.double() - other.grad).norm() / other.grad.norm()
+        assert error < (1e-2 if dtype.itemsize == 2 else 1e-4)
+    # The weight's gradient alone, of the log-probs alone.
+    alone = from_hidden(spoilt, mine[1], labels, softcap=softcap).log_probs.sum()
+    (slopes,) = torch.autograd.grad(alone, mine[1])
+    assert slopes.isfinite().all() and slopes.any()
+
+
 HEADS = [
     {},
     {"temperature": 0.7},

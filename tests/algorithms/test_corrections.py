@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -348,6 +349,32 @@ def test_one_version_for_each_of_packed_tokens() -> None:
     assert [row.tolist() for row in found.mask] == [[False, True], [True]]
     found = staleness_weights(torch.tensor([1, 5]), 5, mask, max_staleness=2)
     assert [row.tolist() for row in found.mask] == [[False, False], [True]]
+    # Two rows and two tokens, but not one each: which of both a flat tensor means, it does not say. A list is of rows.
+    uneven = Rows(torch.ones(2, dtype=torch.bool), [0, 2])
+    words = "versions: got 2 numbers for as many rows and as many tokens, expected Rows"
+    with pytest.raises(ValueError, match=words):
+        staleness_weights(torch.tensor([5, 1]), 5, uneven, max_staleness=2)
+    zeros = Rows(torch.zeros(2), [0, 2])
+    with pytest.raises(ValueError, match=words):
+        importance_weights(zeros, zeros, uneven, np.array([5, 1]), current=5, max_staleness=2)
+    by_row = staleness_weights([5, 1], 5, uneven, max_staleness=2)
+    by_token = staleness_weights(Rows(torch.tensor([5, 1]), [0, 2]), 5, uneven, max_staleness=2)
+    assert by_row.mask.values.tolist() == [False, False] and by_token.mask.values.tolist() == [True, False]
+
+
+def test_one_version_for_all() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    for version in (3, np.int64(3), torch.tensor(3), np.array(3)):
+        for current in (5, np.int64(5)):
+            found = staleness_weights(version, current, mask, kind="linear", max_staleness=3)
+            assert found.weights.tolist() == [[0.5, 0.5, 0.0], [0.5, 0.0, 0.0]]
+            assert found.report.metrics["staleness_max"] == 2.0
+    packed = staleness_weights(3, 5, [[1, 1], [], [1]], max_staleness=1)
+    assert packed.weights.values.tolist() == [0.0] * 3 and packed.report.which("stale") == [0, 2]
+    zeros = torch.zeros(2, 3)
+    found = importance_weights(zeros, zeros, mask, 3, current=5, max_staleness=1)
+    assert not found.mask.any()
+    assert staleness_weights([[3, 3], []], 5, max_staleness=3).weights.values.tolist() == [1.0, 1.0]
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -375,6 +402,15 @@ ONE = torch.zeros(1, 2)
             "versions: expected all of versions, current and max_stal",
         ),
         (lambda: importance_weights(ONE, ONE, max_staleness=1), "versions: expected all of versions, current and max"),
+        (lambda: importance_weights(ONE, ONE, current=3), "versions: expected all of versions, current and max_stalen"),
+        (lambda: staleness_weights(3, 5, max_staleness=1), "mask: got None, expected a mask beside one version"),
+        (lambda: staleness_weights(None, 5, max_staleness=1), "versions: got None, expected the version of each token"),
+        (lambda: staleness_weights(None, 5, ONE, max_staleness=1), "versions: got None, expected the version of each"),
+        (lambda: staleness_weights("v3", 5, ONE, max_staleness=1), "versions: got str, expected one number for each"),
+        (lambda: staleness_weights(1.5, 5, ONE, max_staleness=1), "versions: got float32, expected integers"),
+        (lambda: staleness_weights(True, 5, ONE, max_staleness=1), "versions: got bool, expected integers"),
+        (lambda: staleness_weights(6, 5, ONE + 1, max_staleness=1), "versions: got 6, expected at most current, 5"),
+        (lambda: staleness_weights([1], True, ONE, max_staleness=1), "current: got True, expected the number of a"),
         (lambda: staleness_weights([1], 1, max_staleness=1), "mask: got None, expected a mask beside one version"),
         (lambda: staleness_weights([2], 1, ONE + 1, max_staleness=1), "versions: got 2, expected at most current, 1"),
         (lambda: staleness_weights([1, 1], 1, ONE, max_staleness=1), "versions: got 2, expected 1, one for each row"),

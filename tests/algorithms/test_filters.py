@@ -175,6 +175,8 @@ def test_truncated_by_flag_and_by_status() -> None:
     found = truncated(["response_truncated", "prompt_truncated", None], mask, list("xyz"))
     assert found.report.which("truncated") == ["x"]
     assert truncated(["abort", "stop", "stop"], mask, reasons=("abort",)).report.which("truncated") == [0]
+    # One reason as a text is that reason, and not all that it contains.
+    assert truncated(["length", "len", ""], mask, reasons="length").report.which("truncated") == [0]
 
 
 # --- until there are enough -----------------------------------------------------------------------------------------
@@ -305,6 +307,12 @@ def test_refill_with_another_judge_and_part_of_a_group() -> None:
     assert part.take().samples == [[2]]
 
 
+def test_numbers_of_numpy_are_sizes() -> None:
+    refill = Refill(np.int64(1), group_size=np.int32(2), max_rounds=np.int64(3))
+    refill.add([1, 0], ["a", "a"], ["a0", "a1"])
+    assert refill.done and refill.take().samples == [["a0", "a1"]]
+
+
 def test_bad_input_changes_nothing_in_refill() -> None:
     refill = Refill(3, group_size=2)
     refill.add([1.0, 0.0, 1.0], ["a", "a", "b"], ["a0", "a1", "b0"])
@@ -360,9 +368,13 @@ def test_bad_input_changes_nothing_in_refill() -> None:
         (lambda: reward_at_least([1.0], math.nan), "threshold: got nan, expected a number"),
         (lambda: truncated(["stop"], torch.ones(2, 2)), "finish: got 1, expected 2, one for each row"),
         (lambda: truncated([0.5], torch.ones(1, 2)), "finish: got 0.5 at row 0, expected a finish reason, true, false"),
-        (lambda: Refill(0), "groups: got 0, expected an integer of at least 1"),
-        (lambda: Refill(1, group_size=0), "group_size: got 0, expected an integer of at least 1"),
-        (lambda: Refill(1, max_rounds=2.5), "max_rounds: got 2.5, expected an integer of at least 1"),
+        (lambda: truncated(None, torch.ones(2, 2)), "finish: got None, expected 2 ids, one for each row"),
+        (lambda: truncated("stop", torch.ones(4, 2)), "finish: got 'stop', expected 4 ids, one for each row"),
+        (lambda: zero_variance([1.0], None), "groups: got None"),
+        (lambda: Refill(True), "groups: got True, expected a whole number from 1 on"),
+        (lambda: Refill(0), "groups: got 0, expected a whole number from 1 on"),
+        (lambda: Refill(1, group_size=0), "group_size: got 0, expected a whole number from 1 on"),
+        (lambda: Refill(1, max_rounds=2.5), "max_rounds: got 2.5, expected a whole number from 1 on"),
     ],
 )
 def test_bad_input_is_named(call: Any, words: str) -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -647,6 +648,12 @@ X = torch.zeros(2, 3)
             lambda: ppo([[0.0, 0.0], []], [[0.0, 0.0], []], torch.ones(2)),
             r"advantages: got 2 numbers for as many rows and as many tokens, expected Rows\(values, lengths\)",
         ),
+        (lambda: ppo(X, X, None), r"advantages: got None, expected one number for each row or token: \(B,\), \(B, A\)"),
+        (lambda: ppo(X, X, 5), r"advantages: got 5, expected one number for each row or token"),
+        (lambda: ppo(X, X, "up"), r"advantages: got str, expected one number for each row or token"),
+        (lambda: losses.opmd([[0.0]], None), r"advantages: got None"),
+        (lambda: sft(X, weights=2), r"weights: got 2, expected one number for each row or token"),
+        (lambda: mix(X, X, None, [0, 1]), r"advantages: got None"),
         (lambda: ppo(X, X, X, X + 0.5), r"mask: got 0.5, expected 0 and 1 only"),
         (lambda: ppo(X, X, X, weights=X[:1]), r"weights: got shape \[1, 3\]"),
         (lambda: ppo(X, X, X, clip_low=-0.1), r"clip_low: got -0.1, expected a number from 0"),
@@ -670,9 +677,19 @@ X = torch.zeros(2, 3)
         (lambda: mix(X, X, X, [0, 2]), r"expert_mask: got 2, expected 0 and 1 only"),
         (lambda: mix(X, X, X, [0, 1], mu=1.5), r"mu: got 1.5"),
         (lambda: mix(X, X, X, [0, 1], whole=Denominators(1, 1, 1)), r"whole: got Denominators, expected a pair"),
+        (lambda: mix(X, X, X, [0, 1], whole=5), r"whole: got int, expected a pair of Denominators"),
+        (lambda: mix_chord(X, X, X, [0, 1], 1, whole={"tokens": 3}), r"whole: got dict, expected a pair"),
         (lambda: mix_chord(X, X, X, [0, 1], [3, 4]), r"step: got \[3, 4\], expected one step"),
+        (lambda: mix_chord(X, X, X, [0, 1], 2.7), r"step: got 2.7\d*, expected a whole number"),
+        (lambda: mix_chord(X, X, X, [0, 1], True), r"step: got True, expected a whole number"),
+        (lambda: mix_chord(X, X, X, [0, 1], [math.inf] * 2), r"step: got inf, expected a whole number"),
+        (lambda: mix_chord(X, X, X, [0, 1], torch.zeros(0)), r"step: got \[\], expected one step"),
+        (lambda: mix_chord(X, X, X, [0, 1], None), r"step: got what is no array of numbers"),
         (lambda: chord_mu(-1, 1, 1, 0.5, 0.1), r"step: got -1"),
         (lambda: dpo(X, ["a"], [1, 0], X), r"pairs: got 1, expected 2, one for each row"),
+        (lambda: dpo(X, None, [1, 0], X), r"pairs: got None, expected 2 ids, one for each row"),
+        (lambda: dpo(X, [["a"], ["a"]], [1, 0], X), r"pairs: got an id that cannot be a key"),
+        (lambda: dpo(X, ["a", "a"], [1, 0], X, whole={"tokens": 3}), r"whole: got {'tokens': 3}, expected how many"),
         (lambda: dpo(X, ["a", "a"], [1, 1], X), r"pairs: 'a' has rows 0 and 1 as chosen, expected one of each"),
         (lambda: dpo(X, ["a", "b"], [1, 0], X), r"pairs: 'a' has a chosen row and no rejected one"),
         (lambda: dpo(X, ["a", "a"], [1, 0]), r"ref_log_probs: got None, expected .* or reference_free=True"),
@@ -687,6 +704,22 @@ X = torch.zeros(2, 3)
 def test_errors_name_field_value_and_expectation(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@each
+@pytest.mark.parametrize("whole", [5, {"tokens": 3}, (1, 2, 3)])
+def test_the_denominators_of_the_batch_have_one_type(name, whole):
+    data, _ = data_of(Batch(33, rows=4).padded("right"))
+    with pytest.raises(ValueError, match=rf"whole: got {type(whole).__name__}, expected the Denominators"):
+        LOSSES.call(name, data, whole=whole)
+
+
+def test_numbers_of_numpy_are_options():
+    options = {"clip_low": np.float32(0.25), "dual_clip": np.float64(3.0), "sequence_delta": np.int64(1)}
+    plain = {"clip_low": 0.25, "dual_clip": 3.0, "sequence_delta": 1}
+    assert ppo(LP, OLD, ADV, **options).value == ppo(LP, OLD, ADV, **plain).value
+    with pytest.raises(ValueError, match="dual_clip: got True, expected a number above 1, or None"):
+        ppo(LP, OLD, ADV, dual_clip=True)
 
 
 # --- single losses ----------------------------------------------------------------------------------------------------
@@ -816,6 +849,21 @@ def test_mix_of_one_kind_is_that_loss():
     assert plain.value == sft(rows[0], data["mask"]).value
 
 
+def test_a_chord_step_may_come_with_no_row():
+    rows, options = torch.zeros(0, 3), {"warmup": 10, "peak": 0.9, "valley": 0.1}
+    whole = (Denominators(3, 1, 1), Denominators(3, 1, 1))
+    for step in (torch.zeros(0, dtype=torch.int64), [], 5):
+        loss = mix_chord(rows, rows, rows, torch.zeros(0, dtype=torch.bool), step, whole=whole, **options)
+        assert loss.value.item() == 0.0 and loss.metrics["mu"].item() == 0.0
+    packed = Rows(torch.zeros(0), [])
+    assert mix_chord(packed, packed, [], [], [], whole=whole, **options).value.item() == 0.0
+    data, _ = data_of(Batch(33, rows=2).padded("right"))
+    one = LOSSES.call("mix_chord", data | {"expert_mask": [0, 1], "step": torch.tensor([5.0, 5.0])}, **options)
+    for step in (5, np.int64(5), 5.0, torch.tensor(5)):
+        same = LOSSES.call("mix_chord", data | {"expert_mask": [0, 1], "step": step}, **options)
+        assert same.value == one.value and same.metrics["mu"].item() == pytest.approx(0.45)
+
+
 # --- pairs ------------------------------------------------------------------------------------------------------------
 
 
@@ -891,3 +939,31 @@ def test_dpo_does_not_pool_pairs():
     rows = ([[40.0], [0.0]], [[0.0], [20.0]])
     parts = [dpo(pair, *interleaved(2), reference_free=True, whole=halves) for pair in rows]
     assert sum(part.value for part in parts).item() == pytest.approx(loss.item())
+
+
+def test_dpo_of_long_rows_is_right_in_float32_in_every_layout():
+    """The sums of 32,768 tokens are near 3e4; their difference kept two digits packed, and four padded."""
+    n = 32_768
+    torch.manual_seed(0)
+    lp = -torch.rand(4, n) * 2
+    ref = lp * torch.tensor([1.0001, 1.00012, 1.0003, 0.9999])[:, None]
+    pairs, chosen = interleaved(4)
+
+    def found(dtype: torch.dtype, packed: bool) -> tuple[dict[str, float], torch.Tensor]:
+        leaf = lp.to(dtype, copy=True).requires_grad_()
+        ours, theirs = leaf, ref.to(dtype)
+        if packed:
+            ours, theirs = (Rows(each.reshape(-1), [n] * 4) for each in (ours, theirs))
+        loss = dpo(ours, pairs, chosen, theirs)
+        assert loss.value.dtype == dtype
+        loss.backward()
+        return {name: each.item() for name, each in loss.metrics.items()}, leaf.grad
+
+    metrics, slopes = found(torch.float64, False)
+    assert abs(metrics["chosen_reward"]) > 0.05
+    for dtype, packed in ((torch.float64, True), (torch.float32, False), (torch.float32, True)):
+        others, grads = found(dtype, packed)
+        assert others == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+        assert torch.allclose(grads.double(), slopes, rtol=1e-5, atol=0)
+    sums = [part.double().sum(-1) for part in (lp[::2], lp[1::2], ref[::2], ref[1::2])]
+    assert dpo_sums(*sums).value.item() == pytest.approx(metrics["dpo_loss"], rel=1e-9)

@@ -34,7 +34,10 @@ from rollbook.algorithms.shaping import (
     rank_penalty,
     repetition_penalty,
     shape_by,
+    shape_length,
     shape_overlong,
+    shape_rank,
+    shape_repetition,
 )
 from rollbook.jagged import Rows
 from tests.algorithms.test_corrections import Ragged, ragged
@@ -125,6 +128,45 @@ def test_length_bonus_is_the_formula(rows: list[tuple[int, Any, str]], random: p
     alike(found, [wanted[i] for i in order])
 
 
+@USUAL
+@given(st.lists(st.tuples(REWARD, st.integers(0, 40), st.lists(st.integers(0, 2), max_size=8)), max_size=8))
+def test_penalties_say_how_many_which_and_why(rows: list[tuple[float | None, int, list[int]]]) -> None:
+    rewards, lengths, tokens = ([row[part] for row in rows] for part in (0, 1, 2))
+    ids = [f"row{i}" for i in range(len(rows))]
+    long = shape_length(rewards, lengths, ids, target=20, per_token=0.3, max_penalty=2.0)
+    alike(long.rewards, [None if missing(r) else r - min(max(n - 20, 0) * 0.3, 2.0) for r, n, _ in rows])
+    assert long.report.which("over target") == [name for name, n in zip(ids, lengths, strict=True) if n > 20]
+    again = shape_repetition(rewards, tokens, None, ids, n=2, max_penalty=3.0)
+    shares = naive_repetition(tokens, [[True] * len(row) for row in tokens], 2, 3.0)
+    alike(again.rewards, [None if missing(r) else r + lost for r, lost in zip(rewards, shares, strict=True)])
+    assert again.report.which("repetition") == [name for name, lost in zip(ids, shares, strict=True) if lost]
+    groups, likely = [n % 2 for n in lengths], [-float(n % 5) for n in lengths]
+    unlikely = shape_rank(rewards, groups, likely, None, ids, penalty=0.5)
+    lost = rank_penalty(
+        torch.tensor([math.nan if r is None else r for r in rewards], dtype=torch.float64), groups, likely
+    )
+    lost = (lost * 2).tolist()
+    alike(unlikely.rewards, [None if missing(r) else r + gone for r, gone in zip(rewards, lost, strict=True)])
+    assert unlikely.report.which("likely") == [name for name, gone in zip(ids, lost, strict=True) if gone]
+    for shaped in (long, again, unlikely):
+        assert shaped.report.which("missing reward") == [n for n, r in zip(ids, rewards, strict=True) if missing(r)]
+        assert shaped.report.rows == len(rows) and bool(shaped.report.metrics) == bool(rows)
+
+
+def test_shaped_rewards_keep_float64_and_their_argument() -> None:
+    rewards = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    tokens, mask = torch.tensor([[1, 1, 1], [1, 2, 3]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    for shaped, reason, lost in (
+        (shape_length(rewards, [5, 1], target=2, per_token=0.1), "over target", 0.3),
+        (shape_repetition(rewards, tokens, mask, n=1), "repetition", 2 / 3),
+        (shape_rank(rewards, ["a", "a"], [-1.0, -2.0], penalty=0.6), "likely", 0.3),
+        (shape_by(rewards, [-0.5, 0.0], reason="style"), "style", 0.5),
+    ):
+        assert shaped.rewards.dtype == torch.float64 and rewards.tolist() == [1.0, 1.0]
+        assert shaped.rewards.tolist() == pytest.approx([1.0 - lost, 1.0], rel=1e-12)
+        assert shaped.report.which(reason) == [0]
+
+
 # --- repetition -----------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +241,9 @@ def test_shape_by_is_the_loop(rows: list[tuple[float | None, float | None]], op:
     assert shaped.report.which("missing reward") == [i for i, (r, _) in enumerate(rows) if missing(r)]
     assert rewards == [r for r, _ in rows]
     changes = [0.0 if missing(r) else w - r for r, w in zip(rewards, wanted, strict=True)]
+    moved = [i for i, (r, w) in enumerate(zip(rewards, wanted, strict=True)) if not missing(r) and r != w]
+    assert shaped.report.which("changed") == moved
+    assert shape_by(rewards, [v for _, v in rows], op, weight, reason="style").report.which("style") == moved
     if rows:
         assert shaped.report.metrics["reward_diff/max"] == pytest.approx(max(changes), rel=1e-9, abs=1e-9)
 
@@ -275,7 +320,7 @@ def test_running_norm_is_the_deviation_of_all_in_any_order(
         assert each.count == len(known)
         assert each.mean == pytest.approx(mean, rel=1e-9, abs=1e-9)
         assert each.std == pytest.approx(std, rel=1e-6, abs=1e-9)
-        scale = 1.0 if flat else max(each.std, 1e-3)
+        scale = each.std if each.std > 1e-3 else 1.0
         wanted = [None if missing(r) else (r - (each.mean if minus_mean else 0.0)) / scale for r in mixed]
         alike(each.apply(mixed).rewards, wanted)
 
@@ -290,8 +335,12 @@ def test_equal_first_rewards_stay_finite() -> None:
     for _ in range(50):
         norm.update([0.1] * 7)
     assert norm.std == 0.0 and norm.mean == 0.1
-    near = RunningNorm(floor=0.5)
-    assert near([1.0, 1.0 + 1e-9]).rewards.tolist() == pytest.approx([2.0, 2.0])
+    near = RunningNorm()
+    assert near([1.0, 1.0 + 1e-9]).rewards.tolist() == [1.0, 1.0]  # as equal ones, and not a thousand times as large
+    assert near.std > 0 and near.scale == 1.0
+    wide = RunningNorm(floor=0.5)
+    assert wide([0.0, 0.5]).rewards.tolist() == [0.0, 0.5] and wide.scale == 1.0
+    assert wide([0.0, 8.0]).rewards.tolist() == pytest.approx([0.0, 8.0 / wide.std])
 
 
 def test_what_was_read_of_it_does_not_change_and_evaluation_changes_nothing() -> None:
@@ -321,6 +370,18 @@ def test_its_state_goes_on_elsewhere() -> None:
     assert empty.count == 0 and empty.std == 0.0
     with pytest.raises(ValueError, match="state: got mean, expected count, mean, squares, low, high"):
         other.load_state_dict({"mean": 1.0})
+    for bad, words in (
+        ({"squares": -1.0}, "state: squares: got -1.0, expected a finite number of at least 0"),
+        ({"squares": math.inf}, "state: squares: got inf, expected a finite number"),
+        ({"count": 1.5}, "state: count: got 1.5, expected a whole number from 0 on"),
+        ({"count": -1}, "state: count: got -1, expected a whole number from 0 on"),
+        ({"mean": math.nan}, "state: mean: got nan, expected a finite number"),
+        ({"low": 9.0}, "state: high: got 7.0, expected a finite number of at least low, 9"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            other.load_state_dict({**norm.state_dict(), **bad})
+    with pytest.raises(ValueError, match="state: got list, expected a mapping of count, mean"):
+        other.load_state_dict([1.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="state: mean: got None"):
         other.load_state_dict({**norm.state_dict(), "mean": None})  # type: ignore[dict-item]
     assert norm.state_dict() == other.state_dict()
@@ -328,6 +389,8 @@ def test_its_state_goes_on_elsewhere() -> None:
 
 PARTS = ([1.0, None, 3.0], [8.0])
 GROUPS = (["a", "b", "a"], ["b"])
+RANKED = (([1.0, 1.0, -2.0], [0.5, 1.0]), (["a", "a", "b"], ["b", "a"]), ([-1.0, -2.0, -1.0], [-3.0, -0.5]))
+RANKED += ((["x", "y", "z"], ["w", "x"]),)  # run x of group a has a row in each process
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -340,8 +403,10 @@ def _rank(rank: int, folder: str) -> None:
     kept = zero_variance(PARTS[rank], GROUPS[rank], ranks=ranks)
     off = torch.tensor([[0.5, 0.2], [0.1, 0.0]])[rank : rank + 1]
     scaled = importance_weights(off, torch.zeros(1, 2), truncate=None, normalise=True, ranks=ranks).weights
+    likely = shape_rank(*(part[rank] for part in RANKED), ranks=ranks)
     found = [norm.state_dict(), shaped.rewards.tolist(), bonus.tolist(), weights.tolist(), kept.keep.tolist()]
-    Path(folder, str(rank)).write_text(json.dumps([*found, scaled[0].tolist()]))
+    found += [scaled[0].tolist(), likely.rewards.tolist(), likely.report.which("likely")]
+    Path(folder, str(rank)).write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
@@ -359,6 +424,9 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     off = torch.tensor([[0.5, 0.2], [0.1, 0.0]])
     whole = importance_weights(off, torch.zeros(2, 2), truncate=None, normalise=True).weights
     assert np.allclose([first[5], second[5]], whole.tolist()) and whole.mean().item() == pytest.approx(1.0)
+    likely = shape_rank(*(one + other for one, other in RANKED))
+    assert first[6] + second[6] == likely.rewards.tolist()
+    assert first[7] + [3 + row for row in second[7]] == likely.report.which("likely") == [0, 2, 4]
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------
@@ -397,6 +465,17 @@ def test_clip_filter_weights_of_odd_shapes(recwarn: pytest.WarningsRecorder) -> 
     assert unequal.weights.tolist() == [3.0, 3.0, 1.0, 1.0, 1.0, 1.0]
     assert unequal.report.which("missing reward") == [3]
     assert not recwarn.list
+
+
+def test_a_group_with_too_few_known_rewards_does_not_differ() -> None:
+    groups = [[1, math.nan, math.nan], [1, 1, 1], [0, 1, math.nan], [math.nan] * 3, [math.inf, 1, 1]]
+    matrix = clip_filter_like_weight_func(groups, 9.0, 0.5)
+    assert matrix[:, 0].tolist() == [0.5, 0.5, 5.0, 0.5, 0.5]
+    by_id = clip_filter_weights(
+        [r for g in groups for r in g], [i for i in range(5) for _ in range(3)], clip=9.0, lam=0.5
+    )
+    assert by_id.weights.tolist() == matrix.flatten().tolist()
+    assert clip_filter_like_weight_func([[math.nan, 1.0], [2.0, 2.0]], 3.0, 0.5).tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 @USUAL
@@ -447,7 +526,19 @@ def test_pass_rates_are_means_by_key(rows: list[tuple[float | None, tuple[int, i
         (lambda: length_bonus([1], [0.5], ["a"]), "correct: got 0.5 at row 0, expected true or false"),
         (lambda: length_bonus([1], [1, 0], ["a"]), "correct: got 2, expected 1"),
         (lambda: length_bonus([1], [1], ["a", "b"]), "groups: got 2, expected 1"),
-        (lambda: repetition_penalty([[1]], n=0), "n: got 0, expected an integer of at least 1"),
+        (lambda: repetition_penalty([[1]], n=0), "n: got 0, expected a whole number from 1 on"),
+        (lambda: repetition_penalty([[1]], n=True), "n: got True, expected a whole number from 1 on"),
+        (lambda: shape_length([1.0], [1, 2], target=1), "lengths: got 2, expected 1, one for each row"),
+        (lambda: shape_length([1.0], [1], ["a", "b"], target=1), "ids: got 2, expected 1"),
+        (lambda: shape_length([1.0], [1], target=-1), "target: got -1, expected a number from 0"),
+        (lambda: shape_repetition([1.0], [[1], [2]]), "tokens: got 2 rows, expected 1, one for each reward"),
+        (lambda: shape_repetition([1.0], [[1.5]], n=1), "tokens: got float32, expected integers"),
+        (lambda: shape_rank([1.0], ["a"], [-1.0], ["x", "y"]), "runs: got 2, expected 1"),
+        (lambda: shape_rank([1.0], ["a"], [-1.0, -2.0]), "log_probs: got 2, expected 1"),
+        (lambda: shape_rank([1.0], None, [-1.0]), "groups: got None"),
+        (lambda: shape_by([1.0], [1.0], reason=""), "reason: got '', expected a name other than 'missing reward'"),
+        (lambda: shape_by([1.0], [1.0], reason="zero divisor"), "reason: got 'zero divisor', expected a name other"),
+        (lambda: shape_by([1.0], [1.0], reason=None), "reason: got None, expected a name other than"),
         (lambda: repetition_penalty([[1.5]], n=1), "tokens: got float32, expected integers"),
         (lambda: repetition_penalty([[1]], n=1, max_penalty=-1.0), "max_penalty: got -1.0, expected a number from 0"),
         (lambda: shape_by([1.0], [1.0], "pow"), "op: got 'pow', expected one of 'add', 'sub', 'mul', 'div'"),
@@ -518,3 +609,57 @@ def test_rank_penalty_names_what_is_wrong() -> None:
         rank_penalty([1.0], ["a"], [math.nan])
     with pytest.raises(ValueError, match="log_probs: got 2, expected 1"):
         rank_penalty([1.0], ["a"], [0.0, 0.0])
+
+
+@USUAL
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from("ab"),
+            st.sampled_from("xyz"),
+            st.one_of(st.none(), st.sampled_from([1.0, -1.0, 0.5])),
+            st.sampled_from([-3.0, -1.0, -0.5, -0.1, -math.inf]),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    random=st.randoms(use_true_random=False),
+)
+def test_a_run_has_one_rank(rows: list[tuple[str, str, float | None, float]], random: python_random.Random) -> None:
+    means: dict[tuple[str, str], float] = {}
+    for key in {(g, r) for g, r, _, _ in rows}:
+        known = sorted(p for g, r, reward, p in rows if (g, r) == key and reward is not None)
+        if known:
+            means[key] = known[0] if known[0] == known[-1] else sum(known) / len(known)
+    expected = []
+    for group, run, reward, _ in rows:
+        if reward is None:
+            expected.append(0.0)
+            continue
+        mine, peers = means[group, run], [mean for (g, _), mean in means.items() if g == group]
+        below, equal = sum(p < mine for p in peers), sum(p == mine for p in peers)
+        expected.append(-0.3 * reward * (below + (equal - 1) / 2) / len(peers))
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    groups, runs, rewards, likely = ([rows[i][j] for i in order] for j in range(4))
+    assert rank_penalty(rewards, groups, likely, runs, penalty=0.3).tolist() == pytest.approx(
+        [expected[i] for i in order], abs=1e-6
+    )
+
+
+def test_rows_of_a_run_do_not_push_others_up() -> None:
+    """A run in three rows was three likelier answers, so that the other one's rank rose by what it was cut into."""
+    rewards, groups, likely = [1.0] * 5, ["a"] * 5, [-0.9, -0.8, -0.7, -0.1, -2.0]
+    whole = rank_penalty([1.0, 1.0, 1.0], ["a"] * 3, [-0.8, -0.1, -2.0], penalty=0.6)
+    assert rank_penalty(rewards, groups, likely, list("xxxyz"), penalty=0.6).tolist() == pytest.approx(
+        [whole[0].item()] * 3 + whole[1:].tolist()
+    )
+    assert rank_penalty(rewards, groups, likely, penalty=0.6)[3] != whole[1]
+
+
+def test_ranks_of_many_groups() -> None:
+    size = 40_000
+    likely = torch.linspace(-5, -1, 2 * size, dtype=torch.float64)
+    groups = torch.arange(size).repeat(2)
+    found = rank_penalty(torch.ones(2 * size), groups, likely, penalty=1.0)
+    assert found[:size].abs().max() == 0 and (found[size:] == -0.5).all()

@@ -6,9 +6,10 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -367,6 +368,134 @@ def test_ignored_labels() -> None:
     assert from_logits(logits, labels).entropy is None
 
 
+POISONS = [torch.nan, INF, -INF]
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, (1, 1)), (12, (2, 3)), (1 << 18, (512, 2048))])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_ignored_logits_may_be_anything(
+    poison: float, dtype: torch.dtype, size: tuple[int, tuple[int, int]], temperature: float
+) -> None:
+    logits = torch.randn(5, 6).to(dtype)
+    labels = torch.tensor([2, -100, 5, -100, 0])
+    kept = labels != -100
+    spoilt = logits.clone()
+    spoilt[1], spoilt[3, 4] = poison, poison
+    mine, alone = spoilt.requires_grad_(), logits[kept].requires_grad_()
+    with cut(*size):
+        found = from_logits(mine, labels, temperature=temperature, entropy=True)
+        expected = from_logits(alone, labels[kept], temperature=temperature, entropy=True)
+        assert found.entropy is not None and expected.entropy is not None
+        assert torch.equal(found.log_probs[kept], expected.log_probs) and not found.log_probs[~kept].any()
+        # The log-probs alone; then also the entropies, of which the loss leaves out some.
+        for ours, theirs in (
+            (found.log_probs.sum(), expected.log_probs.sum()),
+            (
+                found.log_probs.sum() + torch.where(kept, found.entropy, 0).sum(),
+                expected.log_probs.sum() + expected.entropy.sum(),
+            ),
+        ):
+            (one,) = torch.autograd.grad(ours, mine, retain_graph=True)
+            (other,) = torch.autograd.grad(theirs, alone, retain_graph=True)
+            assert torch.equal(one[~kept], torch.zeros_like(one[~kept]))
+            assert torch.equal(one[kept], other) and other.any()
+        # Where an entropy counts it is not hidden that there is none.
+        (one,) = torch.autograd.grad(found.entropy.sum(), mine)
+        assert one[1].isnan().all() and one[kept].isfinite().all()
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", [(1, 1), (2, 3), (512, 2048)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_ignored_hidden_states_may_be_anything(
+    poison: float, dtype: torch.dtype, tile: tuple[int, int], softcap: float | None, narrow: bool
+) -> None:
+    parts = [torch.randn(*shape).to(dtype) for shape in ((5, 4), (7, 4), (7,))]
+    labels = torch.tensor([-100, 1, -100, 0, 6])
+    kept = labels != -100
+    spoilt = parts[0].clone()
+    spoilt[0], spoilt[2, 1] = poison, poison
+    mine = [part.clone().requires_grad_() for part in (spoilt, *parts[1:])]
+    exact = [part.double().requires_grad_() for part in (parts[0][kept], *parts[1:])]
+    with cut(64, tile), sixteen_bits() if narrow else nullcontext():
+        found = from_hidden(mine[0], mine[1], labels, bias=mine[2], softcap=softcap, entropy=True)
+        assert found.entropy is not None
+        (found.log_probs.sum() + torch.where(kept, found.entropy, 0).sum()).backward()
+        # The weight's gradient alone, and the hidden states' alone.
+        by_weight = from_hidden(spoilt, mine[1], labels, softcap=softcap).log_probs.sum()
+        (weight_only,) = torch.autograd.grad(by_weight, mine[1])
+        by_hidden = from_hidden(mine[0], parts[1], labels, softcap=softcap).log_probs.sum()
+        (hidden_only,) = torch.autograd.grad(by_hidden, mine[0])
+    assert weight_only.isfinite().all() and weight_only.any()
+    assert hidden_only.isfinite().all() and hidden_only[kept].any() and not hidden_only[~kept].any()
+    expected = from_hidden(exact[0], exact[1], labels[kept], bias=exact[2], softcap=softcap, entropy=True)
+    assert expected.entropy is not None
+    (expected.log_probs.sum() + expected.entropy.sum()).backward()
+    assert mine[0].grad is not None and not mine[0].grad[~kept].any()
+    close_enough = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}[dtype]
+    for one, other in zip((mine[0].grad[kept], mine[1].grad, mine[2].grad), exact, strict=True):
+        assert one is not None and other.grad is not None
+        close(one, other.grad, close_enough)
+    assert torch.equal(mine[0].detach()[kept], parts[0][kept])  # nothing was changed in place
+    assert torch.equal(spoilt.isfinite(), mine[0].isfinite()) and not spoilt[0].isfinite().any()
+
+
+def test_what_a_loss_leaves_out_has_no_gradient() -> None:
+    # No label is ignored here: it is the loss that takes some tokens only.
+    logits = torch.tensor([[torch.nan, 1.0], [0.0, 1.0]], requires_grad=True)
+    found = from_logits(logits, torch.tensor([0, 0])).log_probs
+    torch.where(torch.tensor([False, True]), found, 0).sum().backward()
+    assert logits.grad is not None and logits.grad[0].tolist() == [0, 0]
+    assert logits.grad[1, 0].item() == pytest.approx(1 - 1 / (1 + math.e))
+    # One that counts is not hidden, and its gradient stays its own.
+    (slopes,) = torch.autograd.grad(from_logits(logits, torch.tensor([0, 0])).log_probs.sum(), logits)
+    assert slopes.isnan().tolist() == [[True, True], [False, False]]
+
+
+@pytest.mark.parametrize("cell", [(-INF, -INF, -INF), (0.0, torch.nan, 1.0), (0.0, INF, 1.0)])
+@pytest.mark.parametrize("size", [(1, (1, 1)), (1 << 18, (512, 2048))])
+def test_where_there_is_no_distribution(cell: tuple[float, ...], size: tuple[int, tuple[int, int]]) -> None:
+    logits = torch.tensor([cell, (0.0, 0.0, 0.0)], requires_grad=True)
+    bias = torch.tensor(cell, requires_grad=True)
+    with cut(*size):
+        found = from_logits(logits, torch.tensor([0, 0]), entropy=True)
+        assert found.entropy is not None
+        assert found.log_probs.isnan().tolist() == found.entropy.isnan().tolist() == [True, False]
+        (slopes,) = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), logits)
+        assert slopes[0].isnan().all() and slopes[1].isfinite().all()
+        through = from_hidden(torch.zeros(1, 2), torch.ones(3, 2), torch.tensor([0]), bias=bias, entropy=True)
+        assert through.entropy is not None
+        assert through.log_probs.isnan().all() and through.entropy.isnan().all()
+        assert entropy_from_logits(logits).isnan().tolist() == [True, False]
+
+
+def test_numbers_may_be_numpys() -> None:
+    logits, labels = torch.randn(2, 5), torch.tensor([0, 3])
+    expected = from_logits(logits, labels, temperature=0.5, ignore_index=3).log_probs
+    for half in (np.float32(0.5), np.float64(0.5), np.float16(0.5)):
+        found = from_logits(logits, labels, temperature=half, ignore_index=np.int64(3))  # type: ignore[arg-type]
+        assert torch.equal(found.log_probs, expected)
+    two = from_logits(logits, labels, temperature=np.int32(2)).log_probs  # type: ignore[arg-type]
+    assert torch.equal(two, from_logits(logits, labels, temperature=2).log_probs)
+    assert torch.equal(top_k(logits, np.int64(2)).ids, top_k(logits, 2).ids)  # type: ignore[arg-type]
+    hidden, weight = torch.randn(2, 4), torch.randn(5, 4)
+    capped = from_hidden(hidden, weight, labels, softcap=np.float32(2)).log_probs  # type: ignore[arg-type]
+    assert torch.equal(capped, from_hidden(hidden, weight, labels, softcap=2.0).log_probs)
+
+
+def test_the_smallest_temperatures() -> None:
+    # Those that can be inverted give the likeliest token all; in float64 there are smaller ones.
+    logits, labels = torch.tensor([[0.0, 1.0, -INF]]), torch.tensor([1])
+    assert from_logits(logits, labels, temperature=3e-39).log_probs.item() == 0
+    assert from_logits(logits.double(), labels, temperature=1e-300).log_probs.item() == 0
+    assert from_logits(logits, labels, temperature=torch.tensor([3e-39])).log_probs.item() == 0
+    assert from_logits(logits, labels, temperature=1e38).log_probs.item() == pytest.approx(-math.log(2))
+
+
 def test_slices_are_not_copied() -> None:
     whole = torch.randn(3, 5, 8, dtype=torch.float64)
     labels = torch.randint(0, 8, (3, 4))
@@ -475,6 +604,20 @@ HIDDEN, WEIGHT = torch.zeros(2, 4), torch.zeros(3, 4)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: from_logits([[1.0, 2.0]], LABELS), r"logits: got list, expected a tensor"),  # type: ignore[arg-type]
+        (lambda: from_logits(None, LABELS), r"logits: got NoneType, expected a tensor"),  # type: ignore[arg-type]
+        (lambda: from_logits(LOGITS, [0, 1]), r"labels: got list, expected a tensor"),  # type: ignore[arg-type]
+        (lambda: from_logits(LOGITS, LABELS.numpy()), r"labels: got ndarray, expected a tensor"),
+        (lambda: entropy_from_logits([[1.0]]), r"logits: got list, expected a tensor"),  # type: ignore[arg-type]
+        (lambda: top_k([[1.0]], 1), r"logits: got list, expected a tensor"),  # type: ignore[arg-type]
+        (lambda: from_hidden([[1.0]], WEIGHT, LABELS), r"hidden: got list, expected"),  # type: ignore[arg-type]
+        (lambda: from_hidden(HIDDEN, [[1.0]], LABELS), r"weight: got list, expected"),  # type: ignore[arg-type]
+        (lambda: from_hidden(HIDDEN, WEIGHT, [0, 1]), r"labels: got list, expected"),  # type: ignore[arg-type]
+        (lambda: from_hidden(HIDDEN, WEIGHT, LABELS, bias=[0.0]), r"bias: got list"),  # type: ignore[arg-type]
+        (lambda: top_k_from_hidden(HIDDEN, [[1.0]], 1), r"weight: got list, expected"),  # type: ignore[arg-type]
+        (lambda: top_k_from_hidden([[1.0]], WEIGHT, 1), r"hidden: got list, expected"),  # type: ignore[arg-type]
+        (lambda: from_hidden(HIDDEN, WEIGHT.to(torch.float8_e4m3fn), LABELS), r"weight: got torch.float8"),
+        (lambda: from_hidden(HIDDEN.long(), WEIGHT, LABELS), r"hidden: got torch.int64"),
         (lambda: from_logits(LOGITS, torch.tensor([0, 3])), r"labels: got 3, expected 0 to 2, or -100"),
         (lambda: from_logits(LOGITS, torch.tensor([0, -1])), r"labels: got -1"),
         (lambda: from_logits(LOGITS, torch.tensor([0])), r"labels: got shape \(1,\), expected \(2,\)"),
@@ -486,6 +629,34 @@ HIDDEN, WEIGHT = torch.zeros(2, 4), torch.zeros(3, 4)
         (lambda: entropy_from_logits(torch.tensor(1.0)), r"logits: got shape \(\)"),
         (lambda: from_logits(LOGITS, LABELS, temperature=0.0), r"temperature: got 0.0, expected a positive"),
         (lambda: from_logits(LOGITS, LABELS, temperature=float("nan")), r"temperature: got nan"),
+        (lambda: from_logits(LOGITS, LABELS, temperature=float("inf")), r"temperature: got inf"),
+        (lambda: from_logits(LOGITS, LABELS, temperature=-1), r"temperature: got -1, expected a positive"),
+        (lambda: from_logits(LOGITS, LABELS, temperature=True), r"temperature: got True, expected a positive"),
+        (
+            lambda: from_logits(LOGITS, LABELS, temperature="a"),  # type: ignore[arg-type]
+            r"temperature: got 'a', expected a number or a tensor",
+        ),
+        (
+            lambda: from_logits(LOGITS, LABELS, temperature=None),  # type: ignore[arg-type]
+            r"temperature: got None, expected a number or a tensor",
+        ),
+        (
+            lambda: from_logits(LOGITS, LABELS, temperature=[1.0] * 99),  # type: ignore[arg-type]
+            r"temperature: got \[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, \.\.\.\], expected",
+        ),
+        (lambda: from_logits(LOGITS, LABELS, temperature=1e-40), r"temperature: got 1e-40, .* float32 holds, and its"),
+        (lambda: from_logits(LOGITS, LABELS, temperature=1e39), r"temperature: got 1e\+39, .* float32 holds"),
+        (
+            lambda: from_logits(LOGITS.double(), LABELS, temperature=1e-310),
+            r"temperature: got 1e-310, .* float64 holds, and its",
+        ),
+        (
+            lambda: from_logits(LOGITS, LABELS, temperature=torch.tensor([1.0, 1e-40])),
+            r"temperature: got 9.99995e-41, .* float32 holds, and their",
+        ),
+        (lambda: from_logits(LOGITS, LABELS, temperature=LABELS == 0), r"temperature: got torch.bool"),
+        (lambda: top_k(LOGITS, 1, temperature="a"), r"temperature: got 'a'"),  # type: ignore[arg-type]
+        (lambda: from_logits(LOGITS, LABELS, ignore_index=0.5), r"ignore_index: got 0.5, expected an integer"),  # type: ignore[arg-type]
         (lambda: from_logits(LOGITS, LABELS, temperature=torch.tensor([1.0, -2.0])), r"temperature: got -2"),
         (lambda: from_logits(LOGITS, LABELS, temperature=torch.ones(3)), r"temperature: got shape \(3,\)"),
         (
@@ -499,7 +670,13 @@ HIDDEN, WEIGHT = torch.zeros(2, 4), torch.zeros(3, 4)
         (lambda: from_hidden(HIDDEN, WEIGHT.long(), LABELS), r"weight: got torch.int64"),
         (lambda: from_hidden(HIDDEN, WEIGHT.to("meta"), LABELS), r"weight: got device meta"),
         (lambda: from_hidden(HIDDEN, WEIGHT, LABELS, softcap=0.0), r"softcap: got 0.0"),
+        (lambda: from_hidden(HIDDEN, WEIGHT, LABELS, softcap=1e-40), r"softcap: got 1e-40, .* float32 holds"),
+        (lambda: from_hidden(HIDDEN, WEIGHT, LABELS, softcap="a"), r"softcap: got 'a'"),  # type: ignore[arg-type]
         (lambda: from_hidden(HIDDEN, WEIGHT[:0], LABELS), r"hidden: got shape"),
+        (lambda: top_k(LOGITS, 2.0), r"k: got 2.0, expected an integer"),  # type: ignore[arg-type]
+        (lambda: top_k(LOGITS, True), r"k: got True, expected an integer"),
+        (lambda: top_k(LOGITS, np.bool_(True)), r"k: got .*True.*, expected an integer"),  # type: ignore[arg-type]
+        (lambda: top_k_from_hidden(HIDDEN, WEIGHT, None), r"k: got None, expected an integer"),  # type: ignore[arg-type]
         (lambda: top_k(LOGITS, 4), r"k: got 4, expected 1 to 3"),
         (lambda: top_k_from_hidden(HIDDEN, WEIGHT, 0), r"k: got 0, expected 1 to 3"),
     ],

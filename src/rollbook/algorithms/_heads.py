@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 import torch
@@ -37,6 +36,9 @@ class Head:
     @staticmethod
     def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> Head:
         """Checked against hidden states."""
+        for name, part in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+            if part is not None:
+                _vocabulary.check_floats(name, part)
         if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
             raise ValueError(
                 f"weight: got shape {tuple(weight.shape)}, expected (V, {hidden.shape[-1:].numel()}), "
@@ -45,16 +47,12 @@ class Head:
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({len(weight)},)")
         for name, part in (("weight", weight), ("bias", bias)):
-            if part is None:
-                continue
-            if part.device != hidden.device:
+            if part is not None and part.device != hidden.device:
                 raise ValueError(f"{name}: got device {part.device}, expected {hidden.device}, as hidden has")
-            if not part.dtype.is_floating_point:
-                raise ValueError(f"{name}: got {part.dtype}, expected floating point numbers")
-        if softcap is not None and not (isfinite(softcap) and softcap > 0):
-            raise ValueError(f"softcap: got {softcap}, expected a positive number")
         factors = torch.promote_types(hidden.dtype, weight.dtype)
         kind = torch.float64 if factors == torch.float64 else torch.float32
+        if softcap is not None:
+            softcap = _vocabulary.positive("softcap", softcap, kind)
         wide = hidden.is_cuda and torch.version.cuda is not None
         return Head(weight, bias, softcap, kind, factors if wide else kind)
 
@@ -122,6 +120,10 @@ def product_slopes(
         memory = torch.empty(size, device=hidden.device, dtype=head.factors)
     if by_weight is not None and len(hidden) == 0:
         by_weight.zero_()
+    silent = left.silent
+    if by_weight is not None and (hidden.is_cuda or silent.any()):
+        # Slopes of 0 do not keep a NaN out of the weight's gradient. One copy costs less than to wait for the device.
+        hidden = hidden.masked_fill(silent[:, None], 0)
     for rows, start, tile in head.tiles(hidden, (tall, wide)):
         end = start + tile.shape[1]
         slopes = tile if head.factors == head.kind else memory[: tile.numel()].view(tile.shape)

@@ -127,21 +127,28 @@ def _slopes_kernel(
     entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entries < vocabulary
     here = logits + (row // inner) * stride_outer + (row % inner) * stride_inner
-    x = tl.load(here + entries * stride_entry, mask=inside, other=-float("inf")).to(tl.float32)
+    weight = tl.load(of_log_prob + row)
+    # A token to which no gradient came is not even read: its slopes are 0 whatever its logits are.
+    heard = weight != 0.0
+    if SPREAD:
+        weight_entropy = tl.load(of_entropy + row)
+        heard = heard | (weight_entropy != 0.0)
+    read = inside & heard
+    x = tl.load(here + entries * stride_entry, mask=read, other=-float("inf")).to(tl.float32)
     scale = 1.0
     if SCALED:
         scale = tl.load(scales + row)
-    weight = tl.load(of_log_prob + row)
     log_prob = (x - tl.load(tops + row)) * scale - tl.load(log_masses + row)
     factor = weight
     if SPREAD:
-        factor += tl.load(of_entropy + row) * (tl.maximum(log_prob, _FLOOR) + tl.load(entropies + row))
+        factor += weight_entropy * (tl.maximum(log_prob, _FLOOR) + tl.load(entropies + row))
     label = tl.load(labels + row) - start
-    slope = (tl.where(entries == label, weight, 0.0) - tl.exp(log_prob) * factor) * scale
-    slope = tl.where(x == -float("inf"), 0.0, slope)
+    gain = tl.where((entries == label) & (x != -float("inf")), weight, 0.0)
+    slope = (gain - tl.exp(log_prob) * factor) * scale
     if CAPPED:
         share = x / cap
         slope *= 1.0 - share * share
+    slope = tl.where(read, slope, 0.0)
     tl.store(out + row * vocabulary + entries, slope.to(out.dtype.element_ty), mask=inside)
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rollbook.algorithms.registry import number
+
 # Entries of a piece of logits. On a CPU pieces are to stay in the cache, and each thread is to have its share.
 _PIECE_CPU = 1 << 18
 _PIECE_CUDA = 1 << 23
@@ -71,6 +73,32 @@ class Tokens:
 def kind_of(given: torch.Tensor) -> torch.dtype:
     """What is computed in."""
     return torch.float64 if given.dtype == torch.float64 else torch.float32
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+def check_tensor(name: str, given: Any) -> None:
+    """Refuse what is no tensor: a list of logits would be copied in silence, to a device that is anyone's guess."""
+    if not isinstance(given, torch.Tensor):
+        raise ValueError(f"{name}: got {type(given).__name__}, expected a tensor")
+
+
+def check_floats(name: str, given: Any) -> None:
+    """Refuse what is no tensor of floating point numbers, of 16 bits at least."""
+    check_tensor(name, given)
+    if not given.dtype.is_floating_point or given.dtype.itemsize < 2:
+        raise ValueError(f"{name}: got {given.dtype}, expected float16, bfloat16, float32 or float64")
+
+
+def positive(name: str, value: Any, kind: torch.dtype) -> float:
+    """A number above 0 that can be divided by: its type holds it and its inverse."""
+    limit = torch.finfo(kind).max
+    expected = f"a positive number that {str(kind).removeprefix('torch.')} holds, and its inverse too"
+    found = number(name, value, 0, limit, expected)
+    if found == 0 or 1 / found > limit:
+        raise ValueError(f"{name}: got {value!r}, expected {expected}")
+    return found
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
@@ -191,6 +219,15 @@ class Left:
         log_prob = torch.zeros_like(top) if grads[0] is None else grads[0].masked_fill(ignored, 0)
         return Left(top, log_mass, entropy, log_prob, None if grads[1] is None else grads[1].contiguous())
 
+    @property
+    def silent(self) -> torch.Tensor:
+        """(N,) bool: tokens to which no gradient came, as none comes to a log-prob that is ignored.
+
+        Their slopes are 0 whatever their logits are. To multiply by the gradient does not do: 0 * NaN is NaN.
+        """
+        still = self.of_log_prob == 0
+        return still if self.of_entropy is None else still & (self.of_entropy == 0)
+
     def cut(self, rows: slice) -> Left:
         """Those of some tokens."""
         of_entropy = None if self.of_entropy is None else self.of_entropy[rows]
@@ -206,7 +243,7 @@ def slopes(
         kept = (left.top, left.log_mass, left.entropy)
         kernels.slopes(logits, out, tokens.labels, start, tokens.scales, kept, left.of_log_prob, left.of_entropy, cap)
         return
-    target = out.view(-1, out.shape[-1])
+    target, silent = out.view(-1, out.shape[-1]), left.silent
     scratch: list[torch.Tensor] = []
     for rows, piece in pieces(logits):
         scratch = scratch or [torch.empty(piece.shape, dtype=left.top.dtype, device=piece.device) for _ in range(2)]
@@ -231,6 +268,10 @@ def slopes(
             slope *= tokens.scales[rows, None]
         if cap is not None:
             slope *= torch.div(piece, cap, out=log_prob).square_().neg_().add_(1)
+        if slope.is_cuda:  # to look for the rows would wait for the device
+            slope.masked_fill_(silent[rows, None], 0)
+        else:
+            slope.index_fill_(0, silent[rows].nonzero()[:, 0], 0)
         target[rows] = slope
 
 

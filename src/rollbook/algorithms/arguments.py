@@ -6,12 +6,14 @@ every token of the row.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_tensor
+from rollbook.algorithms.registry import number
 from rollbook.jagged import Rows
 from rollbook.ragged import Ragged
 
@@ -22,8 +24,7 @@ def floats(layout: Layout, name: str, value: PerToken) -> torch.Tensor:
     >>> floats(Layout.of(torch.ones(1, 2)), "kl", torch.ones(1, 2, dtype=torch.bfloat16)).dtype
     torch.float32
     """
-    tensor = layout.take(name, value)
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return layout.take(name, value)
 
 
 def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
@@ -31,6 +32,10 @@ def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
 
     Among packed tokens both values end to end and numbers of rows are flat. Where B rows have B tokens in all, but not
     one each, a flat tensor could be either, and is refused.
+
+    >>> layout = Layout.of(None, log_probs=[[-1.0, -2.0], [-3.0]])
+    >>> [is_per_row(layout, "weights", value) for value in ([1.0, 2.0], [[1.0, 2.0], [3.0]], torch.ones(3))]
+    [True, False, False]
     """
     if isinstance(value, (Rows, Ragged)):
         return False
@@ -43,20 +48,31 @@ def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
                 "for tokens, or a list for rows"
             )
         return len(value) == layout.rows
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
+        got = value if value is None or isinstance(value, (int, float)) else type(value).__name__
+        raise ValueError(f"{name}: got {got}, expected one number for each row or token: (B,), (B, A), or packed")
     first = value[0] if len(value) else None
     return not hasattr(first, "__len__") or getattr(first, "ndim", 1) == 0
 
 
 def row_numbers(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
-    """[B] Numbers of rows, of at least float32."""
+    """[B] Numbers of rows, of at least float32.
+
+    >>> row_numbers(Layout.of(torch.ones(2, 3)), "rewards", [1, 0])
+    tensor([1., 0.])
+    """
     tensor = as_tensor(name, value, layout.mask.device)
     if tuple(tensor.shape) != (layout.rows,):
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected [{layout.rows}], one for each row")
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return as_floats(tensor)
 
 
 def row_flags(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
-    """[B] Whether something holds for each row, as bool."""
+    """[B] Whether something holds for each row, as bool.
+
+    >>> row_flags(Layout.of(torch.ones(2, 3)), "chosen", [1, 0])
+    tensor([ True, False])
+    """
     tensor = as_tensor(name, value, layout.mask.device)
     if tuple(tensor.shape) != (layout.rows,):
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected [{layout.rows}], one for each row")
@@ -79,13 +95,34 @@ def on_tokens(layout: Layout, name: str, value: PerToken | PerRow) -> torch.Tens
 
 
 def constant(layout: Layout, value: float) -> torch.Tensor:
-    """[of `layout.shape`] One number on every slot, for a metric that is the same for all tokens."""
+    """[of `layout.shape`] One number on every slot, for a metric that is the same for all tokens.
+
+    >>> constant(Layout.of(torch.ones(1, 2)), 0.1)
+    tensor([[0.1000, 0.1000]])
+    """
     return torch.full(layout.shape, float(value), device=layout.mask.device)
 
 
 def optional_number(name: str, value: Any, low: float, what: str) -> None:
-    """Refuse an option that is neither `None` nor a number above `low`."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > low:
+    """Refuse an option that is neither `None` nor a number above `low`.
+
+    >>> optional_number("dual_clip", 1.0, 1, "a number above 1")
+    Traceback (most recent call last):
+        ...
+    ValueError: dual_clip: got 1.0, expected a number above 1, or None
+    """
+    if value is not None and number(name, value, low, what=f"{what}, or None") == low:
         raise ValueError(f"{name}: got {value!r}, expected {what}, or None")
+
+
+def state_of(state: Any, names: Collection[str]) -> Mapping[str, Any]:
+    """A state that was saved, once it is known to have these fields and no others.
+
+    >>> state_of({"value": 1.0}, ("value",))
+    {'value': 1.0}
+    """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state: got {type(state).__name__}, expected a mapping of {', '.join(names)}")
+    if set(state) != set(names):
+        raise ValueError(f"state: got {', '.join(map(str, state)) or 'nothing'}, expected {', '.join(names)}")
+    return state

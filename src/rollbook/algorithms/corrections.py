@@ -7,13 +7,16 @@ False, and no token is in the returned mask that was not in the given one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 
+from rollbook.algorithms.arguments import is_per_row
 from rollbook.algorithms.layout import Layout, PerToken, as_tensor
 from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice, number
@@ -32,6 +35,10 @@ class Correction:
 
     A loss takes both: `ppo(..., mask=found.mask, weights=found.weights)`. To keep the denominators of all tokens, give
     it the mask of before: the weights of masked tokens are 0.
+
+    >>> found = staleness_weights([5, 1], 5, [[1, 1], [1]], max_staleness=2)
+    >>> found.weights, found.mask, found.report.which("nothing left")
+    ([tensor([1., 1.]), tensor([0.])], [tensor([True, True]), tensor([False])], [1])
     """
 
     weights: Any
@@ -107,7 +114,7 @@ def importance_weights(
         gone["vetoed"] = layout.spread(layout.row_sums((off < log(veto)).to(torch.float64)) > 0)
     if mask_outside is not None:
         gone["outside range"] = put((raw < mask_outside[0]) | (raw > mask_outside[1]))
-    if versions is not None or max_staleness is not None:
+    if versions is not None or current is not None or max_staleness is not None:
         if versions is None or current is None or max_staleness is None:
             raise ValueError("versions: expected all of versions, current and max_staleness, or none of them")
         gone["stale"] = _staleness(layout, versions, current) > number("max_staleness", max_staleness, 0)
@@ -140,8 +147,8 @@ def staleness_weights(
 ) -> Correction:
     """Weights by how many versions old the policy was that sampled each token, s = current - version.
 
-    versions: for each token, in the layout of the mask, or (B,) for each row, which then needs the mask; what they are
-    at masked tokens does not matter. A version ahead of `current` is an error. By `kind`:
+    versions: for each token, in the layout of the mask; (B,) for each row, or one number for all, either of which needs
+    the mask. What they are at masked tokens does not matter. A version ahead of `current` is an error. By `kind`:
 
     - `"cut"`: 1 up to `max_staleness`, masked beyond;
     - `"linear"`: 1 - s / (max_staleness + 1), masked beyond `max_staleness`;
@@ -159,8 +166,10 @@ def staleness_weights(
     if max_staleness is None and kind != "exponential":
         raise ValueError(f"max_staleness: got None, expected a number of versions for kind={kind!r}")
     most = float("inf") if max_staleness is None else number("max_staleness", max_staleness, 0)
-    if mask is None and _flat(versions):
-        raise ValueError("mask: got None, expected a mask beside one version for each row")
+    if versions is None:
+        raise ValueError("versions: got None, expected the version of each token, of each row, or one for all")
+    if mask is None and (_is_one(versions) or _flat(versions)):
+        raise ValueError("mask: got None, expected a mask beside one version for each row, or for all")
     layout = Layout.of(mask) if mask is not None else Layout.of(None, versions=versions)
     age = _staleness(layout, versions, current)
     weights = torch.ones_like(age)
@@ -286,28 +295,38 @@ def _reported(layout: Layout, left: Layout, gone: dict[str, torch.Tensor], metri
     return Report(layout.rows, {reason: rows_where(hit.tolist()) for reason, hit in lost.items()}, metrics)
 
 
+def _is_one(versions: Any) -> bool:
+    """Whether there is one number for all rows."""
+    return isinstance(versions, Real) or getattr(versions, "ndim", None) == 0
+
+
 def _flat(versions: Any) -> bool:
     """Whether there is one number for each row, or for each of packed tokens: no rows within."""
     if isinstance(versions, (torch.Tensor, np.ndarray)):
         return versions.ndim == 1
-    return not isinstance(versions, Rows) and not any(hasattr(each, "__len__") for each in versions)
+    return (
+        isinstance(versions, Sequence)
+        and not isinstance(versions, Rows)
+        and not any(hasattr(each, "__len__") for each in versions)
+    )
 
 
 def _staleness(layout: Layout, versions: Any, current: int) -> torch.Tensor:
     """[of the layout's shape] float64: how many versions old each token is; 0 where the mask is False."""
-    if isinstance(current, bool) or not isinstance(current, int):
+    if isinstance(current, bool) or not isinstance(current, Integral):
         raise ValueError(f"current: got {current!r}, expected the number of a version")
-    per_row = _flat(versions) and (not layout.packed or len(versions) == layout.rows)
-    if per_row:
-        given: torch.Tensor = as_tensor("versions", versions, layout.mask.device)
-        if len(given) != layout.rows:
+    if _is_one(versions):
+        given = as_tensor("versions", versions).to(layout.mask.device).expand(layout.shape)
+    elif is_per_row(layout, "versions", versions):
+        given = as_tensor("versions", versions, layout.mask.device)
+        if tuple(given.shape) != (layout.rows,):
             raise ValueError(f"versions: got {len(given)}, expected {layout.rows}, one for each row, or tokens")
         given = layout.spread(given)
     else:
         given = layout.whole("versions", versions)
-    if given.is_floating_point() and given.numel():
+    if (given.is_floating_point() or given.dtype == torch.bool) and given.numel():
         raise ValueError(f"versions: got {str(given.dtype).removeprefix('torch.')}, expected integers")
-    age = layout.masked(current - given.to(torch.float64))
+    age = layout.masked(int(current) - given.to(torch.float64))
     if age.numel() and float(age.amin()) < 0:
         ahead = current - int(age.amin())
         raise ValueError(f"versions: got {ahead}, expected at most current, {current}")

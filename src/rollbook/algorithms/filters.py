@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollbook.algorithms.arguments import state_of
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, numbered
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
 from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.registry import choice, number, whole_number
 from rollbook.algorithms.results import Report, rows_where
 
 SINGLETON = ("drop", "keep")
@@ -32,6 +33,10 @@ class Kept:
 
     The report's reasons name dropped rows, but for `"kept without a finite reward"`: rows of a kept group that
     estimators score 0 and leave out of its statistics.
+
+    >>> kept = reward_at_least([0.2, 0.9, None], 0.5, ids=["x", "y", "z"])
+    >>> kept.keep.tolist(), kept.rows, kept.report.which("below threshold"), kept.report.which("missing reward")
+    ([False, True, False], [1], ['x'], ['z'])
     """
 
     keep: torch.Tensor
@@ -48,7 +53,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Masked:
-    """A mask without the tokens of some rows, which stay in the batch."""
+    """A mask without the tokens of some rows, which stay in the batch.
+
+    >>> masked = truncated([True, False], [[1, 1], [1]])
+    >>> masked.mask, masked.report.metrics["masked_tokens"]
+    ([tensor([False, False]), tensor([True])], 2.0)
+    """
 
     mask: Any
     """bool, in the layout it came in."""
@@ -57,7 +67,12 @@ class Masked:
 
 @dataclass(frozen=True)
 class Weights:
-    """A weight for each row."""
+    """A weight for each row.
+
+    >>> found = clip_filter_weights([1.0, 1.0, 0.0, 1.0], list("aabb"))
+    >>> found.weights, found.report.which("constant group")
+    (tensor([1., 1., 2., 2.]), [0, 1])
+    """
 
     weights: torch.Tensor
     """[B]"""
@@ -204,19 +219,20 @@ def truncated(
     mask: PerToken,
     ids: Sequence[Hashable] | None = None,
     *,
-    reasons: tuple[str, ...] = TRUNCATED,
+    reasons: str | Sequence[str] = TRUNCATED,
 ) -> Masked:
     """The mask with nothing left of rows that were cut off; they stay in the batch, and in their group's statistics.
 
-    finish: (B,) why each row ended (`finish_reason`, or Trinity's `truncate_status`; those in `reasons` were cut off),
-    or whether it was cut off; `None` where that is not known: the row stays as it is, and is counted. mask: (B, A) or
-    packed. DAPO (Yu et al., 2025), section 3.4, calls it overlong filtering. Losses take the rows left empty as if they
-    were not there.
+    finish: (B,) why each row ended (`finish_reason`, or Trinity's `truncate_status`; those in `reasons`, one or more,
+    were cut off), or whether it was cut off; `None` where that is not known: the row stays as it is, and is counted.
+    mask: (B, A) or packed. DAPO (Yu et al., 2025), section 3.4, calls it overlong filtering. Losses take the rows left
+    empty as if they were not there.
 
     >>> found = truncated(["stop", "length", None], torch.ones(3, 2))
     >>> found.mask.tolist(), found.report.which("truncated"), found.report.which("unknown finish")
     ([[True, True], [False, False], [True, True]], [1], [2])
     """
+    causes = (reasons,) if isinstance(reasons, str) else reasons  # a text would have all its parts for reasons
     layout = Layout.of(mask)
     rows = as_ids("finish", finish, layout.rows)
     odd = next(
@@ -224,7 +240,7 @@ def truncated(
     )
     if odd is not None:
         raise ValueError(f"finish: got {rows[odd]!r} at row {odd}, expected a finish reason, true, false or None")
-    cut = [each in reasons if isinstance(each, str) else bool(each) for each in rows]
+    cut = [each in causes if isinstance(each, str) else bool(each) for each in rows]
     left = ~torch.tensor(cut, dtype=torch.bool, device=layout.mask.device)
     tokens = float(layout.counts.sum())
     kept = layout.mask & layout.spread(left)
@@ -242,7 +258,14 @@ def _names(ids: Any, rows: int) -> list[Hashable] | None:
 
 @dataclass(frozen=True)
 class Taken:
-    """The groups of one batch."""
+    """The groups of one batch.
+
+    >>> refill = Refill(1)
+    >>> refill.add([1, 0], ["a", "a"], ["a0", "a1"])
+    >>> taken = refill.take()
+    >>> taken.groups, taken.samples, taken.short, taken.rounds, taken.report.rows
+    (['a'], [['a0', 'a1']], 0, 1, 2)
+    """
 
     groups: list[Hashable]
     """[n] Their ids, as they became complete."""
@@ -287,12 +310,9 @@ class Refill:
         max_rounds: int = 10,
         judge: Callable[[Sequence[Any], Sequence[Hashable]], Kept] = dynamic_sampling,
     ) -> None:
-        for name, value in (("groups", groups), ("group_size", group_size), ("max_rounds", max_rounds)):
-            if not (value is None and name == "group_size") and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1")
-        self.groups = groups
-        self.group_size = group_size
-        self.max_rounds = max_rounds
+        self.groups = whole_number("groups", groups, 1)
+        self.group_size = None if group_size is None else whole_number("group_size", group_size, 1)
+        self.max_rounds = whole_number("max_rounds", max_rounds, 1)
         self.judge = judge
         self._rounds = 0
         self._pending: dict[Hashable, list[tuple[float, Hashable]]] = {}
@@ -392,9 +412,7 @@ class Refill:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; sizes, rounds and the judge are this object's own."""
-        expected = ("rounds", "pending", "ready", "judged", "reasons")
-        if set(state) != set(expected):
-            raise ValueError(f"state: got {', '.join(map(str, state)) or 'nothing'}, expected {', '.join(expected)}")
+        state_of(state, ("rounds", "pending", "ready", "judged", "reasons"))
         pending = {group: [(float(score), sample) for score, sample in parts] for group, parts in state["pending"]}
         full = next((g for g, parts in pending.items() if self.group_size and len(parts) >= self.group_size), None)
         if full is not None or (pending and self.group_size is None):
@@ -415,7 +433,8 @@ def clip_filter_like_weight_func(
 
     rewards: (G, n). With D of G groups constant (largest reward = least), the others weigh min(G / (G - D), eps), the
     constant ones `lamda`; if all are, 1. Upstream finds constant groups by a deviation of 0, which rounding hides for
-    most values; here they are compared. `clip_filter_weights` does the same by id.
+    most values; here they are compared, without rewards that are not finite: a group with fewer than two others is
+    constant. `clip_filter_weights` does the same by id.
 
     >>> clip_filter_like_weight_func([[1.0, 1.0], [0.0, 1.0], [2.0, 2.0], [0.0, 3.0]])[:, 0]
     tensor([1., 2., 1., 2.])
@@ -426,7 +445,9 @@ def clip_filter_like_weight_func(
         raise ValueError(f"rewards: got {matrix.dim()} dimensions, expected 2 (groups, samples)")
     if not matrix.numel():
         return torch.ones_like(matrix)
-    constant = (matrix.amax(-1) == matrix.amin(-1)).cpu().numpy()
+    known = matrix.isfinite()
+    low, high = matrix.masked_fill(~known, torch.inf).amin(-1), matrix.masked_fill(~known, -torch.inf).amax(-1)
+    constant = ~(low < high).cpu().numpy()
     weights = torch.from_numpy(_make_up(constant, clip_filter_like_weight_clip_eps, lamda))
     return weights.to(matrix.device, matrix.dtype)[:, None].expand(matrix.shape).clone()
 

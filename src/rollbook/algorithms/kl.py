@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rollbook.algorithms.aggregate import reduce, token_share
-from rollbook.algorithms.arguments import constant, floats, is_per_row, row_numbers
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
+from rollbook.algorithms.arguments import constant, floats, is_per_row, on_tokens, row_numbers, state_of
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_tensor
 from rollbook.algorithms.registry import Registry, number
 from rollbook.algorithms.results import Loss, Report, rows_where
 from rollbook.planner import Denominators
@@ -25,21 +25,56 @@ KL = Registry("KL estimator")
 """Every estimator by name; all are elementwise, on tensors of any shape."""
 
 
-def _pair(log_probs: Any, ref_log_probs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(log_probs: Any, other: Any, name: str = "ref_log_probs") -> tuple[torch.Tensor, torch.Tensor]:
     ours = as_tensor("log_probs", log_probs)
-    ref = as_tensor("ref_log_probs", ref_log_probs, ours.device)
+    ref = as_tensor(name, other, ours.device)
     if ours.shape != ref.shape:
-        raise ValueError(f"ref_log_probs: got shape {list(ref.shape)}, expected {list(ours.shape)}, as log_probs have")
-    return _wide(ours), _wide(ref)
+        raise ValueError(f"{name}: got shape {list(ref.shape)}, expected {list(ours.shape)}, as log_probs have")
+    return as_floats(ours), as_floats(ref)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+class _Excess(torch.autograd.Function):
+    """exp(x) - 1 - x, and its slope exp(x) - 1: both right to the last digits for any x, and of any order.
+
+    Near 0 the difference cancels, so that there it is its series, x^2 (1/2! + x/3! + x^2/4! + ...), as many terms as
+    |x| < 1/2 needs. They have no part in the gradient, which would have to keep each of them.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        last = 16 if x.dtype == torch.float64 else 10
+        near = x.clamp(-0.5, 0.5)
+        series = near * (1 / math.factorial(last))
+        for power in range(last - 1, 2, -1):
+            series.add_(1 / math.factorial(power)).mul_(near)
+        series.add_(0.5).mul_(near).mul_(near)
+        # The bound changes no digit, and infinity stays what it is instead of infinity less infinity.
+        return torch.where(near == x, series, torch.expm1(x).sub_(x.clamp(max=100.0)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * torch.expm1(x)
+
+
+def _excess(x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _Excess.apply(x)  # type: ignore[no-untyped-call]
+    return found
 
 
 @KL.register("none", source="no reference: 0")
 def none(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
-    """Zero, with a gradient of zero."""
+    """Zero, with a gradient of zero.
+
+    >>> none([-1.0, -2.0], [-1.5, -1.0])
+    tensor([0., 0.])
+    """
     ours, _ = _pair(log_probs, ref_log_probs)
     return torch.where(torch.zeros_like(ours, dtype=torch.bool), ours, 0.0)
 
@@ -50,6 +85,9 @@ def k1(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
 
     In a loss its gradient has expectation 0 on-policy, so it does not pull towards the reference; it belongs in the
     reward, where the policy gradient multiplies it.
+
+    >>> k1([-1.0, -2.0], [-1.5, -1.0])
+    tensor([ 0.5000, -1.0000])
     """
     ours, ref = _pair(log_probs, ref_log_probs)
     return ours - ref
@@ -57,7 +95,11 @@ def k1(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
 
 @KL.register("k2", "mse", source="Approximating KL Divergence (Schulman, 2020), k2: d^2 / 2")
 def k2(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
-    """d^2 / 2: biased as a value, but its gradient is that of KL(p, ref) on-policy."""
+    """d^2 / 2: biased as a value, but its gradient is that of KL(p, ref) on-policy.
+
+    >>> k2([-1.0, -2.0], [-1.5, -1.0])
+    tensor([0.1250, 0.5000])
+    """
     return k1(log_probs, ref_log_probs).square() / 2
 
 
@@ -65,19 +107,27 @@ def k2(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
 def k3(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     """exp(-d) - 1 + d: unbiased as a value, never negative; in a loss its gradient is that of KL(ref, p).
 
-    Near 0 it is computed without cancellation. A token that the reference finds far likelier than the policy does
-    overflows (-d > 88 in float32) to infinity, which is not hidden; `low_var_kl` has a bound.
+    Where d is small, as it is for most tokens, the formula as it stands cancels: of d = 1e-4 three digits are left in
+    float32, of 1e-7 none. There it is a series, so that value and gradient are right to rounding for any d. A token
+    that the reference finds far likelier than the policy does overflows (-d > 88 in float32) to infinity, which is not
+    hidden; `low_var_kl` has a bound.
 
     >>> k3([-1.0, -2.0], [-1.5, -1.0])
     tensor([0.1065, 0.7183])
+    >>> k3([0.0], [1e-6])
+    tensor([5.0000e-13])
     """
     ours, ref = _pair(log_probs, ref_log_probs)
-    return torch.expm1(ref - ours) - (ref - ours)
+    return _excess(ref - ours)
 
 
 @KL.register("abs", source="the absolute log-ratio |d|, as verl and Trinity-RFT have it")
 def absolute(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
-    """|d|."""
+    """|d|.
+
+    >>> absolute([-1.0, -2.0], [-1.5, -1.0])
+    tensor([0.5000, 1.0000])
+    """
     return k1(log_probs, ref_log_probs).abs()
 
 
@@ -89,12 +139,16 @@ def absolute(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
 def low_var_kl(
     log_probs: Any, ref_log_probs: Any, *, log_ratio_clamp: float = 20.0, bound: float = 10.0
 ) -> torch.Tensor:
-    """k3 with d held within ±`log_ratio_clamp` and the result within ±`bound`; beyond either the gradient is 0."""
+    """k3 with d held within ±`log_ratio_clamp` and the result within ±`bound`; beyond either the gradient is 0.
+
+    >>> low_var_kl([-1.0, -2.0, -30.0], [-1.5, -1.0, 0.0])
+    tensor([ 0.1065,  0.7183, 10.0000])
+    """
     number("log_ratio_clamp", log_ratio_clamp, 0)
     number("bound", bound, 0)
     ours, ref = _pair(log_probs, ref_log_probs)
     ratio = (ref - ours).clamp(-log_ratio_clamp, log_ratio_clamp)
-    return (torch.expm1(ratio) - ratio).clamp(-bound, bound)
+    return _excess(ratio).clamp(-bound, bound)
 
 
 @KL.register(
@@ -105,21 +159,29 @@ def corrected_k3(
 ) -> torch.Tensor:
     """k3 times p / old, the latter at most `cap`: corrects for tokens that the old policy sampled.
 
-    Without `old_log_probs` it is k3. The ratio keeps its gradient: only then is the gradient that of KL(p, ref), and it
-    is bounded where k3's grows like ref / p. `detach_ratio=True` is for those who weight k3's own gradient instead.
-    The value is the same.
+    Without `old_log_probs` it is k3. The ratio keeps its gradient: only then is the gradient that of KL(p, ref). Where
+    the ratio is below `cap` that is d * p / old, which fades as p does, and the value is near ref / old, also where k3
+    by itself overflows. `detach_ratio=True` is for those who weight k3's own gradient instead. The value is the same.
 
-    >>> corrected_k3([-1.0, -2.0], [-1.5, -1.0], [-1.2, -2.5])
-    tensor([0.1301, 1.1842])
+    >>> corrected_k3([-1.0, -2.0, -200.0], [-1.5, -1.0, -1.0], [-1.2, -2.5, -1.0])
+    tensor([0.1301, 1.1842, 1.0000])
     """
     number("cap", cap, 0)
-    found = k3(log_probs, ref_log_probs)
     if old_log_probs is None:
-        return found
-    ours, old = _pair(log_probs, old_log_probs)
-    # exp(cap's logarithm) bounds before the exponential, so that an overflow does not turn the gradient into NaN
-    ratio = (ours - old).clamp(max=math.log(cap)).exp() if cap else torch.zeros_like(ours)
-    return (ratio.detach() if detach_ratio else ratio) * found
+        return k3(log_probs, ref_log_probs)
+    ours, ref = _pair(log_probs, ref_log_probs)
+    old = _pair(log_probs, old_log_probs, "old_log_probs")[1]
+    if not cap:
+        return (ours - ref) * 0.0
+    # The cap's logarithm bounds before the exponential, so that an overflow does not turn the gradient into NaN.
+    most, x, log_ratio = math.log(cap), ref - ours, ours - old
+    held = log_ratio.clamp(max=most)
+    held = held.detach() if detach_ratio else held
+    # Far from 0 the ratio's exponent joins x in ratio * (exp(x) - 1 - x), so that neither is raised by itself.
+    far, zero, ratio = x > 1, x.new_zeros(()), held.exp()
+    joined = held + x if detach_ratio else torch.where(log_ratio <= most, ref - old, x + most)
+    beyond = torch.where(far, joined, zero).exp() - ratio * (1 + torch.where(far, x, zero))
+    return torch.where(far, beyond, ratio * _excess(torch.where(far, zero, x)))
 
 
 def kl(name: str, log_probs: Any, ref_log_probs: Any, old_log_probs: Any = None, **options: Any) -> torch.Tensor:
@@ -171,7 +233,7 @@ def kl_loss(
     mode: str = "token-mean",
     norm: float | None = None,
     whole: Denominators | None = None,
-    weights: PerToken | None = None,
+    weights: PerToken | PerRow | None = None,
 ) -> Loss:
     """`coef` times the aggregate of an estimate, to be added to a policy loss.
 
@@ -186,14 +248,19 @@ def kl_loss(
     layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
     tokens = _tokens(layout, log_probs, ref_log_probs, old_log_probs, estimator, estimator_options or {})
     if weights is not None:
-        tokens = tokens * floats(layout, "weights", weights).detach()
+        tokens = tokens * on_tokens(layout, "weights", weights).detach()
     total = reduce(layout, tokens, mode, norm, whole)
     share = token_share(layout, constant(layout, coef), whole)
     return Loss(coef * total, {"kl_loss": total.detach(), "kl_coef": share})
 
 
 class TokenRewards(NamedTuple):
-    """What `penalise` gives back."""
+    """What `penalise` gives back. Unpacks as `rewards, report = ...`.
+
+    >>> found = penalise([1.0], [[0.5, 0.2]], coef=0.1)
+    >>> found.rewards, found.report.count("missing reward")
+    ([tensor([-0.0500,  0.9800])], 0)
+    """
 
     rewards: Any
     """(B, A) or packed: the reward of each token, 0 where the mask is False."""
@@ -301,7 +368,7 @@ class FixedKL:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on with the coefficient of another run."""
-        self.value = number("value", state["value"], 0)
+        self.value = number("value", state_of(state, ("value",))["value"], 0)
 
 
 class AdaptiveKL:
@@ -327,7 +394,7 @@ class AdaptiveKL:
 
     def update(self, kl: float | torch.Tensor, n_steps: int) -> None:
         """Adapt to the KL that was measured over `n_steps` samples."""
-        measured = float(kl)
+        measured = _measured(kl)
         if not math.isfinite(measured):
             raise ValueError(f"kl: got {measured}, expected a finite number; the coefficient stays {self.value:g}")
         steps = number("n_steps", n_steps, 0)
@@ -345,9 +412,18 @@ class AdaptiveKL:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on where another run stopped."""
+        state = state_of(state, ("value", "target", "horizon", "clip"))
         value = number("value", state["value"], 0)
         others = [_positive(name, state[name]) for name in ("target", "horizon", "clip")]
         self.value, (self.target, self.horizon, self.clip) = value, others
+
+
+def _measured(kl: Any) -> float:
+    try:
+        return float(kl)
+    except (TypeError, ValueError, RuntimeError):
+        got = f"shape {list(kl.shape)}" if hasattr(kl, "shape") else repr(kl)
+        raise ValueError(f"kl: got {got}, expected one number") from None
 
 
 def _positive(name: str, value: Any) -> float:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.groups import Floats, Grouped, as_rewards
+from rollbook.algorithms.groups import Floats, Grouped, as_rewards, segment_sums
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.registry import number
+from rollbook.algorithms.registry import number, whole_number
 
 
 def overlong_penalty(
@@ -34,6 +34,7 @@ def overlong_penalty(
 
 
 def overlong(lengths: Floats, max_length: int, buffer: int, factor: float, bounded: bool) -> Floats:
+    """[B] `overlong_penalty` of lengths that are known to be whole."""
     number("max_length", max_length, 1)
     number("buffer", buffer, 1, max_length, what=f"a number of tokens from 1 to max_length, {max_length}")
     number("factor", factor, 0, what="a number of at least 0, the largest penalty")
@@ -44,16 +45,20 @@ def overlong(lengths: Floats, max_length: int, buffer: int, factor: float, bound
 def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, max_penalty: float = 1.0) -> torch.Tensor:
     """[B] What a response loses for each token over `target`, at most `max_penalty`.
 
-    -min(per_token * max(0, length - target), max_penalty). Add it with `shape_by(rewards, penalty, "add")`.
+    -min(per_token * max(0, length - target), max_penalty). `shape_length` adds it to rewards.
 
     >>> length_penalty([90, 100, 150, 5000], target=100, per_token=0.01)
     tensor([ 0.0000,  0.0000, -0.5000, -1.0000])
     """
+    return given_back(lengths, over_target(whole_lengths(lengths), target, per_token, max_penalty))
+
+
+def over_target(lengths: Floats, target: int, per_token: float, max_penalty: float) -> Floats:
+    """[B] `length_penalty` of lengths that are known to be whole."""
     number("target", target, 0)
     number("per_token", per_token, 0)
     number("max_penalty", max_penalty, 0)
-    over = np.maximum(whole_lengths(lengths) - target, 0.0)
-    return given_back(lengths, 0.0 - np.minimum(over * per_token, max_penalty))
+    return 0.0 - np.minimum(np.maximum(lengths - target, 0.0) * per_token, max_penalty)
 
 
 def length_bonus(lengths: PerRow, correct: PerRow, groups: Any, *, ranks: Ranks = ALONE) -> torch.Tensor:
@@ -62,7 +67,8 @@ def length_bonus(lengths: PerRow, correct: PerRow, groups: Any, *, ranks: Ranks 
     Kimi k1.5 (2025, arXiv 2501.12599), section 2.3.3: b = 0.5 - (length - shortest) / (longest - shortest), over all
     answers of the group; a correct answer gets b, a wrong one min(0, b); a group whose answers are equally long gets 0.
     correct: (B,) truth values, or rewards that are 1 or 0; `None` or NaN where that is not known: such a row gets 0 and
-    is neither the shortest nor the longest. Add it with `shape_by(rewards, bonus, "add", weight)`.
+    is neither the shortest nor the longest. `shape_by(rewards, bonus, "add", weight, reason="length bonus")` adds it to
+    rewards and reports whom it changed.
 
     >>> length_bonus([100, 200, 300, 100, 300, 50], [True, True, True, False, False, True], list("aaabbc"))
     tensor([ 0.5000,  0.0000, -0.5000,  0.0000, -0.5000,  0.0000])
@@ -93,14 +99,20 @@ def repetition_penalty(
     ids; an n-gram counts if all its tokens do, so that none reaches over a tool's answer. Fewer than n tokens: 0.
 
     N-grams are told apart by a hash of 64 bits; that two of a row of 32,768 share one has a chance below 1e-10.
+    `shape_repetition` adds it to rewards.
 
     >>> repetition_penalty([[1, 2, 1, 2, 1], [1, 2, 3, 4], [7]], n=2)
     tensor([-0.5000,  0.0000,  0.0000])
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"n: got {n!r}, expected an integer of at least 1")
-    number("max_penalty", max_penalty, 0)
     layout = Layout.of(mask, tokens=tokens)
+    lost = repeated(layout, tokens, n, max_penalty)
+    return torch.from_numpy(lost).to(layout.mask.device, torch.float32)
+
+
+def repeated(layout: Layout, tokens: PerToken, n: int, max_penalty: float) -> Floats:
+    """[B] `repetition_penalty` of tokens of a layout."""
+    n = whole_number("n", n, 1)
+    number("max_penalty", max_penalty, 0)
     given = layout.whole("tokens", tokens)
     if given.is_floating_point() and given.numel():
         raise ValueError(f"tokens: got {str(given.dtype).removeprefix('torch.')}, expected integers")
@@ -115,7 +127,7 @@ def repetition_penalty(
         found = np.sort(grams[start:last][whole[start:last]]) if last > start else grams[:0]
         if len(found):
             share[row] = np.count_nonzero(found[1:] == found[:-1]) / len(found)
-    return torch.from_numpy(0.0 - max_penalty * share).to(layout.mask.device, torch.float32)
+    return 0.0 - max_penalty * share
 
 
 def _window_hashes(tokens: NDArray[np.int64], n: int) -> NDArray[np.uint64]:
@@ -144,35 +156,73 @@ def _whole_windows(counts: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
 
 
 def rank_penalty(
-    rewards: PerRow, groups: Any, log_probs: PerRow, *, penalty: float = 0.25, ranks: Ranks = ALONE
+    rewards: PerRow,
+    groups: Any,
+    log_probs: PerRow,
+    runs: Any = None,
+    *,
+    penalty: float = 0.25,
+    ranks: Ranks = ALONE,
 ) -> torch.Tensor:
     """[B] What a response loses for being among the likelier ones of its group: `-penalty * reward * rank / n`.
 
     Rewarding the Unlikely (He et al., 2025, arXiv 2506.02355). rank counts from 0, the least likely by `log_probs`,
-    (B,), the mean log-prob of each row; equally likely ones share the mean of their ranks; n is the group's size. A row
-    without a finite reward has no rank, is not counted and loses 0. Add it with `shape_by(rewards, lost, "add")` and
-    estimate from the sum: Trinity takes mean and deviation from the penalised rewards, but subtracts that mean from the
-    raw ones, so that two equal rewards both score +0.707.
+    (B,), the mean log-prob of each row; equally likely ones share the mean of their ranks; n is the group's size. With
+    `runs`, (B,) ids, rows of one run count once: the run is as likely as its rows are on average, and each row loses by
+    the run's rank and its own reward. A row without a finite reward has no rank, is not counted and loses 0.
+
+    `shape_rank` adds it to rewards; estimate from the sum: Trinity takes mean and deviation from the penalised rewards,
+    but subtracts that mean from the raw ones, so that two equal rewards both score +0.707.
 
     >>> rank_penalty([1.0, 1.0, 0.0], ["a", "a", "a"], [-0.2, -0.9, -0.5], penalty=0.3)
     tensor([-0.2000,  0.0000,  0.0000])
+    >>> rank_penalty([1.0, 1.0, 1.0], ["a", "a", "a"], [-0.1, -0.5, -0.9], ["x", "x", "y"], penalty=0.3)
+    tensor([-0.1500, -0.1500,  0.0000])
     """
+    return given_back(rewards, likely_lost(rewards, groups, log_probs, runs, penalty, ranks))
+
+
+def likely_lost(
+    rewards: PerRow, groups: Any, log_probs: PerRow, runs: Any, penalty: float, ranks: Ranks = ALONE
+) -> Floats:
+    """[B] `rank_penalty` in float64."""
     number("penalty", penalty, 0, 1)
-    grouped = Grouped(rewards, groups, None, ranks)
+    grouped = Grouped(rewards, groups, runs, ranks)
     likely = as_rewards("log_probs", log_probs)
     same_rows("log_probs", likely, grouped.values[grouped.own])
     likely = np.concatenate([np.asarray(part, dtype=np.float64) for part in ranks.gather(likely.tolist())])
     odd = np.flatnonzero(grouped.valid & np.isnan(likely))
     if len(odd):
         raise ValueError(f"log_probs: got NaN at row {odd[0]}, expected the mean log-prob of each row with a reward")
-    rank = np.zeros(len(likely))
-    for group in range(len(grouped.keys)):
-        rows = np.flatnonzero((grouped.index == group) & grouped.valid)
-        _, place, sizes = np.unique(likely[rows], return_inverse=True, return_counts=True)
-        rank[rows] = (np.cumsum(sizes) - (sizes + 1) / 2)[place]
-    share = rank / np.maximum(grouped.of(grouped.count), 1)
-    lost = 0.0 - penalty * np.where(grouped.valid, grouped.values, 0.0) * share
-    return given_back(rewards, lost[grouped.own])
+    share = _ranks_of(_run_means(grouped, likely), grouped)[grouped.run] / np.maximum(grouped.of(grouped.count), 1)
+    lost: Floats = 0.0 - penalty * np.where(grouped.valid, grouped.values, 0.0) * share
+    return lost[grouped.own]
+
+
+def _run_means(grouped: Grouped, values: Floats) -> Floats:
+    """[runs] The mean over a run's rows with a reward; of equal numbers exactly that number; 0 if there is none."""
+    run, kept = grouped.run[grouped.valid], values[grouped.valid]
+    count = np.bincount(run, minlength=len(grouped.run_group))
+    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
+    np.minimum.at(low, run, kept)
+    np.maximum.at(high, run, kept)
+    means = segment_sums(kept, run, len(count)) / np.maximum(count, 1)
+    return np.where(low == high, low, means)
+
+
+def _ranks_of(values: Floats, grouped: Grouped) -> Floats:
+    """[runs] How many runs of the group with a reward are below each, from 0; equals share the mean of their ranks."""
+    known = np.flatnonzero(grouped.run_valid)
+    order = known[np.lexsort((values[known], grouped.run_group[known]))]
+    group, value, place = grouped.run_group[order], values[order], np.arange(len(order))
+    new_group = np.r_[True, group[1:] != group[:-1]][: len(order)]
+    new_value = new_group | np.r_[True, value[1:] != value[:-1]][: len(order)]
+    first = np.flatnonzero(new_value)
+    equals = np.cumsum(new_value) - 1
+    middle = (first + np.r_[first[1:], len(order)][: len(first)] - 1) / 2
+    rank = np.zeros(len(values))
+    rank[order] = middle[equals] - np.maximum.accumulate(np.where(new_group, place, 0))
+    return rank
 
 
 # --- shared with `shaping` ------------------------------------------------------------------------------------------
@@ -196,6 +246,7 @@ def _ends(grouped: Grouped) -> tuple[Floats, Floats]:
 
 
 def same_rows(name: str, values: Floats, rewards: Floats) -> None:
+    """Refuse numbers of rows that are not as many as there are rewards."""
     if len(values) != len(rewards):
         raise ValueError(f"{name}: got {len(values)}, expected {len(rewards)}, one for each row")
 

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import nan
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -157,10 +158,14 @@ def choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def number(name: str, value: Any, low: float = float("-inf"), high: float = float("inf"), what: str = "") -> float:
     """A number within its bounds (infinity too, where they allow it), else an error that says so."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real) or not low <= float(value) <= high:
+    try:
+        found = float(value) if isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) else nan
+    except OverflowError:
+        found = nan
+    if not low <= found <= high:
         bounds = what or f"a number from {low:g} to {high:g}"
         raise ValueError(f"{name}: got {value!r}, expected {bounds}")
-    return float(value)
+    return found
 
 
 def whole_number(name: str, value: Any, low: int = 0) -> int:

@@ -13,12 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollbook.algorithms.arguments import floats, state_of
 from rollbook.algorithms.filters import Weights as Weights
 from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_filter_like_weight_func
 from rollbook.algorithms.filters import clip_filter_weights as clip_filter_weights
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
-from rollbook.algorithms.penalties import given_back, overlong, same_rows, whole_lengths
+from rollbook.algorithms.penalties import (
+    given_back,
+    likely_lost,
+    over_target,
+    overlong,
+    repeated,
+    same_rows,
+    whole_lengths,
+)
 from rollbook.algorithms.penalties import length_bonus as length_bonus
 from rollbook.algorithms.penalties import length_penalty as length_penalty
 from rollbook.algorithms.penalties import overlong_penalty as overlong_penalty
@@ -29,11 +38,19 @@ from rollbook.algorithms.registry import choice, number
 from rollbook.algorithms.results import Report, rows_where
 
 OPERATIONS = ("add", "sub", "mul", "div")
+_OTHER_REASONS = ("missing reward", "missing value", "zero divisor")
 
 
 @dataclass(frozen=True)
 class Shaped:
-    """Rewards that were shaped, and what was done to which."""
+    """Rewards that were shaped, and what was done to which.
+
+    The report's reasons name rows, "missing reward" among them; its metrics are those of `difference`.
+
+    >>> shaped = clip_rewards([3.0, None, 0.5], high=1.0, ids=["x", "y", "z"])
+    >>> shaped.rewards, shaped.report.which("above"), shaped.report.which("missing reward")
+    (tensor([1.0000,    nan, 0.5000]), ['x'], ['y'])
+    """
 
     rewards: torch.Tensor
     """[B] NaN where a reward is missing."""
@@ -42,7 +59,12 @@ class Shaped:
 
 @dataclass(frozen=True)
 class Clipped:
-    """Advantages within a bound, and how many were not."""
+    """Advantages within a bound, and how many were not.
+
+    >>> clipped = clip_advantages([[3.0, 0.5], [-0.1]], None, 1.0)
+    >>> clipped.advantages, clipped.fractions, clipped.report.which("clipped")
+    ([tensor([1.0000, 0.5000]), tensor([-0.1000])], tensor([0.5000, 0.0000]), [0])
+    """
 
     advantages: Any
     """For each token, in the layout they came in; 0 where the mask is False."""
@@ -55,7 +77,12 @@ class Clipped:
 
 @dataclass(frozen=True)
 class PassRates:
-    """The mean reward of each task."""
+    """The mean reward of each task.
+
+    >>> found = pass_rates([1.0, 0.0, None], ["easy", "easy", "odd"])
+    >>> found.keys, found.rates, found.counts, found.report.which("missing reward")
+    (['easy', 'odd'], [0.5, nan], [2, 0], [2])
+    """
 
     keys: list[Hashable]
     """The tasks, as they first appear."""
@@ -103,6 +130,72 @@ def shape_overlong(
     return _shaped(rewards, before, before + lost, {"overlong": rows_where(lost < 0)}, ids)
 
 
+def shape_length(
+    rewards: PerRow,
+    lengths: PerRow,
+    ids: Sequence[Hashable] | None = None,
+    *,
+    target: int,
+    per_token: float = 0.001,
+    max_penalty: float = 1.0,
+) -> Shaped:
+    """Rewards with the `length_penalty` of their lengths added; those that lost by it are "over target".
+
+    >>> shaped = shape_length([1.0, 1.0], [90, 150], target=100, per_token=0.01)
+    >>> shaped.rewards, shaped.report.which("over target")
+    (tensor([1.0000, 0.5000]), [1])
+    """
+    before, sizes = as_rewards("rewards", rewards), whole_lengths(lengths)
+    same_rows("lengths", sizes, before)
+    lost = over_target(sizes, target, per_token, max_penalty)
+    return _shaped(rewards, before, before + lost, {"over target": rows_where(lost < 0)}, ids)
+
+
+def shape_repetition(
+    rewards: PerRow,
+    tokens: PerToken,
+    mask: PerToken | None = None,
+    ids: Sequence[Hashable] | None = None,
+    *,
+    n: int = 20,
+    max_penalty: float = 1.0,
+) -> Shaped:
+    """Rewards with the `repetition_penalty` of their tokens added; those that lost by it are under "repetition".
+
+    >>> shaped = shape_repetition([1.0, 1.0], [[1, 2, 1, 2, 1], [1, 2, 3, 4]], n=2)
+    >>> shaped.rewards, shaped.report.which("repetition")
+    (tensor([0.5000, 1.0000]), [0])
+    """
+    before, layout = as_rewards("rewards", rewards), Layout.of(mask, tokens=tokens)
+    if layout.rows != len(before):
+        raise ValueError(f"tokens: got {layout.rows} rows, expected {len(before)}, one for each reward")
+    lost = repeated(layout, tokens, n, max_penalty)
+    return _shaped(rewards, before, before + lost, {"repetition": rows_where(lost < 0)}, ids)
+
+
+def shape_rank(
+    rewards: PerRow,
+    groups: Any,
+    log_probs: PerRow,
+    runs: Any = None,
+    ids: Sequence[Hashable] | None = None,
+    *,
+    penalty: float = 0.25,
+    ranks: Ranks = ALONE,
+) -> Shaped:
+    """Rewards with the `rank_penalty` of their log-probs added; those that it changed are under "likely".
+
+    A likely response with a reward below 0 comes nearer to 0.
+
+    >>> shaped = shape_rank([1.0, 1.0, 0.0], ["a", "a", "a"], [-0.2, -0.9, -0.5], penalty=0.3)
+    >>> shaped.rewards, shaped.report.which("likely")
+    (tensor([0.8000, 1.0000, 0.0000]), [0])
+    """
+    before = as_rewards("rewards", rewards)
+    lost = likely_lost(rewards, groups, log_probs, runs, penalty, ranks)
+    return _shaped(rewards, before, before + lost, {"likely": rows_where(lost != 0)}, ids)
+
+
 # --- operations on rewards ------------------------------------------------------------------------------------------
 
 
@@ -112,18 +205,25 @@ def shape_by(
     op: str = "add",
     weight: float = 1.0,
     ids: Sequence[Hashable] | None = None,
+    *,
+    reason: str = "changed",
 ) -> Shaped:
     """Rewards with `weight * values` added, subtracted, multiplied or divided by (`add`, `sub`, `mul`, `div`).
 
     rewards, values: (B,). In capitals too, as Trinity's reward_shaping_mapper has it. A reward is left as it is where
-    its value is missing, and where it would be divided by 0; both are counted. In sequence: shape what came out.
+    its value is missing, and where it would be divided by 0; both are counted. Rows whose reward is another than before
+    are reported under `reason`. In sequence: shape what came out.
 
     >>> shaped = shape_by([2.0, 2.0, None], [0.5, 0.0, 1.0], "div", 2.0)
     >>> shaped.rewards, shaped.report.which("zero divisor"), shaped.report.which("missing reward")
     (tensor([2., 2., nan]), [1], [2])
+    >>> shape_by([1.0, 1.0], [0.0, -0.5], reason="style").report.which("style")
+    [1]
     """
     choice("op", op.lower() if isinstance(op, str) else op, OPERATIONS)
     number("weight", weight)
+    if not isinstance(reason, str) or not reason or reason in _OTHER_REASONS:
+        raise ValueError(f"reason: got {reason!r}, expected a name other than {', '.join(map(repr, _OTHER_REASONS))}")
     before, by = as_rewards("rewards", rewards), as_rewards("values", values)
     same_rows("values", by, before)
     by = by * weight
@@ -134,6 +234,7 @@ def shape_by(
     after = np.where(missing | zero, before, after)
     known = ~np.isnan(before)
     reasons = {"missing value": rows_where(missing & known), "zero divisor": rows_where(zero & known)}
+    reasons[reason] = rows_where((after != before) & known)
     return _shaped(rewards, before, after, reasons, ids)
 
 
@@ -191,7 +292,7 @@ def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *
     number("bound", bound, 1e-30, what="a positive number")
     choice("over", over, ("tokens", "slots"))
     layout = Layout.of(mask, advantages=advantages)
-    tokens = layout.take("advantages", advantages)
+    tokens = floats(layout, "advantages", advantages)
     outside = layout.row_sums((tokens.detach().abs() > bound).to(torch.float64)).cpu()
     counts = (layout.counts if over == "tokens" else layout.row_lengths).cpu()
     fraction = float(outside.sum() / counts.sum().clamp(min=1))
@@ -206,15 +307,17 @@ class RunningNorm:
     Call it once for each rollout with all of its rewards: `norm(rewards)` takes them in and scales them,
     `norm(rewards, update=False)` only scales (evaluation). The state is exact to rounding whatever the order and
     however the rewards are cut into calls and ranks: counts, means and squares in float64, merged as by Chan, Golub
-    and LeVeque (1979). The deviation is of the sample (n - 1), and at least `floor`, so that nothing is made more than
-    1 / floor times as large. While there is no deviation (fewer than two rewards, or all equal) rewards keep their
-    scale. Missing and infinite rewards are not taken in.
+    and LeVeque (1979). The deviation is of the sample (n - 1). While it is at most `floor` rewards keep their scale, so
+    that equal rewards and nearly equal ones are treated alike (and so is a single one), and nothing is ever made more
+    than 1 / floor times as large. Missing and infinite rewards are not taken in.
 
     >>> norm = RunningNorm()
     >>> norm([1.0, 1.0]).rewards, norm([3.0, None, 3.0]).rewards, norm.count, norm.mean, round(norm.std, 4)
     (tensor([1., 1.]), tensor([2.5981,    nan, 2.5981]), 4, 2.0, 1.1547)
     >>> RunningNorm(minus_mean=True)([5.0, 5.0]).rewards
     tensor([0., 0.])
+    >>> RunningNorm()([1.0, 1.0 + 1e-9]).rewards
+    tensor([1., 1.])
     """
 
     def __init__(self, *, floor: float = 1e-3, minus_mean: bool = False) -> None:
@@ -241,8 +344,8 @@ class RunningNorm:
 
     @property
     def scale(self) -> float:
-        """What rewards are divided by."""
-        return max(self.std, self.floor) if self.std > 0 else 1.0
+        """What rewards are divided by: the deviation where it is above the floor, else 1."""
+        return self.std if self.std > self.floor else 1.0
 
     def update(self, rewards: PerRow, ranks: Ranks = ALONE) -> None:
         """Take in the rewards (B,) of one rollout, of every process."""
@@ -276,11 +379,15 @@ class RunningNorm:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from a state."""
-        if set(state) != set(_STATE):
-            raise ValueError(f"state: got {', '.join(map(str, state)) or 'nothing'}, expected {', '.join(_STATE)}")
-        count = number("state: count", state["count"], 0)
-        numbers = [number(f"state: {name}", state[name]) for name in _STATE[1:]]
-        self._state = (int(count), numbers[0], numbers[1], numbers[2], numbers[3])
+        state_of(state, _STATE)
+        count = number("state: count", state["count"], 0, 2**63, "a whole number from 0 on")
+        if not count.is_integer():
+            raise ValueError(f"state: count: got {count}, expected a whole number from 0 on")
+        most = float(np.finfo(np.float64).max)
+        mean, low = (number(f"state: {name}", state[name], -most, most, "a finite number") for name in ("mean", "low"))
+        squares = number("state: squares", state["squares"], 0, most, "a finite number of at least 0")
+        high = number("state: high", state["high"], low, most, f"a finite number of at least low, {low:g}")
+        self._state = (int(count), mean, squares, low, high)
 
 
 _STATE = ("count", "mean", "squares", "low", "high")

@@ -13,7 +13,8 @@ from x, m and s. On a CUDA device the sums come from Triton kernels (float64 exc
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from math import isfinite
+from numbers import Integral, Real
+from reprlib import repr as shortly
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,11 @@ def from_logits(
 
     Results are float32 (float64 for float64 logits); 16-bit logits lose nothing on the way. Both can be differentiated
     by the logits, once; the gradient has the logits' type. A logit of -inf is a token that cannot be: it adds nothing,
-    and its gradient is 0. An ignored label has log-prob 0 and no gradient from it; its entropy is there as any other.
+    and its gradient is 0. Where all are -inf, or one is NaN or inf, there is no distribution, and both results and the
+    gradient are NaN. An ignored label has log-prob 0 and no gradient from it; its entropy is there as any other. Where
+    no gradient comes to a token (an ignored one, or one that the loss leaves out), its logits have a gradient of 0,
+    even if they are NaN.
+
     `temperature` is a number, or a tensor that broadcasts to the labels' shape; it has no gradient. Logits may be a
     slice of a larger tensor (`logits[:, :-1]`): nothing is copied, unless four dimensions are cut in several of them.
 
@@ -77,7 +82,7 @@ def from_logits(
     >>> found.entropy
     tensor([1.3863, 0.9475])
     """
-    tokens = _tokens("logits", logits, labels, logits.shape[-1:].numel(), temperature, ignore_index)
+    tokens = _tokens("logits", logits, labels, _vocabulary_of(logits), temperature, ignore_index)
     log_probs, entropies = _apply(_FromLogits, _vocabulary.pieces_of(logits), tokens, entropy)
     return TokenStats(log_probs.view(labels.shape), entropies.view(labels.shape) if entropy else None)
 
@@ -88,7 +93,8 @@ def entropy_from_logits(logits: torch.Tensor, *, temperature: float | torch.Tens
     >>> entropy_from_logits(torch.tensor([[0.0, 0.0], [0.0, -float("inf")]]))
     tensor([0.6931, 0.0000])
     """
-    tokens = _tokens("logits", logits, _unlabelled(logits), logits.shape[-1:].numel(), temperature, _IGNORE)
+    vocabulary = _vocabulary_of(logits)
+    tokens = _tokens("logits", logits, _unlabelled(logits), vocabulary, temperature, _IGNORE)
     entropies: torch.Tensor = _apply(_FromLogits, _vocabulary.pieces_of(logits), tokens, True)[1]
     return entropies.view(logits.shape[:-1])
 
@@ -110,10 +116,11 @@ def from_hidden(
     the logits are c tanh(x / c). Hidden states, weight and bias can be differentiated by; the products are computed
     again for it. They are accumulated and kept in float32 (float64 for float64), and so are the gradients until each
     is whole: its last rounding is the only one to its type. (On a CUDA device the slopes of 16-bit logits are rounded
-    to 16 bits before they are multiplied; float32 products obey torch's setting for TF32.)
+    to 16 bits before they are multiplied; float32 products obey torch's setting for TF32.) Hidden states of tokens to
+    which no gradient comes, as those of ignored labels, may be NaN: their gradient is 0, they add nothing to others.
 
     Beside results and gradients it needs some tens of MB on a CPU and under 512 MiB on a CUDA device; backwards also
-    4 N D bytes, in which the gradient of N hidden states is summed.
+    4 N D bytes, in which the gradient of N hidden states is summed, and for the weight's a copy of the hidden states.
 
     >>> hidden, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     >>> from_hidden(hidden, weight, torch.tensor([2])).log_probs
@@ -136,16 +143,16 @@ def top_k(logits: torch.Tensor, k: int, *, temperature: float | torch.Tensor = 1
     >>> top_k(torch.tensor([1.0, 3.0, 3.0, 2.0]), 3)
     TopK(ids=tensor([1, 2, 3]), log_probs=tensor([-0.9176, -0.9176, -1.9176]))
     """
-    shape, vocabulary = logits.shape[:-1], logits.shape[-1:].numel()
+    vocabulary = _vocabulary_of(logits)
     tokens = _tokens("logits", logits, _unlabelled(logits), vocabulary, temperature, _IGNORE)
-    _check_k(k, vocabulary)
+    k = _checked(k, vocabulary)
     with torch.no_grad():
         whole = _vocabulary.pieces_of(logits)
         sums = _vocabulary.sums(whole, tokens, 0, False)
         best = Best(tokens.count, k, vocabulary, whole)
         for rows, piece in _vocabulary.pieces(whole):
             best.take(rows, piece, 0)
-    return TopK(*best.give(sums, tokens, shape))
+    return TopK(*best.give(sums, tokens, logits.shape[:-1]))
 
 
 def top_k_from_hidden(
@@ -165,7 +172,7 @@ def top_k_from_hidden(
     """
     head = Head.of(hidden, weight, bias, softcap)
     tokens = _tokens("hidden", hidden, _unlabelled(hidden), len(weight), temperature, _IGNORE)
-    _check_k(k, len(weight))
+    k = _checked(k, len(weight))
     with torch.no_grad():
         flat = hidden.reshape(tokens.count, weight.shape[1])
         best: Best | None = None
@@ -194,10 +201,9 @@ def _tokens(
     ignore_index: int,
 ) -> Tokens:
     """The arguments that all functions share, checked against logits or hidden states."""
-    if not given.dtype.is_floating_point or given.dtype.itemsize < 2:
-        raise ValueError(f"{name}: got {given.dtype}, expected float16, bfloat16, float32 or float64")
     if given.dim() == 0 or vocabulary == 0:
         raise ValueError(f"{name}: got shape {tuple(given.shape)}, expected at least one entry in the last dimension")
+    _vocabulary.check_tensor("labels", labels)
     if labels.shape != given.shape[:-1]:
         raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(given.shape[:-1])}, as {name} has")
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
@@ -205,7 +211,7 @@ def _tokens(
     if labels.device != given.device:
         raise ValueError(f"labels: got device {labels.device}, expected {given.device}, as {name} has")
     flat = labels.reshape(-1).long()
-    ignored = flat == ignore_index
+    ignored = flat == _integer("ignore_index", ignore_index)
     wrong: torch.Tensor | None = ~ignored & ((flat < 0) | (flat >= vocabulary))
     if wrong is not None and not wrong.is_cuda:
         if wrong.any():
@@ -220,11 +226,14 @@ def _scales(temperature: float | torch.Tensor, shape: torch.Size, given: torch.T
     """1 / temperature of each token."""
     kind = _vocabulary.kind_of(given)
     if not isinstance(temperature, torch.Tensor):
-        if not isfinite(temperature) or temperature <= 0:
-            raise ValueError(f"temperature: got {temperature}, expected a positive number")
-        if temperature == 1:
+        if not isinstance(temperature, Real):
+            raise ValueError(f"temperature: got {shortly(temperature)}, expected a number or a tensor")
+        number = _vocabulary.positive("temperature", temperature, kind)
+        if number == 1:
             return None
-        return torch.full((shape.numel(),), 1 / temperature, dtype=kind, device=given.device)
+        return torch.full((shape.numel(),), 1 / number, dtype=kind, device=given.device)
+    if temperature.dtype.is_complex or temperature.dtype == torch.bool:
+        raise ValueError(f"temperature: got {temperature.dtype}, expected positive numbers")
     if temperature.requires_grad:
         raise ValueError("temperature: got a tensor that requires a gradient, expected a constant")
     try:
@@ -233,19 +242,37 @@ def _scales(temperature: float | torch.Tensor, shape: torch.Size, given: torch.T
         raise ValueError(
             f"temperature: got shape {tuple(temperature.shape)}, expected one that broadcasts to {tuple(shape)}"
         ) from None
-    fine = (each > 0) & each.isfinite()
+    inverse = each.reciprocal()
+    fine = (each > 0) & each.isfinite() & inverse.isfinite()
     if not each.is_cuda and not fine.all():
-        raise ValueError(f"temperature: got {each[~fine][0].item():g}, expected positive numbers")
-    return each.reciprocal().masked_fill_(~fine, torch.nan)
+        raise ValueError(
+            f"temperature: got {each[~fine][0].item():g}, expected positive numbers that "
+            f"{str(kind).removeprefix('torch.')} holds, and their inverses too"
+        )
+    return inverse.masked_fill_(~fine, torch.nan)
 
 
 def _unlabelled(given: torch.Tensor) -> torch.Tensor:
     return torch.full(given.shape[:-1], _IGNORE, device=given.device)
 
 
-def _check_k(k: int, vocabulary: int) -> None:
-    if not 1 <= k <= vocabulary:
-        raise ValueError(f"k: got {k}, expected 1 to {vocabulary}")
+def _vocabulary_of(logits: torch.Tensor) -> int:
+    """How many tokens there are, once it is known that these are logits."""
+    _vocabulary.check_floats("logits", logits)
+    return logits.shape[-1:].numel()
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name}: got {value!r}, expected an integer")
+    return int(value)
+
+
+def _checked(k: Any, vocabulary: int) -> int:
+    found = _integer("k", k)
+    if not 1 <= found <= vocabulary:
+        raise ValueError(f"k: got {found}, expected 1 to {vocabulary}")
+    return found
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------

@@ -148,7 +148,9 @@ def gigpo(
     tensor([ 0.5000,  0.2500, -0.5000, -0.2500])
     """
     choice("normalise", normalise, ("none", "std"))
-    number("eps", eps, 0), number("omega", omega), number("gamma", gamma, 0, 1)
+    number("eps", eps, 0)
+    number("omega", omega)
+    number("gamma", gamma, 0, 1)
     found = _Episodes(step_rewards, groups, runs, steps, states, ranks)
     choice("missing", missing, ("exclude", "zero"))
     known = np.isfinite(found.rewards)

@@ -72,7 +72,9 @@ def jsd(
     >>> jsd(student, teacher, beta=1.0).advantages
     tensor([[-0.6931,  0.0000]])
     """
-    number("beta", beta, 0, 1), number("coef", coef), choice("normalise", normalise, (True, False))
+    choice("normalise", normalise, (True, False))
+    number("beta", beta, 0, 1)
+    number("coef", coef)
     layout = Layout.of(mask, log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     student = layout.take("log_probs", log_probs).detach().to(torch.float64)
     teacher = layout.take("teacher_log_probs", teacher_log_probs).detach().to(torch.float64)
@@ -186,7 +188,8 @@ def clip_v(
     tensor([[False,  True],
             [ True,  True]])
     """
-    number("mu", mu, 0), number("max_frac", max_frac, 0, 1)
+    number("mu", mu, 0)
+    number("max_frac", max_frac, 0, 1)
     choice("zero_advantage", zero_advantage, ("keep", "uncapped"))
     if mask is None:
         raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")

@@ -132,19 +132,19 @@ def mix_chord(
 ) -> Loss:
     """`mix` with mu by `chord_mu` at `step`, and for the expert `sft_phi` (`phi=False`: maximum likelihood).
 
-    step: one number, or (B,) all alike, as batches carry it. Metrics: those of `mix`, with `expert/sft_phi_loss`; and
-    `mu`.
+    step: one whole number, or (B,) all alike, as batches carry it (none for a micro-batch without rows). Metrics: those
+    of `mix`, with `expert/sft_phi_loss`; and `mu`.
 
     >>> loss, metrics = mix_chord([[-1.0]], [[0.0]], [0.0], [True], step=5, warmup=10, peak=0.9)
     >>> round(metrics["mu"].item(), 4)
     0.45
     """
-    mu = chord_mu(_step(step), warmup, decay, peak, valley)
+    layout = layout_of(log_probs, old_log_probs, advantages, mask)
+    mu = chord_mu(_step(step, layout.rows), warmup, decay, peak, valley)
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     data, scales = (log_probs, old_log_probs, advantages, expert_mask, mask), (usual_scale, expert_scale)
     name = "sft_phi_loss" if phi else "sft_loss"
     loss = _mixed(data, mu, options, name, scales, mode, norm, whole, weights, cutoff)
-    layout = layout_of(log_probs, old_log_probs, advantages, mask)
     parts = None if whole is None else Denominators(0, whole[0].sequences + whole[1].sequences, 0)
     share = row_share(layout, torch.full((layout.rows,), mu, device=layout.mask.device), parts)
     return Loss(loss.value, {**loss.metrics, "mu": share})
@@ -191,10 +191,13 @@ def _parts(whole: Any) -> tuple[Denominators | None, Denominators | None]:
     return whole[0], whole[1]
 
 
-def _step(step: Any) -> int:
-    if isinstance(step, int):
-        return step
+def _step(step: Any, rows: int) -> int:
     found = as_tensor("step", step).flatten()
+    if not len(found) and not rows:
+        return 0  # mu weighs nothing
     if not len(found) or bool((found != found[0]).any()):
         raise ValueError(f"step: got {sorted(set(found.tolist()))}, expected one step, the same in every row")
-    return int(found[0])
+    one = found[0].item()
+    if found.dtype == torch.bool or not float(one).is_integer():
+        raise ValueError(f"step: got {one}, expected a whole number")
+    return int(one)

@@ -12,7 +12,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from rollbook.algorithms.arguments import floats, row_flags
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
+from rollbook.algorithms.groups import as_ids, numbered
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_tensor
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.registry import choice, number
 from rollbook.algorithms.results import Loss
@@ -74,11 +75,14 @@ def dpo(
     roles = row_flags(layout, "chosen", chosen)
     if ref_log_probs is None and not reference_free:
         raise ValueError("ref_log_probs: got None, expected the reference's log-probs, or reference_free=True")
-    logits = layout.row_sums(floats(layout, "log_probs", log_probs))
+    ours = floats(layout, "log_probs", log_probs)
+    tokens = ours.to(torch.float64)
     if not reference_free and ref_log_probs is not None:
-        logits = logits - layout.row_sums(floats(layout, "ref_log_probs", ref_log_probs).detach())
+        # Token by token: the sums of a long row are large and nearly equal, and their difference has few digits left.
+        tokens = tokens - floats(layout, "ref_log_probs", ref_log_probs).detach()
+    logits = layout.row_sums(tokens)
     winners, losers = _pairs(pairs, roles.tolist(), (layout.counts > 0).tolist(), layout.rows)
-    return _loss(logits[winners], logits[losers], beta, label_smoothing, variant, whole)
+    return _loss(logits[winners], logits[losers], ours.dtype, beta, label_smoothing, variant, whole)
 
 
 @LOSSES.register("dpo_sums", source="DPO (Rafailov et al., 2023, arXiv 2305.18290), equation 7, of sums")
@@ -110,45 +114,46 @@ def dpo_sums(
         if value is None:
             raise ValueError(f"{name}: got None, expected the sum for each pair, or reference_free=True")
         tensor = as_tensor(name, value)
-        sums[name] = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        sums[name] = as_floats(tensor)
         model = sums["chosen_log_probs"]
         if model.dim() != 1 or sums[name].shape != model.shape:
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected [{model.numel()}], one for each pair")
-    better, worse = sums["chosen_log_probs"], sums["rejected_log_probs"]
+    dtype = torch.promote_types(sums["chosen_log_probs"].dtype, sums["rejected_log_probs"].dtype)
+    better, worse = (sums[name].to(torch.float64) for name in ("chosen_log_probs", "rejected_log_probs"))
     if not reference_free:
         better = better - sums["ref_chosen_log_probs"].detach()
         worse = worse - sums["ref_rejected_log_probs"].detach()
-    return _loss(better, worse, beta, label_smoothing, variant, whole)
+    return _loss(better, worse, dtype, beta, label_smoothing, variant, whole)
 
 
 def _pairs(pairs: Any, roles: list[bool], filled: list[bool], rows: int) -> tuple[list[int], list[int]]:
     """The rows of the chosen and of the rejected answers, pair by pair in order of first sight."""
-    names = pairs.tolist() if hasattr(pairs, "tolist") else list(pairs)
-    if len(names) != rows:
-        raise ValueError(f"pairs: got {len(names)}, expected {rows}, one for each row")
-    found: dict[Hashable, dict[bool, int]] = {}
-    for row, (name, role) in enumerate(zip(names, roles, strict=True)):
-        pair = found.setdefault(name, {})
+    numbers, names = numbered("pairs", as_ids("pairs", pairs, rows))
+    by_number: list[dict[bool, int]] = [{} for _ in names]
+    for row, (at, role) in enumerate(zip(numbers.tolist(), roles, strict=True)):
+        name, pair = names[at], by_number[at]
         if role in pair:
             both = f"rows {pair[role]} and {row}"
             raise ValueError(f"pairs: {name!r} has {both} as {'chosen' if role else 'rejected'}, expected one of each")
         pair[role] = row
-    for name, pair in found.items():
+    for name, pair in zip(names, by_number, strict=True):
         if len(pair) != 2:
             has, lacks = ("chosen", "rejected") if True in pair else ("rejected", "chosen")
             raise ValueError(f"pairs: {name!r} has a {has} row and no {lacks} one, expected one of each")
-    whole = [pair for pair in found.values() if filled[pair[True]] and filled[pair[False]]]
+    whole = [pair for pair in by_number if filled[pair[True]] and filled[pair[False]]]
     return [pair[True] for pair in whole], [pair[False] for pair in whole]
 
 
 def _loss(
     better: torch.Tensor,
     worse: torch.Tensor,
+    dtype: torch.dtype,
     beta: float,
     label_smoothing: float,
     variant: str,
     whole: Denominators | int | None,
 ) -> Loss:
+    """The mean over pairs; `better` and `worse`, (P,), in float64, the result of type `dtype`."""
     number("beta", beta, 1e-30, what="a positive number")
     number("label_smoothing", label_smoothing, 0, 0.5)
     choice("variant", variant, VARIANTS)
@@ -164,12 +169,12 @@ def _loss(
         losses = -(1 - label_smoothing) * sure - label_smoothing * wrong
     count = whole.sequences / 2 if isinstance(whole, Denominators) else len(losses) if whole is None else whole
     count = max(number("whole", count, 0, what="how many pairs the whole batch has"), 0.5)
-    value = losses.sum() / count
+    value = (losses.sum() / count).to(dtype)
     found = {
-        "accuracy_mean": (logits > 0).to(torch.float32),
+        "accuracy_mean": (logits > 0).to(dtype),
         "chosen_reward": beta * better,
         "rejected_reward": beta * worse,
         "reward_margin": beta * logits,
     }
-    metrics = {name: each.detach().sum() / count for name, each in found.items()}
+    metrics = {name: (each.detach().sum() / count).to(dtype) for name, each in found.items()}
     return Loss(value, {**metrics, "dpo_loss": value.detach()})

@@ -97,6 +97,10 @@ class Terms:
 def clipped(
     advantages: torch.Tensor, ratio: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pessimistic of -A * ratio and -A * (ratio within [low, high]), and 1.0 where that is the latter."""
+    """The pessimistic of -A * ratio and -A * (ratio within [low, high]), and 1.0 where that is the latter.
+
+    >>> clipped(torch.tensor([1.0, -1.0]), torch.tensor([1.5, 1.5]), 0.8, 1.2)
+    (tensor([-1.2000,  1.5000]), tensor([1., 0.]))
+    """
     plain, held = -advantages * ratio, -advantages * ratio.clamp(low, high)
     return torch.maximum(plain, held), (held > plain).to(ratio.dtype)
