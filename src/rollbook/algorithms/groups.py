@@ -39,8 +39,9 @@ def as_rewards(name: str, rewards: PerRow) -> Floats:
         found: Floats = rewards.detach().to("cpu", torch.float64).numpy()
     else:
         try:
-            given = list(rewards) if not isinstance(rewards, np.ndarray) else rewards
-            text = next((one for one in given if isinstance(one, (str, bytes))), None)
+            numeric = isinstance(rewards, np.ndarray) and rewards.dtype.kind in "fiub"
+            given = rewards if numeric else list(rewards)
+            text = None if numeric else next((one for one in given if isinstance(one, (str, bytes))), None)
             if text is not None:
                 raise ValueError(f"{text!r} is text")
             found = np.array(given, dtype=np.float64)  # None becomes NaN

@@ -166,15 +166,14 @@ def group_numbers(many: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int6
     if not len(many):
         return np.zeros(0, dtype=np.int64), None
     eid: Any = many.column("eid")
-    batch, task = (_codes(eid.field(name)) for name in ("batch", "task"))
+    (batch, no_batch), (task, no_task) = (_codes(eid.field(name)) for name in ("batch", "task"))
     run = eid.field("run").to_numpy(zero_copy_only=False).astype(np.int64)
-    nameless = _blank(eid, "batch")
-    if nameless.any():
-        nameless &= _blank(eid, "task")
     group = batch * (int(task.max(initial=0)) + 1) + task
-    if nameless.any():
+    within = run - run.min(initial=0)
+    if no_batch >= 0 and no_task >= 0:
+        nameless = (batch == no_batch) & (task == no_task)
         group[nameless] = int(group.max(initial=0)) + 1 + np.arange(int(nameless.sum()))
-    within = np.where(nameless, 0, run - run.min(initial=0))
+        within[nameless] = 0
     runs = group * (int(within.max(initial=0)) + 1) + within
     ordered = np.sort(runs)
     return group, runs if (ordered[1:] == ordered[:-1]).any() else None
@@ -193,15 +192,11 @@ class Uids(Sequence[str]):
         return [row.eid.uid for row in self._many[index]] if isinstance(index, slice) else self._many[index].eid.uid
 
 
-def _codes(column: pa.Array) -> NDArray[np.int64]:
-    found: NDArray[Any] = column.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    return found.astype(np.int64)
-
-
-def _blank(eid: Any, name: str) -> NDArray[np.bool_]:
-    import pyarrow.compute as pc
-
-    return np.asarray(pc.equal(eid.field(name), ""))
+def _codes(column: pa.Array) -> tuple[NDArray[np.int64], int]:
+    """[N] A number for each text, and the number of the empty text; -1 if it is not among them."""
+    coded = column.dictionary_encode()
+    found: NDArray[Any] = coded.indices.to_numpy(zero_copy_only=False)
+    return found.astype(np.int64), coded.dictionary.index("").as_py()
 
 
 def _numbers(many: Experiences, name: str) -> NDArray[np.float64]:
