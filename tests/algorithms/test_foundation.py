@@ -236,3 +236,31 @@ def test_arrays_of_any_kind_are_read() -> None:
 def test_denominators_are_denominators(whole: Any) -> None:
     with pytest.raises(ValueError, match="whole: got .*, expected the Denominators of the whole batch"):
         aggregate([[1.0]], whole=whole)
+
+
+def test_denominators_of_a_narrowed_mask_make_micro_batches_add_up() -> None:
+    from rollbook.algorithms.aggregate import denominators
+
+    values, mask = torch.arange(12.0).reshape(3, 4), torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
+    whole = denominators(mask)
+    assert whole == Denominators(3, 2, 3)
+    for mode in MODES[:3]:
+        parts = sum(aggregate(values[i : i + 1], mask[i : i + 1], mode=mode, whole=whole) for i in range(3))
+        assert parts.item() == pytest.approx(aggregate(values, mask, mode=mode).item())
+
+
+def test_means_of_packed_rows() -> None:
+    values, mask = Rows(torch.tensor([1.0, 2.0, 4.0]), [2, 1]), Rows(torch.tensor([True, True, False]), [2, 1])
+    assert masked_mean(values, mask).item() == 1.5
+    assert masked_mean(values, mask, dim=-1).tolist() == [1.5, 0.0]
+    with pytest.raises(ValueError, match="dim: got 0, expected 1 or -1"):
+        masked_mean(values, mask, dim=0)
+
+
+def test_a_name_that_is_taken_leaves_the_registry_as_it_was() -> None:
+    registry = Registry("thing")
+    registry.register("one", source="here")(lambda x: x)
+    with pytest.raises(ValueError, match="thing 'one' is registered already"):
+        registry.register("two", "one", source="here")(lambda x: x)
+    assert list(registry) == ["one"]
+    assert registry.get("nope") is None

@@ -410,5 +410,87 @@ def test_a_switch_is_on_or_off(call: str) -> None:
         "normalise": lambda: grouped.rec([1.0], ["a"], normalise="no"),
         "step_norm": lambda: stepwise.step_wise_grpo([1.0], ["a"], [0], [0], step_norm="no"),
     }
-    with pytest.raises(ValueError, match=f"{call}: got 'no', expected one of True, False"):
+    with pytest.raises(ValueError, match=f"{call}: got 'no', expected True or False"):
         calls[call]()
+
+
+RUNS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), REWARDS), min_size=1, max_size=12)
+
+
+@given(rows=RUNS, seed=st.randoms(use_true_random=False))
+def test_runs_of_several_rows_count_once_whatever_their_rewards(rows: list[Any], seed: Any) -> None:
+    seed.shuffle(rows)
+    groups, runs, rewards = ([row[j] for row in rows] for j in range(3))
+    members: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for group, run, reward in rows:
+        if known(reward):
+            members[group][run].append(reward)
+    expected: dict[str, list[float]] = {"grpo": [], "rloo": []}
+    for group, run, reward in rows:
+        of_runs = members[group]
+        every = [r for each in of_runs.values() for r in each]
+        if not known(reward) or len(of_runs) < 2 or min(every) == max(every):
+            expected["grpo"].append(0.0)
+            expected["rloo"].append(0.0)
+            continue
+        means = {u: statistics.fmean(each) for u, each in of_runs.items()}
+        middle = statistics.fmean(means.values())
+        squares = sum(statistics.fmean([(r - middle) ** 2 for r in each]) for each in of_runs.values())
+        expected["grpo"].append((reward - middle) / (math.sqrt(squares / (len(of_runs) - 1)) + 1e-6))
+        expected["rloo"].append(reward - statistics.fmean([m for u, m in means.items() if u != run]))
+    for name, right in expected.items():
+        found = ESTIMATORS.call(name, {"rewards": rewards, "groups": groups, "runs": runs})
+        assert found.advantages.tolist() == pytest.approx(right, rel=1e-4, abs=1e-4), name
+
+
+def test_runs_of_equal_means_are_not_a_constant_group() -> None:
+    # Two runs of two steps, rewarded at the last one: their means are equal, their rows are not.
+    found = grouped.grpo([0.0, 1.0, 0.0, 1.0], ["a"] * 4, runs=[0, 0, 1, 1])
+    assert found.advantages.abs().max() < 2 and found.report.count("constant group") == 0
+    assert found.advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5] * 2, rel=1e-4)
+
+
+def test_samples_that_were_never_told_apart_are_said_to_be_one_run() -> None:
+    found = grouped.grpo([0.0, 1.0, 1.0], ["a"] * 3, runs=["same"] * 3)
+    assert found.advantages.tolist() == [0, 0, 0]
+    assert found.report.which("one run alone, in several rows") == [0, 1, 2]
+    assert found.report.metrics["singleton_groups"] == 1 and found.report.metrics["constant_groups"] == 0
+
+
+def test_one_formula_for_weights_of_useful_groups() -> None:
+    from rollbook.algorithms.filters import clip_filter_weights
+
+    rewards, groups = [0.0, 1.0, 5.0], ["a", "a", "b"]
+    weights = clip_filter_weights(rewards, groups).weights
+    found = grouped.cpgd(rewards, groups, weight="clip_filter_like").advantages
+    assert found.tolist() == pytest.approx((weights * torch.tensor([-0.5, 0.5, 0.0])).tolist())
+    assert weights.tolist()[0] == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: grouped.grpo([0.0, 1.0], ["a", "a"], level="batch", std="smaple"),
+        lambda: grouped.rec([0.0, 1.0], ["a", "a"], std="smaple"),
+        lambda: grouped.cpgd([0.0, 1.0], ["a", "a"], weight="none", std="smaple"),
+        lambda: ESTIMATORS.call("reinforce", {"rewards": [1.0]}, std="smaple"),
+        lambda: stepwise.gigpo([0.0], ["a"], [0], [0], [None], std="smaple"),
+        lambda: stepwise.step_wise_grpo([0.0], ["a"], [0], [0], level="batch", std="smaple"),
+    ],
+)
+def test_an_option_is_checked_whether_or_not_it_is_used(call: Any) -> None:
+    with pytest.raises(ValueError, match="std: got 'smaple'"):
+        call()
+
+
+def test_ids_have_an_order() -> None:
+    for groups in ({"a", "b"}, {"a": 1, "b": 2}):
+        with pytest.raises(ValueError, match="groups: got .*, expected 2 ids"):
+            grouped.grpo([0.0, 1.0], groups)
+
+
+def test_ids_of_another_type_are_other_ids() -> None:
+    rewards, ids = [0.0, 0.0, 1.0], [1, "1", 2]
+    first = grouped.rec(rewards, ["a"] * 3, ids=ids, drop="balance").report.which("dropped negative")
+    again = grouped.rec(rewards[::-1], ["a"] * 3, ids=ids[::-1], drop="balance").report.which("dropped negative")
+    assert [2 - i for i in again] == first

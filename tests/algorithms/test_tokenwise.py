@@ -153,3 +153,10 @@ def test_half_precision_log_probs_are_subtracted_as_they_are() -> None:
     found = on_policy_distill(student, teacher).advantages
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(teacher.item() - student.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("n", range(1, 21))
+def test_tokens_that_are_all_alike_are_all_kept(n: int) -> None:
+    mask, logs, entropy = torch.ones(2, n), torch.full((2, n), -0.5), torch.full((2, n), 0.7)
+    assert clip_b([0.0, 1.0], ["a", "a"], mask, logs, entropy, mu=0.0).mask.all()
+    assert clip_v([0.0, 1.0], ["a", "a"], mask, logs, entropy, entropy, mu=0.0, max_frac=1.0).mask.all()

@@ -6,6 +6,7 @@ peers is kept as it is.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -164,8 +165,10 @@ case(
     "advantages.cpgd",
     {"rewards": [1.0, 0.0, 2.0, 2.0, 3.0, 3.0], "groups": list("aabbcc")},
     weight="clip_filter_like",
-    clip=2.0,
+    weight_clip=2.0,
 )
+APART = {"rewards": [0.0, 1.0, 0.0, 3.0], "groups": ["a"] * 4, "runs": [0, 0, 1, 1]}
+case("grpo-runs-apart", "advantages.grpo", APART, "rows of one run that were rewarded apart")
 
 case("pass_at_k", "advantages.pass_at_k", {"rewards": [1.0, 0.0, 0.0, 0.0], "groups": ["a"] * 4}, k=2)
 case(
@@ -805,10 +808,30 @@ def vectors(peers: dict[str, Any]) -> list[dict[str, Any]]:
     return made
 
 
+def defaults() -> dict[str, dict[str, Any]]:
+    """Every function's options where a vector does not give them, as the library's signatures have them."""
+    from rollbook import algorithms
+
+    registries = {"advantages": algorithms.ESTIMATORS, "kl": algorithms.KL, "losses": algorithms.LOSSES}
+    found = {}
+    for function in sorted({each["function"] for each in CASES}):
+        room, name = function.split(".")
+        made = registries[room][name].function if room in registries else getattr(getattr(algorithms, room), name)
+        options = [p for p in inspect.signature(made).parameters.values() if p.default is not p.empty]
+        plain = {
+            p.name: p.default for p in options if p.default is None or isinstance(p.default, (bool, int, float, str))
+        }
+        inputs = registries[room][name].inputs if room in registries else {}
+        found[function] = {key: value for key, value in plain.items() if key not in inputs}
+    return found
+
+
 def text(peers: dict[str, Any]) -> str:
     """The file: one vector to a line."""
     lines = ",\n".join(json.dumps(vector, allow_nan=False) for vector in vectors(peers))
-    return f'{{"format": 1,\n"about": {json.dumps(ABOUT)},\n"vectors": [\n{lines}\n]}}\n'
+    usual = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in defaults().items())
+    head = f'{{"format": 1,\n"about": {json.dumps(ABOUT)},\n"defaults": {{\n{usual}\n}},\n'
+    return f'{head}"vectors": [\n{lines}\n]}}\n'
 
 
 def written() -> dict[str, Any]:

@@ -123,14 +123,32 @@ def differentiated(
 # --- estimators that compare rows -----------------------------------------------------------------------------------
 
 
-def known_runs(rewards: list[Any], groups: list[Any], runs: list[Any] | None) -> dict[Any, list[float]]:
+class Runs(list[float]):
+    """The rewards of a group's runs, and in `rows` those of the rows of each."""
+
+    rows: list[list[float]]
+
+    def spread(self, std: str) -> float:
+        """The deviation: each run adds the mean of its rows' squares."""
+        if min(map(min, self.rows)) == max(map(max, self.rows)):
+            return 0.0
+        middle = mean(self)
+        squares = [mean([(r - middle) ** 2 for r in of_run]) for of_run in self.rows]
+        return math.sqrt(sum(squares) / (len(squares) - (std == "sample")))
+
+
+def known_runs(rewards: list[Any], groups: list[Any], runs: list[Any] | None) -> dict[Any, Runs]:
     """For each group the rewards of its runs, each run once, as the mean over its rows."""
     found: dict[Any, dict[Any, list[float]]] = {}
     for i, (r, g) in enumerate(zip(rewards, groups, strict=True)):
         of_run = found.setdefault(g, {}).setdefault(i if runs is None else runs[i], [])
         if r is not None:
             of_run.append(r)
-    return {g: [mean(of_run) for of_run in members.values() if of_run] for g, members in found.items()}
+    made = {}
+    for g, members in found.items():
+        made[g] = Runs(mean(of_run) for of_run in members.values() if of_run)
+        made[g].rows = [of_run for of_run in members.values() if of_run]
+    return made
 
 
 def scored(scores: list[float], mask: Rows | None) -> Outputs:
@@ -168,7 +186,7 @@ def grpo(rewards, groups, mask=None, runs=None, *, std="sample", eps=1e-6, level
     everyone = [r for xs in known_runs(rewards, groups, runs).values() for r in xs]
 
     def score(r, xs):
-        return over(r - mean(xs), deviation(xs if level == "group" else everyone, std) + eps)
+        return over(r - mean(xs), (xs.spread(std) if level == "group" else deviation(everyone, std)) + eps)
 
     return by_group(rewards, groups, mask, runs, singleton, score)
 
@@ -178,8 +196,16 @@ def dr_grpo(rewards, groups, mask=None, runs=None, *, singleton="zero"):
 
 
 def rloo(rewards, groups, mask=None, runs=None, *, singleton="zero"):
-    # r - (sum - r) / (n - 1), which is n / (n - 1) times r - mean
-    return by_group(rewards, groups, mask, runs, singleton, lambda r, xs: (r - mean(xs)) * len(xs) / (len(xs) - 1))
+    names = list(range(len(rewards))) if runs is None else runs
+    scores = []
+    for r, g, run in zip(rewards, groups, names, strict=True):
+        apart = [
+            (x, u) for x, h, u in zip(rewards, groups, names, strict=True) if h == g and u != run and x is not None
+        ]
+        others = [mean([x for x, u in apart if u == other]) for other in dict.fromkeys(u for _, u in apart)]
+        lone = (r or 0.0) if singleton == "raw" else 0.0
+        scores.append(0.0 if r is None else r - mean(others) if others else lone)
+    return scored(scores, mask)
 
 
 def opmd(rewards, groups, mask=None, runs=None, *, baseline="mean", tau=1.0, singleton="zero"):
@@ -198,7 +224,7 @@ def asymre(rewards, groups, mask=None, runs=None, *, shift=-0.1, singleton="zero
 
 def rec(rewards, groups, mask=None, runs=None, *, normalise=False, std="population", eps=1e-6, singleton="zero"):
     def score(r, xs):
-        return over(r - mean(xs), deviation(xs, std) + eps) if normalise else r - mean(xs)
+        return over(r - mean(xs), xs.spread(std) + eps) if normalise else r - mean(xs)
 
     return by_group(rewards, groups, mask, runs, singleton, score)
 
@@ -210,21 +236,21 @@ def cpgd(
     runs=None,
     *,
     weight="std",
-    clip=3.0,
-    lam=1.0,
+    weight_clip=3.0,
+    weight_constant=1.0,
     std="population",
     eps=1e-6,
     singleton="zero",
 ):
-    several = [xs for xs in known_runs(rewards, groups, runs).values() if len(xs) > 1]
-    differ = [xs for xs in several if min(xs) != max(xs)]
+    every = known_runs(rewards, groups, runs).values()
+    differ = [xs for xs in every if len(xs) > 1 and xs.spread("sample") > 0]
 
     def score(r, xs):
         off = r - mean(xs)
         if weight == "std":
-            return over(off, deviation(xs, std) + eps)
+            return over(off, xs.spread(std) + eps)
         if weight == "clip_filter_like":
-            return off * (min(len(several) / len(differ), clip) if min(xs) != max(xs) else lam)
+            return off * (min(len(every) / len(differ), weight_clip) if xs.spread("sample") > 0 else weight_constant)
         return off
 
     return by_group(rewards, groups, mask, runs, singleton, score)

@@ -12,7 +12,9 @@ import torch
 
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_mask, as_tensor
 from rollbook.algorithms.registry import choice, number
+from rollbook.jagged import Rows
 from rollbook.planner import Denominators
+from rollbook.ragged import Ragged
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
@@ -54,6 +56,20 @@ def aggregate(
     return reduce(layout, tokens, mode, norm, whole)
 
 
+def denominators(mask: PerToken) -> Denominators:
+    """What a batch with this mask is divided by: to be given as `whole` to its micro-batches.
+
+    mask: (B, A) or packed. `plan(...)` has them too, by the tokens it was told of; where the mask was narrowed since,
+    to tokens of high entropy, say, or to those that a correction left, take them of the narrowed mask of the *whole*
+    batch.
+
+    >>> denominators([[1, 1, 0], [0, 0, 0]])
+    Denominators(tokens=2, sequences=1, samples=2)
+    """
+    layout = Layout.of(mask)
+    return Denominators(int(layout.mask.sum()), int((layout.counts > 0).sum()), layout.rows)
+
+
 def reduce(
     layout: Layout, tokens: torch.Tensor, mode: str, norm: float | None = None, whole: Denominators | None = None
 ) -> torch.Tensor:
@@ -88,15 +104,27 @@ def row_share(layout: Layout, rows: torch.Tensor, whole: Denominators | None = N
 def masked_mean(values: PerToken | PerRow, mask: Any = None, *, dim: int | None = None) -> torch.Tensor:
     """The mean of the entries that count; 0 where none does.
 
-    values, mask: any shape alike; `dim` averages along one dimension, else over all.
+    values, mask: any shape alike, or packed; `dim` averages along one dimension, else over all.
 
     >>> masked_mean([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[1, 1, 0], [1, 0, 0]], dim=1)
     tensor([1.5000, 4.0000])
     >>> masked_mean([[1.0, float("nan")]], [[0, 0]], dim=-1)
     tensor([0.])
     """
+    if isinstance(values, (Rows, Ragged)):
+        layout = Layout.of(mask, values=values)
+        tokens = layout.take("values", values)
+        if dim is None:
+            return tokens.sum() / layout.mask.sum().clamp(min=1)
+        if dim not in (1, -1):
+            raise ValueError(f"dim: got {dim}, expected 1 or -1 for packed rows, or None")
+        return layout.row_means(tokens)
     tensor = as_floats(as_tensor("values", values))
-    kept = torch.ones_like(tensor, dtype=torch.bool) if mask is None else as_mask("mask", as_tensor("mask", mask))
+    kept = (
+        torch.ones_like(tensor, dtype=torch.bool)
+        if mask is None
+        else as_mask("mask", as_tensor("mask", mask, tensor.device))
+    )
     if kept.shape != tensor.shape:
         raise ValueError(f"mask: got shape {list(kept.shape)}, expected {list(tensor.shape)}, as the values have")
     total = torch.where(kept, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))

@@ -448,7 +448,7 @@ def clip_filter_like_weight_func(
     known = matrix.isfinite()
     low, high = matrix.masked_fill(~known, torch.inf).amin(-1), matrix.masked_fill(~known, -torch.inf).amax(-1)
     constant = ~(low < high).cpu().numpy()
-    weights = torch.from_numpy(_make_up(constant, clip_filter_like_weight_clip_eps, lamda))
+    weights = torch.from_numpy(make_up(constant, clip_filter_like_weight_clip_eps, lamda))
     return weights.to(matrix.device, matrix.dtype)[:, None].expand(matrix.shape).clone()
 
 
@@ -470,11 +470,11 @@ def clip_filter_weights(
     tensor([1.5000, 1.5000, 1.5000, 1.5000, 1.0000, 1.5000])
     """
     grouped = Grouped(rewards, groups, runs, ranks)
-    weights = grouped.of(_make_up(grouped.constant | (grouped.count < 2), clip, lam))[grouped.own]
+    weights = grouped.of(make_up(grouped.constant | (grouped.count < 2), clip, lam))[grouped.own]
     return Weights(torch.from_numpy(weights).to(grouped.device, grouped.dtype), grouped.report())
 
 
-def _make_up(constant: NDArray[np.bool_], clip: float, lam: float) -> Floats:
+def make_up(constant: NDArray[np.bool_], clip: float, lam: float) -> Floats:
     """[G] The weight of each group."""
     number("clip", clip, 0)
     number("lam", lam)

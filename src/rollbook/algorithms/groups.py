@@ -7,7 +7,7 @@ group of equal rewards has a deviation of exactly 0, and deviates from its mean 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -56,8 +56,8 @@ def as_ids(name: str, ids: Any, rows: int) -> Any:
     """[B] Ids as a list of hashable things, or as an array of whole numbers; one for each row."""
     if isinstance(ids, torch.Tensor):
         ids = ids.cpu().numpy()
-    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
-        raise ValueError(f"{name}: got {ids!r}, expected {rows} ids, one for each row")
+    if isinstance(ids, (str, bytes, Set, Mapping)) or not hasattr(ids, "__iter__"):
+        raise ValueError(f"{name}: got {ids!r}, expected {rows} ids, one for each row, in their order")
     found = ids if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu" else list(ids)
     if len(found) != rows:
         raise ValueError(f"{name}: got {len(found)}, expected {rows}, one for each row")
@@ -77,6 +77,14 @@ def numbered(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], lis
     return np.array(index, dtype=np.int64), list(numbers)
 
 
+def _ends(values: Floats, index: NDArray[np.int64], valid: NDArray[np.bool_], count: int) -> tuple[Floats, Floats]:
+    """[count] The least and the largest of each index's valid values; infinite where there is none."""
+    low, high = np.full(count, np.inf), np.full(count, -np.inf)
+    np.minimum.at(low, index[valid], values[valid])
+    np.maximum.at(high, index[valid], values[valid])
+    return low, high
+
+
 def segment_sums(values: Floats, index: NDArray[np.int64], count: int) -> Floats:
     """[count] The sum of the values of each index, added up from the least to the largest: the same in any order."""
     order = np.lexsort((values, index))
@@ -92,7 +100,8 @@ class Grouped:
     """Rewards and the groups they belong to, over the rows of all `ranks`.
 
     rewards: (B,), `None` or NaN where there is none; groups: (B,) ids. With `runs`, (B,) ids, rows of one group that
-    share a run are one sample of it: its reward is the mean over its rows, and it counts once.
+    share a run are one sample of it: its reward is the mean over its rows, and it counts once, with the mean of its
+    rows' squared deviations. (Float64 tensors give float64 scores, anything else float32.)
 
     >>> grouped = Grouped([1.0, 0.0, None, 5.0], ["a", "a", "a", "b"])
     >>> grouped.keys, grouped.count.tolist(), grouped.mean.tolist(), grouped.std("sample").round(4).tolist()
@@ -139,9 +148,7 @@ class Grouped:
         count = np.bincount(self.run[self.valid], minlength=len(self.run_group))
         with np.errstate(invalid="ignore"):
             means = segment_sums(self.values[self.valid], self.run[self.valid], len(count)) / count
-        low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
-        np.minimum.at(low, self.run[self.valid], self.values[self.valid])
-        np.maximum.at(high, self.run[self.valid], self.values[self.valid])
+        low, high = _ends(self.values, self.run, self.valid, len(count))
         return np.where(low == high, low, means)
 
     @cached_property
@@ -174,6 +181,9 @@ class Grouped:
 
     @cached_property
     def _range(self) -> tuple[Floats, Floats]:
+        """[groups] The least and the largest reward of a group's rows; infinite for a group without any."""
+        if len(self.run_group) != len(self.values):
+            return _ends(self.values, self.index, self.valid, len(self.keys))
         order, starts, groups = self._in_order
         low, high = np.full(len(self.keys), np.inf), np.full(len(self.keys), -np.inf)
         low[groups] = self.run_values[order[starts]]
@@ -205,12 +215,20 @@ class Grouped:
         return self._std[kind]
 
     def _deviation(self, kind: str) -> Floats:
-        squares = self._sums((self.run_values - self.mean[self.run_group]) ** 2)
+        if len(self.run_group) == len(self.values):
+            squares = self._sums((self.values - self.of(self.mean)) ** 2)
+        else:  # rows of one run may differ: each run adds the mean of its rows' squares
+            valid = self.valid
+            of_rows = ((self.values - self.of(self.mean)) ** 2)[valid]
+            rows = np.bincount(self.run[valid], minlength=len(self.run_group))
+            of_runs = segment_sums(of_rows, self.run[valid], len(rows)) / np.maximum(rows, 1)
+            squares = segment_sums(of_runs[self.run_valid], self.run_group[self.run_valid], len(self.keys))
         found = np.sqrt(squares / np.maximum(self.count - (kind == "sample"), 1))
         return np.where(self.count > 1, found, 0.0)
 
     def batch_std(self, kind: str = "sample") -> float:
         """The deviation of all runs' rewards, whatever their group."""
+        choice("std", kind, STD)
         values = np.sort(self.run_values[self.run_valid])
         if len(values) < 2 or values[0] == values[-1]:
             return 0.0
@@ -234,24 +252,32 @@ class Grouped:
         lone = self.filled(self.values) if singleton == "raw" else np.zeros(len(self.values))
         return np.where(self.of(self.singleton), lone, scores)
 
-    def report(self, **metrics: float) -> Report:
-        """What is to be said of this process's rows: missing and infinite rewards, lone and constant groups."""
+    def report(self) -> Report:
+        """What is to be said: rows are this process's, numbers about groups are of all processes' rows."""
         own, valid = self.own, self.valid[self.own]
         missing = np.isnan(self.values[own])
+        lone = valid & self.of(self.singleton)[own]
+        rows = np.bincount(self.index[self.valid], minlength=len(self.keys))
         reasons = {
             "missing reward": rows_where(missing),
             "infinite reward": rows_where(~valid & ~missing),
-            "singleton group": rows_where(valid & self.of(self.singleton)[own]),
+            "singleton group": rows_where(lone),
             "constant group": rows_where(valid & self.of(self.constant)[own]),
         }
+        if len(self.run_group) != len(self.values):
+            # Such rows were perhaps meant to be samples of their own, and were not given a run each.
+            reasons["one run alone, in several rows"] = rows_where(lone & (self.of(rows)[own] > 1))
         known = self.count > 0
-        means, deviations = self.mean[known], self.std()[known]
-        found = {"groups": float(len(self.keys))}
-        for name, each in (("reward_mean", means), ("reward_std", deviations)):
+        found = {
+            "groups": float(len(self.keys)),
+            "constant_groups": float(self.constant.sum()),
+            "singleton_groups": float(self.singleton.sum()),
+        }
+        for name, each in (("reward_mean", self.mean[known]), ("reward_std", self.std()[known])):
             if len(each):
                 found |= {f"{name}/mean": float(each.mean()), f"{name}/max": float(each.max())}
                 found[f"{name}/min"] = float(each.min())
-        return Report(self.rows, reasons, found | metrics)
+        return Report(self.rows, reasons, found)
 
     def scored(self, scores: Floats, mask: PerToken | None, report: Report | None = None) -> Advantages:
         """The estimate: each row's score on the tokens that count, or, without a mask, the scores themselves."""
@@ -260,10 +286,10 @@ class Grouped:
         beyond = ~np.isfinite(scores[self.own]) | ~torch.isfinite(tensor).cpu().numpy()
         if beyond.any():  # rewards so large that their differences, or these in the result's type, are not finite
             found = Report(found.rows, {**found.reasons, "not finite": rows_where(beyond)}, found.metrics, found.ids)
-        return on_tokens(tensor, mask, found)
+        return scored_tokens(tensor, mask, found)
 
 
-def on_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report) -> Advantages:
+def scored_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report) -> Advantages:
     """One score for each row, (B,), put on its tokens that count."""
     if mask is None:
         return Advantages(scores.clone(), None, scores, None, report)
@@ -279,7 +305,7 @@ def on_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report) -> Ad
 
 
 def last_steps(steps: Sequence[int], run: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """[runs] The row of each run's largest step, by number and not by place; the last of equals."""
+    """[runs] The row of each run's largest step, by number and not by place."""
     order = np.lexsort((np.arange(len(steps)), np.asarray(steps), run))
     found = np.zeros(count, dtype=np.int64)
     found[run[order]] = order  # later, that is larger, steps overwrite

@@ -151,7 +151,7 @@ class Layout:
                 raise ValueError(f"{name}: row {odd} has {parts[odd].dim()} dimensions, expected 1")
             lengths = [len(part) for part in parts]
             filled = [part for part in parts if len(part)]  # an empty list has no type of its own
-            tensor = torch.cat(filled) if filled else torch.empty(0)
+            tensor = torch.cat(filled) if filled else torch.empty(0, device=self.mask.device)
         if lengths != self.lengths:
             raise ValueError(f"{name}: got rows of lengths {_some(lengths)}, expected {self._expected()}")
         return tensor
@@ -260,7 +260,10 @@ def as_floats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_mask(name: str, value: torch.Tensor) -> torch.Tensor:
-    """A mask of any type as bool, once it is known to hold 0 and 1 only (weights are another argument)."""
+    """A mask of any type as bool, once it is known to hold 0 and 1 only (weights are another argument).
+
+    On a device that is not looked at, since it would wait: what is not 0 counts there.
+    """
     if value.dtype == torch.bool:
         return value
     mask = value != 0

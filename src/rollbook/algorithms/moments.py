@@ -45,15 +45,15 @@ def moments(tokens: torch.Tensor, mask: torch.Tensor, ranks: Ranks = ALONE) -> M
     (2, 2.0, 1.0)
     """
     kept = tokens.detach()[mask].to(torch.float64)
-    count, total = ranks.sum(torch.stack([torch.tensor(float(len(kept)), dtype=torch.float64), kept.sum().cpu()]))
-    mean = float(total / count.clamp(min=1))
-    low, high = (kept.amin().cpu(), kept.amax().cpu()) if len(kept) else (torch.tensor(mean), torch.tensor(mean))
-    differs = torch.tensor([float(low != high), float(low)], dtype=torch.float64)
-    squares = torch.stack([((kept - mean) ** 2).sum().cpu(), differs[0]])
-    squares = ranks.sum(squares)
-    ends = {float(end) for part in ranks.gather([float(low)] if len(kept) else []) for end in part}
-    constant = float(squares[1]) == 0 and len(ends) <= 1
-    return Moments(int(count), mean, float(squares[0]), constant)
+    ends = (kept.amin(), kept.amax()) if len(kept) else (kept.new_zeros(()), kept.new_zeros(()))
+    total, low, high = torch.stack([kept.sum(), *ends]).tolist()
+    count, total = ranks.sum(torch.tensor([float(len(kept)), total], dtype=torch.float64)).tolist()
+    every = [end for part in ranks.gather([low, high] if len(kept) else []) for end in part]
+    constant = len(set(every)) <= 1
+    # Of equal tokens exactly that: a rounded mean would lie beside every one of them.
+    mean = every[0] if every and constant else total / max(count, 1)
+    squares = ranks.sum(((kept - mean) ** 2).sum().cpu())
+    return Moments(int(count), mean, float(squares), constant)
 
 
 def whiten(

@@ -21,6 +21,12 @@ import numpy as np
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class UnknownName(ValueError, KeyError):
+    """A name that is in no registry: bad input to whoever gave it, a key that is not there to a mapping."""
+
+    __str__ = ValueError.__str__  # a KeyError would show its text in quotes
+
+
 @dataclass(frozen=True)
 class Entry:
     """One function under its name.
@@ -50,7 +56,7 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """The first sentence of its documentation."""
+        """The first paragraph of its documentation."""
         return (inspect.getdoc(self.function) or "").split("\n\n")[0].replace("\n", " ")
 
     def call(self, data: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -106,10 +112,11 @@ class Registry(Mapping[str, Entry]):
                     raise ValueError(f"{self.kind} {name!r}: option {option.name!r} has no default")
                 if option.kind in (option.VAR_KEYWORD, option.VAR_POSITIONAL):
                     raise ValueError(f"{self.kind} {name!r}: takes {option}, expected named inputs and options")
-            for each in (name, *aliases):
-                if each in self._entries:
-                    raise ValueError(f"{self.kind} {each!r} is registered already")
-                self._entries[each] = Entry(name, function, aliases, source)
+            taken = next((each for each in (name, *aliases) if each in self._entries), None)
+            if taken is not None:
+                raise ValueError(f"{self.kind} {taken!r} is registered already")
+            entry = Entry(name, function, aliases, source)
+            self._entries |= dict.fromkeys((name, *aliases), entry)
             return function
 
         return put
@@ -130,7 +137,7 @@ class Registry(Mapping[str, Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
-            raise ValueError(f"{self.kind}: got {name!r}, expected one of its names{near(name, self._entries)}")
+            raise UnknownName(f"{self.kind}: got {name!r}, expected one of its names{near(name, self._entries)}")
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
@@ -166,6 +173,17 @@ def number(name: str, value: Any, low: float = float("-inf"), high: float = floa
         bounds = what or f"a number from {low:g} to {high:g}"
         raise ValueError(f"{name}: got {value!r}, expected {bounds}")
     return found
+
+
+def switch(name: str, value: Any) -> bool:
+    """True or False, and nothing that only counts as one of them (the text "false" would be true).
+
+    >>> switch("whiten", True)
+    True
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name}: got {value!r}, expected True or False")
+    return bool(value)
 
 
 def whole_number(name: str, value: Any, low: int = 0) -> int:

@@ -1,8 +1,8 @@
 """Recursions from the last token of a row to its first, GAE and discounted returns: padded or packed, on any device.
 
-Invariant: a token that does not take part is never read, and a token that does not count is 0 in the result. Sums are
-in float64; on the CPU the compiled way and the plain way do the same operations in the same order, so that a result
-does not depend on which one was taken.
+Invariant: a token that does not take part is never read, and a token that does not count is 0 in the result. On the
+CPU sums are in float64, and the compiled way and the plain way do the same operations in the same order, so that a
+result does not depend on which one was taken.
 
 Three ways, chosen by what is there:
 

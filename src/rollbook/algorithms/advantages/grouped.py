@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from rollbook.algorithms.advantages.registry import ESTIMATORS
+from rollbook.algorithms.filters import make_up
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, segment_sums
 from rollbook.algorithms.layout import PerRow, PerToken
+from rollbook.algorithms.moments import STD
 from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.registry import choice, number, whole_number
-from rollbook.algorithms.results import Advantages
+from rollbook.algorithms.registry import choice, number, switch, whole_number
+from rollbook.algorithms.results import Advantages, Report, rows_where
 
 LEVELS = ("group", "batch")
 
@@ -103,14 +105,17 @@ def rloo(
     """Reward minus the mean of the group's other rewards.
 
     A = r - (sum of the others) / (n - 1), computed as n / (n - 1) * (r - mean), so that equal rewards give exactly 0.
-    Arguments as of `grpo`. Peers: verl and Trinity give a lone row its reward (`singleton="raw"`), LightRFT NaN.
+    Where `runs` are given, the others are the other runs. Arguments as of `grpo`. Peers: verl and Trinity give a lone
+    row its reward (`singleton="raw"`), LightRFT NaN.
 
     >>> rloo([1.0, 0.0, 0.0, 1.0], ["a"] * 4).advantages
     tensor([ 0.6667, -0.6667, -0.6667,  0.6667])
     """
     grouped = Grouped(rewards, groups, runs, ranks)
     count = grouped.of(grouped.count)
-    scores = grouped.centred() * count / np.maximum(count - 1, 1)
+    of_run = np.where(grouped.valid, grouped.run_values[grouped.run], 0.0)
+    centred = np.where(grouped.of(grouped.constant), 0.0, of_run - grouped.of(grouped.mean))
+    scores = grouped.filled(centred * count / np.maximum(count - 1, 1) + (grouped.values - of_run))
     return grouped.scored(grouped.alone(scores, singleton), mask)
 
 
@@ -214,11 +219,13 @@ def rec(
     2
     """
     choice("drop", drop, (None, "balance"))
-    choice("normalise", normalise, (True, False))
+    switch("normalise", normalise)
+    choice("std", std, STD)
+    number("eps", eps, 0)
     grouped = Grouped(rewards, groups, runs, ranks)
     scores = grouped.centred()
     if normalise:
-        scores = _over(scores, grouped.of(grouped.std(std)) + number("eps", eps, 0))
+        scores = _over(scores, grouped.of(grouped.std(std)) + eps)
     scores = grouped.alone(scores, singleton)
     report = grouped.report()
     if drop is not None:
@@ -229,15 +236,15 @@ def rec(
             raise ValueError("ids: got the same id for several rows, expected an id of its own for each")
         dropped = _surplus(grouped, scores, everyone, seed)
         scores = np.where(dropped, 0.0, scores)
-        reasons = {**report.reasons, "dropped negative": np.flatnonzero(dropped[grouped.own]).tolist()}
-        report = type(report)(report.rows, reasons, report.metrics)
+        reasons = {**report.reasons, "dropped negative": rows_where(dropped[grouped.own])}
+        report = Report(report.rows, reasons, report.metrics)
     return grouped.scored(scores, mask, report)
 
 
 def _surplus(grouped: Grouped, scores: Floats, ids: list[Any], seed: int) -> Any:
     """[all rows] Which negatives a group has too many of, drawn by a hash of seed and id."""
     dropped = np.zeros(len(scores), dtype=bool)
-    draw = [hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest() for name in ids]
+    draw = [hashlib.blake2b(f"{seed}/{name!r}".encode(), digest_size=8).digest() for name in ids]
     negatives: dict[int, list[int]] = {}
     for i in np.flatnonzero(scores < 0).tolist():
         negatives.setdefault(int(grouped.index[i]), []).append(i)
@@ -256,8 +263,8 @@ def cpgd(
     runs: Any = None,
     *,
     weight: str = "std",
-    clip: float = 3.0,
-    lam: float = 1.0,
+    weight_clip: float = 3.0,
+    weight_constant: float = 1.0,
     std: str = "population",
     eps: float = 1e-6,
     singleton: str = "zero",
@@ -266,23 +273,23 @@ def cpgd(
     """Reward minus the group's mean, weighted by the group.
 
     `weight="std"` divides by the deviation (the population's, as the estimator is defined), `"none"` leaves it, and
-    `"clip_filter_like"` multiplies groups that differ by min(groups / groups that differ, `clip`) and groups of equal
-    rewards by `lam`, so that a batch of few useful groups moves as much as a full one. Arguments as of `grpo`.
-    LightRFT sums its rewards over the batch first, and so always gets 0.
+    `"clip_filter_like"` multiplies groups that differ by min(groups / groups that differ, `weight_clip`) and others by
+    `weight_constant` (see `filters.clip_filter_weights`), so that a batch of few useful groups moves as much as a full
+    one. Arguments as of `grpo`. LightRFT sums its rewards over the batch first, and so always gets 0.
 
     >>> cpgd([1.0, 0.0], ["a", "a"], [[1, 1, 1], [1, 1]]).advantages
     [tensor([1.0000, 1.0000, 1.0000]), tensor([-1.0000, -1.0000])]
     """
     choice("weight", weight, ("std", "none", "clip_filter_like"))
+    number("eps", eps, 0)
+    choice("std", std, STD)
     grouped = Grouped(rewards, groups, runs, ranks)
     scores = grouped.centred()
+    factors = make_up(grouped.constant | (grouped.count < 2), weight_clip, weight_constant)
     if weight == "std":
-        scores = _over(scores, grouped.of(grouped.std(std)) + number("eps", eps, 0))
+        scores = _over(scores, grouped.of(grouped.std(std)) + eps)
     elif weight == "clip_filter_like":
-        differ = int((~grouped.constant & (grouped.count > 1)).sum())
-        known = int((grouped.count > 1).sum())
-        factor = min(known / differ, number("clip", clip, 0)) if differ else 1.0
-        scores = scores * np.where(grouped.of(grouped.constant), number("lam", lam), factor)
+        scores = scores * grouped.of(factors)
     return grouped.scored(grouped.alone(scores, singleton), mask)
 
 

@@ -16,8 +16,9 @@ from rollbook.algorithms.advantages.grouped import LEVELS
 from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, last_steps, numbered
 from rollbook.algorithms.layout import PerRow, PerToken
+from rollbook.algorithms.moments import STD
 from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Advantages, Report, rows_where
 
 
@@ -83,7 +84,8 @@ def step_wise_grpo(
     tensor([-0.7071,  0.3536,  0.3536])
     """
     choice("level", level, LEVELS)
-    choice("step_norm", step_norm, (True, False))
+    switch("step_norm", step_norm)
+    choice("std", std, STD)
     number("eps", eps, 0)
     found = _Episodes(rewards, groups, runs, steps, None, ranks)
     last = last_steps(found.steps, found.run, len(found.run_group))
@@ -152,6 +154,7 @@ def gigpo(
     number("omega", omega)
     number("gamma", gamma, 0, 1)
     found = _Episodes(step_rewards, groups, runs, steps, states, ranks)
+    choice("std", std, STD)
     choice("missing", missing, ("exclude", "zero"))
     known = np.isfinite(found.rewards)
     rewards = np.where(known | (missing == "exclude"), found.rewards, 0.0)

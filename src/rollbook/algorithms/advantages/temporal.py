@@ -36,7 +36,7 @@ from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Grouped, as_rewards
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_mask
 from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import Places, gae_scan, return_scan, survey, taking_part
 
@@ -75,7 +75,9 @@ class _Placed:
 
         Every rank comes to the same collective calls, whatever its rows are.
         """
-        choice("whiten", whiten, (True, False))
+        switch("whiten", whiten)
+        choice("std", std, moments.STD)
+        number("eps", eps, 0)
         layout = self.layout
         if self.left_out.any():
             gone = layout.spread(torch.from_numpy(self.left_out).to(layout.mask.device))
@@ -216,8 +218,8 @@ def gae(
     delta_i = r_i + gamma V_j - V_i and A_i = delta_i + gamma lam A_j, with j the next token that counts; nothing comes
     after the last. returns = A + V, never whitened. token_rewards, values, mask, response: (B, A) or packed; rewards:
     (B,), placed on each row's last action besides the token rewards. A row that lacks a reward has advantages of 0 and
-    its values as returns, so that a critic learns nothing from it. Tool tokens, std, eps, whitening, clip: as this
-    module says; no group statistics, so that singleton and constant groups are nothing special.
+    its values as returns, so that a critic learns nothing from it. Tool tokens, std, eps, whitening, clip: as the
+    module `temporal` says; no group statistics, so that singleton and constant groups are nothing special.
 
     Peers: verl and Trinity (as `ppo`) whiten; LightRFT and OpenRLHF go through tool tokens as if they were states of
     value 0, SkyRL and slime as states with values.
@@ -330,7 +332,7 @@ def reinforce(
     R_i = r_i + gamma R_j, with j the next token that counts. token_rewards, mask, response: (B, A) or packed; rewards:
     (B,), placed on each row's last action, so that with gamma 1 every action has its row's reward (Trinity); without
     any tokens the result is (B,). `groups` (B,) changes no advantage: the report then has the groups' reward means.
-    Tool tokens, NaN, std, eps, whitening, clip: as this module says.
+    Tool tokens, NaN, std, eps, whitening, clip: as the module `temporal` says.
 
     >>> reinforce(torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 5.0]]), mask=[[1, 1, 1], [1, 1, 0]], gamma=0.5).advantages
     tensor([[0.2500, 0.5000, 1.0000],
@@ -460,7 +462,7 @@ def remax(
     """The return-to-go minus the reward of the greedy response to the same prompt; `returns` are without baseline.
 
     token_rewards, mask, response: (B, A) or packed; rewards, baselines: (B,). A row that lacks its reward or its
-    baseline has advantages of 0, and is counted. Tool tokens, std, eps, whitening, clip: as this module says.
+    baseline has advantages of 0, and is counted. Tool tokens, std, eps, whitening, clip: as the module `temporal` says.
 
     >>> remax([[0.0, 1.0], [0.0, 3.0]], [1.0, 0.5]).advantages
     [tensor([0., 0.]), tensor([2.5000, 2.5000])]

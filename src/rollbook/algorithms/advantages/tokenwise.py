@@ -17,7 +17,7 @@ from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats
 from rollbook.algorithms.moments import moments
 from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Advantages, Report, rows_where
 
 
@@ -72,7 +72,7 @@ def jsd(
     >>> jsd(student, teacher, beta=1.0).advantages
     tensor([[-0.6931,  0.0000]])
     """
-    choice("normalise", normalise, (True, False))
+    switch("normalise", normalise)
     number("beta", beta, 0, 1)
     number("coef", coef)
     layout = Layout.of(mask, log_probs=log_probs, teacher_log_probs=teacher_log_probs)
@@ -90,16 +90,17 @@ def jsd(
     mixture = beta * ratio + 1 - beta
     divergence = beta * torch.where(ratio > 0, ratio * gap.clamp(-700, 700), 0.0)
     divergence = divergence - torch.where(mixture > 0, mixture * torch.log(mixture), 0.0)
-    wide = as_floats(layout.whole("log_probs", log_probs)).dtype
+    given = (layout.whole("log_probs", log_probs), layout.whole("teacher_log_probs", teacher_log_probs))
+    wide = torch.promote_types(*(as_floats(one).dtype for one in given))
     return _tokens(layout, (coef * scale * score).to(wide), mask, {"divergence": divergence.clamp(min=0)})
 
 
 def _tokens(layout: Layout, tokens: torch.Tensor, mask: Any, metrics: dict[str, torch.Tensor]) -> Advantages:
     count = max(int(layout.mask.sum()), 1)
+    kept = layout.masked(tokens) + 0.0
     found = {name: float(layout.masked(value).sum() / count) for name, value in metrics.items()}
     empty = rows_where((layout.counts == 0).tolist())
-    report = Report(layout.rows, {"no actions": empty}, {**found, "advantage_mean": float(tokens.sum() / count)})
-    kept = layout.masked(tokens) + 0.0
+    report = Report(layout.rows, {"no actions": empty}, {**found, "advantage_mean": float(kept.sum() / count)})
     return Advantages(layout.give(kept), None, None, mask, report)
 
 
@@ -188,6 +189,7 @@ def clip_v(
     tensor([[False,  True],
             [ True,  True]])
     """
+    switch("centred", centred)
     number("mu", mu, 0)
     number("max_frac", max_frac, 0, 1)
     choice("zero_advantage", zero_advantage, ("keep", "uncapped"))
