@@ -948,3 +948,12 @@ def test_records_go_to_a_device() -> None:
     moved = from_experiences(rows, device="meta", packing_samples=True)
     assert all(tensor.is_meta for _, tensor in tensors_in(moved))
     assert moved.sequences.values.shape == (5,)
+
+
+def test_predictions_are_of_every_token() -> None:
+    many = Experiences([Experience(tokens=[1, 2, 3], prompt_length=1), Experience(tokens=[4, 5], prompt_length=1)])
+    padded, packed = many.batch(), many.batch(packing_samples=True)
+    with pytest.raises(ValueError, match=r"predictions: got shape \[2, 2\], expected \[2, 3\] first"):
+        padded.at_actions(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=r"predictions: got shape \[5\], expected \[1, 5\] first"):
+        packed.at_actions(torch.zeros(5))

@@ -90,6 +90,7 @@ def test_algorithms_page() -> None:
             exec(code, scope)
     finally:
         ESTIMATORS.withdraw("above_worst")
+        LOSSES.withdraw("hinge_pg")
     assert scope["stats"].log_probs.shape == (6,)
     text = page.read_text()
     for registry in (ESTIMATORS, KL, LOSSES):

@@ -109,6 +109,60 @@ def test_slices_and_strides() -> None:
     assert torch.cuda.max_memory_allocated() - before < MIB
 
 
+def test_a_view_whose_entries_lie_further_apart_than_32_bits_say() -> None:
+    whole = torch.empty(151_936, 16_384, device=DEVICE, dtype=torch.bfloat16).normal_()
+    view = whole.T[-3:]
+    assert (view.shape[1] - 1) * view.stride(1) > 2**31
+    labels = torch.randint(140_000, 151_936, (3,), device=DEVICE)
+    mine, theirs = view.detach().requires_grad_(), view.double().requires_grad_()
+    found, expected = from_logits(mine, labels, entropy=True), exact(theirs, labels)
+    close(found.log_probs, expected.log_probs, 2e-5)
+    close(found.entropy, expected.entropy, 2e-5)
+    weights(found).backward()
+    weights(expected).backward()
+    assert mine.grad is not None
+    close(mine.grad, theirs.grad, 2e-5, 1e-2)
+
+
+TINY = [1e-6, 1e-9, 1e-12, 1e-38, 3e-39]
+
+
+@pytest.mark.parametrize("temperature", TINY)
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("vocabulary", [300, 9000])
+def test_tiny_temperatures_give_the_likeliest_all(temperature: float, dtype: torch.dtype, vocabulary: int) -> None:
+    logits = torch.randn(3, vocabulary, device=DEVICE).to(dtype)
+    # Tops in the first block of entries, and in later ones to which sums have to move.
+    labels = torch.tensor([0, vocabulary // 2, vocabulary - 1], device=DEVICE)
+    logits[torch.arange(3), labels] = 60.0
+    logits[:, 7] = -INF
+    logits.requires_grad_()
+    found = from_logits(logits, labels, temperature=temperature, entropy=True)
+    assert found.entropy is not None
+    assert found.log_probs.tolist() == found.entropy.tolist() == [0.0] * 3
+    (slopes,) = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), logits)
+    assert slopes.isfinite().all() and not slopes.any()
+
+
+@pytest.mark.parametrize("temperature", TINY)
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("vocabulary", [300, 900, 9000])
+def test_tiny_temperatures_of_a_head(temperature: float, dtype: torch.dtype, vocabulary: int) -> None:
+    # Small whole numbers: every way to add them up gives the same, so that the label's logit is the top to the bit.
+    hidden = torch.randint(-3, 4, (4, 64), device=DEVICE).to(dtype)
+    weight = torch.randint(-3, 4, (vocabulary, 64), device=DEVICE).to(dtype)
+    labels = torch.tensor([0, 70, vocabulary // 2, vocabulary - 1], device=DEVICE)
+    weight[labels] = 4 * hidden
+    assert torch.equal((hidden.double() @ weight.double().T).argmax(-1), labels)
+    assert kernels.takes(hidden, weight) == (dtype != torch.float32)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    found = from_hidden(*leaves, labels, temperature=temperature, entropy=True)
+    assert found.entropy is not None
+    assert found.log_probs.tolist() == found.entropy.tolist() == [0.0] * 4
+    for slopes in torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), leaves):
+        assert slopes.isfinite().all() and not slopes.any()
+
+
 def test_what_is_not_checked_is_nan() -> None:
     logits = torch.randn(4, 10, device=DEVICE)
     labels = torch.tensor([0, 10, -1, -100], device=DEVICE)

@@ -293,6 +293,7 @@ class ExperienceBatch(Movable):
         """
         if self.layout == "packed":
             rows = self._packed("sequences", self.sequences)
+            self._check_predictions(predictions, (1, len(rows.values)))
             slots = self.action_cu_seqlens.long()
             counts = slots.diff()
             ends = rows.cu_seqlens.long()
@@ -303,10 +304,18 @@ class ExperienceBatch(Movable):
         actions = next((value for _, value in token_fields(self, "response") if value is not None), None)
         if actions is None:
             raise ValueError("at_actions: no response-axis field is there to say where the responses are")
+        self._check_predictions(predictions, tuple(self.sequences.shape))
         begin = predictions.shape[1] - actions.shape[1]
         if begin:
             return predictions[:, begin - 1 : -1]
         return torch.cat([predictions[:, :1], predictions[:, :-1]], dim=1)
+
+    @staticmethod
+    def _check_predictions(predictions: torch.Tensor, expected: tuple[int, ...]) -> None:
+        """One entry for each token: with one less, as of `logits[:, :-1]`, every slot would get its neighbour's."""
+        if tuple(predictions.shape[:2]) != expected:
+            got = list(predictions.shape)
+            raise ValueError(f"predictions: got shape {got}, expected {list(expected)} first, one entry for each token")
 
 
 _BLANK = {f.name: None for f in dataclasses.fields(ExperienceBatch)}

@@ -217,6 +217,9 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def __repr__(self) -> str:
+        return f"Ragged({len(self)} rows, {len(self.memory)} values of {self.dtype})"
+
     @property
     def trailing(self) -> tuple[int, ...]:
         """The sizes of the dimensions behind the ragged one."""

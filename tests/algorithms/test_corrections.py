@@ -236,6 +236,13 @@ def test_a_ratio_beyond_all_bounds_is_cut_on_its_own_side() -> None:
     assert diagnostics([[-3e38]], [[3e38]])["chi2_sequence"] == -1.0
 
 
+@pytest.mark.parametrize("off", [1e-4, -1e-8, 1e-12, -1e-15])
+def test_a_small_distance_keeps_its_digits(off: float) -> None:
+    policy = torch.tensor([[off]], dtype=torch.float64)
+    wanted = off**2 / 2 + off**3 / 6 + off**4 / 24
+    assert diagnostics(policy, torch.zeros_like(policy))["kl_k3"] == pytest.approx(wanted, rel=1e-13, abs=0)
+
+
 def test_what_is_masked_touches_nothing_and_what_counts_is_not_hidden() -> None:
     policy = torch.tensor([[-1.0, math.nan, -2.0]])
     behaviour = torch.tensor([[-1.0, -1.0, math.inf]])
@@ -392,6 +399,7 @@ ONE = torch.zeros(1, 2)
         (lambda: importance_weights(ONE, ONE, low=3.0), "low: got 3.0, expected a number from 0 to 2"),
         (lambda: importance_weights(ONE, ONE, veto=2.0), "veto: got 2.0, expected a ratio above 0 and up to 1"),
         (lambda: importance_weights(ONE, ONE, log_clamp=100.0), "log_clamp: got 100.0, expected a positive number up"),
+        (lambda: importance_weights(ONE, ONE, normalise="no"), "normalise: got 'no', expected True or False"),
         (lambda: importance_weights(ONE, ONE, mask_outside=2.0), "mask_outside: got 2.0, expected a pair"),
         (
             lambda: importance_weights(ONE, ONE, mask_outside=(2.0, 1.0)),

@@ -107,7 +107,9 @@ def test_every_estimator_takes_records_or_a_batch() -> None:
     batch.values = torch.full(batch.action_mask.shape, 0.5)
     batch.action_entropy = torch.rand(batch.action_mask.shape)
     for name in ESTIMATORS.names():
-        data = {**dict(inputs_of(batch)), "necs": batch.action_entropy} if name == "clip_v" else batch
+        needs = ESTIMATORS[name].inputs
+        given = {need: value for need, value in inputs_of(batch).items() if need in needs} if name == "clip_v" else {}
+        data = {**given, "necs": batch.action_entropy} if name == "clip_v" else batch
         found = estimate(name, data)
         assert found.advantages.shape == batch.action_mask.shape, name
         assert not found.advantages[~batch.action_mask].any(), name
@@ -314,7 +316,37 @@ def test_what_needs_no_ids_does_without() -> None:
 
 
 def test_names_among_the_data_that_nobody_takes_are_refused() -> None:
-    with pytest.raises(ValueError, match="got 'masks', which is no estimator's input; did you mean 'mask'"):
+    with pytest.raises(ValueError, match="got 'masks' among the data, which is no input here; did you mean 'mask'"):
         estimate("grpo", {"rewards": [1.0], "groups": ["a"], "masks": [[1]]})
     with pytest.raises(ValueError, match="gae: got 'gamma' among the data, expected it as an option"):
         estimate("gae", {"token_rewards": [[1.0]], "values": [[0.0]], "gamma": 0.5})
+
+
+def test_what_an_estimator_of_ones_own_gives_back_is_checked() -> None:
+    from rollbook.algorithms.results import Advantages
+
+    many = Experiences([record({"task": 0, "run": i}, 1.0, [True]) for i in (0, 1)])
+    ESTIMATORS.register("own", source="a test")(lambda rewards, groups, mask=None: torch.zeros(2))
+    ESTIMATORS.register("plain", source="a test")(lambda rewards: Advantages(torch.zeros(2)))
+    try:
+        with pytest.raises(ValueError, match="own: got Tensor back, expected Advantages"):
+            estimate("own", many)
+        assert estimate("plain", many).report.rows == 2
+    finally:
+        ESTIMATORS.withdraw("own")
+        ESTIMATORS.withdraw("plain")
+
+
+def test_values_of_records_may_stand_in_their_info() -> None:
+    rows = [record({"task": 0, "run": 0}, 1.0, [True, True])]
+    rows[0].info["critic"] = [0.5, 0.25]
+    assert estimate("gae", rows, info_keys={"values": "critic"}).advantages[0].tolist() == [0.5, 0.75]
+    with pytest.raises(ValueError, match="info_keys: got 'valuess', expected one of"):
+        estimate("gae", rows, info_keys={"valuess": "critic"})
+
+
+def test_what_is_shown_is_short() -> None:
+    found = estimate("grpo", Experiences([record({"task": 0, "run": i}, 1.0, [True]) for i in range(50)]))
+    assert len(repr(found)) < 300 and "constant group 50" in repr(found)
+    assert "Ragged(50 rows" in repr(found.advantages) and "groups 1" in str(found.report)
+    assert repr(ALONE) == "ALONE" and "grpo" in repr(ESTIMATORS)

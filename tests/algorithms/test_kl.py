@@ -58,7 +58,9 @@ def test_gradients(name):
 
 def test_aliases_and_unknown_names():
     assert KL["low-variance"].name == "low_var_kl" and KL["kl"].name == "k1" and KL["mse"].name == "k2"
-    with pytest.raises(ValueError, match=r"KL estimator: got 'k4', expected one of its names; \(none, k1, kl, k2"):
+    with pytest.raises(
+        ValueError, match=r"KL estimator: got 'k4', expected one of its names; there are \(none, k1, kl, k2"
+    ):
         kl("k4", [0.0], [0.0])
     with pytest.raises(ValueError, match=r"corrected_k3: option 'cpa' is none of its options; did you mean 'cap'"):
         kl("corrected_k3", [0.0], [0.0], cpa=3.0)
@@ -175,6 +177,23 @@ def test_k2_has_the_gradient_of_kl_and_k1_has_none_in_expectation():
     assert torch.allclose(gradients["k2"], true) and torch.allclose(gradients["k3"], forward)
 
 
+def test_lists_join_what_is_on_a_device():
+    there = torch.zeros(2, device="meta")
+    for name in KL.names():
+        assert kl(name, [-1.0, -2.0], there).device.type == kl(name, there, [-1.0, -2.0]).device.type == "meta"
+    assert corrected_k3([-1.0, -2.0], [-1.0, -2.0], there).device.type == "meta"
+    with pytest.raises(ValueError, match="ref_log_probs: got device cpu, expected meta"):
+        k3(there, torch.zeros(2))
+    with pytest.raises(ValueError, match=r"old_log_probs: got shape \[3\], expected \[2\], as log_probs have"):
+        corrected_k3([-1.0, -2.0], [-1.0, -2.0], torch.zeros(3))
+
+
+def test_to_detach_the_ratio_is_true_or_false():
+    for old in (None, [-1.0]):
+        with pytest.raises(ValueError, match="detach_ratio: got 'no', expected True or False"):
+            corrected_k3([-1.0], [-2.0], old, detach_ratio="no")
+
+
 def test_token_kl_reads_only_what_counts():
     mask = torch.tensor([[0, 1, 1], [1, 0, 0]])
     lp, ref = torch.tensor([[math.nan, -1.0, -2.0], [-3.0, math.inf, 0.0]]), torch.full((2, 3), -1.5)
@@ -273,6 +292,17 @@ def test_penalise_rewards_of_tokens_and_none():
         (lambda: penalise([1.0, 2.0, 3.0], torch.ones(2, 2)), r"rewards: got shape \[3\], expected \[2\]"),
         (lambda: penalise([1.0], torch.ones(1, 2), coef=math.nan), r"coef: got nan"),
         (lambda: penalise([1.0], torch.ones(1, 2), reward_clip=(2, 1)), r"reward_clip: got 1, expected .* below 2"),
+        (
+            lambda: penalise([1.0], torch.ones(1, 2), reward_clip=(1, 2, 3)),
+            r"reward_clip: got \(1, 2, 3\), expected a pair \(low, high\), one number, or None",
+        ),
+        (lambda: penalise([1.0], torch.ones(1, 2), reward_clip="x"), r"reward_clip: got 'x', expected a number of at"),
+        (
+            lambda: penalise([1.0], torch.ones(1, 2), reward_clip=-1.0),
+            r"reward_clip: got -1.0, expected a number of at",
+        ),
+        (lambda: penalise([1.0], torch.ones(1, 2), reward_clip=("x", 1)), r"reward_clip: got 'x', expected a number"),
+        (lambda: penalise([1.0], torch.ones(1, 2), reward_clip=(0, "x")), r"reward_clip: got 'x', expected .* below 0"),
         (
             lambda: penalise(torch.ones(2), Rows(torch.ones(2), [0, 2])),
             r"rewards: got 2 numbers for as many rows and as many tokens, expected Rows\(values, lengths\)",

@@ -360,11 +360,11 @@ CASES: list[tuple[str, dict[str, Any], Callable[..., Found], dict[str, Any], str
     ("value", {"clip": None, "mode": MEAN}, naive_value, {"clip": None}, MEAN),
     ("entropy", {"coef": 0.3}, naive_entropy, {"coef": 0.3}, MEAN),
 ]
+CASES += [("kl", {}, naive_kl, {}, MEAN)]
 CASES += [
     ("kl", {"estimator": name, "coef": 0.5}, naive_kl, {"estimator": name, "coef": 0.5}, MEAN)
     for name in ("none", "k1", "k2", "k3", "abs", "low_var_kl", "corrected_k3")
 ]
-CASES += [("kl", {}, naive_kl, {}, MEAN)]
 CASES += [
     (
         "rec",
@@ -376,11 +376,11 @@ CASES += [
     for c, w, r in itertools.product(CLIP_MODES, WEIGHTS, REGULARIZERS)
 ]
 PLAIN = list({case[0]: case for case in reversed(CASES)}.values())
-"""One case of each loss, mostly with its defaults."""
+"""The first case of each loss, mostly with its defaults; none is 0 whatever the code does, as `entropy`'s are."""
 ids = pytest.mark.parametrize(
     ("name", "options", "naive", "expected", "mode"), CASES, ids=lambda part: part if isinstance(part, str) else None
 )
-each = pytest.mark.parametrize("name", [case[0] for case in PLAIN])
+each = pytest.mark.parametrize(("name", "options"), [case[:2] for case in PLAIN], ids=[case[0] for case in PLAIN])
 
 
 def coefficients(rows: list[Row], mode: str, whole: Denominators | None = None) -> list[float]:
@@ -495,14 +495,15 @@ def test_on_policy_gradient_is_the_policy_gradient(name):
 
 
 @each
-def test_rows_without_tokens_change_nothing(name):
+def test_rows_without_tokens_change_nothing(name, options):
     batch = Batch(33, rows=4)
     batch.mask[1] = [False] * len(batch.mask[1])
     assert sum(map(any, batch.mask)) >= 2
     without = batch.sub([i for i in range(4) if any(batch.mask[i])])
     data, leaf = data_of(batch.padded("right"))
     rest, small = data_of(without.padded("right"))
-    loss, expected = LOSSES.call(name, data), LOSSES.call(name, rest)
+    loss, expected = LOSSES.call(name, data, **options), LOSSES.call(name, rest, **options)
+    assert expected.value.item() != 0
     assert loss.value.item() == pytest.approx(expected.value.item(), rel=1e-12)
     assert {k: v.item() for k, v in loss.metrics.items()} == pytest.approx(
         {k: v.item() for k, v in expected.metrics.items()}, rel=1e-6
@@ -510,26 +511,26 @@ def test_rows_without_tokens_change_nothing(name):
     loss.backward()
     expected.backward()
     kept, other = leaf.grad[data["mask"]], small.grad[rest["mask"]]
-    assert torch.allclose(kept, other)
+    assert torch.allclose(kept, other) and other.any()
 
 
 @each
-def test_no_token_at_all_is_zero_with_a_gradient(name):
+def test_no_token_at_all_is_zero_with_a_gradient(name, options):
     leaf = torch.full((2, 3), math.nan, requires_grad=True)
     junk = torch.full((2, 3), math.nan)
     data, _ = data_of({"lp": leaf, "old": junk, "adv": junk, "ref": junk, "mask": torch.zeros(2, 3)})
     data |= {"log_probs": leaf, "values": leaf, "entropy": leaf}
-    loss = LOSSES.call(name, data)
+    loss = LOSSES.call(name, data, **options)
     assert loss.value.item() == 0 and all(v.item() == 0 for v in loss.metrics.values())
     loss.backward()
     assert (leaf.grad == 0).all()
     empty = {key: Rows(torch.zeros(0), []) for key in data}
-    assert LOSSES.call(name, empty).value.item() == 0
+    assert LOSSES.call(name, empty, **options).value.item() == 0
 
 
 @each
 @pytest.mark.parametrize("argument", ["lp", "old", "adv"])
-def test_nan_where_it_counts_is_not_hidden(name, argument):
+def test_nan_where_it_counts_is_not_hidden(name, options, argument):
     batch = Batch(33, rows=3)
     arrays = batch.padded("right")
     where = arrays["mask"].nonzero()[0]
@@ -538,8 +539,27 @@ def test_nan_where_it_counts_is_not_hidden(name, argument):
         "sft": "lp", "sft_is": "lp", "sft_phi": "lp", "entropy": "lp", "opmd": "lp adv", "rec": "lp adv", "kl": "lp",
     }.get(name, "lp old adv")  # fmt: skip
     data, _ = data_of(arrays)
-    value = LOSSES.call(name, data, **({"coef": 1.0} if name == "entropy" else {})).value
+    value = LOSSES.call(name, data, **options).value
     assert math.isnan(value.item()) == (argument in reads)
+
+
+REPORTED = {"importance_sampling": "approx_kl"} | dict.fromkeys(
+    ["ppo", "gspo", "gmpo", "sapo", "cpg", "cispo"], "ppo_kl"
+)
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_the_kl_that_is_reported_is_of_the_ratio_as_it_is(name):
+    data = {"log_probs": [[-1.0, -52.0, -0.5]], "old_log_probs": [[-1.5, -2.0, -40.5]], "advantages": [1.0]}
+    found = LOSSES.call(name, data).metrics[REPORTED[name]]
+    assert found.item() == pytest.approx((-0.5 + 50.0 - 40.0) / 3)
+    mixed = LOSSES.call("mix", data | {"expert_mask": [False]}).metrics["usual/ppo_kl"]
+    assert mixed.item() == found.item()
+
+
+def test_a_plain_policy_gradient_clips_nothing_and_reports_the_true_distance():
+    _, metrics = ppo([[-1.0, -2.0]], [[-3.0, -1.5]], [[1.0, -1.0]], policy_gradient=True)
+    assert metrics["pg_clipfrac"] == metrics["pg_clipfrac_lower"] == 0 and metrics["ppo_kl"].item() == -0.75
 
 
 @pytest.mark.parametrize("name", [name for name in RATIOS if name not in ("sppo", "cpg")])
@@ -553,33 +573,33 @@ def test_extreme_ratios_stay_finite(name):
 
 
 @each
-def test_lists_and_half_precision(name):
+def test_lists_and_half_precision(name, options):
     batch = Batch(33, rows=3)
     arrays = batch.padded("right")
     arrays = {k: torch.where(arrays["mask"], v, 0.0) if k != "mask" else v for k, v in arrays.items()}
     data, _ = data_of({k: v.float() if k != "mask" else v for k, v in arrays.items()})
-    expected = LOSSES.call(name, data).value
-    assert expected.dtype == torch.float32
+    expected = LOSSES.call(name, data, **options).value
+    assert expected.dtype == torch.float32 and expected != 0
     listed = {key: value.tolist() for key, value in data.items()}
-    assert LOSSES.call(name, listed).value.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert LOSSES.call(name, listed, **options).value.item() == pytest.approx(expected.item(), rel=1e-6)
     half = {key: value.to(torch.bfloat16) if key != "mask" else value for key, value in data.items()}
-    found = LOSSES.call(name, half).value
+    found = LOSSES.call(name, half, **options).value
     assert found.dtype == torch.float32
     wide = {key: value.float() if key != "mask" else value for key, value in half.items()}
-    assert found.item() == LOSSES.call(name, wide).value.item()
+    assert found.item() == LOSSES.call(name, wide, **options).value.item()
 
 
 @each
-def test_weights_multiply_and_leave_denominators_alone(name):
+def test_weights_multiply_and_leave_denominators_alone(name, options):
     batch = Batch(33, rows=4)
     arrays = batch.padded("right")
     data, _ = data_of(arrays)
-    plain = LOSSES.call(name, data, mode=MEAN).value.item()
+    plain = LOSSES.call(name, data, mode=MEAN, **options).value.item()
+    assert plain != 0
     double = torch.full(arrays["mask"].shape, 2.0, dtype=torch.float64)
-    assert LOSSES.call(name, data, mode=MEAN, weights=double).value.item() == pytest.approx(2 * plain)
+    assert LOSSES.call(name, data, mode=MEAN, weights=double, **options).value.item() == pytest.approx(2 * plain)
     torch.manual_seed(0)
     weights = torch.rand(arrays["mask"].shape, dtype=torch.float64).requires_grad_()
-    options = {"coef": 1.0} if name == "entropy" else {}
     total = 0.0
     for i, j in arrays["mask"].nonzero().tolist():  # one token at a time: the others weigh 0
         one = torch.zeros_like(double)
@@ -693,6 +713,30 @@ X = torch.zeros(2, 3)
         (lambda: dpo(X, ["a", "a"], [1, 1], X), r"pairs: 'a' has rows 0 and 1 as chosen, expected one of each"),
         (lambda: dpo(X, ["a", "b"], [1, 0], X), r"pairs: 'a' has a chosen row and no rejected one"),
         (lambda: dpo(X, ["a", "a"], [1, 0]), r"ref_log_probs: got None, expected .* or reference_free=True"),
+        (
+            lambda: dpo(X, ["a", "a"], [1, 0], X, reference_free=True),
+            r"ref_log_probs: got a reference, expected None, since reference_free is True",
+        ),
+        (
+            lambda: dpo_sums([1.0], [1.0], None, [1.0], reference_free=True),
+            r"ref_rejected_log_probs: got a reference, expected None, since reference_free is True",
+        ),
+        (
+            lambda: dpo_sums([1.0], [1.0], [1.0]),
+            r"ref_rejected_log_probs: got None, expected the reference's log-probs",
+        ),
+        (lambda: dpo_sums(1.0, 1.0, 1.0, 1.0), r"chosen_log_probs: got shape \[\], expected one number for each pair"),
+        (lambda: dpo_sums([1.0], None, [1.0], [1.0]), r"rejected_log_probs: got what is no array of numbers"),
+        (
+            lambda: dpo_sums(X[0], X[0].to("meta"), reference_free=True),
+            r"chosen_log_probs: got device cpu, expected meta",
+        ),
+        (lambda: cispo(X, X, X, mask_clip="false"), r"mask_clip: got 'false', expected True or False"),
+        (lambda: ppo(X, X, X, policy_gradient=1), r"policy_gradient: got 1, expected True or False"),
+        (lambda: sapo(X, X, X, detach_gate="no"), r"detach_gate: got 'no', expected True or False"),
+        (lambda: mix_chord(X, X, X, [0, 1], 1, phi=None), r"phi: got None, expected True or False"),
+        (lambda: dpo(X, ["a", "a"], [1, 0], reference_free="no"), r"reference_free: got 'no', expected True or False"),
+        (lambda: dpo_sums([1.0], [1.0], reference_free=1), r"reference_free: got 1, expected True or False"),
         (lambda: dpo(X, ["a", "a"], [1, 0], X, beta=0), r"beta: got 0, expected a positive number"),
         (lambda: dpo(X, ["a", "a"], [1, 0], X, variant="x"), r"variant: got 'x'"),
         (lambda: dpo(X, ["a", "a"], [1, 0], X, variant="ipo", label_smoothing=0.1), r"label_smoothing: got 0.1"),
@@ -708,10 +752,10 @@ def test_errors_name_field_value_and_expectation(call, message):
 
 @each
 @pytest.mark.parametrize("whole", [5, {"tokens": 3}, (1, 2, 3)])
-def test_the_denominators_of_the_batch_have_one_type(name, whole):
+def test_the_denominators_of_the_batch_have_one_type(name, options, whole):
     data, _ = data_of(Batch(33, rows=4).padded("right"))
     with pytest.raises(ValueError, match=rf"whole: got {type(whole).__name__}, expected the Denominators"):
-        LOSSES.call(name, data, whole=whole)
+        LOSSES.call(name, data, whole=whole, **options)
 
 
 def test_numbers_of_numpy_are_options():
@@ -894,8 +938,12 @@ def test_dpo_per_pair(variant, smoothing, free, seed):
     value = sum(naive_dpo(ratio[2 * k] - ratio[2 * k + 1], 0.3, smoothing, variant) for k in full) / max(len(full), 1)
     options = {"beta": 0.3, "variant": variant, "label_smoothing": smoothing, "reference_free": free}
     small = batch.sub(order)
+
+    def referred(arrays: dict[str, Any]) -> dict[str, Any]:
+        return data_of(arrays)[0] | ({"ref_log_probs": None} if free else {})
+
     for arrays in layouts(small).values():
-        data, _ = data_of(arrays)
+        data = referred(arrays)
         pairs, chosen = [names[i] for i in order], [roles[i] for i in order]
         loss = LOSSES.call("dpo", data | {"pairs": pairs, "chosen": chosen}, **options)
         assert loss.value.item() == pytest.approx(value, rel=1e-9, abs=1e-11)
@@ -903,7 +951,7 @@ def test_dpo_per_pair(variant, smoothing, free, seed):
         assert loss.metrics["accuracy_mean"].item() == pytest.approx(right)
     total, sums = 0.0, {}
     for part in ([0, 1, 6, 7], [2, 3, 4, 5]):
-        data, _ = data_of(batch.sub(part).padded("left"))
+        data = referred(batch.sub(part).padded("left"))
         pairs, chosen = torch.tensor(part) // 2, torch.tensor(part) % 2 == 0
         share = LOSSES.call("dpo", data | {"pairs": pairs, "chosen": chosen}, whole=len(full), **options)
         total += share.value.item()
@@ -912,8 +960,8 @@ def test_dpo_per_pair(variant, smoothing, free, seed):
     assert total == pytest.approx(value, rel=1e-9, abs=1e-11)
     assert {m: n.item() for m, n in loss.metrics.items()} == pytest.approx(sums, rel=1e-5, abs=1e-6)
     better, worse = ([ratio[2 * k + side] for k in full] for side in (0, 1))
-    zeros = [0.0] * len(full)
-    summed = dpo_sums(*(torch.tensor(part, dtype=torch.float64) for part in (better, worse, zeros, zeros)), **options)
+    zeros = [] if free else [[0.0] * len(full)] * 2
+    summed = dpo_sums(*(torch.tensor(part, dtype=torch.float64) for part in (better, worse, *zeros)), **options)
     assert summed.value.item() == pytest.approx(value, rel=1e-9, abs=1e-11)
 
 
@@ -928,6 +976,12 @@ def test_dpo_gradcheck(variant):
         return dpo(leaf, pairs, chosen, ref, variant=variant, label_smoothing=smoothing).value
 
     assert torch.autograd.gradcheck(value, (x,))
+
+
+def test_sums_in_lists_join_those_on_a_device():
+    there = torch.zeros(2, device="meta")
+    assert dpo_sums([1.0, 2.0], there, reference_free=True).value.device.type == "meta"
+    assert dpo_sums([1.0, 2.0], [0.0, 0.0], np.zeros(2), there).value.device.type == "meta"
 
 
 def test_dpo_does_not_pool_pairs():

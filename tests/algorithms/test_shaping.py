@@ -264,6 +264,20 @@ def test_infinite_rewards_are_clipped_and_do_not_spoil_the_numbers() -> None:
     assert all(map(math.isfinite, found.report.metrics.values())) and difference([], []) == {}
 
 
+def test_every_shaper_names_infinite_and_missing_rewards() -> None:
+    rewards, lengths, ids = [1.0, math.inf, None, -math.inf], [1, 2, 3, 4], list("abcd")
+    for found in (
+        clip_rewards(rewards, -1.0, 2.0, ids),
+        shape_by(rewards, [1.0] * 4, ids=ids),
+        shape_length(rewards, lengths, ids, target=2),
+        shape_overlong(rewards, lengths, ids, max_length=4, buffer=2),
+        shape_repetition(rewards, [[1], [2], [3], [4]], None, ids, n=1),
+        shape_rank(rewards, ["x"] * 4, [-1.0] * 4, None, ids),
+        RunningNorm()(rewards, ids),
+    ):
+        assert found.report.which("infinite reward") == ["b", "d"] and found.report.which("missing reward") == ["c"]
+
+
 @USUAL
 @given(ragged(), st.floats(0.1, 2))
 def test_the_clipped_share_is_of_tokens_that_count_before_they_are_clipped(data: Ragged, bound: float) -> None:
@@ -550,6 +564,13 @@ def test_pass_rates_are_means_by_key(rows: list[tuple[float | None, tuple[int, i
         (lambda: clip_rewards([[1.0]], 0.0, 1.0), "rewards: got 2 dimensions, expected one number for each row"),
         (lambda: clip_advantages([[1.0]], None, 0.0), "bound: got 0.0, expected a positive number"),
         (lambda: clip_advantages([[1.0]], None, 1.0, over="all"), "over: got 'all', expected one of 'tokens', 'slots'"),
+        (
+            lambda: overlong_penalty([1], max_length=4, buffer=2, bounded="no"),
+            "bounded: got 'no', expected True or False",
+        ),
+        (lambda: RunningNorm(minus_mean="no"), "minus_mean: got 'no', expected True or False"),
+        (lambda: RunningNorm()([1.0], update=None), "update: got None, expected True or False"),
+        (lambda: shape_by([1.0], [1.0], reason="infinite reward"), "reason: got 'infinite reward', expected a name"),
         (lambda: RunningNorm(floor=0.0), "floor: got 0.0, expected a positive number"),
         (lambda: clip_filter_like_weight_func([1.0]), "rewards: got 1 dimensions, expected 2"),
         (lambda: clip_filter_weights([1.0, 2.0], ["a", "a"], clip=-1.0), "clip: got -1.0, expected a number from 0"),

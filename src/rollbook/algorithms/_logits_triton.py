@@ -30,8 +30,10 @@ _LN2: Any = 0.6931471805599453
 LOWEST: Any = -1e30
 # Powers this far down are 0 in every type, so that nothing changes where a difference is held above it.
 _FLOOR: Any = -1e4
+# Scales are at most this: infinity times a difference of 0 would be NaN, and any other difference has power 0.
+_LARGEST: Any = 3e38
 if triton is not None:
-    _LOG2E, _LN2, LOWEST, _FLOOR = (tl.constexpr(number) for number in (_LOG2E, _LN2, LOWEST, _FLOOR))
+    _LOG2E, _LN2, LOWEST, _FLOOR, _LARGEST = map(tl.constexpr, (_LOG2E, _LN2, LOWEST, _FLOOR, _LARGEST))
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -51,6 +53,13 @@ def _capped(x, cap):
 
 
 @_jit
+def _in_powers_of_2(scale):
+    # 1 / temperature for `exp2`; where() and not minimum(), which would hide NaN.
+    scale *= _LOG2E
+    return tl.where(scale > _LARGEST, _LARGEST, scale)
+
+
+@_jit
 def _sums_kernel(
     logits,
     labels,
@@ -67,19 +76,21 @@ def _sums_kernel(
     start,
     SCALED: tl.constexpr,
     SPREAD: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     here = logits + (row // inner) * stride_outer + (row % inner) * stride_inner
     scale = _LOG2E
     if SCALED:
-        scale = tl.load(scales + row) * _LOG2E
+        scale = _in_powers_of_2(tl.load(scales + row))
     top = -float("inf")
     mass = 0.0
     spread = 0.0
     for first in tl.range(0, vocabulary, BLOCK):
         entries = first + tl.arange(0, BLOCK)
-        x = tl.load(here + entries * stride_entry, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
+        at = entries.to(tl.int64) if WIDE else entries
+        x = tl.load(here + at * stride_entry, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 0))
         reference = tl.where(higher == -float("inf"), 0.0, higher)
         # What was summed so far moves to the new reference; before the first logit there is nothing to move.
@@ -88,7 +99,8 @@ def _sums_kernel(
         distance = (x - reference) * scale
         power = tl.exp2(distance)
         if SPREAD:
-            spread = keep * (spread + rise * mass) - tl.sum(tl.maximum(distance, _FLOOR) * power, 0)
+            moved = keep * (spread + tl.minimum(rise, -_FLOOR) * mass)
+            spread = moved - tl.sum(tl.maximum(distance, _FLOOR) * power, 0)
         mass = keep * mass + tl.sum(power, 0)
         top = higher
     label = tl.load(labels + row) - start
@@ -121,6 +133,7 @@ def _slopes_kernel(
     SCALED: tl.constexpr,
     SPREAD: tl.constexpr,
     CAPPED: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -134,7 +147,8 @@ def _slopes_kernel(
         weight_entropy = tl.load(of_entropy + row)
         heard = heard | (weight_entropy != 0.0)
     read = inside & heard
-    x = tl.load(here + entries * stride_entry, mask=read, other=-float("inf")).to(tl.float32)
+    at = entries.to(tl.int64) if WIDE else entries
+    x = tl.load(here + at * stride_entry, mask=read, other=-float("inf")).to(tl.float32)
     scale = 1.0
     if SCALED:
         scale = tl.load(scales + row)
@@ -201,14 +215,16 @@ def _product_kernel(
         scale = _LOG2E
         top = tl.max(x, 1)
         if SCALED:
-            scale = tl.load(scales + rows, mask=rows < tokens, other=1.0)[:, None] * _LOG2E
+            scale = _in_powers_of_2(tl.load(scales + rows, mask=rows < tokens, other=1.0))[:, None]
         distance = (x - top[:, None]) * scale
         power = tl.exp2(distance)
         place = at_v.to(tl.int64) * tokens + rows
         tl.store(top_out + place, top, mask=rows < tokens)
         tl.store(mass_out + place, tl.sum(power, 1), mask=rows < tokens)
         if SPREAD:
-            tl.store(spread_out + place, tl.sum(distance * power, 1) * -_LN2, mask=rows < tokens)
+            # As in `_sums_kernel`: where a temperature is tiny a distance is -inf, and -inf * 0 is NaN.
+            spread = tl.sum(tl.maximum(distance, _FLOOR) * power, 1) * -_LN2
+            tl.store(spread_out + place, spread, mask=rows < tokens)
 
 
 @_jit
@@ -249,6 +265,7 @@ def _merge_kernel(
         part = tl.load(masses + place, mask=there, other=0.0)
         mass += tl.sum(keep * part, 0)
         if SPREAD:
+            rise = tl.minimum(rise, -_FLOOR)
             spread += tl.sum(keep * (tl.load(spreads + place, mask=there, other=0.0) + rise * part), 0)
     tl.store(top_out + rows, top, mask=rows < tokens)
     tl.store(mass_out + rows, mass, mask=rows < tokens)
@@ -291,6 +308,11 @@ def _chosen_kernel(
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def _is_wide(logits: torch.Tensor) -> bool:
+    """Whether the last entry of a row lies further from its first than 32 bits can say, as in a transposed view."""
+    return bool((logits.shape[-1] + _BLOCK) * abs(logits.stride(-1)) > 2**31 - 1)
+
+
 def sums(logits: torch.Tensor, labels: torch.Tensor, start: int, scales: torch.Tensor | None, spread: bool) -> Four:
     """Of logits (O, I, V), of which the first stands for token `start` of the vocabulary: four numbers a row."""
     outer, inner, vocabulary = logits.shape
@@ -309,6 +331,7 @@ def sums(logits: torch.Tensor, labels: torch.Tensor, start: int, scales: torch.T
                 start,
                 SCALED=scales is not None,
                 SPREAD=spread,
+                WIDE=_is_wide(logits),
                 BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
                 num_warps=_WARPS,
             )
@@ -347,6 +370,7 @@ def slopes(
                 SCALED=scales is not None,
                 SPREAD=of_entropy is not None,
                 CAPPED=cap is not None,
+                WIDE=_is_wide(logits),
                 BLOCK=block,
                 num_warps=_WARPS,
             )

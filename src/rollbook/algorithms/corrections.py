@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from rollbook.algorithms.arguments import is_per_row
+from rollbook.algorithms.kl import k3
 from rollbook.algorithms.layout import Layout, PerToken, as_tensor
 from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.jagged import Rows
 
@@ -102,6 +103,7 @@ def importance_weights(
     choice("level", level, LEVELS)
     number("log_clamp", log_clamp, 1e-30, _LARGEST, what=f"a positive number up to {_LARGEST:g}")
     _check_bounds(truncate, low, mask_outside, veto)
+    normalise = switch("normalise", normalise)
     layout, dtype, policy, behaviour = _taken(policy_log_probs, behaviour_log_probs, mask)
     off = policy - behaviour
     by_row = level != "token"
@@ -254,7 +256,7 @@ def _diagnosed(layout: Layout, policy: torch.Tensor, behaviour: torch.Tensor) ->
     found = torch.stack(
         [
             -off.mean(),
-            (torch.expm1(off.clamp(max=_LARGEST)) - off.clamp(max=_LARGEST)).mean(),
+            k3(torch.zeros_like(off), off.clamp(max=_LARGEST)).mean(),
             torch.expm1(_log_mean(2 * off).clamp(max=_LARGEST)),
             torch.expm1(_log_mean(2 * sums).clamp(max=_LARGEST)),
             (2 * _log_mean(off) - _log_mean(2 * off)).clamp(max=0).exp(),

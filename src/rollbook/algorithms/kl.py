@@ -16,7 +16,7 @@ import torch
 from rollbook.algorithms.aggregate import reduce, token_share
 from rollbook.algorithms.arguments import constant, floats, is_per_row, on_tokens, row_numbers, state_of
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_tensor
-from rollbook.algorithms.registry import Registry, number
+from rollbook.algorithms.registry import Registry, number, switch
 from rollbook.algorithms.results import Loss, Report, rows_where
 from rollbook.planner import Denominators
 from rollbook.ragged import Ragged
@@ -25,12 +25,23 @@ KL = Registry("KL estimator")
 """Every estimator by name; all are elementwise, on tensors of any shape."""
 
 
-def _pair(log_probs: Any, other: Any, name: str = "ref_log_probs") -> tuple[torch.Tensor, torch.Tensor]:
-    ours = as_tensor("log_probs", log_probs)
-    ref = as_tensor(name, other, ours.device)
-    if ours.shape != ref.shape:
-        raise ValueError(f"{name}: got shape {list(ref.shape)}, expected {list(ours.shape)}, as log_probs have")
-    return as_floats(ours), as_floats(ref)
+def alike(**given: Any) -> list[torch.Tensor]:
+    """Numbers of at least float32, all of the first argument's shape; lists join whichever is on a device.
+
+    >>> alike(log_probs=[-1, -2], ref_log_probs=torch.zeros(2, dtype=torch.float64))
+    [tensor([-1., -2.]), tensor([0., 0.], dtype=torch.float64)]
+    """
+    devices = [value.device for value in given.values() if isinstance(value, torch.Tensor)]
+    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+    found = {name: as_tensor(name, value, device) for name, value in given.items()}
+    first = next(iter(found))
+    for name, tensor in found.items():
+        if tensor.device != device:
+            raise ValueError(f"{name}: got device {tensor.device}, expected {device}, where the others are")
+        if tensor.shape != found[first].shape:
+            shapes = f"got shape {list(tensor.shape)}, expected {list(found[first].shape)}"
+            raise ValueError(f"{name}: {shapes}, as {first} have")
+    return [as_floats(tensor) for tensor in found.values()]
 
 
 class _Excess(torch.autograd.Function):
@@ -75,7 +86,7 @@ def none(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     >>> none([-1.0, -2.0], [-1.5, -1.0])
     tensor([0., 0.])
     """
-    ours, _ = _pair(log_probs, ref_log_probs)
+    ours, _ = alike(log_probs=log_probs, ref_log_probs=ref_log_probs)
     return torch.where(torch.zeros_like(ours, dtype=torch.bool), ours, 0.0)
 
 
@@ -89,7 +100,7 @@ def k1(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     >>> k1([-1.0, -2.0], [-1.5, -1.0])
     tensor([ 0.5000, -1.0000])
     """
-    ours, ref = _pair(log_probs, ref_log_probs)
+    ours, ref = alike(log_probs=log_probs, ref_log_probs=ref_log_probs)
     return ours - ref
 
 
@@ -117,7 +128,7 @@ def k3(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     >>> k3([0.0], [1e-6])
     tensor([5.0000e-13])
     """
-    ours, ref = _pair(log_probs, ref_log_probs)
+    ours, ref = alike(log_probs=log_probs, ref_log_probs=ref_log_probs)
     return _excess(ref - ours)
 
 
@@ -146,7 +157,7 @@ def low_var_kl(
     """
     number("log_ratio_clamp", log_ratio_clamp, 0)
     number("bound", bound, 0)
-    ours, ref = _pair(log_probs, ref_log_probs)
+    ours, ref = alike(log_probs=log_probs, ref_log_probs=ref_log_probs)
     ratio = (ref - ours).clamp(-log_ratio_clamp, log_ratio_clamp)
     return _excess(ratio).clamp(-bound, bound)
 
@@ -167,10 +178,10 @@ def corrected_k3(
     tensor([0.1301, 1.1842, 1.0000])
     """
     number("cap", cap, 0)
+    detach_ratio = switch("detach_ratio", detach_ratio)
     if old_log_probs is None:
         return k3(log_probs, ref_log_probs)
-    ours, ref = _pair(log_probs, ref_log_probs)
-    old = _pair(log_probs, old_log_probs, "old_log_probs")[1]
+    ours, ref, old = alike(log_probs=log_probs, ref_log_probs=ref_log_probs, old_log_probs=old_log_probs)
     if not cap:
         return (ours - ref) * 0.0
     # The cap's logarithm bounds before the exponential, so that an overflow does not turn the gradient into NaN.
@@ -342,11 +353,14 @@ def _at_last(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
     return rows.new_zeros(layout.mask.numel()).index_put((last[has],), rows[has]).reshape(layout.shape)
 
 
-def _range(clip: float | tuple[float, float]) -> tuple[float, float]:
-    low, high = clip if isinstance(clip, (tuple, list)) else (-clip, clip)
-    number("reward_clip", low)
-    number("reward_clip", high, low, what=f"a number not below {low:g}")
-    return float(low), float(high)
+def _range(clip: Any) -> tuple[float, float]:
+    if not isinstance(clip, (tuple, list)):
+        bound = number("reward_clip", clip, 0, what="a number of at least 0, a pair (low, high), or None")
+        return -bound, bound
+    if len(clip) != 2:
+        raise ValueError(f"reward_clip: got {clip!r}, expected a pair (low, high), one number, or None")
+    low = number("reward_clip", clip[0], what="a number")
+    return low, number("reward_clip", clip[1], low, what=f"a number not below {low:g}")
 
 
 class FixedKL:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rollbook.algorithms.groups import Floats, Grouped, as_rewards, segment_sums
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.registry import number, whole_number
+from rollbook.algorithms.registry import number, switch, whole_number
 
 
 def overlong_penalty(
@@ -39,7 +39,7 @@ def overlong(lengths: Floats, max_length: int, buffer: int, factor: float, bound
     number("buffer", buffer, 1, max_length, what=f"a number of tokens from 1 to max_length, {max_length}")
     number("factor", factor, 0, what="a number of at least 0, the largest penalty")
     found = np.minimum((max_length - buffer - lengths) / buffer, 0.0) * factor
-    return np.maximum(found, -factor) if bounded else found
+    return np.maximum(found, -factor) if switch("bounded", bounded) else found
 
 
 def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, max_penalty: float = 1.0) -> torch.Tensor:

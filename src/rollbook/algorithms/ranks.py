@@ -58,6 +58,9 @@ class _Alone(Ranks):
     def __init__(self) -> None:
         self.group = None
 
+    def __repr__(self) -> str:
+        return "ALONE"
+
     @property
     def rank(self) -> int:
         return 0

@@ -89,8 +89,12 @@ class Registry(Mapping[str, Entry]):
     ... def square(side, *, scale=1.0):
     ...     '''A square's area.'''
     ...     return (side * scale) ** 2
-    >>> shapes.call("box", {"side": 3.0, "colour": "red"}, scale=2.0)
+    >>> shapes.call("box", {"side": 3.0}, scale=2.0)
     36.0
+    >>> shapes.call("box", {"sides": 3.0})
+    Traceback (most recent call last):
+        ...
+    ValueError: square: got 'sides' among the data, which is no input here; did you mean 'side'? (side)
     >>> shapes["square"].options
     {'scale': 1.0}
     >>> shapes.call("square", {"side": 3.0}, scael=2.0)
@@ -128,8 +132,21 @@ class Registry(Mapping[str, Entry]):
             del self._entries[each]
 
     def call(self, name: str, data: Mapping[str, Any], **options: Any) -> Any:
-        """Call the function called `name` with what it takes out of `data`."""
-        return self[name].call(data, options)
+        """Call the function called `name` with what it takes out of `data`; what none of the functions here takes is
+        refused, since it is a mistake: a mask under another name would be no mask."""
+        entry = self[name]
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{entry.name}: got {type(data).__name__}, expected its inputs by name")
+        known = {need for each in self._entries.values() for need in each.inputs}
+        odd = next((given for given in data if given not in known and given not in entry.options), None)
+        if odd is not None:
+            raise ValueError(
+                f"{entry.name}: got {odd!r} among the data, which is no input here{near(odd, sorted(known))}"
+            )
+        return entry.call(data, options)
+
+    def __repr__(self) -> str:
+        return f"Registry({self.kind!r}: {', '.join(self.names())})"
 
     def names(self) -> list[str]:
         """Every name, without aliases, in the order of registration."""
@@ -152,9 +169,11 @@ class Registry(Mapping[str, Entry]):
 
 def near(name: str, known: Mapping[str, Any] | list[str]) -> str:
     """What to say of a name that is not known: the nearest that is, and all."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    guess = f"; did you mean {close[0]!r}?" if close else ";"
-    return f"{guess} ({', '.join(known) or 'there are none'})"
+    lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(str(name).lower(), lower, n=1)
+    inside = [each for each in known if each in str(name).split("_")]  # action_mask: mask
+    guess = f"; did you mean {(inside or [lower[close[0]]])[0]!r}?" if inside or close else "; there are"
+    return f"{guess} ({', '.join(known) or 'none'})"
 
 
 def choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -31,6 +31,7 @@ class Report:
     4 rows
     missing reward  1: c
     constant group  2: a, b
+    reward_mean 0.5
     """
 
     rows: int
@@ -69,7 +70,13 @@ class Report:
         for reason, found in self.reasons.items():
             named = ", ".join(map(str, self.which(reason)[:8])) + (", ..." if len(found) > 8 else "")
             lines.append(f"{reason:<{width}}  {len(found)}" + (f": {named}" if named else ""))
+        lines += [f"{name} {value:g}" for name, value in self.metrics.items()]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return (
+            f"Report({self.rows} rows, {', '.join(f'{reason} {len(found)}' for reason, found in self.reasons.items())})"
+        )
 
 
 def rows_where(mask: Any) -> list[int]:
@@ -123,7 +130,7 @@ class Advantages:
         return Advantages(self.advantages, self._returns, self.scores, self.mask, report)
 
     def __repr__(self) -> str:
-        return f"Advantages(advantages={self.advantages!r}, report={self.report!r})"
+        return f"Advantages({type(self.advantages).__name__}, {self.report!r})"
 
 
 @dataclass(frozen=True)

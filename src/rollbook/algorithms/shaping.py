@@ -34,18 +34,19 @@ from rollbook.algorithms.penalties import overlong_penalty as overlong_penalty
 from rollbook.algorithms.penalties import rank_penalty as rank_penalty
 from rollbook.algorithms.penalties import repetition_penalty as repetition_penalty
 from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Report, rows_where
 
 OPERATIONS = ("add", "sub", "mul", "div")
-_OTHER_REASONS = ("missing reward", "missing value", "zero divisor")
+_OTHER_REASONS = ("missing reward", "infinite reward", "missing value", "zero divisor")
 
 
 @dataclass(frozen=True)
 class Shaped:
     """Rewards that were shaped, and what was done to which.
 
-    The report's reasons name rows, "missing reward" among them; its metrics are those of `difference`.
+    The report's reasons name rows, "missing reward" and "infinite reward" among them, the latter of rewards that came
+    so; its metrics are those of `difference`.
 
     >>> shaped = clip_rewards([3.0, None, 0.5], high=1.0, ids=["x", "y", "z"])
     >>> shaped.rewards, shaped.report.which("above"), shaped.report.which("missing reward")
@@ -322,7 +323,7 @@ class RunningNorm:
 
     def __init__(self, *, floor: float = 1e-3, minus_mean: bool = False) -> None:
         self.floor = number("floor", floor, 1e-30, what="a positive number")
-        self.minus_mean = minus_mean
+        self.minus_mean = switch("minus_mean", minus_mean)
         self._state = (0, 0.0, 0.0, 0.0, 0.0)
 
     @property
@@ -362,14 +363,13 @@ class RunningNorm:
         """Scale rewards (B,) by what has been taken in."""
         before = as_rewards("rewards", rewards)
         shaped = (before - (self.mean if self.minus_mean else 0.0)) / self.scale
-        infinite = {"infinite reward": rows_where(np.isinf(before))}
-        return _shaped(rewards, before, shaped, infinite, ids, {"running_mean": self.mean, "running_std": self.std})
+        return _shaped(rewards, before, shaped, {}, ids, {"running_mean": self.mean, "running_std": self.std})
 
     def __call__(
         self, rewards: PerRow, ids: Sequence[Hashable] | None = None, *, update: bool = True, ranks: Ranks = ALONE
     ) -> Shaped:
         """`update` and `apply`."""
-        if update:
+        if switch("update", update):
             self.update(rewards, ranks)
         return self.apply(rewards, ids)
 
@@ -442,6 +442,6 @@ def _shaped(
     ids: Sequence[Hashable] | None,
     metrics: Mapping[str, float] | None = None,
 ) -> Shaped:
-    found = {"missing reward": rows_where(np.isnan(before)), **reasons}
+    found = {"missing reward": rows_where(np.isnan(before)), "infinite reward": rows_where(np.isinf(before)), **reasons}
     report = Report(len(before), found, {**difference(before, after), **(metrics or {})})
     return Shaped(given_back(rewards, after), report if ids is None else report.with_ids(ids))

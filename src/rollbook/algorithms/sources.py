@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from rollbook.algorithms.registry import choice
 from rollbook.batch import ExperienceBatch
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.ids import EID
@@ -23,8 +24,6 @@ from rollbook.ragged import Ragged
 
 INFO_KEYS = {"states": "env_state_hash", "step_rewards": "step_reward", "baselines": "reward_baseline"}
 """Inputs that a record keeps in its `info`, and the key of each."""
-OFFERED = frozenset(("ref_log_probs", "without_token_rewards"))
-"""What a source offers besides the inputs of estimators."""
 
 
 class Inputs(Mapping[str, Any]):
@@ -62,12 +61,15 @@ class Inputs(Mapping[str, Any]):
 def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mapping[str, Any]:
     """The inputs that records, a batch, or a mapping of inputs by name have to offer.
 
-    `info_keys` says which key of `info` holds what: `states`, `step_rewards`, `baselines`; see `INFO_KEYS`.
+    `info_keys` says which key of `info` holds what: `states`, `step_rewards`, `baselines` (`INFO_KEYS` where it does
+    not), and for records, which have no fields for them, `values`, `entropy` and `necs`, a list for each.
 
     >>> from rollbook import Experience
     >>> inputs_of([Experience(tokens=[1, 2], info={"room": "hall"})], info_keys={"states": "room"})["states"]
     ['hall']
     """
+    for name in info_keys or ():
+        choice("info_keys", name, (*INFO_KEYS, "values", "necs", "entropy"))
     keys = {**INFO_KEYS, **(info_keys or {})}
     if isinstance(data, ExperienceBatch):
         return _of_batch(data, keys)

@@ -37,9 +37,9 @@ from rollbook.algorithms.advantages.temporal import (
 from rollbook.algorithms.advantages.tokenwise import clip_b, clip_v, jsd, on_policy_distill
 from rollbook.algorithms.groups import as_rewards
 from rollbook.algorithms.ranks import ALONE
-from rollbook.algorithms.registry import Entry, near
-from rollbook.algorithms.results import Advantages
-from rollbook.algorithms.sources import OFFERED, Uids, group_numbers, inputs_of
+from rollbook.algorithms.registry import Entry
+from rollbook.algorithms.results import Advantages, Report
+from rollbook.algorithms.sources import Inputs, Uids, group_numbers, inputs_of
 from rollbook.batch import ExperienceBatch
 from rollbook.experiences import Experiences, as_experiences
 
@@ -72,13 +72,9 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
     """
     entry = ESTIMATORS[name]
     if isinstance(data, Mapping):
-        known = {need for each in ESTIMATORS.values() for need in (*each.inputs, *each.options)} | OFFERED
-        odd = next((given for given in data if given not in known), None)
-        if odd is not None:
-            raise ValueError(f"{name}: got {odd!r}, which is no estimator's input{near(odd, sorted(known))}")
-        return entry.call(data, options)  # type: ignore[no-any-return]
+        return ESTIMATORS.call(name, data, **options)  # type: ignore[no-any-return]
     many = None if isinstance(data, ExperienceBatch) else as_experiences(data)
-    inputs = inputs_of(data if many is None else many, info_keys=info_keys)
+    inputs: Inputs = inputs_of(data if many is None else many, info_keys=info_keys)  # type: ignore[assignment]
     apart = {"groups", "runs", "rewards", "token_rewards"}
     if options.get("observations", "skip") == "skip":
         apart.add("response")  # nobody asks
@@ -86,7 +82,13 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
     given |= _rewards(entry, inputs)
     if "groups" in entry.inputs and (many is not None or entry.name != "reinforce"):
         given |= _groups(inputs, many, required=entry.inputs.get("runs", False), ranks=options.get("ranks", ALONE))
-    found: Advantages = entry.call(given, options)
+    found = entry.call(given, options)
+    if not isinstance(found, Advantages):
+        raise ValueError(
+            f"{entry.name}: got {type(found).__name__} back, expected Advantages, as `Grouped.scored` makes"
+        )
+    if not found.report.rows:
+        found = found.with_report(Report(inputs.count, found.report.reasons, found.report.metrics))
     if many is None and (data.ids is None or None in data.ids):
         return found
     return found.with_report(found.report.with_ids(Uids(many) if many is not None else inputs["ids"]))

@@ -19,7 +19,7 @@ from rollbook.algorithms.losses.policy import ppo_terms
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.supervised import phi_terms
 from rollbook.algorithms.losses.terms import Policy, Terms, layout_of
-from rollbook.algorithms.registry import number
+from rollbook.algorithms.registry import number, switch
 from rollbook.algorithms.results import Loss
 from rollbook.planner import Denominators
 
@@ -143,7 +143,7 @@ def mix_chord(
     mu = chord_mu(_step(step, layout.rows), warmup, decay, peak, valley)
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     data, scales = (log_probs, old_log_probs, advantages, expert_mask, mask), (usual_scale, expert_scale)
-    name = "sft_phi_loss" if phi else "sft_loss"
+    name = "sft_phi_loss" if switch("phi", phi) else "sft_loss"
     loss = _mixed(data, mu, options, name, scales, mode, norm, whole, weights, cutoff)
     parts = None if whole is None else Denominators(0, whole[0].sequences + whole[1].sequences, 0)
     share = row_share(layout, torch.full((layout.rows,), mu, device=layout.mask.device), parts)

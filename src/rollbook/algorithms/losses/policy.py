@@ -13,7 +13,7 @@ from rollbook.algorithms.arguments import optional_number
 from rollbook.algorithms.layout import PerRow, PerToken
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Policy, Terms, clipped
-from rollbook.algorithms.registry import number
+from rollbook.algorithms.registry import number, switch
 from rollbook.algorithms.results import Loss
 from rollbook.planner import Denominators
 
@@ -45,9 +45,10 @@ def ppo(
     Where A < 0 the loss is at most -A * `dual_clip` (verl, Trinity; `None`, as in LightRFT and TRL: no such bound).
     log r is held within ±`log_ratio_clamp`. `sequence_delta`: tokens with A < 0 in rows whose mean of -log r is above
     it have loss 0 and still count in denominators. `policy_gradient`: r is 1 with the gradient of log p, so nothing is
-    clipped; the reports are still of the true ratio. LightRFT's loss is `mode="seq-mean-token-mean", dual_clip=None`.
+    clipped and both clip fractions are 0. LightRFT's loss is `mode="seq-mean-token-mean", dual_clip=None`.
 
-    Metrics: `pg_loss`, `pg_clipfrac`, `pg_clipfrac_lower` (the dual clip's), `ppo_kl` (mean of -log r).
+    Metrics: `pg_loss`, `pg_clipfrac`, `pg_clipfrac_lower` (the dual clip's), `ppo_kl`, here and in every loss the mean
+    of -log r as it is, before it is held or put to 1.
 
     >>> loss, metrics = ppo([[-1.0, -2.0]], [[-1.2, -1.5]], [[1.0, 1.0]])
     >>> loss, metrics["pg_clipfrac"]
@@ -74,9 +75,10 @@ def ppo_terms(
     optional_number("sequence_delta", sequence_delta, -math.inf, "a number")
     layout, advantages = batch.layout, batch.advantages
     log_ratio = batch.clamped(log_ratio_clamp)
-    used = batch.log_probs - batch.log_probs.detach() if policy_gradient else log_ratio
+    used = batch.log_probs - batch.log_probs.detach() if switch("policy_gradient", policy_gradient) else log_ratio
     tokens, hit = clipped(advantages, used.exp(), 1 - clip_low, 1 + clip_high)
-    of_tokens, of_rows = {"pg_clipfrac": hit, "pg_clipfrac_lower": torch.zeros_like(hit), "ppo_kl": -log_ratio}, {}
+    of_tokens = {"pg_clipfrac": hit, "pg_clipfrac_lower": torch.zeros_like(hit), "ppo_kl": -batch.log_ratio}
+    of_rows = {}
     negative = advantages < 0
     if dual_clip is not None:
         most = -advantages * dual_clip
@@ -164,7 +166,7 @@ def gmpo(
     rising = layout.spread(of_row > 0)
     held = torch.where(rising, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
     tokens = layout.spread(-of_row * layout.row_means(held).exp())
-    terms = Terms(tokens, {"pg_clipfrac": (held != log_ratio), "ppo_kl": -log_ratio})
+    terms = Terms(tokens, {"pg_clipfrac": (held != log_ratio), "ppo_kl": -batch.log_ratio})
     return terms.loss("pg_loss", layout, mode, norm, whole, weights)
 
 
@@ -195,14 +197,14 @@ def sapo(
     >>> x.grad
     tensor([[-1.]])
     """
+    detach_gate = switch("detach_gate", detach_gate)
     tau_pos, tau_neg = (number(name, tau, 1e-6) for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)))
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
-    positive, log_ratio = batch.advantages > 0, batch.clamped(log_ratio_clamp)
-    ratio = log_ratio.exp()
+    positive, ratio = batch.advantages > 0, batch.clamped(log_ratio_clamp).exp()
     tau = torch.where(positive, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     tokens = -batch.advantages * (gate.detach() * batch.log_probs if detach_gate else gate)
-    found = {"ppo_kl": -log_ratio, "avg_soft_gate": gate, "avg_ratio": ratio, "pos_adv_frac": positive}
+    found = {"ppo_kl": -batch.log_ratio, "avg_soft_gate": gate, "avg_ratio": ratio, "pos_adv_frac": positive}
     return Terms(tokens, found).loss("sapo_loss", batch.layout, mode, norm, whole, weights)
 
 

@@ -13,9 +13,10 @@ from torch.nn.functional import logsigmoid
 
 from rollbook.algorithms.arguments import floats, row_flags
 from rollbook.algorithms.groups import as_ids, numbered
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_tensor
+from rollbook.algorithms.kl import alike
+from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.losses.registry import LOSSES
-from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Loss
 from rollbook.planner import Denominators
 
@@ -58,8 +59,8 @@ def dpo(
 
     `variant`: `ipo` is (z - 1 / (2 beta))^2 with z of sums, as in the paper (TRL takes means over tokens); `hinge` is
     max(0, 1 - beta z). `label_smoothing` is the chance that a label is wrong (`sigmoid` only). `reference_free` takes
-    a reference that likes both alike. In micro-batches `whole` is how many pairs the batch has, or its denominators,
-    half of whose sequences that is if no row is empty.
+    a reference that likes both alike, and no other beside it. In micro-batches `whole` is how many pairs the batch
+    has, or its denominators, half of whose sequences that is if no row is empty.
 
     Trinity adds up all pairs of a call into one logit, so that its loss is right for one pair at a time only.
 
@@ -73,11 +74,11 @@ def dpo(
     """
     layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
     roles = row_flags(layout, "chosen", chosen)
-    if ref_log_probs is None and not reference_free:
-        raise ValueError("ref_log_probs: got None, expected the reference's log-probs, or reference_free=True")
+    if switch("reference_free", reference_free) == (ref_log_probs is not None):
+        raise ValueError(_reference("ref_log_probs", reference_free))
     ours = floats(layout, "log_probs", log_probs)
     tokens = ours.to(torch.float64)
-    if not reference_free and ref_log_probs is not None:
+    if ref_log_probs is not None:
         # Token by token: the sums of a long row are large and nearly equal, and their difference has few digits left.
         tokens = tokens - floats(layout, "ref_log_probs", ref_log_probs).detach()
     logits = layout.row_sums(tokens)
@@ -103,27 +104,26 @@ def dpo_sums(
     >>> dpo_sums([40.0, 0.0], [0.0, 20.0], [0.0, 0.0], [0.0, 0.0]).value
     tensor(1.0725)
     """
-    given = {
-        "chosen_log_probs": chosen_log_probs,
-        "rejected_log_probs": rejected_log_probs,
-        "ref_chosen_log_probs": ref_chosen_log_probs,
-        "ref_rejected_log_probs": ref_rejected_log_probs,
-    }
-    sums = {}
-    for name, value in list(given.items())[: 2 if reference_free else 4]:
-        if value is None:
-            raise ValueError(f"{name}: got None, expected the sum for each pair, or reference_free=True")
-        tensor = as_tensor(name, value)
-        sums[name] = as_floats(tensor)
-        model = sums["chosen_log_probs"]
-        if model.dim() != 1 or sums[name].shape != model.shape:
-            raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected [{model.numel()}], one for each pair")
-    dtype = torch.promote_types(sums["chosen_log_probs"].dtype, sums["rejected_log_probs"].dtype)
-    better, worse = (sums[name].to(torch.float64) for name in ("chosen_log_probs", "rejected_log_probs"))
-    if not reference_free:
-        better = better - sums["ref_chosen_log_probs"].detach()
-        worse = worse - sums["ref_rejected_log_probs"].detach()
+    given = {"chosen_log_probs": chosen_log_probs, "rejected_log_probs": rejected_log_probs}
+    refs = {"ref_chosen_log_probs": ref_chosen_log_probs, "ref_rejected_log_probs": ref_rejected_log_probs}
+    for name, value in refs.items():
+        if switch("reference_free", reference_free) == (value is not None):
+            raise ValueError(_reference(name, reference_free))
+    ours, theirs, *others = alike(**given, **({} if reference_free else refs))
+    if ours.dim() != 1:
+        raise ValueError(f"chosen_log_probs: got shape {list(ours.shape)}, expected one number for each pair")
+    better, worse = ours.to(torch.float64), theirs.to(torch.float64)
+    if others:
+        better, worse = better - others[0].detach(), worse - others[1].detach()
+    dtype = torch.promote_types(ours.dtype, theirs.dtype)
     return _loss(better, worse, dtype, beta, label_smoothing, variant, whole)
+
+
+def _reference(name: str, free: bool) -> str:
+    """What is wrong with a reference that is there, or is not."""
+    if free:
+        return f"{name}: got a reference, expected None, since reference_free is True"
+    return f"{name}: got None, expected the reference's log-probs, or reference_free=True"
 
 
 def _pairs(pairs: Any, roles: list[bool], filled: list[bool], rows: int) -> tuple[list[int], list[int]]:

@@ -12,7 +12,7 @@ from rollbook.algorithms.arguments import floats, on_tokens
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Policy, Terms
-from rollbook.algorithms.registry import choice, number
+from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Loss
 from rollbook.planner import Denominators
 
@@ -36,13 +36,14 @@ def importance_sampling(
 ) -> Loss:
     """-A r, nothing clipped but log r within ±`log_ratio_clamp`. Metrics: `pg_loss`, `ratio/mean`, `approx_kl`.
 
+    `approx_kl` is what other losses call `ppo_kl`.
+
     >>> importance_sampling([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
     tensor(-0.9140)
     """
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
-    log_ratio = batch.clamped(log_ratio_clamp)
-    ratio = log_ratio.exp()
-    terms = Terms(-batch.advantages * ratio, {"ratio/mean": ratio, "approx_kl": -log_ratio})
+    ratio = batch.clamped(log_ratio_clamp).exp()
+    terms = Terms(-batch.advantages * ratio, {"ratio/mean": ratio, "approx_kl": -batch.log_ratio})
     return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
 
 
@@ -78,14 +79,13 @@ def cispo(
     for name, value in (("mask_clip_low", mask_clip_low), ("mask_clip_high", mask_clip_high)):
         number(name, value, 0)
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
-    log_ratio, given = batch.clamped(log_ratio_clamp).detach(), batch.advantages
-    ratio = log_ratio.exp()
+    ratio, given = batch.clamped(log_ratio_clamp).detach().exp(), batch.advantages
     kept = torch.ones_like(ratio)
-    if mask_clip:
+    if switch("mask_clip", mask_clip):
         out = (given > 0) & (ratio > 1 + mask_clip_high) | (given < 0) & (ratio < 1 - mask_clip_low)
         kept = (~out).to(ratio.dtype)
     tokens = -given * ratio.clamp(1 - clip_low, 1 + clip_high) * kept * batch.log_probs
-    terms = Terms(tokens, {"ppo_kl": -log_ratio, "unmasked_frac": kept})
+    terms = Terms(tokens, {"ppo_kl": -batch.log_ratio, "unmasked_frac": kept})
     return terms.loss("cispo_loss", batch.layout, mode, norm, whole, weights)
 
 
