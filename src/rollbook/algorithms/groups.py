@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.moments import STD
-from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.ranks import ALONE, Ranks, check_ranks
 from rollbook.algorithms.registry import choice
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import spread_scan
@@ -121,7 +121,7 @@ class Grouped:
         self.dtype = torch.float64 if wide else torch.float32
         self.device = rewards.device if isinstance(rewards, torch.Tensor) else torch.device("cpu")
         first = 0
-        if ranks is not ALONE:
+        if check_ranks(ranks) is not ALONE:
             parts = ranks.gather([own, names, labels])
             first = sum(len(part[0]) for part in parts[: ranks.rank])
             own = np.concatenate([part[0] for part in parts])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollbook.algorithms.layout import Layout, PerToken
-from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.ranks import ALONE, Ranks, check_ranks
 from rollbook.algorithms.registry import choice, number
 
 STD = ("sample", "population")
@@ -44,6 +44,7 @@ def moments(tokens: torch.Tensor, mask: torch.Tensor, ranks: Ranks = ALONE) -> M
     >>> found.count, found.mean, found.std("population")
     (2, 2.0, 1.0)
     """
+    check_ranks(ranks)
     kept = tokens.detach()[mask].to(torch.float64)
     ends = (kept.amin(), kept.amax()) if len(kept) else (kept.new_zeros(()), kept.new_zeros(()))
     total, low, high = torch.stack([kept.sum(), *ends]).tolist()

@@ -74,3 +74,16 @@ class _Alone(Ranks):
 
 ALONE = _Alone()
 """This process alone."""
+
+
+def check_ranks(ranks: Any) -> Ranks:
+    """Refuse what is no `Ranks`, before anything is asked of it.
+
+    >>> check_ranks(True)
+    Traceback (most recent call last):
+        ...
+    ValueError: ranks: got True, expected Ranks(), or nothing for this process alone
+    """
+    if not isinstance(ranks, Ranks):
+        raise ValueError(f"ranks: got {ranks!r}, expected Ranks(), or nothing for this process alone")
+    return ranks

@@ -17,7 +17,7 @@ from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, last_steps, numbered
 from rollbook.algorithms.layout import PerRow, PerToken
 from rollbook.algorithms.moments import STD
-from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.ranks import ALONE, Ranks, check_ranks
 from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Advantages, Report, rows_where
 
@@ -34,7 +34,7 @@ class _Episodes:
             if isinstance(step, bool) or not isinstance(step, (int, np.integer)):
                 raise ValueError(f"steps: row {i} has {step!r}, expected a whole number")
         hashes = as_ids("states", states, rows) if states is not None else [None] * rows
-        parts = ranks.gather([self.own_rewards, names, labels, numbers, hashes])
+        parts = check_ranks(ranks).gather([self.own_rewards, names, labels, numbers, hashes])
         first = sum(len(part[0]) for part in parts[: ranks.rank])
         self.own = slice(first, first + rows)
         self.rewards: Floats = np.concatenate([part[0] for part in parts])
