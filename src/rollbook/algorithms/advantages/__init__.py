@@ -51,8 +51,8 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
     are grouped by task and counted by run; a run of several rows counts once, and a record that was never given a task
     is a group of its own. An estimator over time takes the records' token-level rewards, or else their reward on the
     last action (`reinforce_plus_plus_baseline`, which compares rows, always the reward). Options are the function's:
-    `ESTIMATORS[name].options`. `info_keys` says under which keys of `info` records keep `states`, `step_rewards` and
-    `baselines`.
+    `ESTIMATORS[name].options`. `info_keys` says under which keys of `info` records keep `states`, `step_rewards`,
+    `baselines`, `values`, `entropy` or `necs`.
 
     Put the result where it belongs by `experiences.assign(advantages=found.advantages, returns=found.returns)` or by
     assigning to the batch.
