@@ -366,3 +366,10 @@ def test_coefficients_check_their_numbers():
     assert fixed.value == 0.02
     with pytest.raises(ValueError, match="coef: got -1"):
         FixedKL(-1)
+
+
+def test_a_controller_is_a_coefficient():
+    for controller in (FixedKL(0.25), AdaptiveKL(0.25, 6, 100)):
+        with_it = penalise([1.0], [[0.5, 0.2]], [[1, 1]], coef=controller)
+        torch.testing.assert_close(with_it.rewards[0], penalise([1.0], [[0.5, 0.2]], [[1, 1]], coef=0.25).rewards[0])
+        assert kl_loss([[-1.0]], [[-2.0]], coef=controller).value == kl_loss([[-1.0]], [[-2.0]], coef=0.25).value

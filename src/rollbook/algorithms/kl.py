@@ -239,14 +239,14 @@ def kl_loss(
     old_log_probs: PerToken | None = None,
     *,
     estimator: str = "k2",
-    coef: float = 0.001,
+    coef: float | FixedKL | AdaptiveKL = 0.001,
     estimator_options: Mapping[str, Any] | None = None,
     mode: str = "token-mean",
     norm: float | None = None,
     whole: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """`coef` times the aggregate of an estimate, to be added to a policy loss.
+    """`coef`, a number or a controller, times the aggregate of an estimate, to be added to a policy loss.
 
     Reference and old log-probs are taken as constants. Metrics: `kl_loss`, the aggregate before `coef`, and `kl_coef`.
     `k2` by default: of the plain estimators it alone has the gradient of KL(p, ref) (see `k1` and `k3`).
@@ -255,7 +255,7 @@ def kl_loss(
     >>> loss, metrics["kl_loss"]
     (tensor(0.1562), tensor(0.3125))
     """
-    number("coef", coef)
+    coef = _coefficient(coef)
     layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
     tokens = _tokens(layout, log_probs, ref_log_probs, old_log_probs, estimator, estimator_options or {})
     if weights is not None:
@@ -284,10 +284,12 @@ def penalise(
     kl: PerToken | None,
     mask: PerToken | None = None,
     *,
-    coef: float = 0.0,
+    coef: float | FixedKL | AdaptiveKL = 0.0,
     reward_clip: float | tuple[float, float] | None = None,
 ) -> TokenRewards:
     """Rewards of tokens out of rewards of rows and the KL of tokens: r_t = -coef * kl_t + (r at the last action).
+
+    `coef` is a number, or a controller, whose value it then is.
 
     rewards: (B,), each put on its row's last token that counts; or (B, A) or packed, one for each token already.
     kl: (B, A) or packed, `None` where `coef` is not positive: a coefficient of 0 or less counts as 0, and KL is then
@@ -303,7 +305,7 @@ def penalise(
     >>> report.which("no actions")
     [1]
     """
-    number("coef", coef)
+    coef = _coefficient(coef)
     by_row = rewards is not None and _of_rows(mask, kl, rewards)
     layout = Layout.of(mask, kl=kl, **({} if by_row else {"rewards": rewards}))
     found = _rewards(layout, rewards, by_row)
@@ -361,6 +363,10 @@ def _range(clip: Any) -> tuple[float, float]:
         raise ValueError(f"reward_clip: got {clip!r}, expected a pair (low, high), one number, or None")
     low = number("reward_clip", clip[0], what="a number")
     return low, number("reward_clip", clip[1], low, what=f"a number not below {low:g}")
+
+
+def _coefficient(coef: Any) -> float:
+    return number("coef", coef.value if isinstance(coef, (FixedKL, AdaptiveKL)) else coef)
 
 
 class FixedKL:
