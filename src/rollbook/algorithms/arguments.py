@@ -1,4 +1,4 @@
-"""How losses read their arguments: numbers of tokens in at least float32, and numbers of rows put on their tokens.
+"""How losses and their neighbours read arguments: numbers of rows put on their tokens, flags, options, saved states.
 
 Invariant: what is read is 0 wherever the mask is False, and one number for each row means the same as that number on
 every token of the row.
@@ -16,15 +16,6 @@ from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_t
 from rollbook.algorithms.registry import number
 from rollbook.jagged import Rows
 from rollbook.ragged import Ragged
-
-
-def floats(layout: Layout, name: str, value: PerToken) -> torch.Tensor:
-    """[of `layout.shape`] Numbers of tokens; float64 stays, anything narrower becomes float32.
-
-    >>> floats(Layout.of(torch.ones(1, 2)), "kl", torch.ones(1, 2, dtype=torch.bfloat16)).dtype
-    torch.float32
-    """
-    return layout.take(name, value)
 
 
 def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
@@ -89,9 +80,10 @@ def on_tokens(layout: Layout, name: str, value: PerToken | PerRow) -> torch.Tens
     tensor([[ 0.5000,  0.5000,  0.0000],
             [-1.0000,  0.0000,  0.0000]])
     """
+    # A column is of tokens, which `is_per_row` knows too, but a type checker does not.
     if not isinstance(value, Ragged) and is_per_row(layout, name, value):
         return layout.masked(layout.spread(row_numbers(layout, name, value)))
-    return floats(layout, name, value)
+    return layout.take(name, value)
 
 
 def constant(layout: Layout, value: float) -> torch.Tensor:

@@ -294,7 +294,7 @@ def _reported(layout: Layout, left: Layout, gone: dict[str, torch.Tensor], metri
     """Which rows have tokens that were masked, for each reason, and which have none left."""
     lost = {reason: layout.row_sums(hit.to(torch.float64)) > 0 for reason, hit in gone.items()}
     lost["nothing left"] = (layout.counts > 0) & (left.counts == 0)
-    return Report(layout.rows, {reason: rows_where(hit.tolist()) for reason, hit in lost.items()}, metrics)
+    return Report(layout.rows, {reason: rows_where(hit) for reason, hit in lost.items()}, metrics)
 
 
 def _is_one(versions: Any) -> bool:

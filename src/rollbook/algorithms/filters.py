@@ -48,7 +48,7 @@ class Kept:
     @property
     def rows(self) -> list[int]:
         """The numbers of the rows that are kept, ascending."""
-        return rows_where(self.keep.tolist())
+        return rows_where(self.keep)
 
 
 @dataclass(frozen=True)

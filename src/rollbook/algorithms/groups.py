@@ -77,11 +77,11 @@ def numbered(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], lis
     return np.array(index, dtype=np.int64), list(numbers)
 
 
-def _ends(values: Floats, index: NDArray[np.int64], valid: NDArray[np.bool_], count: int) -> tuple[Floats, Floats]:
-    """[count] The least and the largest of each index's valid values; infinite where there is none."""
+def _ends(values: Floats, index: NDArray[np.int64], count: int) -> tuple[Floats, Floats]:
+    """[count] The least and the largest of each index's values; infinite where there is none."""
     low, high = np.full(count, np.inf), np.full(count, -np.inf)
-    np.minimum.at(low, index[valid], values[valid])
-    np.maximum.at(high, index[valid], values[valid])
+    np.minimum.at(low, index, values)
+    np.maximum.at(high, index, values)
     return low, high
 
 
@@ -140,15 +140,23 @@ class Grouped:
             self.run, pairs = numbered("runs", list(zip(self.index.tolist(), labels, strict=True)))
             self.run_group = np.array([pair[0] for pair in pairs], dtype=np.int64)  # type: ignore[index]
 
+    @property
+    def row_is_run(self) -> bool:
+        """Whether every row is a run of its own."""
+        return len(self.run_group) == len(self.values)
+
     @cached_property
     def run_values(self) -> Floats:
         """[runs] The reward of each run; NaN if none of its rows has one."""
-        if len(self.run_group) == len(self.values):
-            return self.values
-        count = np.bincount(self.run[self.valid], minlength=len(self.run_group))
+        return self.values if self.row_is_run else self.over_runs(self.values)
+
+    def over_runs(self, per_row: Floats) -> Floats:
+        """[runs] The mean over a run's rows with a reward; of equal numbers exactly that one; NaN if there is none."""
+        run, kept = self.run[self.valid], per_row[self.valid]
+        count = np.bincount(run, minlength=len(self.run_group))
         with np.errstate(invalid="ignore"):
-            means = segment_sums(self.values[self.valid], self.run[self.valid], len(count)) / count
-        low, high = _ends(self.values, self.run, self.valid, len(count))
+            means = segment_sums(kept, run, len(count)) / count
+        low, high = _ends(kept, run, len(count))
         return np.where(low == high, low, means)
 
     @cached_property
@@ -180,10 +188,10 @@ class Grouped:
         return sums
 
     @cached_property
-    def _range(self) -> tuple[Floats, Floats]:
+    def ends(self) -> tuple[Floats, Floats]:
         """[groups] The least and the largest reward of a group's rows; infinite for a group without any."""
-        if len(self.run_group) != len(self.values):
-            return _ends(self.values, self.index, self.valid, len(self.keys))
+        if not self.row_is_run:
+            return _ends(self.values[self.valid], self.index[self.valid], len(self.keys))
         order, starts, groups = self._in_order
         low, high = np.full(len(self.keys), np.inf), np.full(len(self.keys), -np.inf)
         low[groups] = self.run_values[order[starts]]
@@ -193,7 +201,7 @@ class Grouped:
     @cached_property
     def constant(self) -> NDArray[np.bool_]:
         """[groups] Whether a group has several rewards, all equal."""
-        low, high = self._range
+        low, high = self.ends
         return np.equal(low, high) & (self.count > 1)
 
     @cached_property
@@ -204,7 +212,7 @@ class Grouped:
     @cached_property
     def mean(self) -> Floats:
         """[groups] The mean reward; of equal rewards exactly that reward; 0 if there is none."""
-        low, high = self._range
+        low, high = self.ends
         return np.where(low == high, low, self._sums(self.run_values) / np.maximum(self.count, 1))
 
     def std(self, kind: str = "sample") -> Floats:
@@ -215,13 +223,10 @@ class Grouped:
         return self._std[kind]
 
     def _deviation(self, kind: str) -> Floats:
-        if len(self.run_group) == len(self.values):
+        if self.row_is_run:
             squares = self._sums((self.values - self.of(self.mean)) ** 2)
         else:  # rows of one run may differ: each run adds the mean of its rows' squares
-            valid = self.valid
-            of_rows = ((self.values - self.of(self.mean)) ** 2)[valid]
-            rows = np.bincount(self.run[valid], minlength=len(self.run_group))
-            of_runs = segment_sums(of_rows, self.run[valid], len(rows)) / np.maximum(rows, 1)
+            of_runs = self.over_runs((self.values - self.of(self.mean)) ** 2)
             squares = segment_sums(of_runs[self.run_valid], self.run_group[self.run_valid], len(self.keys))
         found = np.sqrt(squares / np.maximum(self.count - (kind == "sample"), 1))
         return np.where(self.count > 1, found, 0.0)
@@ -241,6 +246,10 @@ class Grouped:
     def centred(self) -> Floats:
         """[all rows] Reward minus the group's mean; 0 where there is no reward."""
         return self.filled(self.values - self.of(self.mean))
+
+    def over(self, centred: Floats, divisor: Any) -> Floats:
+        """[all rows] Deviations over a divisor; exactly 0 stays exactly 0, also over 0."""
+        return np.where(centred == 0, 0.0, centred / np.where(np.asarray(divisor) > 0, divisor, 1.0))
 
     def filled(self, scores: Floats) -> Floats:
         """[all rows] Scores, with exactly 0 where there is no reward, and nowhere a minus before it."""
@@ -264,7 +273,7 @@ class Grouped:
             "singleton group": rows_where(lone),
             "constant group": rows_where(valid & self.of(self.constant)[own]),
         }
-        if len(self.run_group) != len(self.values):
+        if not self.row_is_run:
             # Such rows were perhaps meant to be samples of their own, and were not given a run each.
             reasons["one run alone, in several rows"] = rows_where(lone & (self.of(rows)[own] > 1))
         known = self.count > 0
@@ -285,7 +294,7 @@ class Grouped:
         found = report or self.report()
         beyond = ~np.isfinite(scores[self.own]) | ~torch.isfinite(tensor).cpu().numpy()
         if beyond.any():  # rewards so large that their differences, or these in the result's type, are not finite
-            found = Report(found.rows, {**found.reasons, "not finite": rows_where(beyond)}, found.metrics, found.ids)
+            found = found.plus({"not finite": rows_where(beyond)})
         return scored_tokens(tensor, mask, found)
 
 

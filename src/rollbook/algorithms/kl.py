@@ -14,34 +14,16 @@ from typing import Any, NamedTuple
 import torch
 
 from rollbook.algorithms.aggregate import reduce, token_share
-from rollbook.algorithms.arguments import constant, floats, is_per_row, on_tokens, row_numbers, state_of
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_tensor
+from rollbook.algorithms.arguments import constant, is_per_row, on_tokens, row_numbers, state_of
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike
 from rollbook.algorithms.registry import Registry, number, switch
 from rollbook.algorithms.results import Loss, Report, rows_where
+from rollbook.algorithms.scan import Places
 from rollbook.planner import Denominators
 from rollbook.ragged import Ragged
 
 KL = Registry("KL estimator")
 """Every estimator by name; all are elementwise, on tensors of any shape."""
-
-
-def alike(**given: Any) -> list[torch.Tensor]:
-    """Numbers of at least float32, all of the first argument's shape; lists join whichever is on a device.
-
-    >>> alike(log_probs=[-1, -2], ref_log_probs=torch.zeros(2, dtype=torch.float64))
-    [tensor([-1., -2.]), tensor([0., 0.], dtype=torch.float64)]
-    """
-    devices = [value.device for value in given.values() if isinstance(value, torch.Tensor)]
-    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
-    found = {name: as_tensor(name, value, device) for name, value in given.items()}
-    first = next(iter(found))
-    for name, tensor in found.items():
-        if tensor.device != device:
-            raise ValueError(f"{name}: got device {tensor.device}, expected {device}, where the others are")
-        if tensor.shape != found[first].shape:
-            shapes = f"got shape {list(tensor.shape)}, expected {list(found[first].shape)}"
-            raise ValueError(f"{name}: {shapes}, as {first} have")
-    return [as_floats(tensor) for tensor in found.values()]
 
 
 class _Excess(torch.autograd.Function):
@@ -227,8 +209,8 @@ def token_kl(
 def _tokens(
     layout: Layout, log_probs: PerToken, ref: PerToken, old: PerToken | None, estimator: str, options: Mapping[str, Any]
 ) -> torch.Tensor:
-    ours, theirs = floats(layout, "log_probs", log_probs), floats(layout, "ref_log_probs", ref).detach()
-    before = None if old is None else floats(layout, "old_log_probs", old).detach()
+    ours, theirs = layout.take("log_probs", log_probs), layout.take("ref_log_probs", ref).detach()
+    before = None if old is None else layout.take("old_log_probs", old).detach()
     return layout.masked(kl(estimator, ours, theirs, before, **options))
 
 
@@ -323,10 +305,10 @@ def penalise(
     if coef > 0:
         if kl is None:
             raise ValueError(f"kl: got None, expected the KL of tokens, since coef is {coef:g}")
-        tokens = floats(layout, "kl", kl)
+        tokens = layout.take("kl", kl)
         found = layout.masked(found - coef * tokens)
         metrics["kl"] = reduce(layout, tokens.detach(), "seq-mean-token-mean").item()
-    reasons = {"no actions": rows_where((~has).tolist()), "missing reward": rows_where(missing_rows.tolist())}
+    reasons = {"no actions": rows_where(~has), "missing reward": rows_where(missing_rows)}
     return TokenRewards(layout.give(layout.masked(found)), Report(layout.rows, reasons, metrics))
 
 
@@ -339,7 +321,7 @@ def _of_rows(mask: PerToken | None, kl: PerToken | None, rewards: PerToken | Per
 
 def _rewards(layout: Layout, rewards: PerToken | PerRow, by_row: bool) -> torch.Tensor:
     if not by_row or isinstance(rewards, Ragged):
-        return floats(layout, "rewards", rewards)
+        return layout.take("rewards", rewards)
     if not isinstance(rewards, torch.Tensor):
         rewards = [math.nan if reward is None else reward for reward in rewards]
     return row_numbers(layout, "rewards", rewards)
@@ -347,12 +329,8 @@ def _rewards(layout: Layout, rewards: PerToken | PerRow, by_row: bool) -> torch.
 
 def _at_last(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
     """[of `shape`] Each row's number on its last token that counts."""
-    slots = torch.arange(layout.mask.numel(), device=rows.device)
-    counted = torch.where(layout.mask.flatten(), slots, -1)
-    last = torch.full((layout.rows,), -1, device=rows.device)
-    last = last.scatter_reduce(0, layout.row_of.flatten(), counted, "amax")
-    has = last >= 0
-    return rows.new_zeros(layout.mask.numel()).index_put((last[has],), rows[has]).reshape(layout.shape)
+    filled, _, last = Places(layout.mask, layout.lengths).ends()
+    return rows.new_zeros(layout.mask.numel()).index_put((last,), rows[filled]).reshape(layout.shape)
 
 
 def _range(clip: Any) -> tuple[float, float]:

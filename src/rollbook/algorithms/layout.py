@@ -259,6 +259,25 @@ def as_floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def alike(**given: Any) -> list[torch.Tensor]:
+    """Numbers of at least float32, all of the first argument's shape; lists join whichever is on a device.
+
+    >>> alike(log_probs=[-1, -2], ref_log_probs=torch.zeros(2, dtype=torch.float64))
+    [tensor([-1., -2.]), tensor([0., 0.], dtype=torch.float64)]
+    """
+    devices = [value.device for value in given.values() if isinstance(value, torch.Tensor)]
+    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+    found = {name: as_tensor(name, value, device) for name, value in given.items()}
+    first = next(iter(found))
+    for name, tensor in found.items():
+        if tensor.device != device:
+            raise ValueError(f"{name}: got device {tensor.device}, expected {device}, where the others are")
+        if tensor.shape != found[first].shape:
+            shapes = f"got shape {list(tensor.shape)}, expected {list(found[first].shape)}"
+            raise ValueError(f"{name}: {shapes}, as {first} have")
+    return [as_floats(tensor) for tensor in found.values()]
+
+
 def as_mask(name: str, value: torch.Tensor) -> torch.Tensor:
     """A mask of any type as bool, once it is known to hold 0 and 1 only (weights are another argument).
 

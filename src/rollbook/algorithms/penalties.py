@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.groups import Floats, Grouped, as_rewards, segment_sums
+from rollbook.algorithms.groups import Floats, Grouped, as_rewards
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import number, switch, whole_number
@@ -81,7 +81,7 @@ def length_bonus(lengths: PerRow, correct: PerRow, groups: Any, *, ranks: Ranks 
         raise ValueError(f"correct: got {right[odd[0]]:g} at row {odd[0]}, expected true or false, 1 or 0, or None")
     grouped = Grouped(torch.from_numpy(np.where(known, sizes, np.nan)), groups, None, ranks)
     own = grouped.own
-    low, high = _ends(grouped)
+    low, high = (np.where(grouped.count > 0, end, 0.0) for end in grouped.ends)
     spread = grouped.of(high - low)[own]
     bonus = 0.5 - (sizes - grouped.of(low)[own]) / np.where(spread > 0, spread, 1.0)
     bonus = np.where(right == 1, bonus, np.minimum(bonus, 0.0))
@@ -194,20 +194,9 @@ def likely_lost(
     odd = np.flatnonzero(grouped.valid & np.isnan(likely))
     if len(odd):
         raise ValueError(f"log_probs: got NaN at row {odd[0]}, expected the mean log-prob of each row with a reward")
-    share = _ranks_of(_run_means(grouped, likely), grouped)[grouped.run] / np.maximum(grouped.of(grouped.count), 1)
+    share = _ranks_of(grouped.over_runs(likely), grouped)[grouped.run] / np.maximum(grouped.of(grouped.count), 1)
     lost: Floats = 0.0 - penalty * np.where(grouped.valid, grouped.values, 0.0) * share
     return lost[grouped.own]
-
-
-def _run_means(grouped: Grouped, values: Floats) -> Floats:
-    """[runs] The mean over a run's rows with a reward; of equal numbers exactly that number; 0 if there is none."""
-    run, kept = grouped.run[grouped.valid], values[grouped.valid]
-    count = np.bincount(run, minlength=len(grouped.run_group))
-    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
-    np.minimum.at(low, run, kept)
-    np.maximum.at(high, run, kept)
-    means = segment_sums(kept, run, len(count)) / np.maximum(count, 1)
-    return np.where(low == high, low, means)
 
 
 def _ranks_of(values: Floats, grouped: Grouped) -> Floats:
@@ -235,14 +224,6 @@ def whole_lengths(lengths: PerRow) -> Floats:
     if len(odd):
         raise ValueError(f"lengths: got {found[odd[0]]:g} at row {odd[0]}, expected a number of tokens")
     return found
-
-
-def _ends(grouped: Grouped) -> tuple[Floats, Floats]:
-    """[groups] The least and the largest number of each group; 0 and 0 for a group without any."""
-    low, high = np.full(len(grouped.keys), np.inf), np.full(len(grouped.keys), -np.inf)
-    np.minimum.at(low, grouped.index[grouped.valid], grouped.values[grouped.valid])
-    np.maximum.at(high, grouped.index[grouped.valid], grouped.values[grouped.valid])
-    return np.where(grouped.count > 0, low, 0.0), np.where(grouped.count > 0, high, 0.0)
 
 
 def same_rows(name: str, values: Floats, rewards: Floats) -> None:

@@ -58,6 +58,12 @@ class Report:
         counts = {f"{start}{reason.replace(' ', '_')}": len(found) for reason, found in self.reasons.items()}
         return {f"{start}rows": self.rows, **counts, **{start + name: value for name, value in self.metrics.items()}}
 
+    def plus(
+        self, reasons: Mapping[str, Sequence[int]] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> Report:
+        """The same report with more in it; what is given wins over what was there."""
+        return Report(self.rows, {**self.reasons, **(reasons or {})}, {**self.metrics, **(metrics or {})}, self.ids)
+
     def with_ids(self, ids: Sequence[Hashable]) -> Report:
         """The same report with names for its rows."""
         if len(ids) != self.rows:
@@ -81,7 +87,7 @@ class Report:
 
 def rows_where(mask: Any) -> list[int]:
     """The numbers of the rows where a mask, (B,), is true."""
-    known = mask if isinstance(mask, np.ndarray) else np.array(list(mask), dtype=np.bool_)
+    known = mask.cpu().numpy() if isinstance(mask, torch.Tensor) else np.asarray(mask, dtype=np.bool_)
     return list(np.flatnonzero(known).tolist())
 
 

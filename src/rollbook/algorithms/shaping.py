@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.algorithms.arguments import floats, state_of
+from rollbook.algorithms.arguments import state_of
 from rollbook.algorithms.filters import Weights as Weights
 from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_filter_like_weight_func
 from rollbook.algorithms.filters import clip_filter_weights as clip_filter_weights
@@ -293,7 +293,7 @@ def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *
     number("bound", bound, 1e-30, what="a positive number")
     choice("over", over, ("tokens", "slots"))
     layout = Layout.of(mask, advantages=advantages)
-    tokens = floats(layout, "advantages", advantages)
+    tokens = layout.take("advantages", advantages)
     outside = layout.row_sums((tokens.detach().abs() > bound).to(torch.float64)).cpu()
     counts = (layout.counts if over == "tokens" else layout.row_lengths).cpu()
     fraction = float(outside.sum() / counts.sum().clamp(min=1))

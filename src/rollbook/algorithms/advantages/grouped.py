@@ -20,7 +20,7 @@ from rollbook.algorithms.layout import PerRow, PerToken
 from rollbook.algorithms.moments import STD
 from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice, number, switch, whole_number
-from rollbook.algorithms.results import Advantages, Report, rows_where
+from rollbook.algorithms.results import Advantages, rows_where
 
 LEVELS = ("group", "batch")
 
@@ -61,13 +61,7 @@ def grpo(
     number("eps", eps, 0)
     grouped = Grouped(rewards, groups, runs, ranks)
     spread = grouped.of(grouped.std(std)) if level == "group" else grouped.batch_std(std)
-    return grouped.scored(grouped.alone(_over(grouped.centred(), spread + eps), singleton), mask)
-
-
-def _over(deviations: Floats, divisor: Any) -> Floats:
-    """Deviations over a divisor; exactly 0 stays exactly 0, also over 0."""
-    safe = np.where(np.asarray(divisor) > 0, divisor, 1.0)
-    return np.where(deviations == 0, 0.0, deviations / safe)
+    return grouped.scored(grouped.alone(grouped.over(grouped.centred(), spread + eps), singleton), mask)
 
 
 @ESTIMATORS.register("dr_grpo", source="Dr. GRPO (Liu et al., 2025, arXiv 2503.20783): r - mean")
@@ -225,7 +219,7 @@ def rec(
     grouped = Grouped(rewards, groups, runs, ranks)
     scores = grouped.centred()
     if normalise:
-        scores = _over(scores, grouped.of(grouped.std(std)) + eps)
+        scores = grouped.over(scores, grouped.of(grouped.std(std)) + eps)
     scores = grouped.alone(scores, singleton)
     report = grouped.report()
     if drop is not None:
@@ -236,8 +230,7 @@ def rec(
             raise ValueError("ids: got the same id for several rows, expected an id of its own for each")
         dropped = _surplus(grouped, scores, everyone, seed)
         scores = np.where(dropped, 0.0, scores)
-        reasons = {**report.reasons, "dropped negative": rows_where(dropped[grouped.own])}
-        report = Report(report.rows, reasons, report.metrics)
+        report = report.plus({"dropped negative": rows_where(dropped[grouped.own])})
     return grouped.scored(scores, mask, report)
 
 
@@ -287,7 +280,7 @@ def cpgd(
     scores = grouped.centred()
     factors = make_up(grouped.constant | (grouped.count < 2), weight_clip, weight_constant)
     if weight == "std":
-        scores = _over(scores, grouped.of(grouped.std(std)) + eps)
+        scores = grouped.over(scores, grouped.of(grouped.std(std)) + eps)
     elif weight == "clip_filter_like":
         scores = scores * grouped.of(factors)
     return grouped.scored(grouped.alone(scores, singleton), mask)

@@ -91,9 +91,7 @@ def step_wise_grpo(
     last = last_steps(found.steps, found.run, len(found.run_group))
     grouped = Grouped(found.rewards[last], found.run_group)
     spread = grouped.of(grouped.std(std)) if level == "group" else grouped.batch_std(std)
-    centred = grouped.centred()
-    divisor = np.where(np.asarray(spread + eps) > 0, spread + eps, 1.0)
-    score = grouped.alone(np.where(centred == 0, 0.0, centred / divisor), singleton)
+    score = grouped.alone(grouped.over(grouped.centred(), spread + eps), singleton)
     if step_norm:
         score = score / np.bincount(found.run, minlength=len(score))
     return _scored(found, grouped, score[found.run], rewards, mask)
@@ -174,19 +172,17 @@ def gigpo(
     by_state = anchors.alone(_normal(anchors, normalise, std, eps), "zero")
     result = _scored(found, episodes, by_run[found.run] + omega * by_state, step_rewards, mask)
     several = int((anchors.count > 1).sum())
-    reasons = dict(result.report.reasons)
+    reasons = {}
     if missing == "zero":
         reasons["missing reward"] = rows_where(np.isnan(found.own_rewards))
         reasons["infinite reward"] = rows_where(np.isinf(found.own_rewards))
     metrics = {
-        **result.report.metrics,
         "anchor_groups": float(len(anchors.keys)),
         "anchor_groups_shared": float(several),
         "mean_abs_episode": float(np.abs(by_run[found.run]).mean()) if len(rewards) else 0.0,
         "mean_abs_step": float(np.abs(by_state).mean()) if len(rewards) else 0.0,
     }
-    report = Report(result.report.rows, reasons, metrics)
-    return result.with_report(report)
+    return result.with_report(result.report.plus(reasons, metrics))
 
 
 def _total(rewards: list[float]) -> float:
@@ -198,10 +194,7 @@ def _total(rewards: list[float]) -> float:
 
 def _normal(grouped: Grouped, normalise: str, std: str, eps: float) -> Floats:
     centred = grouped.centred()
-    if normalise == "none":
-        return centred
-    divisor = grouped.of(grouped.std(std)) + eps
-    return np.where(centred == 0, 0.0, centred / np.where(divisor > 0, divisor, 1.0))
+    return centred if normalise == "none" else grouped.over(centred, grouped.of(grouped.std(std)) + eps)
 
 
 def _own_state(states: list[Any]) -> list[Any]:

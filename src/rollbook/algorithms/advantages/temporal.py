@@ -150,7 +150,7 @@ def _placed(
         lost += float(usable[actions == 0].sum())
     reasons |= {"no actions": actions == 0, "reward off actions": off}
     metrics["lost_reward_sum"] = lost
-    named = {reason: rows_where(rows.tolist()) if rows.any() else [] for reason, rows in reasons.items()}
+    named = {reason: rows_where(rows) for reason, rows in reasons.items()}
     return _Placed(layout, tokens, None if part is mask else part, left_out, named, metrics)
 
 
@@ -344,9 +344,7 @@ def reinforce(
     found = _to_go(token_rewards, rewards, mask, response, gamma, observations, off_action_rewards, finish)
     if groups is None or rewards is None:
         return found
-    metrics = {**Grouped(rewards, groups, ranks=ranks).report().metrics, **found.report.metrics}
-    report = Report(found.report.rows, found.report.reasons, metrics)
-    return Advantages(found.advantages, found.returns, found.scores, found.mask, report)
+    return found.with_report(found.report.plus(metrics=Grouped(rewards, groups, ranks=ranks).report().metrics))
 
 
 @ESTIMATORS.register(
@@ -437,8 +435,7 @@ def reinforce_plus_plus_baseline(
     reasons = {reason: sorted({*rows, *own.reasons.get(reason, ())}) for reason, rows in found.report.reasons.items()}
     infinite = set(own.reasons["infinite reward"])
     reasons["missing reward"] = [row for row in reasons["missing reward"] if row not in infinite]
-    report = Report(found.report.rows, {**own.reasons, **reasons}, {**own.metrics, **found.report.metrics})
-    return Advantages(found.advantages, found.returns, found.scores, found.mask, report)
+    return found.with_report(own.plus(reasons, found.report.metrics))
 
 
 @ESTIMATORS.register(
@@ -476,7 +473,7 @@ def remax(
         raise ValueError(f"baselines: got {len(base)}, expected {layout.rows}, one for each row")
     absent = ~np.isfinite(base)
     placed.left_out = placed.left_out | absent
-    placed.reasons["missing baseline"] = rows_where(absent.tolist())
+    placed.reasons["missing baseline"] = rows_where(absent)
     returns = return_scan(placed.tokens, layout.mask, layout.lengths, 1.0, observations, placed.response)
     offset = torch.from_numpy(np.where(absent, 0.0, base)).to(returns)
     advantages = layout.masked(returns - layout.spread(offset))

@@ -99,7 +99,7 @@ def _tokens(layout: Layout, tokens: torch.Tensor, mask: Any, metrics: dict[str, 
     count = max(int(layout.mask.sum()), 1)
     kept = layout.masked(tokens) + 0.0
     found = {name: float(layout.masked(value).sum() / count) for name, value in metrics.items()}
-    empty = rows_where((layout.counts == 0).tolist())
+    empty = rows_where(layout.counts == 0)
     report = Report(layout.rows, {"no actions": empty}, {**found, "advantage_mean": float(kept.sum() / count)})
     return Advantages(layout.give(kept), None, None, mask, report)
 
@@ -222,12 +222,12 @@ def _narrowed(
 ) -> Advantages:
     kept = layout.mask & ~out
     count = max(int(layout.mask.sum()), 1)
-    touched = rows_where((layout.narrowed(out).counts > 0).tolist())
+    touched = rows_where(layout.narrowed(out).counts > 0)
     more = {
         "frac_clipped": float(out.sum()) / count,
         "frac_clipped_pos": float((out & (advantages > 0)).sum()) / count,
         "frac_clipped_neg": float((out & (advantages <= 0)).sum()) / count,
         **metrics,
     }
-    report = Report(layout.rows, {**found.report.reasons, "tokens left out": touched}, {**found.report.metrics, **more})
+    report = found.report.plus({"tokens left out": touched}, more)
     return Advantages(found.advantages, None, found.scores, layout.give(kept), report)

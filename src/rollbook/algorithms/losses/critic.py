@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from rollbook.algorithms.aggregate import reduce, token_share
-from rollbook.algorithms.arguments import constant, floats, on_tokens, optional_number
+from rollbook.algorithms.arguments import constant, on_tokens, optional_number
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Terms
@@ -40,13 +40,13 @@ def value_loss(
     """
     optional_number("clip", clip, 0, "a positive number")
     layout = Layout.of(mask, values=values, returns=returns)
-    ours, target = floats(layout, "values", values), floats(layout, "returns", returns).detach()
+    ours, target = layout.take("values", values), layout.take("returns", returns).detach()
     error = (ours - target).square()
     hit = torch.zeros_like(error)
     if clip is not None:
         if old_values is None:
             raise ValueError(f"old_values: got None, expected those that clip={clip:g} is about, or clip=None")
-        old = floats(layout, "old_values", old_values).detach()
+        old = layout.take("old_values", old_values).detach()
         held = (old + (ours - old).clamp(-clip, clip) - target).square()
         hit = (held > error).to(error.dtype)
         error = torch.maximum(error, held)
@@ -75,7 +75,7 @@ def entropy_loss(
     """
     number("coef", coef)
     layout = Layout.of(mask, entropy=entropy)
-    tokens = floats(layout, "entropy", entropy)
+    tokens = layout.take("entropy", entropy)
     if weights is not None:
         tokens = tokens * on_tokens(layout, "weights", weights).detach()
     total = reduce(layout, tokens, mode, norm, whole)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollbook.algorithms.aggregate import row_share
-from rollbook.algorithms.arguments import floats, row_flags
+from rollbook.algorithms.arguments import row_flags
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
 from rollbook.algorithms.losses.policy import ppo_terms
 from rollbook.algorithms.losses.registry import LOSSES
@@ -171,7 +171,7 @@ def _mixed(
     batch = Policy.of(log_probs, old_log_probs, advantages, mask, rows=~flags)
     usual = ppo_terms(batch, **options).loss("pg_loss", batch.layout, mode, norm, of_usual, weights)
     layout = layout.narrowed(layout.spread(flags))
-    ours = floats(layout, "log_probs", log_probs)
+    ours = layout.take("log_probs", log_probs)
     terms = phi_terms(ours, cutoff) if expert == "sft_phi_loss" else Terms(-ours)
     given = terms.loss(expert, layout, mode, norm, of_expert, weights)
     value = (1 - mu) * scale_u * usual.value + mu * scale_e * given.value

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from rollbook.algorithms.arguments import floats, row_flags
+from rollbook.algorithms.arguments import row_flags
 from rollbook.algorithms.groups import as_ids, numbered
-from rollbook.algorithms.kl import alike
-from rollbook.algorithms.layout import Layout, PerRow, PerToken
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Loss
@@ -76,11 +75,11 @@ def dpo(
     roles = row_flags(layout, "chosen", chosen)
     if switch("reference_free", reference_free) == (ref_log_probs is not None):
         raise ValueError(_reference("ref_log_probs", reference_free))
-    ours = floats(layout, "log_probs", log_probs)
+    ours = layout.take("log_probs", log_probs)
     tokens = ours.to(torch.float64)
     if ref_log_probs is not None:
         # Token by token: the sums of a long row are large and nearly equal, and their difference has few digits left.
-        tokens = tokens - floats(layout, "ref_log_probs", ref_log_probs).detach()
+        tokens = tokens - layout.take("ref_log_probs", ref_log_probs).detach()
     logits = layout.row_sums(tokens)
     winners, losers = _pairs(pairs, roles.tolist(), (layout.counts > 0).tolist(), layout.rows)
     return _loss(logits[winners], logits[losers], ours.dtype, beta, label_smoothing, variant, whole)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from rollbook.algorithms.arguments import floats, on_tokens
+from rollbook.algorithms.arguments import on_tokens
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Policy, Terms
@@ -148,7 +148,7 @@ def opmd(
     """
     number("tau", tau, 0)
     layout = Layout.of(mask, log_probs=log_probs)
-    ours, given = floats(layout, "log_probs", log_probs), on_tokens(layout, "advantages", advantages).detach()
+    ours, given = layout.take("log_probs", log_probs), on_tokens(layout, "advantages", advantages).detach()
     return Terms(-given * ours / (1 + tau)).loss("opmd_loss", layout, mode, norm, whole, weights)
 
 

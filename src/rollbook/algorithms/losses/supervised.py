@@ -9,7 +9,6 @@ import math
 
 import torch
 
-from rollbook.algorithms.arguments import floats
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Terms
@@ -34,7 +33,7 @@ def sft(
     tensor(1.5000)
     """
     layout = Layout.of(mask, log_probs=log_probs)
-    terms = Terms(-floats(layout, "log_probs", log_probs))
+    terms = Terms(-layout.take("log_probs", log_probs))
     return terms.loss("sft_loss", layout, mode, norm, whole, weights)
 
 
@@ -56,7 +55,7 @@ def sft_is(
     tensor(0.3193)
     """
     layout = Layout.of(mask, log_probs=log_probs)
-    ours = floats(layout, "log_probs", log_probs)
+    ours = layout.take("log_probs", log_probs)
     return Terms(-ours.detach().exp() * ours).loss("sft_is_loss", layout, mode, norm, whole, weights)
 
 
@@ -81,7 +80,7 @@ def sft_phi(
     tensor(0.2333)
     """
     layout = Layout.of(mask, log_probs=log_probs)
-    terms = phi_terms(floats(layout, "log_probs", log_probs), cutoff)
+    terms = phi_terms(layout.take("log_probs", log_probs), cutoff)
     return terms.loss("sft_phi_loss", layout, mode, norm, whole, weights)
 
 

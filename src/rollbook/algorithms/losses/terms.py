@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rollbook.algorithms.aggregate import reduce, row_share, token_share
-from rollbook.algorithms.arguments import floats, on_tokens
+from rollbook.algorithms.arguments import on_tokens
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.registry import number
 from rollbook.algorithms.results import Loss
@@ -40,8 +40,8 @@ class Policy:
         layout = layout_of(log_probs, old_log_probs, advantages, mask)
         if rows is not None:
             layout = layout.narrowed(layout.spread(rows))
-        ours = floats(layout, "log_probs", log_probs)
-        old = floats(layout, "old_log_probs", old_log_probs).detach()
+        ours = layout.take("log_probs", log_probs)
+        old = layout.take("old_log_probs", old_log_probs).detach()
         return cls(layout, ours, ours - old, on_tokens(layout, "advantages", advantages).detach())
 
     def clamped(self, bound: float) -> torch.Tensor:
