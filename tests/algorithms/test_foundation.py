@@ -264,3 +264,11 @@ def test_a_name_that_is_taken_leaves_the_registry_as_it_was() -> None:
         registry.register("two", "one", source="here")(lambda x: x)
     assert list(registry) == ["one"]
     assert registry.get("nope") is None
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("epsilon", "eps"), ("epz", "eps"), ("Singleton", "singleton")])
+def test_the_nearest_option_is_the_one_that_was_meant(typed: str, meant: str) -> None:
+    from rollbook.algorithms import ESTIMATORS
+
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        ESTIMATORS.call("grpo", {"rewards": [1.0], "groups": ["a"]}, **{typed: 1})

@@ -171,7 +171,8 @@ def near(name: str, known: Mapping[str, Any] | list[str]) -> str:
     """What to say of a name that is not known: the nearest that is, and all."""
     lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(str(name).lower(), lower, n=1)
-    inside = [each for each in known if each in str(name).split("_")]  # action_mask: mask
+    # action_mask: mask; epsilon: eps
+    inside = [each for each in known if each in str(name).split("_") or (len(each) > 2 and str(name).startswith(each))]
     guess = f"; did you mean {(inside or [lower[close[0]]])[0]!r}?" if inside or close else "; there are"
     return f"{guess} ({', '.join(known) or 'none'})"
 

@@ -229,7 +229,10 @@ def gae(
     (tensor([[0.0400, 0.0000, 0.8000]]), tensor([[0.5400, 0.0000, 1.0000]]))
     """
     if values is None:
-        raise ValueError("values: got None, expected the critic's value of each token")
+        raise ValueError(
+            "values: got None, expected the critic's value of each token: an argument, `batch.values`, or of records "
+            "info_keys={'values': KEY}"
+        )
     layout = Layout.of(mask, token_rewards=token_rewards, values=values, response=response)
     placed = _placed(layout, token_rewards, rewards, response, observations, off_action_rewards)
     critic = layout.whole("values", values)
