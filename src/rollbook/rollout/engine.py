@@ -1,0 +1,394 @@
+"""`Engine`: the one protocol that all rollout engines keep, sync and async, in whole or as samples finish.
+
+Invariant: a call gives exactly n samples for each prompt, prompt by prompt, each with an id of its own; what goes wrong
+with one of them is recorded on it, and the others are what they would have been.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rollbook.algorithms.registry import whole_number
+from rollbook.ids import EID
+from rollbook.rollout.types import Prompt, RunInfo, Sample, Sampling
+
+
+class Cancel:
+    """A call's off-switch, to be used from anywhere: what is unfinished then comes back as far as it got.
+
+    `held` says whether anybody has it in hand, so that an engine need not keep what it could give back for nobody.
+
+    >>> cancel = Cancel()
+    >>> cancel.requested, cancel.request(), cancel.requested
+    (False, None, True)
+    """
+
+    def __init__(self, held: bool = True) -> None:
+        self.held = held
+        self._event = threading.Event()
+
+    def request(self) -> None:
+        """Ask the engine to stop at the next token."""
+        self._event.set()
+
+    @property
+    def requested(self) -> bool:
+        """Whether somebody asked."""
+        return self._event.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep, but no longer than until somebody asks; gives whether they did."""
+        return self._event.wait(seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt of a call: what an engine's `_run` is given.
+
+    `eids` are its samples' ids, `seeds` their random streams; sample k's place among the call's results is
+    `position + k`. `started` is an unfinished sample that is to go on (then there is one id). `pause_after` bounds the
+    tokens of this call alone.
+    """
+
+    prompt: Prompt
+    sampling: Sampling
+    eids: tuple[EID, ...]
+    seeds: tuple[int, ...]
+    position: int
+    started: Sample | None = None
+    pause_after: int | None = None
+
+    @property
+    def budget(self) -> int:
+        """How many tokens this call may sample for each of its samples."""
+        left = self.sampling.max_tokens - (len(self.started.response_ids) if self.started is not None else 0)
+        return left if self.pause_after is None else min(left, self.pause_after)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the call's budget, rather than `max_tokens`, is what ends a response that does not end itself."""
+        done = len(self.started.response_ids) if self.started is not None else 0
+        return self.pause_after is not None and self.pause_after < self.sampling.max_tokens - done
+
+    def options(self, k: int) -> dict[str, Any]:
+        """What sample k's record says of how it was sampled."""
+        return {**self.sampling.to_dict(), "seed": self.seeds[k]}
+
+    def failed(self, k: int, error: BaseException | str, run_id: str | None, **known: Any) -> Sample:
+        """Sample k, without a response, and why."""
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        before = self.started
+        start: dict[str, Any] = {"prompt_ids": list(self.prompt.token_ids or ()), "response_ids": [], "logprobs": None}
+        if before is not None:
+            names = ("prompt_ids", "response_ids", "logprobs", "versions", "text", "prompt_text", "media")
+            start = {name: getattr(before, name) for name in names}
+        return Sample(
+            **{
+                "prompt": self.prompt,
+                "eid": self.eids[k],
+                "finish_reason": "error",
+                "error": text,
+                "sampling": self.options(k),
+                "run_id": run_id,
+                "group_size": before.group_size if before is not None else self.sampling.n,
+                **start,
+                **known,
+            }
+        )
+
+
+class Engine(ABC):
+    """Something that answers prompts. `version` is the policy's number, set by whoever changes the weights.
+
+    An engine of one's own has `run` and `_run`, which yields (place, sample) as samples finish; the rest follows.
+    See `rollbook.rollout.ScriptedEngine`.
+    """
+
+    version: int = 0
+
+    @property
+    @abstractmethod
+    def run(self) -> RunInfo:
+        """What all of its samples have in common."""
+
+    @abstractmethod
+    def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+        """Answer all requests: (position + k, sample) for each sample, in the order they finish."""
+
+    def close(self) -> None:  # noqa: B027  most engines hold nothing
+        """Let go of connections and threads; the engine is not used after it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the four ways to call it ---------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling: Any = None,
+        *,
+        cancel: Cancel | None = None,
+        pause_after: int | None = None,
+        batch: int | str | None = None,
+        **options: Any,
+    ) -> list[Sample]:
+        """All samples, prompt by prompt: those of prompt i are [i * n, (i + 1) * n) if all have the same n.
+
+        prompts: a prompt or a list of them (text, messages, token ids, `Prompt`, or an unfinished `Sample` to go on
+        with). sampling: a `Sampling`, a mapping, or a list of them, one for each prompt; `options` change it.
+        `pause_after` bounds the tokens of this call: what is unfinished then has finish reason `abort`, and goes on
+        when it is given to an engine again. `batch` is the batch id of prompts that have no id; their tasks are
+        numbered by place.
+        """
+        requests = self.requests(prompts, sampling, pause_after, batch, **options)
+        found: dict[int, Sample] = dict(self._whole(requests, cancel or Cancel(held=False)))
+        return [found[place] for place in sorted(found)]
+
+    def stream(
+        self,
+        prompts: Any,
+        sampling: Any = None,
+        *,
+        cancel: Cancel | None = None,
+        pause_after: int | None = None,
+        batch: int | str | None = None,
+        **options: Any,
+    ) -> Iterator[Sample]:
+        """The same samples, each as soon as it is finished. Leaving the loop early cancels the rest."""
+        requests = self.requests(prompts, sampling, pause_after, batch, **options)
+        return self._streamed(requests, cancel or Cancel())
+
+    def _streamed(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[Sample]:
+        for _, sample in self._whole(requests, cancel):
+            yield sample
+
+    async def agenerate(
+        self,
+        prompts: Any,
+        sampling: Any = None,
+        *,
+        cancel: Cancel | None = None,
+        pause_after: int | None = None,
+        batch: int | str | None = None,
+        **options: Any,
+    ) -> list[Sample]:
+        """`generate` for an event loop; cancelling the task cancels the call."""
+        requests = self.requests(prompts, sampling, pause_after, batch, **options)
+        async with aclosing(self._arun(requests, cancel or Cancel(held=False))) as running:
+            found = {place: sample async for place, sample in running}
+        return [found[place] for place in sorted(found)]
+
+    async def astream(
+        self,
+        prompts: Any,
+        sampling: Any = None,
+        *,
+        cancel: Cancel | None = None,
+        pause_after: int | None = None,
+        batch: int | str | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Sample]:
+        """`stream` for an event loop."""
+        requests = self.requests(prompts, sampling, pause_after, batch, **options)
+        async with aclosing(self._arun(requests, cancel or Cancel())) as running:
+            async for _, sample in running:
+                yield sample
+
+    # --- what they share ----------------------------------------------------------------------------------------------
+
+    def requests(
+        self, prompts: Any, sampling: Any = None, pause_after: int | None = None, batch: Any = None, **options: Any
+    ) -> list[Request]:
+        """A call's prompts with options, ids and random streams of their own, all checked before any is answered."""
+        if pause_after is not None:
+            whole_number("pause_after", pause_after, 1)
+        many = _listed(prompts)
+        given = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(many)
+        if len(given) != len(many):
+            raise ValueError(f"sampling: got {len(given)} entries, expected {len(many)}, one for each prompt")
+        fresh = os.urandom(8).hex() if batch is None else batch
+        made: list[Request] = []
+        position = 0
+        for task, (one, how) in enumerate(zip(many, given, strict=True)):
+            if isinstance(one, Sample):
+                request = _continued(one, how, options, pause_after, position)
+            else:
+                prompt = Prompt.of(one)
+                settings = Sampling.of(how, **options)
+                eid = prompt.eid if prompt.eid is not None else EID(batch=fresh, task=task, suffix="")
+                root = settings.seed if settings.seed is not None else int.from_bytes(os.urandom(8), "big")
+                named = prompt.eid is not None or batch is not None
+                eids, seeds = _runs(eid, settings.n, root, settings.seed is not None, named)
+                request = Request(
+                    prompt=prompt,
+                    sampling=settings,
+                    eids=eids,
+                    seeds=seeds,
+                    position=position,
+                    pause_after=pause_after,
+                )
+            made.append(request)
+            position += len(request.eids)
+        _unlike(made)
+        return made
+
+    def _whole(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+        """What `_run` yields, and a failure for whatever it owes when it breaks off."""
+        owed = {request.position + k: (request, k) for request in requests for k in range(len(request.eids))}
+        running = self._run(requests, cancel)
+        try:
+            while owed:
+                try:
+                    place, sample = next(running)
+                except StopIteration:
+                    error: BaseException | str = "the engine ended without this sample"
+                    break
+                except Exception as raised:  # an engine's own failure is every unfinished sample's
+                    error = raised
+                    break
+                del owed[place]
+                yield place, sample
+            for place, (request, k) in list(owed.items()):
+                del owed[place]
+                yield place, request.failed(k, error, self.run.id)
+        finally:
+            cancel_rest = getattr(running, "close", None)
+            if cancel_rest is not None:
+                cancel_rest()
+
+    async def _arun(self, requests: Sequence[Request], cancel: Cancel) -> AsyncGenerator[tuple[int, Sample], None]:
+        """`_whole` in a thread, for engines that have no event loop of their own."""
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Queue[Any] = asyncio.Queue()
+        done = object()
+
+        def put(item: Any) -> None:
+            with suppress(RuntimeError):  # the caller's loop is gone, and nobody waits
+                loop.call_soon_threadsafe(ready.put_nowait, item)
+
+        def work() -> None:
+            try:
+                for item in self._whole(requests, cancel):
+                    put(item)
+                put(done)
+            except BaseException as error:
+                put(error)
+
+        worker = threading.Thread(target=work, name="rollbook-engine", daemon=True)
+        worker.start()
+        item = None
+        try:
+            while (item := await ready.get()) is not done:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            if item is not done:  # left early; a call that is over leaves its off-switch as it was
+                cancel.request()
+
+
+def in_thread(items: Iterator[Any], cancel: Cancel, most: int = 0) -> Iterator[Any]:
+    """The items of an iterator that runs in a thread of its own, so that it goes on while they are looked at.
+
+    >>> list(in_thread(iter("abc"), Cancel()))
+    ['a', 'b', 'c']
+    """
+    ready: queue.Queue[Any] = queue.Queue(most)
+    done = object()
+
+    def work() -> None:
+        try:
+            for item in items:
+                ready.put((item, None))
+            ready.put((done, None))
+        except BaseException as error:
+            ready.put((done, error))
+
+    threading.Thread(target=work, name="rollbook-stream", daemon=True).start()
+    item = None
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is done:
+                return
+            yield item
+    finally:
+        if item is not done:
+            cancel.request()
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """A list of prompts, however a single one was written."""
+    if isinstance(prompts, (str, Prompt, Sample)) or hasattr(prompts, "tolist"):
+        return [prompts]
+    many = list(prompts)
+    if many and isinstance(many[0], int):
+        return [many]  # one prompt's token ids
+    if many and isinstance(many[0], dict) and "role" in many[0]:
+        return [many]  # one prompt's messages
+    return many
+
+
+def _continued(one: Sample, how: Any, options: dict[str, Any], pause_after: int | None, position: int) -> Request:
+    if not one.unfinished:
+        raise ValueError(
+            f"sample {one.eid}: got one that is finished ({one.finish_reason}), expected an unfinished one"
+        )
+    known = {name: value for name, value in one.sampling.items() if name in Sampling.__dataclass_fields__}
+    settings = Sampling.of({**known, "n": 1} if how is None else how, **options)
+    if settings.max_tokens <= len(one.response_ids):
+        raise ValueError(
+            f"sample {one.eid}: max_tokens: got {settings.max_tokens}, expected more than the "
+            f"{len(one.response_ids)} it has"
+        )
+    seed = one.sampling.get("seed")
+    return Request(
+        prompt=one.prompt,
+        sampling=settings,
+        eids=(one.eid,),
+        seeds=(int.from_bytes(os.urandom(8), "big") >> 1 if seed is None else seed,),
+        position=position,
+        started=one,
+        pause_after=pause_after,
+    )
+
+
+def _runs(eid: EID, n: int, root: int, repeatable: bool, named: bool) -> tuple[tuple[EID, ...], tuple[int, ...]]:
+    """The ids and random streams of a task's n runs; with a seed they come out the same another time."""
+    eids, seeds = [], []
+    for run in range(n):
+        one = eid.replace(run=eid.run + run, suffix="")
+        # A batch id that nobody gave is made up for each call: with a seed, the call's samples must not depend on it.
+        stream = one if named else one.replace(batch="")
+        digest = hashlib.blake2b(f"{root}/{stream.uid}".encode(), digest_size=16).digest()
+        # 63 bits: a number that Arrow and servers take.
+        seeds.append(int.from_bytes(digest[:8], "big") >> 1)
+        eids.append(one.replace(suffix=digest[8:].hex() if repeatable else os.urandom(8).hex()))
+    return tuple(eids), tuple(seeds)
+
+
+def _unlike(requests: Sequence[Request]) -> None:
+    """No two samples of a call may be the same run: they would be one in every statistic."""
+    seen: dict[str, int] = {}
+    for i, request in enumerate(requests):
+        for eid in request.eids:
+            other = seen.setdefault(f"{eid.rid}/{eid.step}", i)
+            if other != i:
+                raise ValueError(
+                    f"prompts: {other} and {i} both give run {eid.rid}, expected an id of its own for each"
+                )

@@ -1,0 +1,210 @@
+"""`ScriptedEngine`: answers that were written down before, for tests and for playing recorded rollouts again.
+
+Invariant: the same script, prompts and ids give the same samples, whatever else is asked for in the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollbook.rollout.engine import Cancel, Engine, Request
+from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
+from rollbook.rollout.types import FinishReason, Prompt, RunInfo, Sample
+
+if TYPE_CHECKING:
+    from rollbook.experience import Experience
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One scripted answer: its token ids (or a text for the tokenizer), and what else a sample has.
+
+    >>> Line(ids=(4, 5)).logprobs is None
+    True
+    """
+
+    ids: Sequence[int] | None = None
+    text: str | None = None
+    logprobs: Sequence[float] | None = None
+    finish_reason: FinishReason = "stop"
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.error is None and (self.ids is None) == (self.text is None):
+            raise ValueError("line: got both or neither of ids and text, expected one of them, or an error")
+
+
+Script = Callable[[Prompt, int], Any] | Sequence[Any] | Mapping[Any, Any]
+
+
+class ScriptedEngine(Engine):
+    """Plays a script: answers by prompt text or task, in turn, or from a function `(prompt, run) -> answer`.
+
+    An answer is a text, token ids, a `Line` or an exception (which becomes that sample's error). A mapping is looked up
+    by the prompt's text, else by its task id; each of its values is a list with an answer for each run (taken round
+    and round) or a single one. A list answers the calls' samples in turn, and begins again at its end. The log-prob
+    of each token is -1 unless the line has others.
+
+    >>> engine = ScriptedEngine({"2+2=": [[4], [5, 6]]}, tokenizer=None)
+    >>> [one.response_ids for one in engine.generate([Prompt(text="2+2=", info={})], n=3, batch=0)]
+    [[4], [5, 6], [4]]
+    """
+
+    def __init__(self, script: Script, tokenizer: Any = None, version: int = 0) -> None:
+        self.script = script
+        self.tokenizer = tokenizer
+        self.version = version
+        self._turn = 0
+
+    @property
+    def run(self) -> RunInfo:
+        """A scripted run."""
+        return RunInfo(
+            engine="scripted",
+            engine_version="1",
+            model="none",
+            tokenizer=tokenizer_fingerprint(self.tokenizer),
+            chat_template=template_fingerprint(self.tokenizer),
+        )
+
+    @classmethod
+    def replaying(cls, experiences: Iterable[Experience], tokenizer: Any = None) -> ScriptedEngine:
+        """An engine that answers each task as it was answered before: tokens, log-probs, versions, reasons and texts.
+
+        Prompts are matched by task id, and must have the recorded prompt's tokens if they are given as tokens.
+
+        >>> from rollbook import Experience
+        >>> old = Experience(eid={"batch": 0, "task": 1, "run": 0}, tokens=[5, 6, 7], prompt_length=2, logprobs=[-0.25])
+        >>> from rollbook import EID
+        >>> again = ScriptedEngine.replaying([old]).generate(Prompt(token_ids=[5, 6], eid=EID(batch=0, task=1)))
+        >>> again[0].response_ids, again[0].logprobs
+        ([7], [-0.25])
+        """
+        recorded = {row.eid.rid: row for row in experiences}
+
+        def answer(prompt: Prompt, run: int) -> Any:
+            if prompt.eid is None:
+                raise ValueError("prompt.eid: got None, expected the id of a recorded task")
+            row = recorded.get(prompt.eid.replace(run=run).rid)
+            if row is None:
+                raise ValueError(f"prompt.eid: run {prompt.eid.replace(run=run).rid} was not recorded")
+            return row
+
+        return cls(answer, tokenizer)
+
+    def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+        for request in requests:
+            for k in range(len(request.eids)):
+                try:
+                    sample = self._answer(request, k, cancel)
+                except Exception as error:
+                    sample = request.failed(k, error, self.run.id)
+                yield request.position + k, sample
+
+    def _answer(self, request: Request, k: int, cancel: Cancel) -> Sample:
+        eid = request.eids[k]
+        prompt = request.prompt if request.prompt.eid is not None else request.prompt.replace(eid=eid)
+        answer = self._look_up(prompt, eid.run)
+        if isinstance(answer, BaseException):
+            raise answer
+        if hasattr(answer, "prompt_length"):
+            return self._recorded(request, k, answer)
+        line = answer if isinstance(answer, Line) else _line(answer)
+        if line.error is not None:
+            return request.failed(k, line.error, self.run.id, prompt_ids=self._prompt_ids(request.prompt))
+        ids = list(line.ids if line.ids is not None else self._encode("answer", line.text))
+        done = len(request.started.response_ids) if request.started is not None else 0
+        stop = 0 if cancel.requested else done + request.budget
+        cut = len(ids) > stop
+        reason: FinishReason = line.finish_reason
+        if cut:
+            reason = "abort" if request.pauses or cancel.requested else "length"
+            ids = ids[:stop]
+        logprobs = list(line.logprobs if line.logprobs is not None else [-1.0] * len(ids))[: len(ids)]
+        before = list(request.started.versions or ()) if request.started is not None else []
+        text = line.text if line.text is not None and not cut else self._decode(ids)
+        return Sample(
+            prompt=request.prompt,
+            eid=eid,
+            prompt_ids=self._prompt_ids(request.prompt),
+            response_ids=ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            versions=before + [self.version] * (len(ids) - len(before)),
+            text=text,
+            sampling=request.options(k),
+            run_id=self.run.id,
+            group_size=request.started.group_size if request.started is not None else request.sampling.n,
+        )
+
+    def _recorded(self, request: Request, k: int, row: Experience) -> Sample:
+        tokens = row.tokens.tolist()
+        prompt_ids, ids = tokens[: row.prompt_length], tokens[row.prompt_length :]
+        asked = request.prompt.token_ids
+        if asked is not None and list(asked) != prompt_ids:
+            raise ValueError(f"prompt.token_ids: got {len(asked)} ids that are not those recorded for {row.eid.rid}")
+        known = row.policy_versions
+        versions = None if known is None else [known] * len(ids) if isinstance(known, int) else known.tolist()
+        sampling = dict(row.sampling or {})
+        kind: Any = sampling.pop("logprobs", None) or "processed"
+        return Sample(
+            prompt=request.prompt,
+            eid=request.eids[k],
+            prompt_ids=prompt_ids,
+            response_ids=ids,
+            logprobs=None if row.logprobs is None else row.logprobs.tolist(),
+            logprobs_kind=kind,
+            finish_reason=row.finish_reason or "stop",  # type: ignore[arg-type]
+            error=row.info.get("error") or "recorded as failed" if row.finish_reason == "error" else None,
+            versions=versions,
+            text=row.response_text,
+            prompt_text=row.prompt_text,
+            sampling=sampling or request.options(k),
+            run_id=self.run.id,
+            group_size=request.sampling.n,
+            media=row.multi_modal_inputs,
+        )
+
+    def _look_up(self, prompt: Prompt, run: int) -> Any:
+        if callable(self.script):
+            return self.script(prompt, run)
+        if isinstance(self.script, Mapping):
+            keys = [prompt.text, prompt.eid.tid if prompt.eid is not None else None, prompt.token_ids]
+            key = next((key for key in keys if key is not None and key in self.script), None)
+            if key is None:
+                raise ValueError(f"script: has no answer to {keys[0] or keys[1]!r}")
+            answers = self.script[key]
+            several = isinstance(answers, (list, tuple)) and answers and not isinstance(answers[0], int)
+            return answers[run % len(answers)] if several else answers
+        answer = self.script[self._turn % len(self.script)]
+        self._turn += 1
+        return answer
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return list(prompt.token_ids)
+        if self.tokenizer is None:
+            return []
+        if prompt.messages is not None:
+            tools = None if prompt.tools is None else [dict(tool) for tool in prompt.tools]
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in prompt.messages], tools=tools, add_generation_prompt=True, tokenize=False
+            )
+            return self._encode("prompt", text)
+        return self._encode("prompt", prompt.text)
+
+    def _encode(self, what: str, text: str | None) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{what}: got text ({text!r}), expected token ids: the engine has no tokenizer")
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _decode(self, ids: list[int]) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _line(answer: Any) -> Line:
+    if isinstance(answer, str):
+        return Line(text=answer)
+    return Line(ids=tuple(answer))
