@@ -1,0 +1,47 @@
+"""Actors and critics: thin wrappers over transformers models, and forward passes over many records at once.
+
+Names load when they are first used; transformers and peft load when a model is made.
+
+| name | what it is |
+|---|---|
+| `Actor` | a policy: log-probs and entropies of response tokens, sampling, adapters and the reference without them |
+| `Critic` | a value for each response token, from the state before it |
+| `policy_log_probs`, `reference_log_probs`, `values` | of many records, in planned micro-batches, without gradients |
+| `scoring` | a context in which a model has no dropout and no gradients, and after which it is as it was |
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollbook.models.actor import Actor as Actor
+    from rollbook.models.critic import Critic as Critic
+    from rollbook.models.forward import Scores as Scores
+    from rollbook.models.forward import policy_log_probs as policy_log_probs
+    from rollbook.models.forward import reference_log_probs as reference_log_probs
+    from rollbook.models.forward import values as values
+    from rollbook.models.heads import scoring as scoring
+    from rollbook.models.lora import Reference as Reference
+
+_HOMES = {
+    "Actor": "actor",
+    "Critic": "critic",
+    "Reference": "lora",
+    "Scores": "forward",
+    "policy_log_probs": "forward",
+    "reference_log_probs": "forward",
+    "scoring": "heads",
+    "values": "forward",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rollbook.models' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"rollbook.models.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,338 @@
+"""`Actor`: a policy over a transformers model, called as LightRFT's is, and scored without whole logits in memory.
+
+Invariant: log-probs are of the distribution that is sampled from at `temperature`, with `suppress` never in it; they
+are float32, the same for padded and packed input up to rounding, and no tensor of (tokens, vocabulary) is made unless
+the model leaves no other way (`head_path` says which it is).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollbook.algorithms._vocabulary import positive
+from rollbook.algorithms.registry import switch
+from rollbook.algorithms.tokens import TokenStats
+from rollbook.batch import ExperienceBatch
+from rollbook.jagged import Rows
+from rollbook.models.forward import Rowwise, slim
+from rollbook.models.heads import (
+    Head,
+    inputs_of,
+    keeps_apart,
+    kind_of,
+    packs_cheaply,
+    place_of,
+    run,
+    text_config,
+    unwrapped,
+)
+from rollbook.models.loading import BASE, load_model, load_tokenizers
+from rollbook.models.lora import Reference, attach, has_adapters, save_base
+from rollbook.models.sequences import MEDIA, laid_out, media_of_rows, process_sequences, sampling_of
+from rollbook.models.slots import called_batch
+from rollbook.rollout.processing import placeholders
+from rollbook.rollout.types import Prompt, token_ids
+
+
+class Actor(nn.Module):
+    """A policy.
+
+    - `model`: a module, a transformers configuration (random weights), a local folder or a name on the hub: causal
+      language models, and vision-language models where the configuration has vision. What `save_pretrained` wrote is
+      such a folder, with adapters or without.
+    - `tokenizer`, `processor`: for generation; loaded with the model if it comes from a folder or the hub.
+    - `lora`: a `peft.LoraConfig` or a dict of its options: then adapters are trained, and `reference()` is the base.
+    - `temperature`: that logits are divided by, here and in sampling, unless a call says otherwise.
+    - `suppress`: ids that are never sampled and have no probability in training. A vision-language model's placeholders
+      are always among them, since the engine never samples one.
+    - `trainable=False`: no gradients, no dropout.
+
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                      num_attention_heads=2, max_position_embeddings=16)
+    >>> actor = Actor(config)
+    >>> actor(torch.tensor([[1, 5, 6, 7]]), num_actions=2).shape
+    torch.Size([1, 2])
+    >>> actor.head_path
+    'hidden'
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        processor: Any = None,
+        lora: Any = None,
+        dtype: Any = None,
+        device: Any = None,
+        attn_implementation: str | None = None,
+        temperature: float = 1.0,
+        trainable: bool = True,
+        suppress: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        made = load_model(model, dtype=dtype, attn_implementation=attn_implementation)
+        if lora is not None:
+            made = attach(made, lora)
+        self.model = made if device is None else made.to(device)
+        self.temperature = positive("temperature", temperature, torch.float32)
+        self.suppress = _suppressed(self.model, suppress)
+        self.trainable = switch("trainable", trainable)
+        if tokenizer is None and processor is None:
+            tokenizer, processor = load_tokenizers(model, getattr(unwrapped(made), "config", None))
+        self.processor = processor
+        self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
+        self._head: Head | None = None
+        self._packs: bool | None = None
+        self._engine: Any = None
+        if not self.trainable:
+            self.requires_grad_(False).eval()
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The transformers model's configuration."""
+        return unwrapped(self.model).config
+
+    @property
+    def device(self) -> torch.device:
+        """Where its first weights lie."""
+        return place_of(self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its weights."""
+        return kind_of(self.model)
+
+    @property
+    def head(self) -> Head:
+        """How its tokens are scored; looked into once, on a few tokens, and again if its output layer was replaced."""
+        if self._head is None or not self._head.holds or self._head.suppress != self.suppress:
+            self._head = Head.of(self.model, self.suppress)
+        return self._head
+
+    @property
+    def head_path(self) -> str:
+        """`hidden`: from hidden states and the output layer's weight, or `logits`: from the model's own logits."""
+        return self.head.path
+
+    @property
+    def packs(self) -> bool:
+        """Whether the model keeps packed samples apart; found out once, on a few tokens."""
+        if self._packs is None:
+            self._packs = keeps_apart(self.model)
+        return self._packs
+
+    @property
+    def packs_cheaply(self) -> bool:
+        """Whether it does, and attention over packed samples costs no more than over each alone."""
+        return packs_cheaply(self.model) and self.packs
+
+    # --- scoring ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        num_actions: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        return_output: bool = False,
+        packed_seq_lens: Any = None,
+        *,
+        entropy: bool = False,
+        temperature: float | None = None,
+        **media: Any,
+    ) -> Any:
+        """Log-probs of actions, as LightRFT's actor gives them; 0 on slots that are not attended.
+
+        Padded: `sequences` (B, S) and the last `num_actions` of each row give (B, A). Packed: `sequences` (1, tokens),
+        `attention_mask` that numbers the samples from 1 on, `num_actions` and `packed_seq_lens` [B] give (1, all
+        actions). With `return_output` also the model's output, which has `action_entropy` if `entropy` is asked for.
+        Without `num_actions` the model's output alone. `media` go to the model (pixel_values, image_grid_thw, ...).
+        """
+        if num_actions is None:
+            if not return_output:
+                raise ValueError("num_actions: got None, expected it, or return_output=True for the model's output")
+            lengths = [] if packed_seq_lens is None else [0] * len(packed_seq_lens)
+            whole = called_batch(sequences, lengths or 0, attention_mask, packed_seq_lens)
+            return run(self.model, inputs_of(self.model, whole, media))
+        batch = called_batch(sequences, num_actions, attention_mask, packed_seq_lens)
+        if batch.layout == "packed":
+            self._check_packs()
+        how = self._tempered(temperature)
+        found, output = self.head.stats(batch, media, temperature=how, entropy=entropy)
+        flat = [None if one is None else _flat(one) for one in found]
+        if not return_output:
+            return flat[0]
+        if isinstance(output, torch.Tensor):
+            output = {"logits": output}
+        if flat[1] is not None:
+            output["action_entropy"] = flat[1]
+        return flat[0], output
+
+    def token_stats(
+        self, data: Any, *, entropy: bool = False, temperature: float | None = None, packed: bool | None = None
+    ) -> TokenStats:
+        """Log-probs, and entropies if asked, of every response slot of a batch or of records, in one pass, with
+        gradients; in micro-batches and without: `rollbook.models.policy_log_probs`.
+
+        A padded batch gives (B, A), a packed one `Rows`, on the model's device; 0 where a slot is padding. Records give
+        `Rows`, one for each; `packed` says how they go through the model (`None`: packed if that costs no more).
+        """
+        how = self._tempered(temperature)
+        if isinstance(data, ExperienceBatch):
+            if data.layout == "packed":
+                self._check_packs()
+            return self.head.stats(slim(data, self.device), temperature=how, entropy=entropy)[0]
+        rows = Rowwise.of(data)
+        if packed is None:
+            packed = self.packs_cheaply
+        elif packed:
+            self._check_packs()
+        batch = rows.batch(None, packed=packed, device=self.device)
+        found, _ = self.head.stats(batch, temperature=how, entropy=entropy)
+        made: Any = [None if one is None else rows.rows(one) for one in found]
+        return TokenStats(*made)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An engine has locks, which a copy or another process cannot have; both are made again when they are needed.
+        return {**self.__dict__, "_engine": None, "_head": None}
+
+    def _tempered(self, asked: float | None) -> float:
+        return self.temperature if asked is None else positive("temperature", asked, torch.float32)
+
+    def _check_packs(self) -> None:
+        if not self.packs:
+            raise ValueError(
+                "packed: the model does not keep packed samples apart: what it says of one depends on those before it; "
+                "give it a padded batch (batch.pad())"
+            )
+
+    # --- generating ---------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Any:
+        """The rollout engine over this actor's own weights; one for each actor."""
+        if self._engine is None:
+            from rollbook.rollout.local import TransformersEngine
+
+            made = TransformersEngine(self.model, self.tokenizer, self.processor)
+            # Whoever asks it, and for what: what has no probability in training is not sampled.
+            made.runner.suppressed = tuple(sorted({*made.runner.suppressed, *self.suppress}))
+            self._engine = made
+        return self._engine
+
+    def generate(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(sequences (B, S), attention_mask (B, S) int64, action_mask (B, A) bool), rows as `[pad.. prompt | response
+        .. pad]`, on the actor's device; nothing that was sampled is changed.
+
+        `input_ids` (B, P) are left-padded prompts; without a mask, what is padding is told by the pad token. `kwargs`
+        are transformers' (`max_new_tokens`, `max_length`, `min_new_tokens`, `do_sample`, `temperature`, `top_p`,
+        `top_k`, `eos_token_id`, `pad_token_id`, `num_return_sequences`, ...), those of `rollbook.rollout.Sampling`, and
+        what a processor made of media, all prompts together (`pixel_values`, `image_grid_thw`, ...); what would change
+        nothing is taken (`num_beams=1`), what is not known refused. `engine` gives log-probs, versions and finish
+        reasons, too.
+        """
+        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
+            shown = (
+                f"shape {list(input_ids.shape)}" if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+            )
+            raise ValueError(f"input_ids: got {shown}, expected a tensor (B, P)")
+        pad = kwargs.pop("pad_token_id", None)
+        if pad is None:
+            pad = self.pad_token_id
+        if attention_mask is None:
+            attention_mask = process_sequences(input_ids, input_ids.shape[1], None, pad)[1]
+        kwargs.setdefault("temperature", self.temperature)
+        media = {name: kwargs.pop(name) for name in MEDIA if name in kwargs}
+        sampling = sampling_of(kwargs, input_ids.shape[1], self.suppress)
+        masks = list(attention_mask.cpu() != 0)
+        rows = [row[mask].tolist() for row, mask in zip(input_ids.cpu(), masks, strict=True)]
+        given = media_of_rows(rows, masks, media, self.config) if media else [{} for _ in rows]
+        prompts = [Prompt(token_ids=row, images=[one] if one else ()) for row, one in zip(rows, given, strict=True)]
+        # One batch id for all calls: with a seed, the same is sampled another time.
+        return laid_out(self.engine.generate(prompts, sampling, batch="generate"), pad, self.device)
+
+    def process_sequences(
+        self, sequences: torch.Tensor, input_len: int, eos_token_id: Any, pad_token_id: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Masks of generated rows; see `rollbook.models.sequences.process_sequences`."""
+        return process_sequences(sequences, input_len, eos_token_id, pad_token_id)
+
+    @property
+    def pad_token_id(self) -> int:
+        """The tokenizer's, else the configuration's, else the first end token, else 0."""
+        for holder in (self.tokenizer, self.config, text_config(self)):
+            for name in ("pad_token_id", "eos_token_id"):
+                found = getattr(holder, name, None)
+                found = found[0] if isinstance(found, (list, tuple)) and found else found
+                if isinstance(found, int):
+                    return found
+        return 0
+
+    # --- reference, saving, training ----------------------------------------------------------------------------------
+
+    def reference(self) -> Actor | Reference:
+        """The model to measure divergence from: with adapters, the base without them, sharing its weights; else a
+        frozen copy of the weights as they are now."""
+        if has_adapters(self.model):
+            return Reference(self)
+        made = Actor(
+            copy.deepcopy(self.model),
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            temperature=self.temperature,
+            trainable=False,
+            suppress=self.suppress,
+        )
+        made._packs = self._packs
+        return made
+
+    def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
+        """Write what `Actor(folder)` reads: the model, or its adapters (and the base too, if it came from no folder and
+        no name by which it would be found again), with tokenizer and processor."""
+        where = os.fspath(folder)
+        self.model.save_pretrained(where, **options)  # type: ignore[operator]
+        if has_adapters(self.model) and not getattr(self.config, "name_or_path", None):
+            save_base(self.model, os.path.join(where, BASE), **options)
+        for part in (self.processor, self.tokenizer):
+            if part is not None:
+                part.save_pretrained(where)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Trade computing for memory in training; without reentry unless told otherwise, so that frozen parts do not
+        cut gradients off."""
+        given = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
+        unwrapped(self.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(given))
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Undo it."""
+        unwrapped(self.model).gradient_checkpointing_disable()
+
+
+def _flat(found: Any) -> torch.Tensor:
+    """(B, A) as it is; packed rows as (1, all actions)."""
+    return found.values.unsqueeze(0) if isinstance(found, Rows) else found
+
+
+def _suppressed(model: nn.Module, asked: Sequence[int]) -> tuple[int, ...]:
+    """The ids that are never to be, sorted: those asked for, and the model's placeholders."""
+    config = getattr(unwrapped(model), "config", None)
+    wanted = token_ids("suppress", list(asked))
+    if config is None:
+        return tuple(sorted(set(wanted)))
+    vocabulary = int(text_config(unwrapped(model)).vocab_size)
+    for i, one in enumerate(wanted):
+        if one >= vocabulary:
+            raise ValueError(f"suppress[{i}]: got {one}, expected an id below {vocabulary}")
+    own = (one for one in placeholders(config).values() if one < vocabulary)
+    return tuple(sorted({*wanted, *own}))

@@ -1,0 +1,188 @@
+"""`Critic`: a value for each response token, from a trunk's hidden state one token earlier.
+
+Invariant: slot j's value is of the state before token j, aligned as log-probs are; values are float32, computed by a
+float32 head whatever the trunk's type, and 0 where a slot is padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rollbook.algorithms.registry import choice
+from rollbook.batch import ExperienceBatch
+from rollbook.jagged import Rows
+from rollbook.models.actor import Actor
+from rollbook.models.forward import Rowwise, slim
+from rollbook.models.heads import (
+    inputs_of,
+    keeps_apart,
+    kind_of,
+    packs_cheaply,
+    place_of,
+    run,
+    text_config,
+    trunk_of,
+    unwrapped,
+)
+from rollbook.models.loading import VALUE_HEAD, load_model
+from rollbook.models.lora import has_adapters
+from rollbook.models.slots import Slots, called_batch
+
+_HEADS = ("score", "classifier")
+"""What transformers' classifiers call their head."""
+
+
+class Critic(nn.Module):
+    """A value head over a transformers model's trunk.
+
+    - `model`: a module (a language model's trunk is used; of a classifier with one label, such as a reward model, the
+      head too), a configuration (random weights), a folder (a critic's own, a model's, a classifier's) or a name.
+    - `trunk_from`: an actor whose trunk is copied, in place of `model`.
+    - `value_head`: of a fresh head, `zeros` (every value is 0 at first) or `normal` (standard deviation
+      1 / sqrt(width)).
+
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                      num_attention_heads=2, max_position_embeddings=16)
+    >>> Critic(config)(torch.tensor([[1, 5, 6, 7]]), num_actions=2).tolist()
+    [[0.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+        attn_implementation: str | None = None,
+        value_head: Literal["zeros", "normal"] = "zeros",
+        trunk_from: Actor | None = None,
+    ) -> None:
+        super().__init__()
+        choice("value_head", value_head, ("zeros", "normal"))
+        if (model is None) == (trunk_from is None):
+            raise ValueError("model: got it with trunk_from, or neither, expected one of them")
+        if trunk_from is not None:
+            model = _copied_trunk(trunk_from)
+        made = load_model(model, purpose="values", dtype=dtype, attn_implementation=attn_implementation)
+        trunk = trunk_of(made)
+        head = next((getattr(made, name) for name in _HEADS if hasattr(made, name)), None)
+        self.trunk: nn.Module = made if trunk is None else trunk
+        if trunk is None or head is None:
+            head = nn.Linear(int(text_config(self.trunk).hidden_size), 1)
+            nn.init.zeros_(head.bias)
+            if value_head == "zeros":
+                nn.init.zeros_(head.weight)
+            else:
+                nn.init.normal_(head.weight, std=head.in_features**-0.5)
+        if not isinstance(head, nn.Linear) or head.out_features != 1:
+            raise ValueError(f"model: got a head {head}, expected a linear one with a single output")
+        self.value_head = head
+        if isinstance(model, (str, os.PathLike)) and (Path(model) / VALUE_HEAD).is_file():
+            from safetensors.torch import load_file
+
+            self.value_head.load_state_dict(load_file(Path(model) / VALUE_HEAD))
+        self.value_head.float()
+        if device is not None:
+            self.to(device)
+        self._packs: bool | None = None
+
+    @property
+    def config(self) -> Any:
+        """The trunk's configuration."""
+        return self.trunk.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where its first weights lie."""
+        return place_of(self.trunk)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the trunk's weights."""
+        return kind_of(self.trunk)
+
+    @property
+    def packs(self) -> bool:
+        """Whether the trunk keeps packed samples apart; found out once, on a few tokens."""
+        if self._packs is None:
+            self._packs = keeps_apart(self.trunk)
+        return self._packs
+
+    @property
+    def packs_cheaply(self) -> bool:
+        """Whether it does, and attention over packed samples costs no more than over each alone."""
+        return packs_cheaply(self.trunk) and self.packs
+
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        num_actions: Any,
+        attention_mask: torch.Tensor | None = None,
+        return_output: bool = False,
+        packed_seq_lens: Any = None,
+        **media: Any,
+    ) -> Any:
+        """(B, A) or, packed, (1, all actions): values as LightRFT's critic gives them; arguments as `Actor.forward`."""
+        found, output = self._values(called_batch(sequences, num_actions, attention_mask, packed_seq_lens), media)
+        flat = found.values.unsqueeze(0) if isinstance(found, Rows) else found
+        return (flat, output) if return_output else flat
+
+    def token_values(self, data: Any) -> Any:
+        """The value of every response slot of a batch, (B, A) or `Rows`, or of records, `Rows`; with gradients."""
+        if isinstance(data, ExperienceBatch):
+            return self._values(slim(data, self.device))[0]
+        rows = Rowwise.of(data)
+        return rows.rows(self._values(rows.batch(None, packed=self.packs_cheaply, device=self.device))[0])
+
+    def _values(self, batch: ExperienceBatch, media: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+        if batch.layout == "packed" and not self.packs:
+            raise ValueError(
+                "packed: the model does not keep packed samples apart; give it a padded batch (batch.pad())"
+            )
+        slots = Slots.of(batch)
+        output = run(self.trunk, inputs_of(self.trunk, batch, media))
+        hidden = slots.pick(output[0])
+        with torch.autocast(hidden.device.type, enabled=False):
+            found = self.value_head(hidden.float())[:, 0]
+        return slots.put(found), output
+
+    def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
+        """Write what `Critic(folder)` reads: the trunk as transformers saves it, and the head beside it."""
+        from safetensors.torch import save_file
+
+        self.trunk.save_pretrained(os.fspath(folder), **options)  # type: ignore[operator]
+        head = {name: value.detach().cpu().contiguous() for name, value in self.value_head.state_dict().items()}
+        save_file(head, Path(folder) / VALUE_HEAD)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As `Actor.gradient_checkpointing_enable`."""
+        given = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
+        self.trunk.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(given))  # type: ignore[operator]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Undo it."""
+        self.trunk.gradient_checkpointing_disable()  # type: ignore[operator]
+
+
+def _copied_trunk(actor: Actor) -> nn.Module:
+    """A trunk of its own, with the actor's weights as they are now; adapters are merged into it."""
+    if has_adapters(actor.model):
+        whole: Any = copy.deepcopy(actor.model)
+        found = trunk_of(whole.merge_and_unload())
+    else:
+        trunk = trunk_of(actor.model)
+        found = None if trunk is None else copy.deepcopy(trunk)
+    if found is None:
+        raise ValueError(
+            f"trunk_from: got a {type(unwrapped(actor.model)).__name__}, which has no trunk to be told apart"
+        )
+    made: nn.Module = found.requires_grad_(True)
+    return made

@@ -1,0 +1,313 @@
+"""How a model's output head is reached: from its last hidden states where that is the same, else from its own logits.
+
+Invariant: what is computed from hidden states is what the model's logits would give; that was checked on the model
+itself, on a few tokens, before it is relied on. Where it is not the same, the model's logits are used.
+
+A transformers model is a trunk (`base_model`), whose output are hidden states, and an output layer. Some do more to
+logits: a soft cap, a scale (Cohere, Granite). These are known from the configuration, tried, and compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rollbook.algorithms.tokens import TokenStats, from_hidden, from_logits
+from rollbook.batch import ExperienceBatch, Origin
+from rollbook.jagged import Rows
+from rollbook.models.slots import Slots
+
+_PROBE = 6
+"""Tokens that a check looks at; the second of two samples has as many."""
+
+
+@contextmanager
+def scoring(module: Any) -> Iterator[None]:
+    """No gradients, and every part of the module as in evaluation (no dropout); after it, each part as it was before.
+
+    >>> layer = nn.Dropout(0.5).train()
+    >>> with scoring(layer):
+    ...     layer(torch.ones(2)), layer.training
+    (tensor([1., 1.]), False)
+    >>> layer.training
+    True
+    """
+    parts = list(module.modules()) if isinstance(module, nn.Module) else []  # a `Reference` sees to its own
+    was = [part.training for part in parts]
+    try:
+        for part in parts:
+            part.training = False
+        # Not inference mode: a model keeps some of what it computes (rotary tables), which training then could not use.
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in zip(parts, was, strict=True):
+            part.training = training
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside one that peft gave adapters to (which stay in its layers); any other as it is."""
+    inner = getattr(model, "get_base_model", None)
+    if inner is None or getattr(model, "peft_config", None) is None:
+        return model
+    if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+        return model  # learned prompts are put in front by the wrapper itself
+    return inner()
+
+
+def trunk_of(model: Any) -> Any:
+    """The part of a transformers model that gives hidden states; `None` where there is none to be told apart."""
+    inner = getattr(unwrapped(model), "base_model", None)
+    return inner if isinstance(inner, nn.Module) and inner is not unwrapped(model) else None
+
+
+def text_config(model: Any) -> Any:
+    """The part of a model's configuration that speaks of text; all of it, of a language model."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def place_of(module: nn.Module) -> torch.device:
+    """The device that a module's first parameter lies on."""
+    return next((one.device for one in module.parameters()), torch.device("cpu"))
+
+
+def kind_of(module: nn.Module) -> torch.dtype:
+    """The type of a module's first floating point parameter."""
+    return next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+
+
+def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """A module's output for a transformers model's keyword arguments, of which it gets those that it takes."""
+    parameters = inspect.signature(module.forward).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        inputs = {name: value for name, value in inputs.items() if name in parameters}
+    for part in (unwrapped(module), trunk_of(module)):
+        if part is not None and hasattr(part, "rope_deltas"):
+            part.rope_deltas = None  # kept from the last call, which was of other samples
+    return module(**inputs)
+
+
+def inputs_of(model: Any, batch: ExperienceBatch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The keyword arguments of one pass over a batch, without a cache; `media` beyond the batch's own go along."""
+    places = [unwrapped(model), trunk_of(model)]
+    index = next((one.get_rope_index for one in places if one is not None and hasattr(one, "get_rope_index")), None)
+    # Padded, a model that has positions in space finds them itself, in one go.
+    inputs = batch.model_inputs(get_rope_index=index if batch.layout == "packed" else None)
+    if index is not None and batch.layout == "packed" and inputs["position_ids"].dim() == 2:
+        # Text alone: without positions of its own beside the three in space, such a model does not see where one ends.
+        inputs["position_ids"] = inputs["position_ids"].expand(4, -1, -1)
+    inputs |= {name: value for name, value in (media or {}).items() if value is not None}
+    if any(name.endswith("grid_thw") for name in media or ()):
+        if batch.layout == "packed":
+            raise ValueError(
+                "media: got grids with packed sequences, expected an ExperienceBatch that says which sample has which "
+                "image (Actor.token_stats)"
+            )
+        del inputs["position_ids"]
+    return {**inputs, "use_cache": False}
+
+
+# --- the head -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """How tokens of one model are scored, as it was found out.
+
+    `path`: `hidden` (hidden states times the output layer's weight, never whole logits) or `logits` (the model's own).
+    """
+
+    model: nn.Module
+    path: Literal["hidden", "logits"]
+    why: str
+    """In words, what made it this path."""
+    suppress: tuple[int, ...] = ()
+    layer: nn.Linear | None = None
+    """The output layer, of the path `hidden`."""
+    scale: float = 1.0
+    """What the model multiplies logits by."""
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, suppress: tuple[int, ...] = ()) -> Head:
+        """Look at a model, and check on a few tokens."""
+        inner, trunk = unwrapped(model), trunk_of(model)
+        layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+        if trunk is None or layer is None:
+            return cls(model, "logits", "the model has no trunk and output layer to be told apart", suppress)
+        if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+            # Looked at, not measured: an adapter on it does nothing before the first step.
+            named = f"{type(layer).__module__}.{type(layer).__qualname__}"
+            return cls(model, "logits", f"the output layer is a {named}, not a plain one", suppress)
+        ids = probe_ids(inner, place_of(inner))
+        with scoring(inner):
+            hidden = run(trunk, {"input_ids": ids, "use_cache": False})
+            logits = run(inner, {"input_ids": ids, "use_cache": False}).logits.float()
+            plain = layer(hidden.last_hidden_state if hasattr(hidden, "last_hidden_state") else hidden[0]).float()
+        close = (1e-4 if kind_of(inner) in (torch.float32, torch.float64) else 2e-2) * float(logits.abs().max())
+        for scale, cap in _known(inner):
+            found = plain * scale
+            if cap is not None:
+                found = cap * torch.tanh(found / cap)
+            if bool(((found - logits).abs() <= close).all()):
+                if cap is not None and suppress:
+                    return cls(model, "logits", "tokens are suppressed, and a soft cap keeps them likely", suppress)
+                return cls(model, "hidden", "it gives the model's logits", suppress, layer, scale, cap)
+        off = float((plain - logits).abs().max())
+        return cls(
+            model, "logits", f"the model's logits are others than its output layer's, by up to {off:.3g}", suppress
+        )
+
+    @property
+    def holds(self) -> bool:
+        """Whether the model still has the output layer that was looked at."""
+        return self.layer is None or unwrapped(self.model).get_output_embeddings() is self.layer
+
+    def stats(
+        self,
+        batch: ExperienceBatch,
+        media: Mapping[str, Any] | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> tuple[TokenStats, Any]:
+        """Log-probs and entropies of a batch's slots, (B, A) or `Rows`, and the output they were made from."""
+        slots = Slots.of(batch)
+        inputs = inputs_of(self.model, batch, media)
+        if self.layer is None:
+            output, picked = self._logits(inputs, slots)
+            if self.suppress:
+                picked = picked.index_fill(-1, self._suppressed(picked.device), -torch.inf)
+            found = from_logits(picked, slots.labels, temperature=temperature, entropy=entropy)
+        else:
+            output = run(trunk_of(self.model), inputs)
+            hidden = slots.pick(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])
+            found = from_hidden(
+                hidden,
+                self.layer.weight,
+                slots.labels,
+                bias=self._bias(),
+                # The logits are scaled as a whole, and so in the same place as a temperature does it.
+                temperature=temperature / self.scale,
+                entropy=entropy,
+                softcap=self.softcap,
+            )
+        entropies = None if found.entropy is None else slots.put(found.entropy.float())
+        return TokenStats(slots.put(found.log_probs.float()), entropies), output
+
+    def _logits(self, inputs: dict[str, Any], slots: Slots) -> tuple[Any, torch.Tensor]:
+        """The model's output, and its logits (N, V) at the slots; of the others none, if the model can do that."""
+        inner = unwrapped(self.model)
+        keep = "logits_to_keep" in inspect.signature(inner.forward).parameters
+        if keep and slots.lengths is not None:
+            output = run(self.model, {**inputs, "logits_to_keep": slots.index})
+            return output, _logits_of(output)[0]
+        if keep:
+            width = inputs["input_ids"].shape[1]
+            kept = min(slots.shape[1] + 1, width)
+            output = run(self.model, {**inputs, "logits_to_keep": kept})
+            row, column = slots.index // width, slots.index % width
+            return output, _logits_of(output).flatten(0, 1)[row * kept + column - (width - kept)]
+        output = run(self.model, inputs)
+        return output, slots.pick(_logits_of(output))
+
+    def _bias(self) -> torch.Tensor | None:
+        """The output layer's bias, -inf where a token is never to be: then it has no share and no gradient."""
+        layer = self.layer
+        if layer is None or not self.suppress:
+            return None if layer is None else layer.bias
+        weight = layer.weight
+        bias = torch.zeros(len(weight), device=weight.device) if layer.bias is None else layer.bias.float()
+        return bias.index_fill(0, self._suppressed(weight.device), -torch.inf)
+
+    def _suppressed(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.suppress, dtype=torch.int64, device=device)
+
+
+def _logits_of(output: Any) -> torch.Tensor:
+    found = output if isinstance(output, torch.Tensor) else output["logits"] if "logits" in output else output[0]
+    if not isinstance(found, torch.Tensor) or found.dim() != 3:
+        raise ValueError(f"model: got {type(found).__name__} from it, expected logits (B, S, V)")
+    return found
+
+
+def _known(model: Any) -> Iterator[tuple[float, float | None]]:
+    """What this model may do to logits: scales and soft caps that its configuration tells of first, then neither.
+
+    In this order, since of small logits a cap leaves no trace that a check could find.
+    """
+    places = [model.config, text_config(model)]
+
+    def told(name: str) -> list[float]:
+        values = [getattr(place, name, None) for place in places]
+        return [float(value) for value in values if isinstance(value, (int, float)) and value > 0]
+
+    scales = [*told("logit_scale"), *(1 / one for one in told("logits_scaling")), *told("lm_head_multiplier"), 1.0]
+    caps: list[float | None] = [*told("final_logit_softcapping"), None]
+    for scale in dict.fromkeys(scales):
+        for cap in dict.fromkeys(caps):
+            yield scale, cap
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def probe_ids(model: Any, device: torch.device, count: int = _PROBE) -> torch.Tensor:
+    """(1, count) Ids of ordinary tokens, spread over the vocabulary: none that stands for an image or the like."""
+    places = [model.config, text_config(model)]
+    special: set[Any] = set()
+    for place in places:
+        for name, value in vars(place).items():
+            if name.endswith(("_token_id", "_token_index", "_token_ids")):
+                special |= {one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)}
+    vocabulary = int(places[-1].vocab_size)
+    step = max(vocabulary // (2 * count), 1)
+    ordinary = [one for one in range(vocabulary) if one not in special] if vocabulary < 64 * count else None
+    if ordinary is not None:
+        chosen = [ordinary[i * max(len(ordinary) // count, 1) % len(ordinary)] for i in range(count)]
+    else:
+        chosen = [next(one for one in range(i * step, vocabulary) if one not in special) for i in range(1, count + 1)]
+    return torch.tensor([chosen], dtype=torch.int64, device=device)
+
+
+def keeps_apart(model: Any) -> bool:
+    """Whether the model treats samples that lie end to end as if each were alone; found out on a few tokens.
+
+    What the second of two samples gets is compared with what it gets alone, and, for a measure, with what it would get
+    if the first were its beginning. Where that makes no difference to speak of, nothing is proved, and it is no.
+    """
+    inner = trunk_of(model) or model
+    if not hasattr(unwrapped(model), "config"):
+        return False
+    device = place_of(inner)
+    ids = probe_ids(unwrapped(model), device, 2 * _PROBE - 1)[0]
+    first, second = ids[: _PROBE - 1], ids[_PROBE - 1 :]
+
+    def last(rows: list[torch.Tensor]) -> torch.Tensor:
+        values = Rows(torch.cat(rows), [len(row) for row in rows])
+        mask = Rows(torch.ones(len(values.values), dtype=torch.bool, device=device), values.lengths)
+        batch = ExperienceBatch.of({"sequences": values, "action_mask": mask}, Origin())
+        output = run(inner, inputs_of(model, batch))
+        states: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+        return states[0, -_PROBE:].float()
+
+    with scoring(inner):
+        alone, packed, leaked = last([second]), last([first, second]), last([ids])
+    scale = float((leaked - alone).abs().max())
+    return scale > 0 and float((packed - alone).abs().max()) < 0.1 * scale
+
+
+def packs_cheaply(model: Any) -> bool:
+    """Whether attention over packed samples costs what the samples cost, not the square of all their tokens.
+
+    Kernels for ragged input do; eager and SDPA attention make a mask over all pairs of tokens.
+    """
+    used = str(getattr(getattr(unwrapped(model), "config", None), "_attn_implementation", None) or "")
+    return "flash" in used or used == "flex_attention"

@@ -1,0 +1,129 @@
+"""Models from what users have: a module, a configuration, a local folder or a name on the hub.
+
+Invariant: a module is used as it is (moved and converted only if that was asked for); a configuration gives random
+weights; a path or name is loaded by transformers, by the class that fits the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+Purpose = Literal["language", "values"]
+
+BASE = "base"
+"""The folder beside adapters that holds the model they belong to, if it could not be found otherwise."""
+VALUE_HEAD = "value_head.safetensors"
+"""The file beside a trunk's in which a critic keeps its head."""
+
+
+def transformers_module() -> Any:
+    """The package, or an error that says how to get it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("models need transformers: pip install 'rollbook[models]'") from error
+    return transformers
+
+
+def as_dtype(dtype: Any) -> torch.dtype | None:
+    """A floating point type by itself or by name; `None` for none.
+
+    >>> as_dtype("bfloat16"), as_dtype(None)
+    (torch.bfloat16, None)
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is not None and (not isinstance(found, torch.dtype) or not found.is_floating_point):
+        raise ValueError(f"dtype: got {dtype!r}, expected a floating point type such as torch.bfloat16 or 'bfloat16'")
+    if found is None and dtype is not None:
+        raise ValueError(f"dtype: got {dtype!r}, expected a floating point type such as torch.bfloat16 or 'bfloat16'")
+    return found
+
+
+def load_model(
+    model: Any, *, purpose: Purpose = "language", dtype: Any = None, attn_implementation: str | None = None
+) -> nn.Module:
+    """A model for a purpose: `language` (with its output layer) or `values` (a trunk, or a classifier with one label,
+    of tokens or of sequences, where a folder holds one)."""
+    kind = as_dtype(dtype)
+    if isinstance(model, nn.Module):
+        made = model
+        if attn_implementation is not None:
+            made.set_attn_implementation(attn_implementation)  # type: ignore[operator]
+        if kind is not None:
+            made = made.to(kind)
+    elif isinstance(model, (str, os.PathLike)):
+        made = _from_name(os.fspath(model), purpose, kind, attn_implementation)
+    else:
+        config_class = transformers_module().PretrainedConfig
+        if not isinstance(model, config_class):
+            raise ValueError(
+                f"model: got {type(model).__name__}, expected a module, a configuration, a folder or a name"
+            )
+        options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+        made = auto_class(model, purpose).from_config(model, dtype=kind or torch.float32, **options)
+    return made
+
+
+def auto_class(config: Any, purpose: Purpose) -> Any:
+    """Which of transformers' Auto classes makes a model of this configuration for a purpose."""
+    transformers = transformers_module()
+    if purpose == "values":
+        for ending in ("ForTokenClassification", "ForSequenceClassification"):
+            if any(str(name).endswith(ending) for name in config.architectures or ()):
+                if config.num_labels != 1:
+                    raise ValueError(f"model: got a classifier of {config.num_labels} labels, expected one of 1")
+                return getattr(transformers, f"AutoModel{ending}")
+        return transformers.AutoModel
+    sees = hasattr(config, "vision_config") or hasattr(config, "audio_config")
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if sees and type(config) in mapping:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_implementation: Any) -> nn.Module:
+    transformers = transformers_module()
+    folder = Path(name)
+    if (folder / "adapter_config.json").is_file():
+        from rollbook.models.lora import load_adapter
+
+        base = folder / BASE
+        told = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        if not told and not base.is_dir():
+            raise ValueError(f"model: got {name!r}, adapters that do not say which model they belong to")
+        inner = _from_name(str(base) if base.is_dir() else told, purpose, kind, attn_implementation)
+        return load_adapter(inner, name)
+    config = transformers.AutoConfig.from_pretrained(name)
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    made: nn.Module = auto_class(config, purpose).from_pretrained(
+        name, dtype="auto" if kind is None else kind, **options
+    )
+    return made
+
+
+def load_tokenizers(model: Any, config: Any) -> tuple[Any, Any]:
+    """The tokenizer and the processor that lie beside a model loaded by path or name, `None` for what is not there."""
+    if not isinstance(model, (str, os.PathLike)):
+        return None, None
+    transformers, name = transformers_module(), os.fspath(model)
+    local = Path(name)
+    files = {one.name for one in local.iterdir()} if local.is_dir() else {"tokenizer_config.json"}
+    if "tokenizer_config.json" not in files:
+        return None, None
+    if hasattr(config, "vision_config"):
+        try:
+            processor = transformers.AutoProcessor.from_pretrained(name)
+            return processor.tokenizer, processor
+        except (AttributeError, ImportError, OSError, ValueError) as error:
+            warnings.warn(f"model {name!r}: its processor did not load, so it takes text only: {error}", stacklevel=3)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name), None
+    except OSError:
+        return None, None

@@ -1,0 +1,159 @@
+"""Adapters through peft: attached to a model, saved and loaded, and switched off, which is the reference model.
+
+Invariant: a reference shares the actor's base weights, which adapters leave as they are, and never changes what the
+actor is or does: adapters, gradients and modes are after a pass of the reference what they were before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rollbook.models.heads import scoring, unwrapped
+
+if TYPE_CHECKING:
+    from rollbook.algorithms.tokens import TokenStats
+    from rollbook.models.actor import Actor
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("adapters need peft: pip install 'rollbook[models]'") from error
+    return peft
+
+
+def attach(model: nn.Module, lora: Any) -> nn.Module:
+    """The model with fresh adapters: `lora` is a `peft.LoraConfig` or a mapping of its options. All else is frozen."""
+    peft = _peft()
+    if has_adapters(model):
+        raise ValueError("lora: got a model that has adapters already, expected one without")
+    if isinstance(lora, Mapping):
+        try:
+            lora = peft.LoraConfig(**{"task_type": "CAUSAL_LM", **lora})
+        except TypeError as error:
+            raise ValueError(f"lora: {error}") from None
+    if not isinstance(lora, peft.LoraConfig):
+        raise ValueError(f"lora: got {type(lora).__name__}, expected a peft.LoraConfig or a dict of its options")
+    made: nn.Module = peft.get_peft_model(model, lora)
+    return made
+
+
+def load_adapter(base: nn.Module, folder: str) -> nn.Module:
+    """The base with the adapters of a folder, to be trained on."""
+    made: nn.Module = _peft().PeftModel.from_pretrained(base, folder, is_trainable=True)
+    return made
+
+
+def save_base(model: nn.Module, folder: str, **options: Any) -> None:
+    """Write the model without its adapters, as if it had never had any."""
+    inner = unwrapped(model)
+    weights = {}
+    for name, value in inner.state_dict().items():
+        parts = name.split(".")
+        if not any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
+            weights[".".join(part for part in parts if part not in ("base_layer", "original_module"))] = value
+    inner.save_pretrained(folder, state_dict=weights, **options)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft has wrapped this model."""
+    return getattr(model, "peft_config", None) is not None and hasattr(model, "disable_adapter")
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The base alone, as long as it lasts. What needs a gradient does so after it as before."""
+    needs = [(one, one.requires_grad) for one in model.parameters()]
+    try:
+        with model.disable_adapter():  # type: ignore[operator]
+            yield
+    finally:
+        for parameter, needed in needs:
+            parameter.requires_grad_(needed)
+
+
+class Reference:
+    """An actor with its adapters off: the model that training began with, at no cost of memory.
+
+    It is called as the actor is, and gives no gradients. It has no parameters of its own; `train`, `eval` and `to` do
+    nothing, since what it is, and where it lies, is the actor's affair.
+    """
+
+    training = False
+
+    def __init__(self, actor: Actor) -> None:
+        if not has_adapters(actor.model):
+            raise ValueError("actor: got one without adapters, expected one made with lora=...")
+        self.actor = actor
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """As `Actor.forward`."""
+        with self._base():
+            return self.actor(*args, **options)
+
+    def token_stats(self, data: Any, **options: Any) -> TokenStats:
+        """As `Actor.token_stats`."""
+        with self._base():
+            return self.actor.token_stats(data, **options)
+
+    @contextmanager
+    def _base(self) -> Iterator[None]:
+        with scoring(self.actor), adapters_off(self.actor.model):
+            yield
+
+    @property
+    def model(self) -> nn.Module:
+        """The actor's model, adapters and all; to call it as it is would be to call the actor."""
+        return self.actor.model
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.actor.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the actor's weights lie."""
+        return self.actor.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the actor's weights."""
+        return self.actor.dtype
+
+    @property
+    def packs(self) -> bool:
+        """As the actor's."""
+        return self.actor.packs
+
+    @property
+    def packs_cheaply(self) -> bool:
+        """As the actor's."""
+        return self.actor.packs_cheaply
+
+    @property
+    def head_path(self) -> str:
+        """As the actor's."""
+        return self.actor.head_path
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """None: there is nothing here to train or to count twice."""
+        return iter(())
+
+    def eval(self) -> Reference:
+        """Nothing to do: there is never dropout in it."""
+        return self
+
+    def train(self, mode: bool = True) -> Reference:
+        """Nothing to do: it is not trained."""
+        return self
+
+    def to(self, *_: Any, **__: Any) -> Reference:
+        """Nothing to do: it lies where the actor lies."""
+        return self

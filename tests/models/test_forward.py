@@ -1,0 +1,177 @@
+"""Planned passes: the same for every budget and layout, in the input's order and shape, models left as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbook import Experience, Experiences
+from rollbook.batch import ExperienceBatch, from_experiences
+from rollbook.jagged import Rows
+from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
+from rollbook.ragged import Ragged
+from tests import tiny
+from tests.models import zoo
+
+
+@pytest.fixture(scope="module")
+def actor() -> Actor:
+    return Actor(tiny.qwen3(), temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def critic() -> Critic:
+    torch.manual_seed(0)
+    return Critic(tiny.llama(), value_head="normal")
+
+
+shapes = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)).filter(any), min_size=1, max_size=9)
+
+
+@settings(max_examples=40)
+@given(shapes=shapes, budget=st.integers(1, 90), packed=st.sampled_from([None, True]), seed=st.integers(0, 99))
+def test_any_budget_gives_the_same(
+    actor: Actor, critic: Critic, shapes: list[tuple[int, int]], budget: int, packed: bool | None, seed: int
+) -> None:
+    records = zoo.records(shapes, seed=seed)
+    found = policy_log_probs(actor, records, token_budget=budget, packed=packed, entropy=True)
+    assert isinstance(found.log_probs, Ragged) and found.log_probs.lengths.tolist() == [r for _, r in shapes]
+    with torch.no_grad():
+        for log_probs, entropy, record in zip(found.log_probs, found.entropy, records, strict=True):
+            if len(log_probs):
+                want = zoo.naive(actor.model, record, 0.8)
+                torch.testing.assert_close(log_probs, want[0], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(entropy, want[1], rtol=1e-5, atol=1e-5)
+    some = [float(row.sum()) for row in values(critic, records, token_budget=budget, packed=packed).values]
+    every = [float(row.sum()) for row in values(critic, records, token_budget=10**6).values]
+    np.testing.assert_allclose(some, every, rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_budget_gives_the_same_bits(actor: Actor) -> None:
+    records = zoo.records([(3, 9), (7, 4), (2, 2), (5, 5)])
+    first = policy_log_probs(actor, records, token_budget=20).log_probs
+    again = policy_log_probs(actor, Experiences(records), token_budget=20).log_probs
+    assert np.array_equal(first.values, again.values)
+
+
+@pytest.mark.parametrize("layout", ["left", "prompt_left_response_right", "packed"])
+@pytest.mark.parametrize("budget", [1, 17, 1000])
+def test_a_batch_gets_its_own_layout_back(actor: Actor, critic: Critic, layout: str, budget: int) -> None:
+    records = zoo.records([(3, 4), (2, 0), (1, 6), (0, 3), (5, 2)])
+    packed = layout == "packed"
+    batch: ExperienceBatch = from_experiences(
+        records, packing_samples=packed, layout="left" if packed else layout, pad_token_id=7
+    )
+    want = actor.token_stats(batch, entropy=True)
+    found = policy_log_probs(actor, batch, token_budget=budget, entropy=True)
+    mine = values(critic, batch, token_budget=budget).values
+    for got, expected in (
+        (found.log_probs, want.log_probs),
+        (found.entropy, want.entropy),
+        (mine, critic.token_values(batch)),
+    ):
+        assert type(got) is type(expected) is (Rows if packed else torch.Tensor)
+        if packed:
+            assert got.lengths == expected.lengths
+            got, expected = got.values, expected.values
+        assert got.dtype == torch.float32 and not got.requires_grad
+        torch.testing.assert_close(got, expected.detach(), rtol=1e-5, atol=1e-5)
+    assert batch == from_experiences(
+        records, packing_samples=packed, layout="left" if packed else layout, pad_token_id=7
+    )
+
+
+def test_a_batch_without_masks(actor: Actor) -> None:
+    tokens = torch.randint(9, 300, (3, 7), generator=torch.Generator().manual_seed(0))
+    batch = ExperienceBatch(tokens, torch.zeros(3, 4), *[None] * 7)
+    found = policy_log_probs(actor, batch, token_budget=8).log_probs
+    for row, ids in zip(found, tokens, strict=True):
+        want = zoo.naive(actor.model, Experience(tokens=ids, prompt_length=3), 0.8)[0]
+        torch.testing.assert_close(row, want.detach(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="batch: no response-axis field"):
+        policy_log_probs(actor, ExperienceBatch(tokens, *[None] * 8))
+
+
+def test_nothing_and_nothing_to_score(actor: Actor) -> None:
+    assert len(policy_log_probs(actor, []).log_probs) == 0
+    found = policy_log_probs(actor, zoo.records([(3, 0), (2, 0)]))
+    assert found.log_probs.lengths.tolist() == [0, 0] and found.stats["micro_batches"] == 0
+
+
+def test_a_truncated_prompts_record(actor: Actor) -> None:
+    record = Experience(
+        tokens=[9, 10, 11, 12],
+        prompt_length=4,
+        logprobs=[-1.0],
+        action_mask=[False],
+        truncate_status="prompt_truncated",
+    )
+    assert policy_log_probs(actor, [record]).log_probs.lengths.tolist() == [1]
+
+
+def test_a_preference_pair_is_refused(actor: Actor) -> None:
+    with pytest.raises(ValueError, match="got a preference pair, expected a response"):
+        policy_log_probs(actor, [Experience(tokens=[1, 2], chosen=[3], rejected=[4])])
+
+
+def test_plan_and_progress(actor: Actor) -> None:
+    records = zoo.records([(2, 6)] * 5 + [(10, 30), (1, 0)])
+    told: list[tuple[int, int]] = []
+    found = policy_log_probs(actor, records, token_budget=16, progress=lambda done, of: told.append((done, of)))
+    # The long record is alone; the others two by two; the one without a response is not run.
+    assert found.stats["micro_batches"] == len(told) == 4
+    assert [done for done, _ in told] == sorted(done for done, _ in told) and told[-1] == (80, 80)
+    assert found.stats["tokens"] == 80 and found.stats["slots"] == 60 and found.stats["padding"] == 0
+    assert 0 < found.stats["forward_seconds"] <= found.stats["seconds"]
+    uneven = policy_log_probs(actor, zoo.records([(2, 6), (1, 3)]), token_budget=16)
+    assert uneven.stats["padding"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token_budget": 0}, "token_budget: got 0"),
+        ({"temperature": -1.0}, "temperature: got -1.0"),
+        ({"actor": torch.nn.Linear(2, 2)}, "actor: got Linear, expected an Actor"),
+    ],
+)
+def test_bad_options(actor: Actor, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy_log_probs(**{"actor": actor, "data": zoo.records([(2, 2)]), **options})
+    with pytest.raises(ValueError, match="critic: got Actor, expected a Critic"):
+        values(actor, zoo.records([(2, 2)]))
+
+
+def test_no_dropout_and_no_gradients_and_modes_restored() -> None:
+    model = tiny.gpt2()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.5
+    records = zoo.records([(3, 8), (2, 5)])
+    actor, critic = Actor(model), Critic(tiny.gpt2(), value_head="normal")
+    quiet = policy_log_probs(actor, records).log_probs
+    actor.train(), critic.train()
+    model.transformer.h[1].eval()
+    before = [part.training for part in actor.modules()]
+    loud = actor.token_stats(records).log_probs.values
+    assert not torch.allclose(loud, quiet.tensor_of_values())  # training does drop out
+    again = policy_log_probs(actor, records).log_probs
+    values(critic, records)
+    assert np.array_equal(again.values, quiet.values)
+    assert [part.training for part in actor.modules()] == before and all(part.training for part in critic.modules())
+    assert torch.is_grad_enabled() and loud.requires_grad
+    # What it leaves behind can be trained with: rotary tables and the like are no inference tensors.
+    (actor.token_stats(records).log_probs.values * again.tensor_of_values()).sum().backward()
+
+
+def test_a_reference_of_ones_own(actor: Actor) -> None:
+    records = zoo.records([(3, 4), (2, 6)])
+    reference = actor.reference()
+    assert np.array_equal(
+        reference_log_probs(reference, records).log_probs.values, policy_log_probs(actor, records).log_probs.values
+    )

@@ -1,0 +1,89 @@
+"""For the same weights, log-probs recorded at sampling are those of the training forward pass; the largest difference
+is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.models import Actor, policy_log_probs
+from tests import tiny
+
+PROMPTS = [[5, 6, 7, 9, 10, 11, 12, 13], [8], [10, 11], [20, 21, 22, 23, 24]]
+MODELS = {"llama": tiny.llama, "qwen3": tiny.qwen3, "gpt2": tiny.gpt2}
+
+HOW: list[tuple[float, dict[str, Any]]] = [
+    (0.5, {}),
+    (1.0, {}),
+    (1.5, {}),
+    (0.7, {"max_prompt_tokens": 4, "prompt_overflow": "left"}),
+    (1.2, {"max_prompt_tokens": 4, "prompt_overflow": "right"}),
+    (0.9, {"top_p": 0.8, "top_k": 40}),
+]
+
+
+def differences(actor: Actor, temperature: float, packed: bool | None, **how: Any) -> torch.Tensor:
+    found = actor.engine.generate(
+        PROMPTS, n=2, max_tokens=24, temperature=temperature, logprobs="tempered", seed=1, **how
+    )
+    records = [one.to_experience() for one in found]
+    assert all(one.finish_reason in ("stop", "length") for one in records)
+    scored = policy_log_probs(actor, records, temperature=temperature, packed=packed, token_budget=200).log_probs
+    recorded = torch.cat([one.logprobs for one in records])
+    assert len(recorded) > 100 and recorded.std() > 0.1
+    return (scored.tensor_of_values() - recorded).abs()
+
+
+@pytest.mark.parametrize("packed", [None, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_sampled_and_scored(
+    dtype: torch.dtype, name: str, packed: bool | None, record_property: Callable[[str, object], None]
+) -> None:
+    actor = Actor(MODELS[name](dtype=dtype), tokenizer=tiny.words())
+    largest, mean = 0.0, 0.0
+    for temperature, how in HOW:
+        off = differences(actor, temperature, packed, **how)
+        largest, mean = max(largest, float(off.max())), max(mean, float(off.mean()))
+    record_property("largest difference", largest)
+    record_property("largest mean difference", mean)
+    print(f"\n{name} {dtype} {'packed' if packed else 'padded'}: largest {largest:.3g}, mean {mean:.3g}")
+    if dtype == torch.float32:
+        assert largest < 1e-4
+    else:
+        assert mean < 0.02
+
+
+def test_another_temperature_is_another_distribution() -> None:
+    actor = Actor(tiny.llama(), tokenizer=tiny.words())
+    found = [one.to_experience() for one in actor.engine.generate(PROMPTS, max_tokens=8, temperature=0.5, seed=1)]
+    scored = policy_log_probs(actor, found, temperature=1.0).log_probs.tensor_of_values()
+    assert float((scored - torch.cat([one.logprobs for one in found])).abs().max()) > 0.1
+
+
+def test_images(record_property: Callable[[str, object], None]) -> None:
+    from rollbook.rollout import Prompt
+
+    model, processor = tiny.llava()
+    actor = Actor(model, processor=processor)
+    colours = ((255, 0, 0), (0, 255, 0), (0, 0, 255))
+    pictures = [[], [tiny.picture(colours[0])], [tiny.picture(colours[1]), tiny.picture(colours[2])]]
+    prompts = [Prompt(text="<image>" * len(some) + "what?", images=some) for some in pictures]
+    largest = 0.0
+    # Nothing is cut off here, so that what was sampled from is what is scored: all tokens but the image's.
+    for temperature in (0.7, 1.2):
+        found = actor.engine.generate(
+            prompts, n=3, max_tokens=12, temperature=temperature, logprobs="processed", seed=2, ignore_eos=True
+        )
+        records = [one.to_experience() for one in found]
+        assert [one.error for one in found] == [None] * 9
+        for packed in (None, True):
+            scored = policy_log_probs(actor, records, temperature=temperature, packed=packed).log_probs
+            off = (scored.tensor_of_values() - torch.cat([one.logprobs for one in records])).abs()
+            largest = max(largest, float(off.max()))
+    record_property("largest difference", largest)
+    print(f"\nllava: largest {largest:.3g}")
+    assert largest < 1e-4

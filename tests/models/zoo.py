@@ -1,0 +1,144 @@
+"""More tiny models, each with something of its own between hidden states and logits; and records to score."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from rollbook import Experience
+from tests import tiny
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _made(config: Any, seed: int = 0, kind: Any = transformers.AutoModelForCausalLM) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return kind.from_config(config, dtype=torch.float32).eval()
+
+
+def gemma2() -> Any:
+    """A soft cap that is small enough to bend these logits."""
+    return _made(transformers.Gemma2Config(**TEXT, head_dim=8, final_logit_softcapping=2.0, query_pre_attn_scalar=8))
+
+
+def cohere() -> Any:
+    """Logits are multiplied."""
+    return _made(transformers.CohereConfig(**TEXT, logit_scale=0.25))
+
+
+def granite() -> Any:
+    """Logits are divided, and embeddings and residuals scaled."""
+    return _made(transformers.GraniteConfig(**TEXT, logits_scaling=4.0, embedding_multiplier=2.0))
+
+
+def gptj() -> Any:
+    """An output layer with a bias."""
+    config = transformers.GPTJConfig(
+        vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=256, rotary_dim=4, initializer_range=0.2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = _made(config)
+    torch.nn.init.normal_(model.lm_head.bias, std=1.0, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+IMAGE, VIDEO, START, END = 100, 101, 102, 103
+
+
+def qwen_vl() -> Any:
+    """Qwen2.5-VL, whose images have positions in space."""
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": 120,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": 14,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [0],
+        },
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    model = _made(config, kind=transformers.AutoModelForImageTextToText)
+    for parameter in model.parameters():
+        parameter.data.mul_(4)  # so that positions matter
+    return model
+
+
+TEXTS = {
+    "llama": tiny.llama,
+    "qwen3": tiny.qwen3,
+    "gpt2": tiny.gpt2,
+    "gemma2": gemma2,
+    "cohere": cohere,
+    "granite": granite,
+    "gptj": gptj,
+}
+
+
+@functools.cache
+def text(name: str) -> Any:
+    """One of `TEXTS`, made once; not to be changed."""
+    return TEXTS[name]()
+
+
+def records(shapes: Sequence[tuple[int, int]], vocab: int = 300, seed: int = 0) -> list[Experience]:
+    """Random tokens: (prompt, response) lengths."""
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for prompt, response in shapes:
+        ids = torch.randint(9, vocab, (prompt + response,), generator=draw)
+        kind = {} if prompt and response else {"experience_type": "multi_turn", "action_mask": [True] * response}
+        made.append(Experience(tokens=ids, prompt_length=prompt, **kind))
+    return made
+
+
+def naive(model: Any, record: Experience, temperature: float = 1.0, suppress: Sequence[int] = (), **media: Any) -> Any:
+    """(log-probs, entropies) [R] of a record's response from the model's own logits, the record alone: the reference
+    that shares no code with what is tested. Slots without a token before them are 0."""
+    tokens = record.tokens.long()
+    if hasattr(model, "model") and hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
+    logits = model(input_ids=tokens[None], attention_mask=torch.ones_like(tokens)[None], **media).logits[0]
+    logits = logits.float() / temperature
+    if suppress:
+        banned = torch.zeros(logits.shape[-1], dtype=torch.bool)
+        banned[list(suppress)] = True
+        logits = logits.masked_fill(banned, -torch.inf)
+    every = torch.log_softmax(logits, -1)
+    picked = every[:-1].gather(1, tokens[1:, None])[:, 0]
+    entropy = -(every.exp() * every.masked_fill(every == -torch.inf, 0)).sum(-1)[:-1]
+    start = record.prompt_length
+    if start == 0:
+        blank = picked.new_zeros(1)
+        return torch.cat([blank, picked]), torch.cat([blank, entropy])
+    return picked[start - 1 :], entropy[start - 1 :]

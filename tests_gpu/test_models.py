@@ -1,0 +1,139 @@
+"""On a CUDA device: actors and critics score as on the host, in bfloat16 too, and whole logits never lie there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.batch import from_experiences
+from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
+from tests import tiny
+from tests.models import test_vision_models, zoo
+
+DEVICE = torch.device("cuda")
+SHAPES = [(3, 40), (1, 6), (50, 20), (2, 0), (0, 3), (40, 100), (7, 7)]
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", zoo.TEXTS)
+def test_scored_there_as_here(name: str, packed: bool) -> None:
+    here, records = Actor(zoo.text(name)), zoo.records(SHAPES)
+    there = Actor(copy.deepcopy(zoo.text(name)), device=DEVICE)
+    assert there.device.type == "cuda" and there.packs and there.head_path == "hidden"
+    want = policy_log_probs(here, records, entropy=True)
+    for budget in (1, 200, 10_000):
+        found = policy_log_probs(there, records, entropy=True, packed=packed, token_budget=budget)
+        for mine, other in ((found.log_probs, want.log_probs), (found.entropy, want.entropy)):
+            torch.testing.assert_close(mine.tensor_of_values(), other.tensor_of_values(), rtol=1e-4, atol=1e-4)
+    assert 0 < found.stats["forward_seconds"] <= found.stats["seconds"] * 1.01
+    # A batch gets its results where it lies, or where it is told; it need not lie where the model does.
+    for home in ("cpu", "cuda"):
+        batch = from_experiences(records, packing_samples=packed).to_device(home)
+        scored = policy_log_probs(there, batch).log_probs
+        flat = scored.values if packed else scored
+        assert flat.device.type == home and batch.sequences[0].device.type == home
+        trained = there.token_stats(batch).log_probs
+        assert (trained.values if packed else trained).device.type == "cuda"
+        torch.testing.assert_close((trained.values if packed else trained).cpu(), flat.cpu(), rtol=1e-4, atol=1e-4)
+    moved = policy_log_probs(there, from_experiences(records), device="cuda").log_probs
+    assert moved.device.type == "cuda"
+
+
+@pytest.mark.parametrize("packed", [None, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_sampled_and_scored(
+    name: str, dtype: torch.dtype, packed: bool | None, record_property: Callable[[str, object], None]
+) -> None:
+    actor = Actor(zoo.TEXTS[name](dtype=dtype), device=DEVICE, tokenizer=tiny.words())
+    largest, mean = 0.0, 0.0
+    for temperature in (0.5, 1.0, 1.5):
+        found = actor.engine.generate(
+            [[5, 6, 7, 9], [8], [10, 11]], n=8, max_tokens=64, temperature=temperature, logprobs="tempered", seed=1
+        )
+        records = [one.to_experience() for one in found]
+        scored = policy_log_probs(actor, records, temperature=temperature, packed=packed).log_probs
+        off = (scored.tensor_of_values() - torch.cat([one.logprobs for one in records])).abs()
+        largest, mean = max(largest, float(off.max())), max(mean, float(off.mean()))
+    record_property("largest difference", largest)
+    print(f"\n{name} {dtype} {'packed' if packed else 'padded'}: largest {largest:.3g}, mean {mean:.3g}")
+    assert largest < 1e-4 if dtype == torch.float32 else mean < 0.02
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_never_lie_in_memory(dtype: torch.dtype, packed: bool) -> None:
+    vocabulary, slots = 151_936, 16 * 1000
+    actor = Actor(tiny.llama(vocab=vocabulary, max_position_embeddings=1024, dtype=dtype), device=DEVICE)
+    records = zoo.records([(24, 1000)] * 16, vocab=vocabulary)
+    batch = from_experiences(records, packing_samples=packed).to_device(DEVICE)
+    assert actor.packs and actor.head_path == "hidden"
+    policy_log_probs(actor, records[:2], entropy=True)  # kernels are made
+    logits = slots * vocabulary * dtype.itemsize
+
+    def peak(work: Callable[[], Any]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def train() -> None:
+        found = actor.token_stats(batch, entropy=True)
+        (found.log_probs.values if packed else found.log_probs).sum().backward()
+
+    scoring = peak(lambda: policy_log_probs(actor, records, entropy=True, packed=packed, token_budget=1 << 20))
+    training = peak(train)
+    print(f"\n{dtype}: logits {logits >> 20} MiB, scoring {scoring >> 20} MiB, training {training >> 20} MiB")
+    assert scoring < logits / 2 and training < logits / 2
+
+
+def test_adapters_and_critics() -> None:
+    records = zoo.records(SHAPES)
+    actor = Actor(tiny.llama(), device=DEVICE, lora={"r": 4, "target_modules": ["q_proj", "v_proj"]}).train()
+    base = policy_log_probs(Actor(tiny.llama()), records).log_probs.tensor_of_values()
+    for name, parameter in actor.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    found = reference_log_probs(actor, records).log_probs.tensor_of_values()
+    torch.testing.assert_close(found, base, rtol=1e-4, atol=1e-4)
+    assert float((policy_log_probs(actor, records).log_probs.tensor_of_values() - base).abs().max()) > 0.1
+    torch.manual_seed(0)
+    critic = Critic(tiny.llama(), value_head="normal")
+    here = values(critic, records).values.tensor_of_values()
+    there = values(copy.deepcopy(critic).to(DEVICE), records, packed=True).values.tensor_of_values()
+    torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4)
+    half = Critic(tiny.llama(), dtype="bfloat16", device=DEVICE, value_head="normal")
+    assert half.value_head.weight.dtype == torch.float32 and values(half, records).values.dtype == "float32"
+
+
+@pytest.mark.parametrize("name", test_vision_models.MODELS)
+def test_images(name: str) -> None:
+    model, records = (make() for make in test_vision_models.MODELS[name])
+    want = policy_log_probs(Actor(model), records).log_probs.tensor_of_values()
+    there = Actor(copy.deepcopy(model), device=DEVICE)
+    for packed in (None, True):
+        found = policy_log_probs(there, records, packed=packed, token_budget=40).log_probs.tensor_of_values()
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
+
+
+def test_generating() -> None:
+    actor = Actor(tiny.llama(), device=DEVICE, tokenizer=tiny.words())
+    ids = torch.tensor([[0, 0, 5, 6], [9, 8, 7, 6]])
+    found = actor.generate(ids.to(DEVICE), (ids != 0).long(), max_new_tokens=8, do_sample=False)
+    assert {one.device.type for one in found} == {"cuda"}
+    here = Actor(tiny.llama(), tokenizer=tiny.words())
+    assert torch.equal(found[0].cpu(), here.generate(ids, (ids != 0).long(), max_new_tokens=8, do_sample=False)[0])
