@@ -148,3 +148,20 @@ assert "torch" in sys.modules
 print("read")
 """
     assert child(script, str(tmp_path / "rows.rollbook")) == "read"
+
+
+def test_engines_and_rewards_wait_for_what_is_heavy() -> None:
+    script = """
+import sys
+import rollbook.making
+import rollbook.models
+import rollbook.rewards
+from rollbook.rewards import RewardInput, as_reward
+from rollbook.rollout import Prompt, Sampling, ScriptedEngine
+scores = as_reward(lambda response: len(response))([RewardInput(prompt="", response="four")])
+assert scores.rewards == [4.0]
+assert ScriptedEngine([[7]]).generate("hello", Sampling(n=2))[1].response_ids == [7]
+print([name for name in ("torch", "pyarrow", "transformers", "httpx", "peft", "PIL", "jsonschema", "math_verify")
+       if name in sys.modules])
+"""
+    assert child(script) == "[]"

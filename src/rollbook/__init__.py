@@ -42,9 +42,13 @@ _MODULES = (
     "fields",
     "freeform",
     "interchange",
+    "making",
+    "models",
     "planner",
     "ragged",
     "replay_buffer",
+    "rewards",
+    "rollout",
     "trxp",
     "wire",
 )

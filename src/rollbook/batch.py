@@ -336,6 +336,8 @@ class Samples(Movable):
     Batched: `sequences`, `attention_mask` (B, S), `action_mask` (B, A), `num_actions` = A, `packed_seq_lens` `None`.
     Packed: `sequences` (1, tokens), `attention_mask` (1, tokens) with the number of the sample from 1 on,
     `action_mask` `None`, `num_actions` and `packed_seq_lens` [B]. `response_length`, `total_length` [B] are floats.
+    `rollouts` [B]: the engine's own samples, log-probs, media and all, where an engine of `rollbook.rollout` made them;
+    `ids` [B]: `EID`s of samples that come without.
 
     >>> packed = Samples(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 1, 2]]), None, [1, 1], [2, 1], None, None,
     ...                  ["a", "b"], None, None)
@@ -354,6 +356,8 @@ class Samples(Movable):
     labels: list[Any] | None
     pad_len: int | None
     references: list[Any] | None = None
+    rollouts: list[Any] | None = None
+    ids: list[EID] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.num_actions, list):

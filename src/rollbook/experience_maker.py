@@ -1,13 +1,427 @@
-"""LightRFT's `experience_maker`: here `Experience` is the batch.
+"""From prompts to finished experience: rollout -> rewards -> log-probs -> KL -> advantages; LightRFT's names.
 
-Invariant: a name here is the one that LightRFT's users import; what it is lives in the module it belongs to.
+Invariant: the numbers of a rollout do not depend on how it is cut into batches, rows are grouped by id, and tokens are
+the engine's own. Here `Experience` is the batch, as LightRFT's users import it.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rollbook.algorithms.advantages import cumulative_returns, gae
+from rollbook.algorithms.aggregate import masked_mean
 from rollbook.algorithms.filters import clip_filter_like_weight_func
+from rollbook.algorithms.kl import token_kl
+from rollbook.algorithms.shaping import RunningNorm
 from rollbook.batch import ExperienceBatch as Experience
 from rollbook.batch import ExperienceVL, Samples
+from rollbook.ids import EID
+from rollbook.jagged import Rows
+from rollbook.making import estimating
+from rollbook.making.collecting import batch_of, maker_sampling, prompts_of, samples_of
+from rollbook.making.config import MakerConfig
+from rollbook.making.passes import Passes
+from rollbook.making.scoring import Scorer
+from rollbook.making.whole import Whole
 from rollbook.moving import pin_memory, to
+from rollbook.progress import Progress, Stages
+from rollbook.rollout.engine import Engine
+from rollbook.rollout.types import Prompt, Sample
 
-__all__ = ["Experience", "ExperienceVL", "Samples", "clip_filter_like_weight_func", "pin_memory", "to"]
+_HOT = 10.0
+"""FIRE's temperature of the first token."""
+
+
+class NaiveExperienceMaker:
+    """Makes experience: LightRFT's constructor and methods, for text and vision, padded and packed.
+
+    - `actor`: a `rollbook.models.Actor`, or any object with LightRFT's `generate(input_ids, attention_mask, **options)`
+      and `actor(sequences, num_actions, attention_mask)`. `critic`, `initial_model`: such modules, or `None`.
+    - `reward_model`: a module, a list of them (an empty one: rules only), or any `rollbook.rewards` source;
+      `remote_rm_url`: one URL, several, or a `.py` file with `reward_func`; `reward_fn`, `reward_fn_label_map`,
+      `reward_recipe`: LightRFT's, or a plain function of a response.
+    - `kl_controller`: a number or an object with a `value`. `strategy`: its `args` are read once; `None`: defaults.
+    - `config`: a `MakerConfig`, in place of `strategy.args`. `engine`: another engine to sample with, such as a server.
+      `processor`: of a vision-language model. `teacher`: a model whose log-probs distillation wants.
+
+    `metrics` has what the last call of `make_experience_list` measured: seconds, tokens and tokens per second of each
+    stage, counts of what was treated specially, and means over the rollout.
+
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> engine = ScriptedEngine({"1+1=": [[4, 2], [5, 2]]})
+    >>> maker = NaiveExperienceMaker(
+    ...     None, None, None, None, None, 16, None, reward_fn=lambda response_ids: float(response_ids[0] == 4),
+    ...     config=MakerConfig(n_samples_per_prompt=2, advantage_estimator="dr_grpo"), engine=engine,
+    ... )
+    >>> batch, = maker.make_experience_list(["1+1="])
+    >>> batch.info["reward"].tolist(), batch.advantages.tolist(), batch.action_log_probs.tolist()
+    ([1.0, 0.0], [[0.5, 0.5], [-0.5, -0.5]], [[-1.0, -1.0], [-1.0, -1.0]])
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        critic: Any,
+        reward_model: Any,
+        initial_model: Any,
+        tokenizer: Any,
+        prompt_max_len: int,
+        kl_controller: Any,
+        strategy: Any = None,
+        remote_rm_url: str | Sequence[str] | None = None,
+        reward_fn: Any = None,
+        reward_fn_label_map: Mapping[str, Any] | None = None,
+        reward_recipe: Mapping[str, Any] | None = None,
+        *,
+        config: MakerConfig | None = None,
+        engine: Engine | None = None,
+        processor: Any = None,
+        teacher: Any = None,
+    ) -> None:
+        self.actor, self.critic = actor, critic
+        self.reward_model, self.initial_model = reward_model, initial_model
+        self.tokenizer, self.processor = tokenizer, processor
+        self.prompt_max_len = prompt_max_len
+        self.kl_ctl = kl_controller
+        self.strategy = strategy
+        self.remote_rm_url = remote_rm_url
+        self.reward_fn, self.reward_fn_label_map, self.reward_recipe = reward_fn, reward_fn_label_map, reward_recipe
+        self.config = config if config is not None else MakerConfig.of(getattr(strategy, "args", None))
+        self.advantage_estimator = self.config.advantage_estimator
+        self.passes = Passes(
+            actor, critic=critic, reference=initial_model, teacher=teacher, token_budget=self.config.token_budget
+        )
+        self.scorer = Scorer(
+            reward_model,
+            remote_rm_url=remote_rm_url,
+            reward_fn=reward_fn,
+            label_map=reward_fn_label_map,
+            recipe=reward_recipe,
+            tokenizer=tokenizer,
+        )
+        self.engine = engine if engine is not None else self._own_engine()
+        running = self.config.reward_running_norm or self.config.reward_running_norm_minus_mean
+        self.reward_norm = RunningNorm(minus_mean=self.config.reward_running_norm_minus_mean) if running else None
+        self.metrics: dict[str, float] = {}
+        self.rollouts_made = 0
+        """How many rollouts there have been: the batch part of their samples' ids."""
+        self._stages = Stages()
+        self._max_new_tokens: int | None = None
+
+    def _own_engine(self) -> Engine | None:
+        """The actor as an engine, if it is one or has one; else it is asked by LightRFT's `generate`."""
+        if isinstance(self.actor, Engine):
+            return self.actor
+        found = getattr(type(self.actor), "engine", None)
+        return self.actor.engine if found is not None else None
+
+    # --- prompts ------------------------------------------------------------------------------------------------
+
+    def tokenize_fn(self, texts: Any, max_length: int, padding: bool = True, device: Any = None) -> Any:
+        """Token ids of texts, cut to `max_length` on the tokenizer's truncation side, without special tokens.
+
+        `padding=True`: a dict of tensors on `device`, padded on the tokenizer's side; `padding=False`: the tokenizer's
+        mapping of lists.
+        """
+        options: dict[str, Any] = {"add_special_tokens": False, "max_length": max_length, "truncation": True}
+        if not padding:
+            return self.tokenizer(texts, **options)
+        batch = self.tokenizer(texts, return_tensors="pt", padding=True, **options)
+        home = device if device is not None else self.passes.device
+        return {name: value.to(home) for name, value in batch.items()}
+
+    @torch.no_grad()
+    def generate_samples(self, all_prompts: Any, **generate_kwargs: Any) -> list[Samples]:
+        """Samples of each prompt, n of each after one another, in batches of `micro_rollout_batch_size`.
+
+        `all_labels`, `all_references`, `all_images`, `all_videos` have an entry for each prompt; other options are the
+        engine's. `gamma` and `lambd` are not, and are left out.
+        """
+        made = self._rollout(all_prompts, generate_kwargs, self.config.n_samples_per_prompt)
+        self.rollouts_made += 1
+        return made
+
+    def _rollout(self, all_prompts: Any, generate_kwargs: Mapping[str, Any], n: int) -> list[Samples]:
+        options = dict(generate_kwargs)
+        for name in ("gamma", "lambd"):
+            options.pop(name, None)
+        columns = {name: options.pop(f"all_{name}", None) for name in ("labels", "references", "images", "videos")}
+        for odd in ("images_num", "videos_num"):
+            options.pop(odd, None)  # each prompt comes with its own
+        prompts = prompts_of(all_prompts, **columns)
+        if not prompts:
+            raise ValueError("all_prompts: got none, expected at least one prompt")
+        self._max_new_tokens = options.get("max_new_tokens", options.get("max_tokens", self._max_new_tokens))
+        with self._stages("rollout") as stage:
+            engine = self.engine
+            if engine is None:
+                made = self._asked(prompts, options, n)
+            else:
+                made = self._sampled(engine, prompts, options, n)
+            stage["tokens"] = int(sum(float(one.response_length.sum()) for one in made))
+        return made
+
+    def _sampled(self, engine: Engine, prompts: list[Prompt], options: dict[str, Any], n: int) -> list[Samples]:
+        """By an engine of `rollbook.rollout`: with its own ids, log-probs and reasons."""
+        config = self.config
+        defaults: dict[str, Any] = {
+            "n": n,
+            "seed": config.seed,
+            "max_prompt_tokens": self.prompt_max_len,
+            "prompt_overflow": getattr(self.tokenizer, "truncation_side", "right"),
+        }
+        if config.use_fire:
+            defaults["first_temperature"] = _HOT
+        trained = self.passes.temperature
+        if trained is not None:
+            defaults["temperature"] = trained
+        sampling = maker_sampling(options, self.prompt_max_len, **defaults)
+        if trained is not None and sampling.temperature not in (0, trained):
+            warnings.warn(
+                f"temperature: samples are drawn at {sampling.temperature:g} and the actor's log-probs are at "
+                f"{trained:g}; Actor(temperature={sampling.temperature:g}) makes them one",
+                stacklevel=4,
+            )
+        self._max_new_tokens = sampling.max_tokens
+        named = [
+            prompt if prompt.eid is not None else prompt.replace(eid=EID(batch=self.rollouts_made, task=i, suffix=""))
+            for i, prompt in enumerate(prompts)
+        ]
+        order = [one.eid.replace(run=one.eid.run + k).rid for one in named for k in range(sampling.n) if one.eid]
+        found: dict[str, Sample] = {}
+        with self._bar("rollout", len(order)) as bar:
+            for sample in engine.stream(named, sampling):
+                found[sample.eid.rid] = sample
+                bar.advance()
+        rollouts = [found[rid] for rid in order]
+        return [self._collected(part) for part in _chunks(rollouts, config.micro_rollout_batch_size)]
+
+    def _collected(self, rollouts: list[Sample]) -> Samples:
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        made = samples_of(rollouts, pad_token_id=pad or 0, packed=self.config.packing_samples)
+        return made.to_device(self.passes.device)
+
+    def _asked(self, prompts: list[Prompt], options: dict[str, Any], n: int) -> list[Samples]:
+        """By an actor with LightRFT's `generate`: sequences and masks are all it says."""
+        config = self.config
+        for i, prompt in enumerate(prompts):
+            if prompt.text is None or prompt.images or prompt.videos:
+                raise ValueError(
+                    f"all_prompts[{i}]: got a prompt that is not plain text, expected text: the actor has LightRFT's "
+                    "generate; rollbook.models.Actor takes chats, token ids and media"
+                )
+        if config.use_fire:
+            raise ValueError("use_fire: needs an engine of rollbook.rollout, such as that of rollbook.models.Actor")
+        repeated = [(i, run) for i in range(len(prompts)) for run in range(n)]
+        if hasattr(self.actor, "eval"):
+            self.actor.eval()
+        made = []
+        with self._bar("rollout", len(repeated)) as bar:
+            for part in _chunks(repeated, config.micro_rollout_batch_size):
+                texts = [prompts[i].text for i, _ in part]
+                inputs = self.tokenize_fn(texts, self.prompt_max_len, device=self.passes.device)
+                sequences, attention_mask, action_mask = self.actor.generate(**inputs, **options)
+                samples = Samples(
+                    sequences=sequences,
+                    attention_mask=attention_mask,
+                    action_mask=action_mask,
+                    num_actions=action_mask.size(1),
+                    packed_seq_lens=None,
+                    response_length=action_mask.float().sum(dim=-1),
+                    total_length=attention_mask.float().sum(dim=-1),
+                    prompts=texts,
+                    labels=_entries([prompts[i].label for i, _ in part]),
+                    pad_len=None,
+                    references=_entries([prompts[i].reference for i, _ in part]),
+                    ids=[EID(batch=self.rollouts_made, task=i, run=run) for i, run in part],
+                )
+                made.append(samples)
+                bar.advance(len(part))
+        return made
+
+    # --- experience ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def make_experience(self, samples: Samples) -> Experience:
+        """Samples with everything the models and the reward source say of them; advantages come later.
+
+        Gives `action_log_probs`, `base_action_log_probs`, `values` (B, A) where there are models for them, `kl` (B, A),
+        and `info`: `kl` (B,), the mean over actions, `reward` (B,), `response_length`, `total_length`, `num_actions`,
+        and `reward_metrics`, by name (B,), where the source has parts.
+        """
+        return self._experiences([samples])[0]
+
+    def _experiences(self, many: Sequence[Samples]) -> list[Experience]:
+        batches = [batch_of(samples) for samples in many]
+        with self._bar("log-probs", 1 if not self.passes.models else len(self.passes.models)) as bar:
+            self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
+        with self._stages("reward") as stage, self._bar("reward", sum(map(len, batches))) as bar:
+            self.scorer.score(many, batches, bar)
+            stage["tokens"] = int(sum(float(samples.response_length.sum()) for samples in many))
+        for samples, batch in zip(many, batches, strict=True):
+            self._measure_kl(batch)
+            info = batch.info or {}
+            info["num_actions"] = samples.num_actions
+            batch.info = {**{name: info[name] for name in _FIRST if name in info}, **info}
+        for model in (self.actor, self.critic):
+            if isinstance(model, torch.nn.Module):
+                model.train()
+        return batches
+
+    def _measure_kl(self, batch: Experience) -> None:
+        """The KL of each token, 0 on what does not count, and its mean over each row's actions."""
+        ours, base, mask = batch.action_log_probs, batch.base_action_log_probs, batch.action_mask
+        if ours is not None and base is not None:
+            kl = token_kl(ours, base, mask, estimator=self.config.kl_estimator)
+        elif isinstance(mask, Rows):
+            kl = mask.apply(lambda values: values.new_zeros(len(values), dtype=torch.float32))
+        else:
+            kl = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        batch.kl = kl
+        means = [masked_mean(row, part) for row, part in zip(kl, mask, strict=True)]
+        batch.info = {"kl": torch.stack(means) if means else torch.zeros(0), **(batch.info or {})}
+
+    def process_experiences(
+        self, experiences: Sequence[Experience], max_new_tokens: int | None = None
+    ) -> tuple[list[Experience], list[torch.Tensor]]:
+        """The experiences as they are, and for each the rewards (B,) that go on its rows' last actions: shaped, and
+        compared within groups if that is what the estimator does.
+
+        Groups are those of the rows' ids; rows without ids are grouped by place, `n_samples_per_prompt` after one
+        another. `max_new_tokens` is what an overlong buffer counts from: unless given, that of the last rollout.
+        """
+        whole = Whole(experiences)
+        longest = max_new_tokens if max_new_tokens is not None else self._max_new_tokens
+        self._scored = estimating.score(whole, self.config, self.reward_norm, longest)
+        rewards = whole.split(self._scored.rewards)
+        return list(experiences), [part.to(_home(one)) for part, one in zip(rewards, experiences, strict=True)]
+
+    def get_advantages_and_returns(
+        self, values: Any, rewards: Any, action_mask: Any, gamma: float, lambd: float
+    ) -> tuple[Any, Any]:
+        """GAE: advantages and returns, (B, A), or lists of 1-D tensors for lists of them. Slots that do not count are
+        skipped by the recursion, and 0.
+
+        >>> maker = NaiveExperienceMaker(None, None, None, None, None, 8, None)
+        >>> advantages, returns = maker.get_advantages_and_returns(
+        ...     torch.tensor([[0.5, 0.4, 0.3]]), torch.tensor([[0.0, 0.0, 1.0]]), None, 1.0, 0.95)
+        >>> advantages, returns
+        (tensor([[0.4367, 0.5650, 0.7000]]), tensor([[0.9367, 0.9650, 1.0000]]))
+        """
+        found = gae(rewards, values, action_mask, gamma=gamma, lam=lambd)
+        if isinstance(values, list) and not isinstance(values, Rows):
+            return list(found.advantages), list(found.returns)
+        return found.advantages, found.returns
+
+    def get_cumulative_returns(self, rewards: Any, action_mask: Any, gamma: float) -> Any:
+        """The return to go of each slot, (B, A), or a list of 1-D tensors for such a list.
+
+        >>> maker = NaiveExperienceMaker(None, None, None, None, None, 8, None)
+        >>> maker.get_cumulative_returns(torch.tensor([[0.0, 0.0, 1.0]]), None, 0.5)
+        tensor([[0.2500, 0.5000, 1.0000]])
+        """
+        found = cumulative_returns(rewards, action_mask, gamma=gamma)
+        return list(found) if isinstance(rewards, list) and not isinstance(rewards, Rows) else found
+
+    @torch.no_grad()
+    def make_experience_list(self, all_prompts: Any, **generate_kwargs: Any) -> list[Experience]:
+        """Finished experience of all prompts: generate, score, compare within groups, estimate advantages.
+
+        As `generate_samples` takes them: a prompt or a list of them, labels, references, media, and the engine's
+        options; `gamma` and `lambd` (1.0) are the estimator's. Batches have `micro_rollout_batch_size` samples, and
+        `info` gains `return` (B,), the sum of a row's token rewards, and the share that was clipped, where there is a
+        bound; `num_actions` and `kl` go.
+        """
+        self._stages = Stages()
+        gamma = generate_kwargs.get("gamma", self.config.gamma)
+        lambd = generate_kwargs.get("lambd", self.config.lambd)
+        greedy = self._greedy_rewards(all_prompts, generate_kwargs) if self._wants_greedy() else None
+        samples = self.generate_samples(all_prompts, **generate_kwargs)
+        experiences = self._experiences(samples)
+        if greedy is not None:
+            Whole(experiences).put_numbers("reward_baseline", greedy)
+        experiences, _ = self.process_experiences(experiences)
+        with self._stages("advantages"):
+            whole = Whole(experiences)
+            found = estimating.finish(
+                whole, self._scored, self.config, kl_coef=self._kl_coef(), gamma=gamma, lambd=lambd
+            )
+        for batch in experiences:
+            batch.kl = None
+            batch.info = {name: value for name, value in (batch.info or {}).items() if name != "num_actions"}
+        self.metrics = self._summary(whole, samples, found)
+        if self.config.packing_samples:
+            return [batch.pack() for batch in experiences]
+        return experiences
+
+    def _wants_greedy(self) -> bool:
+        return self.config.advantage_estimator == "remax"
+
+    def _greedy_rewards(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """[N] ReMax's baseline of each sample: the reward of its prompt's likeliest response."""
+        greedy = self._rollout(all_prompts, {**generate_kwargs, "do_sample": False}, 1)
+        batches = [batch_of(samples) for samples in greedy]
+        self.scorer.score(greedy, batches)
+        return Whole(batches).numbers("reward").repeat_interleave(self.config.n_samples_per_prompt)
+
+    def _kl_coef(self) -> float:
+        given = getattr(self.kl_ctl, "value", self.kl_ctl)
+        coef = 0.0 if given is None else float(given)
+        if not math.isfinite(coef):
+            raise ValueError(f"kl_controller: got {coef}, expected a finite number")
+        return coef
+
+    def _summary(self, whole: Whole, samples: Sequence[Samples], found: Mapping[str, float]) -> dict[str, float]:
+        rewards = whole.numbers("reward")
+        known = rewards[~rewards.isnan()]
+        lengths = whole.numbers("response_length")
+        means = {
+            "rollout/samples": float(len(whole)),
+            "rollout/failed": float(sum(one.failed for part in samples for one in part.rollouts or ())),
+            "rollout/response_length": float(lengths.mean()),
+            "reward/mean": float(known.mean()) if len(known) else math.nan,
+            "reward/std": float(known.std(correction=0)) if len(known) else math.nan,
+            "kl/mean": float(whole.numbers("kl").mean()),
+        }
+        ended = whole.entries("finish_reason")
+        if ended is not None:
+            means["rollout/truncated"] = sum(reason == "length" for reason in ended) / len(ended)
+        return {**self._stages.metrics(), **found, **means}
+
+    def _bar(self, label: str, total: int) -> Progress:
+        return Progress(label, total, show=self.config.progress)
+
+
+_FIRST = ("kl", "reward", "response_length", "total_length")
+"""What `info` begins with."""
+
+
+def _chunks(items: list[Any], size: int | None) -> list[list[Any]]:
+    step = size or max(len(items), 1)
+    return [items[i : i + step] for i in range(0, len(items), step)]
+
+
+def _entries(values: list[Any]) -> list[Any] | None:
+    return None if all(value is None for value in values) else values
+
+
+def _home(batch: Experience) -> torch.device:
+    reward = (batch.info or {}).get("reward")
+    return reward.device if isinstance(reward, torch.Tensor) else torch.device("cpu")
+
+
+__all__ = [
+    "Experience",
+    "ExperienceVL",
+    "MakerConfig",
+    "NaiveExperienceMaker",
+    "Samples",
+    "clip_filter_like_weight_func",
+    "pin_memory",
+    "to",
+]

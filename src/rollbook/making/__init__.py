@@ -1,0 +1,7 @@
+"""The parts that `rollbook.experience_maker` is put together from; each works alone.
+
+- `config`: `MakerConfig`, the options by name and type.
+- `whole`: the batches of a rollout seen as one.
+- `collecting`: an engine's samples as LightRFT's `Samples`, and as the batch that scoring fills in.
+- `estimating`: rewards of rows -> rewards of tokens -> advantages, over the whole rollout.
+"""

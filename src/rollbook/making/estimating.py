@@ -1,0 +1,265 @@
+"""From rewards of rows to advantages of tokens, over a whole rollout: shaping, KL, estimator, whitening, clipping.
+
+Invariant: everything is computed once, over all rows of the rollout (and of all processes), by group id: the numbers do
+not depend on how rows are cut into batches, and what is normalised is normalised once. The order is
+
+    reward -> overlong penalty -> running norm -> estimator's score of the row -> clip
+           -> on the last action, less the KL of each token -> return, or GAE -> whiten -> clip
+
+and `info["reward"]` stays what the reward source said.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rollbook.algorithms import ESTIMATORS
+from rollbook.algorithms.advantages import cumulative_returns
+from rollbook.algorithms.filters import zero_variance
+from rollbook.algorithms.kl import penalise
+from rollbook.algorithms.moments import whiten
+from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.results import Advantages
+from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_rewards, shape_overlong
+from rollbook.algorithms.sources import INFO_KEYS
+from rollbook.jagged import Rows
+from rollbook.making.config import MakerConfig
+from rollbook.making.whole import Whole
+
+NORMALISED = ("grpo",)
+"""Estimators whose scores have deviation 1 already: `advantages_norm` leaves them alone."""
+
+
+def ranks_here() -> Ranks:
+    """All processes of a distributed run, or this one alone."""
+    import torch.distributed as dist
+
+    return Ranks() if dist.is_available() and dist.is_initialized() else ALONE
+
+
+@dataclass
+class Scored:
+    """What became of the rewards: one entry for each row of the rollout."""
+
+    rewards: torch.Tensor
+    """[N] What goes on each row's last action."""
+    clip_fraction: torch.Tensor | None = None
+    """[N] 1 where the score was clipped; `None` if nothing is clipped."""
+    mask: Rows | None = None
+    """The tokens that the estimator keeps, where it leaves some out."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def over_rows(name: str) -> bool:
+    """Whether an estimator scores whole rows within groups: from rewards and groups alone, without tokens.
+
+    >>> over_rows("rloo"), over_rows("reinforce_baseline"), over_rows("gae"), over_rows("clip_b")
+    (True, True, False, False)
+    """
+    inputs = ESTIMATORS[name].inputs
+    if ESTIMATORS[name].name == "reinforce_plus_plus_baseline":
+        return True
+    tokens = ("token_rewards", "log_probs", "step_rewards")
+    return "rewards" in inputs and "groups" in inputs and not any(need in inputs for need in tokens)
+
+
+def score(
+    whole: Whole, config: MakerConfig, norm: RunningNorm | None = None, max_new_tokens: int | None = None
+) -> Scored:
+    """The rewards of a rollout, shaped, and scored within their groups if that is what the estimator does."""
+    ranks = ranks_here()
+    rewards = whole.numbers("reward")
+    metrics: dict[str, float] = {}
+    if config.overlong_buffer:
+        if max_new_tokens is None:
+            raise ValueError("max_new_tokens: got None, expected the longest response, for the overlong buffer")
+        shaped = shape_overlong(
+            rewards,
+            whole.numbers("response_length"),
+            max_length=max_new_tokens,
+            buffer=config.overlong_buffer_len,
+            factor=config.overlong_buffer_penalty_factor,
+        )
+        rewards, metrics = shaped.rewards, metrics | shaped.report.to_metrics("overlong")
+    if norm is not None:
+        normed = norm(rewards, ranks=ranks)
+        rewards, metrics = normed.rewards, metrics | normed.report.to_metrics("running_norm")
+    mask = None
+    if over_rows(config.advantage_estimator):
+        found = _row_scores(whole, rewards, config, ranks)
+        metrics |= found.report.to_metrics(ESTIMATORS[config.advantage_estimator].name)
+        rewards = found.advantages if found.scores is None else found.scores
+        rewards = torch.as_tensor(rewards, dtype=torch.float32)
+        mask = found.mask if isinstance(found.mask, Rows) else None
+    clipped = None
+    for low, high in _bounds(config):
+        before = rewards
+        rewards = clip_rewards(rewards, low, high).rewards
+        changed = ((rewards != before) & ~before.isnan()).float()
+        clipped = changed if clipped is None else torch.maximum(clipped, changed)
+    return Scored(rewards, clipped, mask, metrics)
+
+
+def _bounds(config: MakerConfig) -> list[tuple[float, float]]:
+    found = [] if config.reward_clip_range is None else [config.reward_clip_range]
+    return [*found, (-config.reward_clip, config.reward_clip)] if config.reward_clip > 0 else found
+
+
+def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks: Ranks) -> Advantages:
+    entry = ESTIMATORS[config.advantage_estimator]
+    if entry.name == "reinforce_plus_plus_baseline":
+        # Its baseline is that of dr_grpo; what it does besides (returns, whitening) comes later here.
+        entry = ESTIMATORS["dr_grpo"]
+    options = {name: value for name, value in config.estimator_options.items() if name in entry.options}
+    if "ranks" in entry.options:
+        options.setdefault("ranks", ranks)
+    ids = whole.ids()
+    given: dict[str, Any] = {
+        "rewards": rewards,
+        "groups": whole.groups(config.n_samples_per_prompt),
+        "runs": whole.runs(),
+        "ids": None if ids is None else [eid.uid for eid in ids],
+        "steps": None if ids is None else [eid.step for eid in ids],
+    }
+    if entry.inputs.get("runs") and ids is None:
+        given |= {"runs": list(range(len(whole))), "steps": [0] * len(whole)}
+    given = {name: value for name, value in given.items() if value is not None and name in entry.inputs}
+    if "drop" in entry.options:
+        given["mask"] = whole.rows("action_mask")
+    return entry.call(given, options)  # type: ignore[no-any-return]
+
+
+def finish(
+    whole: Whole,
+    scored: Scored,
+    config: MakerConfig,
+    *,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+) -> dict[str, float]:
+    """Give each batch of a rollout its `advantages` and `returns`, and `info` what the steps have to say.
+
+    Adds `info["return"]` (the sum of a row's token rewards), `reward_clip_frac` and `advantage_clip_frac` where there
+    is a bound, and `filtered` where `dynamic_sampling` masks rows. Gives back metrics of the whole.
+    """
+    ranks = ranks_here()
+    entry = ESTIMATORS[config.advantage_estimator]
+    mask = scored.mask if scored.mask is not None else whole.rows("action_mask")
+    if mask is None:
+        raise ValueError("action_mask: got none, and no other response-axis field, expected one")
+    coef = 0.0 if config.use_kl_loss else max(kl_coef, 0.0)
+    token_rewards, report = penalise(scored.rewards, whole.rows("kl") if coef > 0 else None, mask, coef=coef)
+    metrics = dict(scored.metrics) | report.to_metrics("reward")
+    if over_rows(entry.name):
+        if entry.name == "reinforce_plus_plus_baseline" and gamma != 1.0:
+            warnings.warn(f"gamma: got {gamma}, and reinforce_baseline takes 1.0", stacklevel=3)
+            gamma = 1.0
+        returns = cumulative_returns(token_rewards, mask, gamma=gamma)
+        advantages, whitened = returns.apply(torch.clone), False
+    else:
+        found, whitened = _over_tokens(whole, scored, token_rewards, mask, config, coef, gamma, lambd, ranks)
+        advantages, returns = found.advantages, found.returns
+        mask = found.mask if isinstance(found.mask, Rows) else mask
+        metrics |= found.report.to_metrics(entry.name)
+    if config.advantages_norm and not whitened and entry.name not in NORMALISED:
+        options = {"eps_in": "std", "scale": not config.no_advantage_std_norm, "ranks": ranks}
+        advantages = whiten(advantages, mask, **options)  # type: ignore[arg-type]
+    if config.advantage_clip > 0:
+        clipped = clip_advantages(advantages, mask, config.advantage_clip)
+        advantages = clipped.advantages
+        whole.put_numbers("advantage_clip_frac", clipped.fractions.cpu())
+        metrics["advantage/clip_fraction"] = clipped.fraction
+    if scored.clip_fraction is not None:
+        whole.put_numbers("reward_clip_frac", scored.clip_fraction)
+        metrics["reward/clip_fraction"] = float(scored.clip_fraction.mean())
+    whole.put_numbers("return", torch.stack([row.sum() for row in token_rewards]) if len(token_rewards) else _nothing())
+    if config.dynamic_sampling:
+        kept = zero_variance(
+            whole.numbers("reward"), whole.groups(config.n_samples_per_prompt), whole.runs(), ranks=ranks
+        )
+        keep = kept.keep.cpu()
+        mask = Rows([row & bool(keep[i]) for i, row in enumerate(mask)])
+        advantages = Rows([row * float(keep[i]) for i, row in enumerate(advantages)])
+        whole.put_numbers("filtered", ~keep)
+        metrics |= kept.report.to_metrics("dynamic_sampling")
+    if scored.mask is not None or config.dynamic_sampling or not over_rows(entry.name):
+        whole.put("action_mask", mask)
+    whole.put("advantages", advantages)
+    whole.put("returns", returns)
+    return metrics
+
+
+def _nothing() -> torch.Tensor:
+    return torch.zeros(0)
+
+
+def _over_tokens(
+    whole: Whole,
+    scored: Scored,
+    token_rewards: Rows,
+    mask: Rows,
+    config: MakerConfig,
+    coef: float,
+    gamma: float,
+    lambd: float,
+    ranks: Ranks,
+) -> tuple[Advantages, bool]:
+    """The estimators that look at tokens, and whether they whitened."""
+    entry = ESTIMATORS[config.advantage_estimator]
+    options: dict[str, Any] = dict(config.estimator_options)
+    for name, value in (("gamma", gamma), ("lam", lambd), ("ranks", ranks)):
+        if name in entry.options:
+            options.setdefault(name, value)
+    if config.advantages_norm and not config.no_advantage_std_norm and "whiten" in entry.options:
+        options.setdefault("whiten", True)
+    given: dict[str, Any] = {"mask": mask}
+    makers: dict[str, Any] = {
+        "rewards": lambda: scored.rewards,
+        "groups": lambda: whole.groups(config.n_samples_per_prompt),
+        "runs": whole.runs,
+        "steps": lambda: [eid.step for eid in whole.ids() or ()] or None,
+        "values": lambda: whole.rows("values"),
+        "log_probs": lambda: whole.rows("action_log_probs"),
+        "teacher_log_probs": lambda: whole.rows("extras.teacher_logprobs"),
+        "entropy": lambda: whole.rows("action_entropy"),
+        "necs": lambda: whole.rows("extras.necs"),
+    }
+    makers |= {name: (lambda key=key: whole.entries(key)) for name, key in INFO_KEYS.items()}
+    if "token_rewards" in entry.inputs:
+        # Those of rows without a reward are 0 there, and must be known to be unknown: their rewards come as rewards.
+        known = ~scored.rewards.isnan()
+        makers["token_rewards"] = lambda: token_rewards
+        makers["rewards"] = lambda: None if bool(known.all()) else torch.where(known, 0.0, torch.nan)
+    elif coef > 0:
+        warnings.warn(f"{entry.name} takes no rewards of tokens: the KL penalty is left out", stacklevel=4)
+    given |= {name: makers[name]() for name in entry.inputs if name in makers}
+    given = {name: value for name, value in given.items() if value is not None}
+    missing = [name for name, needed in entry.inputs.items() if needed and name not in given]
+    if missing:
+        raise ValueError(f"{entry.name}: got no {missing[0]!r}, which it needs; {_where(missing[0])}")
+    if "values" in entry.inputs and "values" not in given:
+        raise ValueError(f"{entry.name}: got no values, which it needs; give the maker a critic")
+    if entry.name == "remax" and "baselines" not in given:
+        raise ValueError(f"{entry.name}: got no baselines, which it needs; {_where('baselines')}")
+    found = entry.call(given, options)
+    return found, bool(options.get("whiten", entry.options.get("whiten", False)))
+
+
+_SOURCES = {
+    "teacher_log_probs": "give the maker a teacher",
+    "necs": "put them into each batch's extras['necs']",
+    "entropy": "set MakerConfig.entropy",
+    "log_probs": "give the maker an actor that computes them",
+}
+
+
+def _where(name: str) -> str:
+    return _SOURCES.get(name) or f"put them into the prompts' info[{INFO_KEYS.get(name, name)!r}]"
+
+
+__all__ = ["Scored", "finish", "over_rows", "ranks_here", "score"]

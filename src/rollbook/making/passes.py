@@ -1,0 +1,193 @@
+"""The forward passes of a rollout: what actor, reference, teacher and critic say of every token.
+
+Invariant: a model of `rollbook.models` sees the whole rollout, planned by tokens, so that its numbers do not depend on
+how the rollout was cut; any other is asked batch by batch, with LightRFT's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rollbook.batch import ExperienceBatch
+from rollbook.jagged import Rows
+from rollbook.making.whole import Whole
+from rollbook.progress import Progress, Stages
+from rollbook.replay_buffer import make_experience_batch, split_experience_batch
+from rollbook.vision import media_inputs
+
+
+class Passes:
+    """A rollout's models, and how each is asked.
+
+    >>> Passes(None).device, Passes(None).models
+    (device(type='cpu'), {})
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        critic: Any = None,
+        reference: Any = None,
+        teacher: Any = None,
+        token_budget: int = 16384,
+    ) -> None:
+        given = {"policy": actor, "reference": reference, "teacher": teacher, "values": critic}
+        self.models: dict[str, Any] = {
+            name: model for name, model in given.items() if model is not None and callable(model)
+        }
+        self.token_budget = token_budget
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are made: where the policy is."""
+        policy = self.models.get("policy")
+        if isinstance(policy, torch.nn.Module):
+            first = next(policy.parameters(), None)
+            if first is not None:
+                return first.device
+        return torch.device("cpu")
+
+    @property
+    def temperature(self) -> float | None:
+        """What the policy's logits are divided by, where it says so."""
+        found = getattr(self.models.get("policy"), "temperature", None)
+        return found if isinstance(found, float) else None
+
+    def run(
+        self,
+        batches: Sequence[ExperienceBatch],
+        *,
+        entropy: bool = False,
+        stages: Stages | None = None,
+        bar: Progress | None = None,
+    ) -> None:
+        """Fill in `action_log_probs` (and `action_entropy`), `base_action_log_probs`, `values` and
+        `extras["teacher_logprobs"]` of all batches. Without a policy its log-probs are the engine's."""
+        whole = Whole(batches)
+        stages = stages if stages is not None else Stages()
+        mask = whole.rows("action_mask")
+        if mask is None:
+            raise ValueError("action_mask: got none, expected one in every batch")
+        joined = None
+        for name, model in self.models.items():
+            with stages(name) as stage:
+                if hasattr(model, "token_stats") or hasattr(model, "token_values"):
+                    joined = _joined(batches) if joined is None else joined
+                    found = self._planned(name, model, joined, entropy and name == "policy", stage)
+                else:
+                    found = self._asked(model, whole, entropy and name == "policy")
+                for field, rows in zip(_FIELDS[name], found, strict=False):
+                    if rows is not None:
+                        whole.put(field, _settled(field, rows, mask))
+                stage["tokens"] = _tokens(batches)
+            if bar is not None:
+                bar.advance()
+        if "policy" not in self.models and (engine := whole.rows("extras.logprobs")) is not None:
+            whole.put("action_log_probs", _settled("logprobs", engine, mask))
+
+    def _planned(
+        self, name: str, model: Any, joined: ExperienceBatch, entropy: bool, stage: dict[str, Any]
+    ) -> tuple[Rows | None, ...]:
+        from rollbook.models import forward
+
+        options: dict[str, Any] = {"token_budget": self.token_budget, "device": "cpu"}
+        if name == "values":
+            found = forward.values(model, joined, **options)
+        elif name == "reference":
+            found = forward.reference_log_probs(model, joined, **options)
+        else:
+            found = forward.policy_log_probs(model, joined, entropy=entropy, **options)
+        for key in ("forward_seconds", "micro_batches", "padding"):
+            stage[key] = found.stats[key]
+        return (found.values,) if name == "values" else (found.log_probs, found.entropy)
+
+    def _asked(self, model: Any, whole: Whole, entropy: bool) -> tuple[Rows | None, ...]:
+        if entropy:
+            raise ValueError(
+                "entropy: this actor does not give it, expected a rollbook.models.Actor, since entropies are asked for"
+            )
+        if isinstance(model, torch.nn.Module):
+            model.eval()
+        rows: list[torch.Tensor] = []
+        for batch in whole.batches:
+            given = _call(model, batch)
+            if batch.layout == "packed":
+                lengths = batch.action_cu_seqlens.diff().tolist()
+                rows += torch.split(given.reshape(-1).float().cpu(), lengths)
+            else:
+                part = Whole([_bare(batch, given.float())]).rows("action_log_probs")
+                rows += part or ()
+        return (Rows(rows),)
+
+
+_FIELDS = {
+    "policy": ("action_log_probs", "action_entropy"),
+    "reference": ("base_action_log_probs",),
+    "teacher": ("extras.teacher_logprobs",),
+    "values": ("values",),
+}
+
+
+def _joined(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
+    """One packed batch of all rows."""
+    items = [item for batch in batches for item in split_experience_batch(batch)]
+    return make_experience_batch(items, packing_samples=True)
+
+
+def _call(model: Any, batch: ExperienceBatch) -> torch.Tensor:
+    """A model with LightRFT's arguments, on one batch."""
+    media = media_inputs(batch)
+    if batch.layout == "packed":
+        lengths = batch.cu_seqlens.diff().tolist()
+        numbers = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths))
+        tokens = batch.sequences.values.unsqueeze(0)
+        actions = batch.action_cu_seqlens.diff().tolist()
+        found = model(tokens, actions, numbers.unsqueeze(0).to(tokens.device), packed_seq_lens=lengths, **media)
+    else:
+        found = model(batch.sequences, int(batch.action_mask.shape[1]), batch.attention_mask, **media)
+    found = found[0] if isinstance(found, tuple) else found
+    if not isinstance(found, torch.Tensor):
+        raise ValueError(f"{type(model).__name__}: got {type(found).__name__} back, expected a tensor (B, A)")
+    expected = tuple(batch.action_mask.shape) if batch.layout == "padded" else (1, len(batch.action_mask.values))
+    if tuple(found.shape) != expected:
+        raise ValueError(f"{type(model).__name__}: got shape {list(found.shape)} back, expected {list(expected)}")
+    return found
+
+
+def _bare(batch: ExperienceBatch, log_probs: torch.Tensor) -> ExperienceBatch:
+    return ExperienceBatch(
+        sequences=batch.sequences,
+        action_log_probs=log_probs,
+        base_action_log_probs=None,
+        values=None,
+        returns=None,
+        advantages=None,
+        attention_mask=batch.attention_mask,
+        action_mask=batch.action_mask,
+        info=None,
+        action_starts=batch.action_starts,
+    )
+
+
+def _settled(name: str, rows: Rows, mask: Rows) -> Rows:
+    """Rows as float32 on the CPU; where nothing counts, what is not a number is 0: a model says NaN of a row without
+    tokens."""
+    if rows.lengths != mask.lengths:
+        raise ValueError(f"{name}: got rows of {rows.lengths} slots, expected {mask.lengths}")
+    values = rows.values.detach().float().cpu()
+    return Rows(torch.where(mask.values | values.isfinite(), values, 0.0), rows.lengths)
+
+
+def _tokens(batches: Sequence[ExperienceBatch]) -> int:
+    total = 0
+    for batch in batches:
+        if batch.layout == "packed":
+            total += len(batch.sequences.values)
+        else:
+            mask = batch.attention_mask
+            total += batch.sequences.numel() if mask is None else int(mask.sum())
+    return total

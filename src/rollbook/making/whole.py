@@ -1,0 +1,195 @@
+"""The batches of a rollout seen as one: all rows in order, for what is computed over all of them.
+
+Invariant: what is computed here does not depend on how the rollout was cut into batches; a field that is put back lies
+in each batch as its own fields do, padded or packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rollbook.algorithms.sources import group_id, run_id
+from rollbook.batch import ExperienceBatch
+from rollbook.ids import EID
+from rollbook.jagged import Rows, Spans
+from rollbook.layouts import action_starts, spans_of_rows
+
+
+class Whole:
+    """Several batches, row by row.
+
+    >>> def batch(rewards):
+    ...     ones = torch.ones(len(rewards), 2)
+    ...     return ExperienceBatch(ones.long(), ones, *[None] * 4, ones.long(), ones.bool(),
+    ...                            {"reward": torch.tensor(rewards)})
+    >>> whole = Whole([batch([1.0, 0.0]), batch([2.0])])
+    >>> whole.numbers("reward").tolist(), whole.groups(per_group=3), len(whole.rows("action_log_probs"))
+    ([1.0, 0.0, 2.0], [0, 0, 0], 3)
+    >>> whole.put("advantages", Rows(torch.arange(6.0), [2, 2, 2]))
+    >>> whole.batches[1].advantages
+    tensor([[4., 5.]])
+    """
+
+    def __init__(self, batches: Sequence[ExperienceBatch]) -> None:
+        self.batches = list(batches)
+        if not self.batches:
+            raise ValueError("experiences: got none, expected at least one batch")
+        self.sizes = [_count(batch) for batch in self.batches]
+
+    @cached_property
+    def _spans(self) -> list[Spans | None]:
+        return [_acting(batch) for batch in self.batches]
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    # --- per token ----------------------------------------------------------------------------------------------
+
+    def rows(self, name: str) -> Rows | None:
+        """A response-axis field of all rows, on the CPU, `None` if some batch lacks it. An `action_mask` that is not
+        there is all True."""
+        parts, lengths = [], []
+        for batch, spans in zip(self.batches, self._spans, strict=True):
+            value = _field(batch, name)
+            if value is None and name == "action_mask":
+                value = _all_true(batch)
+            if value is None:
+                return None
+            if spans is None:
+                packed = value if isinstance(value, Rows) else Rows(value)
+                parts.append(packed.values.detach().cpu())
+                lengths += packed.lengths
+            else:
+                parts.append(spans.unpad(value.detach().cpu()))
+                lengths += spans.lengths.tolist()
+        return Rows(torch.cat(parts), lengths)
+
+    def put(self, name: str, rows: Rows) -> None:
+        """Give each batch its rows of a response-axis field (`extras.NAME` for one that a batch has no name for)."""
+        at = 0
+        for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
+            lengths = rows.lengths[at : at + size]
+            offsets = rows.offsets
+            values = rows.values[int(offsets[at]) : int(offsets[at + size])]
+            home = _device(batch)
+            made: Any = Rows(values.to(home), lengths) if spans is None else spans.pad(values.to(home), 0)
+            _set_field(batch, name, made)
+            at += size
+
+    # --- per row ------------------------------------------------------------------------------------------------
+
+    def numbers(self, key: str) -> torch.Tensor:
+        """[N] An entry of `info`, one number for each row, float32, on the CPU."""
+        parts = []
+        for i, batch in enumerate(self.batches):
+            value = (batch.info or {}).get(key)
+            if value is None:
+                raise ValueError(f"experiences[{i}].info[{key!r}]: got none, expected a number for each sample")
+            part = torch.as_tensor(value, dtype=torch.float32).detach().cpu().reshape(-1)
+            if len(part) != self.sizes[i]:
+                raise ValueError(
+                    f"experiences[{i}].info[{key!r}]: got {len(part)} numbers, expected {self.sizes[i]}, one a sample"
+                )
+            parts.append(part)
+        return torch.cat(parts)
+
+    def put_numbers(self, key: str, values: torch.Tensor) -> None:
+        """Give each batch its rows' numbers in `info`."""
+        for batch, part in zip(self.batches, self.split(values), strict=True):
+            batch.info = {**(batch.info or {}), key: part.to(_device(batch))}
+
+    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """[N] numbers cut as the rows are."""
+        return list(torch.split(values, self.sizes))
+
+    def entries(self, key: str) -> list[Any] | None:
+        """[N] What `info` holds for each row, `None` if no batch has it."""
+        found: list[Any] = []
+        for batch, size in zip(self.batches, self.sizes, strict=True):
+            info = batch.info or {}
+            value = info.get(key, (info.get("info") or {}).get(key))
+            if isinstance(value, torch.Tensor):
+                value = value.tolist()
+            found += [None] * size if value is None else list(value)
+        return None if all(value is None for value in found) else found
+
+    def ids(self) -> list[EID] | None:
+        """[N] The rows' ids, `None` unless every row has one."""
+        found = [
+            eid for batch, size in zip(self.batches, self.sizes, strict=True) for eid in batch.ids or [None] * size
+        ]
+        return None if any(eid is None for eid in found) else found  # type: ignore[return-value]
+
+    def groups(self, per_group: int) -> list[Any]:
+        """[N] Which task each row is of: by id; rows without ids by place, `per_group` after one another."""
+        ids = self.ids()
+        if ids is not None:
+            return [group_id(eid) for eid in ids]
+        if len(self) % per_group:
+            raise ValueError(
+                f"experiences: got {len(self)} samples without ids, expected a multiple of n_samples_per_prompt "
+                f"({per_group}), to group them by place"
+            )
+        return [row // per_group for row in range(len(self))]
+
+    def runs(self) -> list[Any] | None:
+        """[N] Which run each row is of; `None` without ids, where each row is one."""
+        ids = self.ids()
+        return None if ids is None else [run_id(eid) for eid in ids]
+
+
+def _count(batch: ExperienceBatch) -> int:
+    """How many rows a batch has; one that is only looked at for its rewards need not have tokens."""
+    if batch.sequences is not None:
+        return len(batch)
+    return len((batch.info or {}).get("reward", ()))
+
+
+def _acting(batch: ExperienceBatch) -> Spans | None:
+    """Where a padded batch's response slots lie; `None` for a packed one."""
+    if batch.layout == "packed":
+        return None
+    width = int(batch.sequences.shape[1]) if batch.sequences is not None else 0
+    found = [value for value in (_field(batch, name) for name in _WIDE) if value is not None]
+    if not found:
+        raise ValueError("experience: got no response-axis field, expected action_mask or action_log_probs")
+    slots = int(found[0].shape[1])
+    return spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))[1]
+
+
+_WIDE = ("action_mask", "action_log_probs", "values", "kl", "advantages", "returns", "base_action_log_probs")
+
+
+def _all_true(batch: ExperienceBatch) -> Any:
+    for name in _WIDE:
+        value = _field(batch, name)
+        if isinstance(value, torch.Tensor):
+            return torch.ones(value.shape[:2], dtype=torch.bool, device=value.device)
+        if value is not None:
+            rows = value if isinstance(value, Rows) else Rows(value)
+            return rows.apply(lambda values: torch.ones(len(values), dtype=torch.bool, device=values.device))
+    return None
+
+
+def _field(batch: ExperienceBatch, name: str) -> Any:
+    if name.startswith("extras."):
+        return (batch.extras or {}).get(name.removeprefix("extras."))
+    return getattr(batch, name)
+
+
+def _set_field(batch: ExperienceBatch, name: str, value: Any) -> None:
+    if name.startswith("extras."):
+        batch.extras = {**(batch.extras or {}), name.removeprefix("extras."): value}
+    else:
+        setattr(batch, name, value)
+
+
+def _device(batch: ExperienceBatch) -> torch.device:
+    sequences = batch.sequences
+    if isinstance(sequences, Rows):
+        return sequences.values.device
+    return sequences[0].device if len(sequences) else torch.device("cpu")

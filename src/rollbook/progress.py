@@ -1,0 +1,89 @@
+"""How far long work is, for people, and how long its stages took, for the metrics.
+
+Invariant: nothing is printed where nobody looks: without a terminal there is no bar. Times are wall-clock seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+
+class Progress:
+    """A bar on a terminal, redrawn at most ten times a second; silent anywhere else, or with `show=False`.
+
+    >>> with Progress("scoring", 3) as bar:  # not a terminal: nothing is shown
+    ...     bar.advance(2)
+    >>> bar.done
+    2
+    """
+
+    def __init__(self, label: str, total: int, *, show: bool | None = None, stream: TextIO | None = None) -> None:
+        self.label, self.total, self.done = label, total, 0
+        self.stream = stream if stream is not None else sys.stderr
+        self.show = self.stream.isatty() if show is None else show
+        self._begun = time.monotonic()
+        self._drawn = 0.0
+
+    def advance(self, by: int = 1) -> None:
+        """So much more is done."""
+        self.done += by
+        now = time.monotonic()
+        if self.show and (now - self._drawn > 0.1 or self.done >= self.total):
+            self._drawn = now
+            self._draw(now)
+
+    def _draw(self, now: float) -> None:
+        share = self.done / self.total if self.total else 1.0
+        spent = now - self._begun
+        left = f"{spent / share - spent:.0f} s left" if 0 < share < 1 else f"{spent:.1f} s"
+        bar = "#" * int(share * 24)
+        self.stream.write(f"\r{self.label} [{bar:<24}] {self.done}/{self.total} {left}\x1b[K")
+        self.stream.flush()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.show and self.done:
+            self.stream.write("\n")
+            self.stream.flush()
+
+
+class Stages:
+    """Seconds, tokens and tokens per second of each stage of a piece of work.
+
+    >>> stages = Stages()
+    >>> with stages("rollout") as stage:
+    ...     stage["tokens"] = 100
+    >>> sorted(stages.metrics())
+    ['rollout/seconds', 'rollout/tokens', 'rollout/tokens_per_second']
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, float]] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[dict[str, Any]]:
+        """Time what is done inside; `stage["tokens"]` says how many tokens it was about; other keys go along."""
+        stage = self._found.setdefault(name, {"seconds": 0.0, "tokens": 0})
+        before, stage["tokens"] = stage["tokens"], 0
+        begun = time.perf_counter()
+        try:
+            yield stage
+        finally:
+            stage["seconds"] += time.perf_counter() - begun
+            stage["tokens"] += before
+
+    def metrics(self) -> dict[str, float]:
+        """By `stage/what`; stages that are not about tokens have seconds alone."""
+        made: dict[str, float] = {}
+        for name, stage in self._found.items():
+            made |= {f"{name}/{key}": value for key, value in stage.items() if key != "tokens"}
+            if stage["tokens"]:
+                made[f"{name}/tokens"] = stage["tokens"]
+                made[f"{name}/tokens_per_second"] = stage["tokens"] / max(stage["seconds"], 1e-9)
+        return made

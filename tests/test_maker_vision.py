@@ -1,0 +1,195 @@
+"""Vision through the maker: each prompt with its own images, pre-processed once, in every layout; and it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.algorithms import losses
+from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
+from rollbook.making.whole import Whole
+from rollbook.models import Actor, Critic
+from rollbook.rollout import Prompt
+from tests import tiny
+
+RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+PROMPTS = ["no picture", "<image>one", "<image><image>two"]
+IMAGES = [None, tiny.picture(RED), [tiny.picture(GREEN), tiny.picture(BLUE)]]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 5}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Counting:
+    """A processor that counts the pictures it is given."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.pictures = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(self, *args: Any, images: Any = None, **options: Any) -> Any:
+        self.pictures += _count(images)
+        return self.inner(*args, images=images, **options)
+
+
+def _count(images: Any) -> int:
+    if images is None:
+        return 0
+    return sum(map(_count, images)) if isinstance(images, (list, tuple)) else 1
+
+
+def policy(seed: int = 0) -> tuple[Actor, Counting]:
+    model, processor = tiny.llava(seed=seed)
+    counting = Counting(processor)
+    return Actor(model, processor=counting), counting
+
+
+def maker(actor: Actor, **config: Any) -> NaiveExperienceMaker:
+    settings: dict[str, Any] = {"n_samples_per_prompt": 3, "seed": 5, "advantage_estimator": "group_norm"} | config
+    return NaiveExperienceMaker(
+        actor,
+        None,
+        None,
+        actor.reference(),
+        tiny.bytes_(),
+        64,
+        0.01,
+        reward_fn=lambda response_ids: float(response_ids[0] % 5),
+        config=MakerConfig(**settings),
+    )
+
+
+def test_each_prompt_has_its_own_images_processed_once() -> None:
+    actor, counting = policy()
+    (batch,) = maker(actor).make_experience_list(PROMPTS, all_images=IMAGES, **OPTIONS)
+    assert counting.pictures == 3  # one and two, whatever the number of samples
+    rows = [item.pixel_values for item in _items(batch)]
+    assert [0 if row is None else len(row) for row in rows] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    red, green, blue = (
+        counting.inner.image_processor(tiny.picture(colour), return_tensors="pt")["pixel_values"]
+        for colour in (RED, GREEN, BLUE)
+    )
+    assert torch.equal(rows[3], red) and torch.equal(rows[8], torch.cat([green, blue]))
+    assert batch.raw_images is not None and [0 if one is None else len(one) for one in batch.raw_images][::3] == [
+        0,
+        1,
+        2,
+    ]
+
+
+def _items(batch: Any) -> Any:
+    from rollbook.replay_buffer import split_experience_batch
+
+    return split_experience_batch(batch)
+
+
+def test_log_probs_are_those_of_each_sample_alone() -> None:
+    actor, _ = policy()
+    (batch,) = maker(actor).make_experience_list(PROMPTS, all_images=IMAGES, **OPTIONS)
+    image = tiny.SPECIAL.index("<image>")
+    for item, found, engine in zip(
+        _items(batch), batch.pack().action_log_probs, batch.pack().extras["logprobs"], strict=True
+    ):
+        ids = batch_ids(item)
+        media = {} if item.pixel_values is None or not len(item.pixel_values) else {"pixel_values": item.pixel_values}
+        with torch.no_grad():
+            logits = actor.model(torch.tensor([ids]), **media).logits[0]
+        logits[:, image] = -torch.inf  # never sampled
+        spread = torch.log_softmax(logits, -1)
+        expected = [spread[t - 1, ids[t]].item() for t in range(len(ids) - len(found), len(ids))]
+        assert found.tolist() == pytest.approx(expected, abs=2e-5)
+        assert engine.tolist() == pytest.approx(expected, abs=2e-5)
+
+
+def batch_ids(item: Any) -> list[int]:
+    kept = item.attention_mask.bool()
+    return item.sequences[kept].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_packed_or_cut_it_is_the_same(size: int) -> None:
+    actor, _ = policy()
+    whole = maker(actor).make_experience_list(PROMPTS, all_images=IMAGES, **OPTIONS)
+    for packing in (False, True):
+        parts = maker(actor, packing_samples=packing, micro_rollout_batch_size=size).make_experience_list(
+            PROMPTS, all_images=IMAGES, **OPTIONS
+        )
+        assert sum(map(len, parts)) == 9
+        for name in ("advantages", "action_log_probs", "base_action_log_probs"):
+            for row, other in zip(Whole(whole).rows(name) or (), Whole(parts).rows(name) or (), strict=True):
+                assert torch.equal(row, other)
+        pictures = [item.pixel_values for part in parts for item in _items(part)]
+        assert [0 if one is None else len(one) for one in pictures] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_the_same_picture_is_kept_once() -> None:
+    actor, _ = policy()
+    pictures = [IMAGES[1], tiny.picture(RED)]
+    (samples,) = maker(actor).generate_samples(["<image>a", "<image>b"], all_images=pictures, **OPTIONS)
+    media = [one.media["pixel_values"] for one in samples.rollouts or () if one.media]
+    assert len(media) == 6 and len({id(one) for one in media}) == 1
+
+
+def test_a_picture_that_is_none_is_its_prompts_error() -> None:
+    actor, _ = policy()
+    (batch,) = maker(actor).make_experience_list(
+        ["<image>a", "<image>b"], all_images=[b"no picture", IMAGES[1]], **OPTIONS
+    )
+    assert batch.info["finish_reason"][:3] == ["error"] * 3 and "error" not in batch.info["finish_reason"][3:]
+    assert batch.info["reward"].isnan().tolist() == [True] * 3 + [False] * 3
+    with pytest.raises(ValueError, match="all_images: got 1 entries, expected 2, one for each prompt"):
+        maker(actor).make_experience_list(["<image>a", "<image>b"], all_images=[None])
+
+
+def test_it_trains_and_evaluates() -> None:
+    """Two colours, two answers: policy gradients through images move what the model says of each."""
+    actor, _ = policy(seed=2)
+    tokenizer = tiny.bytes_()
+    wanted = {RED: tokenizer("r", add_special_tokens=False)["input_ids"][0]}
+    wanted[BLUE] = tokenizer("b", add_special_tokens=False)["input_ids"][0]
+    prompts = [
+        Prompt(text="<image>colour?", images=[tiny.picture(colour)], reference=wanted[colour]) for colour in wanted
+    ]
+
+    def reward(response_ids: list[int], reference: int) -> float:
+        return -abs(response_ids[0] - reference) / 100  # dense: near is better
+
+    made = NaiveExperienceMaker(
+        actor, None, None, None, tokenizer, 64, None, reward_fn=reward,
+        config=MakerConfig(n_samples_per_prompt=32, seed=1, advantage_estimator="group_norm"),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(actor.parameters(), lr=3e-3)
+    seen = []
+    for _ in range(12):
+        (batch,) = made.make_experience_list(prompts, max_new_tokens=1)
+        seen.append(batch.info["reward"].mean().item())
+        log_probs = actor.token_stats(batch).log_probs
+        loss = losses.ppo(log_probs, batch.action_log_probs, batch.advantages, batch.action_mask).value
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert sum(seen[-3:]) / 3 > sum(seen[:3]) / 3 + 0.1, seen
+
+
+def test_a_critic_sees_the_images_too() -> None:
+    actor, _ = policy()
+    model, _ = tiny.llava(seed=9)
+    critic = Critic(model, value_head="normal")
+    made = NaiveExperienceMaker(
+        actor, critic, None, None, tiny.bytes_(), 64, None, reward_fn=lambda response: 1.0,
+        config=MakerConfig(n_samples_per_prompt=2, seed=5, advantage_estimator="gae"),
+    )  # fmt: skip
+    prompts = [Prompt(text="<image>same", images=[tiny.picture(colour)]) for colour in (RED, BLUE)]
+    (batch,) = made.make_experience_list(prompts, **OPTIONS)
+    assert batch.values[0, 0].item() != batch.values[2, 0].item()
