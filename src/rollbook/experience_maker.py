@@ -17,6 +17,7 @@ from rollbook.algorithms.advantages import cumulative_returns, gae
 from rollbook.algorithms.aggregate import masked_mean
 from rollbook.algorithms.filters import clip_filter_like_weight_func
 from rollbook.algorithms.kl import token_kl
+from rollbook.algorithms.ranks import ALONE
 from rollbook.algorithms.shaping import RunningNorm
 from rollbook.batch import ExperienceBatch as Experience
 from rollbook.batch import ExperienceVL, Samples
@@ -166,6 +167,11 @@ class NaiveExperienceMaker:
             stage["tokens"] = int(sum(float(one.response_length.sum()) for one in made))
         return made
 
+    def _batch_id(self) -> int | str:
+        """The rollout's number; with several processes also this one's, since each has prompts of its own."""
+        ranks = estimating.ranks_here()
+        return self.rollouts_made if ranks is ALONE else f"{self.rollouts_made}.{ranks.rank}"
+
     def _sampled(self, engine: Engine, prompts: list[Prompt], options: dict[str, Any], n: int) -> list[Samples]:
         """By an engine of `rollbook.rollout`: with its own ids, log-probs and reasons."""
         config = self.config
@@ -189,7 +195,7 @@ class NaiveExperienceMaker:
             )
         self._max_new_tokens = sampling.max_tokens
         named = [
-            prompt if prompt.eid is not None else prompt.replace(eid=EID(batch=self.rollouts_made, task=i, suffix=""))
+            prompt if prompt.eid is not None else prompt.replace(eid=EID(batch=self._batch_id(), task=i, suffix=""))
             for i, prompt in enumerate(prompts)
         ]
         order = [one.eid.replace(run=one.eid.run + k).rid for one in named for k in range(sampling.n) if one.eid]
@@ -238,7 +244,7 @@ class NaiveExperienceMaker:
                     labels=_entries([prompts[i].label for i, _ in part]),
                     pad_len=None,
                     references=_entries([prompts[i].reference for i, _ in part]),
-                    ids=[EID(batch=self.rollouts_made, task=i, run=run) for i, run in part],
+                    ids=[EID(batch=self._batch_id(), task=i, run=run) for i, run in part],
                 )
                 made.append(samples)
                 bar.advance(len(part))

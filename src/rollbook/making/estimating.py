@@ -120,7 +120,7 @@ def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks:
     ids = whole.ids()
     given: dict[str, Any] = {
         "rewards": rewards,
-        "groups": whole.groups(config.n_samples_per_prompt),
+        "groups": whole.groups(config.n_samples_per_prompt, ranks),
         "runs": whole.runs(),
         "ids": None if ids is None else [eid.uid for eid in ids],
         "steps": None if ids is None else [eid.step for eid in ids],
@@ -179,9 +179,8 @@ def finish(
         metrics["reward/clip_fraction"] = float(scored.clip_fraction.mean())
     whole.put_numbers("return", torch.stack([row.sum() for row in token_rewards]) if len(token_rewards) else _nothing())
     if config.dynamic_sampling:
-        kept = zero_variance(
-            whole.numbers("reward"), whole.groups(config.n_samples_per_prompt), whole.runs(), ranks=ranks
-        )
+        groups = whole.groups(config.n_samples_per_prompt, ranks)
+        kept = zero_variance(whole.numbers("reward"), groups, whole.runs(), ranks=ranks)
         keep = kept.keep.cpu()
         mask = Rows([row & bool(keep[i]) for i, row in enumerate(mask)])
         advantages = Rows([row * float(keep[i]) for i, row in enumerate(advantages)])
@@ -220,7 +219,7 @@ def _over_tokens(
     given: dict[str, Any] = {"mask": mask}
     makers: dict[str, Any] = {
         "rewards": lambda: scored.rewards,
-        "groups": lambda: whole.groups(config.n_samples_per_prompt),
+        "groups": lambda: whole.groups(config.n_samples_per_prompt, ranks),
         "runs": whole.runs,
         "steps": lambda: [eid.step for eid in whole.ids() or ()] or None,
         "values": lambda: whole.rows("values"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.sources import group_id, run_id
 from rollbook.batch import ExperienceBatch
 from rollbook.ids import EID
@@ -124,8 +125,9 @@ class Whole:
         ]
         return None if any(eid is None for eid in found) else found  # type: ignore[return-value]
 
-    def groups(self, per_group: int) -> list[Any]:
-        """[N] Which task each row is of: by id; rows without ids by place, `per_group` after one another."""
+    def groups(self, per_group: int, ranks: Ranks = ALONE) -> list[Any]:
+        """[N] Which task each row is of: by id; rows without ids by place, `per_group` after one another, in each
+        process apart."""
         ids = self.ids()
         if ids is not None:
             return [group_id(eid) for eid in ids]
@@ -134,7 +136,8 @@ class Whole:
                 f"experiences: got {len(self)} samples without ids, expected a multiple of n_samples_per_prompt "
                 f"({per_group}), to group them by place"
             )
-        return [row // per_group for row in range(len(self))]
+        places = [row // per_group for row in range(len(self))]
+        return places if ranks is ALONE else [f"process {ranks.rank}, group {place}" for place in places]
 
     def runs(self) -> list[Any] | None:
         """[N] Which run each row is of; `None` without ids, where each row is one."""
