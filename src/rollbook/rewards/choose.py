@@ -1,0 +1,206 @@
+"""`as_reward`: a reward from whatever a user has: functions, modules, URLs, files, recipes, or several of them.
+
+Invariant: what is given decides which reward it is, never what it happens to return; an option that the reward does not
+take is refused with the nearest that it does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollbook.algorithms.registry import near
+from rollbook.rewards.functions import FileFunction, FunctionReward, name_of
+from rollbook.rewards.recipes import Combined, Recipe
+from rollbook.rewards.remote import RemoteReward
+from rollbook.rewards.types import Reward
+
+_READY = {
+    "exact_match": "answers",
+    "numeric_match": "answers",
+    "boxed_match": "answers",
+    "think_boxed_format": "answers",
+    "think_answer_format": "answers",
+    "gsm8k": "answers",
+    "math_match": "equivalence",
+    "code_match": "programs",
+    "json_match": "texts",
+    "length": "texts",
+    "repetition": "texts",
+}
+
+
+class _Ready(Mapping[str, Callable[..., Any]]):
+    """The ready functions by name, each loaded when it is asked for."""
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        module = importlib.import_module(f"rollbook.rewards.{_READY[name]}")
+        found: Callable[..., Any] = getattr(module, name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_READY)
+
+    def __len__(self) -> int:
+        return len(_READY)
+
+
+READY: Mapping[str, Callable[..., Any]] = _Ready()
+"""The ready functions by name."""
+
+
+def as_reward(given: Any, **options: Any) -> Reward:
+    """A reward from
+
+    - a function, sync, async or batched, or the name of a ready one (`rollbook.rewards.READY`): `FunctionReward`;
+    - `"module:function"`, `"file.py"` (its `reward_func`) or `"file.py:function"`: the same;
+    - a torch module, or the path of a folder with a `config.json`: `ModelReward`;
+    - `"http://..."`: `RemoteReward`;
+    - {label: [(type, key, weight), ...]}: `Recipe`;
+    - a list of these, or a mapping from names to these: their weighted sum, `Combined` (`names`, `weights`, `combine`);
+      a list of URLs with `replicas=True` is one reward behind several servers;
+    - a `Reward`: itself.
+
+    `options` are those of the class; in a list each goes to the parts that take it.
+
+    >>> from rollbook.rewards import RewardInput
+    >>> sample = RewardInput(prompt="2 + 2 =", response="It is 4.", reference="4")
+    >>> as_reward(["numeric_match", lambda response: len(response)], names=["right", "length"])([sample]).metrics
+    {'right': [1.0], 'length': [8.0]}
+    >>> as_reward("numeric_mach")
+    Traceback (most recent call last):
+        ...
+    ValueError: reward: got 'numeric_mach', expected a URL, a .py file, 'module:function', a model's folder or a ready function; did you mean 'numeric_match'? (exact_match, numeric_match, boxed_match, think_boxed_format, think_answer_format, gsm8k, math_match, code_match, json_match, length, repetition)
+    """  # noqa: E501
+    if isinstance(given, Reward):
+        if options:
+            raise ValueError(f"reward: got the option {next(iter(options))!r} beside a finished {type(given).__name__}")
+        return given
+    if isinstance(given, (list, tuple)):
+        return _combined(list(given), options)
+    if isinstance(given, Mapping) and not any(_is_lines(value) for value in given.values()):
+        return _combined(list(given.values()), {"names": [str(name) for name in given], **options})
+    kind, source = _kind(given)
+    known = _options(kind)
+    odd = next((name for name in options if name not in known), None)
+    if odd is not None and not _takes_all(kind):
+        raise ValueError(f"reward: option {odd!r} is not one of {kind.__name__}{near(odd, known)}")
+    return kind(source, **options)
+
+
+def _kind(given: Any) -> tuple[Callable[..., Reward], Any]:
+    """The class that a single thing is a reward of, and what to make it from."""
+    if isinstance(given, (str, Path)):
+        return _kind_of_text(str(given))
+    if _is_module(given) or _is_config(given):
+        from rollbook.rewards.models import ModelReward
+
+        return ModelReward, given
+    if isinstance(given, Mapping):
+        return Recipe, given
+    if callable(given):
+        return FunctionReward, given
+    what = "None" if given is None else type(given).__name__
+    raise ValueError(f"reward: got {what}, expected a function, a model, a URL, a file, a recipe or a list of these")
+
+
+def _is_module(given: Any) -> bool:
+    torch = sys.modules.get("torch")  # whoever holds a module has loaded torch
+    return torch is not None and isinstance(given, torch.nn.Module)
+
+
+def _is_config(given: Any) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(given, transformers.PretrainedConfig)
+
+
+def _is_lines(value: Any) -> bool:
+    """Whether it is a recipe's list of components."""
+    return isinstance(value, (list, tuple)) and all(isinstance(line, (list, tuple)) for line in value)
+
+
+def _is_url(given: Any) -> bool:
+    return isinstance(given, str) and given.startswith(("http://", "https://"))
+
+
+def _options(kind: Callable[..., Any]) -> list[str]:
+    return [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
+def _takes_all(kind: Callable[..., Any]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind).parameters.values())
+
+
+def _kind_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
+    if _is_url(text):
+        return RemoteReward, text
+    path, _, name = text.rpartition(":")
+    if text.endswith(".py"):
+        return FunctionReward, FileFunction(text)
+    if path.endswith(".py"):
+        return FunctionReward, FileFunction(path, name)
+    if text in READY:
+        return FunctionReward, READY[text]
+    if (Path(text) / "config.json").is_file():
+        from rollbook.rewards.models import ModelReward
+
+        return ModelReward, text
+    if path and name.isidentifier() and all(part.isidentifier() for part in path.split(".")):
+        module = importlib.import_module(path)
+        if not callable(vars(module).get(name)):
+            known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
+            raise ValueError(f"reward: module {path!r} has no function {name!r}{near(name, known)}")
+        return _kind(vars(module)[name])
+    expected = "a URL, a .py file, 'module:function', a model's folder or a ready function"
+    raise ValueError(f"reward: got {text!r}, expected {expected}{near(text, list(READY))}")
+
+
+def _combined(given: list[Any], options: Mapping[str, Any]) -> Reward:
+    if not given:
+        raise ValueError("reward: got an empty list, expected at least one reward")
+    own = {name: options[name] for name in ("names", "weights", "combine") if name in options}
+    rest = {name: value for name, value in options.items() if name not in own}
+    if rest.pop("replicas", False):
+        if own or not all(map(_is_url, given)):
+            raise ValueError("replicas: got True, expected a list of URLs, and neither names, weights nor combine")
+        return RemoteReward(given, **rest)
+    used: set[str] = set()
+    parts = [_part(one, rest, used) for one in given]
+    unused = next((name for name in rest if name not in used), None)
+    if unused is not None:
+        raise ValueError(f"reward: got the option {unused!r}, which no part of the list takes")
+    if len(parts) == 1 and not own:
+        return parts[0]
+    names = own.pop("names", None) or _names(given)
+    if len(names) != len(parts) or len(set(names)) != len(names):
+        raise ValueError(f"names: got {list(names)}, expected {len(parts)} that differ, one for each reward")
+    return Combined(dict(zip(names, parts, strict=True)), **own)
+
+
+def _part(one: Any, options: Mapping[str, Any], used: set[str]) -> Reward:
+    """One reward of a list, with those of the options that it takes."""
+    if isinstance(one, (Reward, list, tuple)):
+        return as_reward(one)
+    kind, source = _kind(one)
+    mine = {name: value for name, value in options.items() if name in _options(kind)}
+    used.update(mine)
+    return kind(source, **mine)
+
+
+def _names(given: Sequence[Any]) -> list[str]:
+    """A name for each reward of a list: its own where that tells them apart, with a number where it does not."""
+    found = [_name(one) for one in given]
+    return [name if found.count(name) == 1 else f"{name}{found[:i].count(name)}" for i, name in enumerate(found)]
+
+
+def _name(one: Any) -> str:
+    if _is_url(one):
+        return "remote"
+    if isinstance(one, (str, Path)):
+        return Path(str(one).rpartition(":")[2]).stem  # a file, a module's function, or a ready one
+    name = name_of(one)
+    return "reward" if name == "<lambda>" else name

@@ -1,0 +1,400 @@
+"""Reward functions: plain Python, called for each sample or for many, by the names of their parameters, in a pool.
+
+Invariant: a function sees the response alone unless it names more; what goes wrong in it (an exception, a hang, a
+crash, a result that is no number) is recorded on its sample and changes no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from rollbook.algorithms.registry import choice, near, number, whole_number
+from rollbook.rewards.pools import Outcome, Processes, attempt, in_threads, timed_out
+from rollbook.rewards.types import (
+    OnError,
+    Reward,
+    RewardInput,
+    Scores,
+    as_float,
+    check_on_error,
+    failed_score,
+    run_sync,
+    say_failures,
+    where,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FIELDS = ("prompt", "response", "reference", "label", "query", "messages", "images", "prompt_ids", "response_ids",
+          "eid", "finish_reason", "info")  # fmt: skip
+"""What a function may ask for by the name of a parameter; `query` is prompt and response end to end."""
+ALIASES = {
+    "completion": "response", "solution_str": "response",
+    "ground_truth": "reference", "truth": "reference", "ref": "reference",
+    "data_source": "label", "extra_info": "info",
+}  # fmt: skip
+"""Names that TRL's, verl's and Trinity's functions have for the same things."""
+
+_ONE = {**{name: name for name in FIELDS}, **ALIASES}
+_MANY = {
+    "prompts": "prompt", "responses": "response", "references": "reference", "labels": "label", "queries": "query",
+    "messages": "messages", "images": "images", "prompt_ids": "prompt_ids", "response_ids": "response_ids",
+    "eids": "eid", "finish_reasons": "finish_reason", "infos": "info",
+}  # fmt: skip
+_MANY_ALIASES = {
+    "completions": "response", "solution_strs": "response", "ground_truths": "reference", "truths": "reference",
+    "refs": "reference", "data_sources": "label", "extra_infos": "info",
+}  # fmt: skip
+_PLURALS = {name: field for name, field in (_MANY | _MANY_ALIASES).items() if name not in _ONE}
+
+
+def batched(function: F) -> F:
+    """Mark a function that takes lists, one entry for each sample, and gives a list of scores.
+
+    >>> @batched
+    ... def shortest(response):
+    ...     least = min(map(len, response))
+    ...     return [float(len(one) == least) for one in response]
+    >>> FunctionReward(shortest)([RewardInput(prompt="", response=text) for text in ("a", "bb")]).rewards
+    [1.0, 0.0]
+    """
+    function.rollbook_batched = True  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(frozen=True)
+class FileFunction:
+    """A function of a `.py` file, loaded under a module name of its own, wherever it is needed (in a process, too)."""
+
+    path: str
+    name: str = "reward_func"
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself; the file is run once in each process."""
+        path = Path(self.path).resolve()
+        module_name = "_rollbook_reward_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
+        module = sys.modules.get(module_name)
+        if module is None:
+            if not path.is_file():
+                raise ValueError(f"reward file: got {self.path!r}, expected a .py file that is there")
+            spec = importlib.util.spec_from_file_location(module_name, path)
+            if spec is None or spec.loader is None:
+                raise ValueError(f"reward file: got {self.path!r}, expected a .py file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module  # dataclasses and pickles look it up there
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[module_name]
+                raise
+        found = vars(module).get(self.name)
+        if not callable(found):
+            known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+            raise ValueError(f"reward file {self.path}: it has no function {self.name!r}{near(self.name, known)}")
+        return found  # type: ignore[no-any-return]
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.load()(*arguments, **options)
+
+
+def parameters(function: Callable[..., Any], name: str, lists: bool | None) -> tuple[dict[str, str], bool, bool]:
+    """({parameter: field}, whether it takes all by `**`, whether it takes lists); an unknown one is a `ValueError`."""
+    inner, bound = unwrapped(function)
+    try:
+        found = [p for p in inspect.signature(function).parameters.values() if p.name not in bound]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: got a callable without a signature, expected one with named parameters") from None
+    if lists is None:
+        lists = any(p.name in _PLURALS for p in found) or bool(inner.__dict__.get("rollbook_batched"))
+    known = {**_ONE, **_PLURALS} if lists else _ONE
+    asked: dict[str, str] = {}
+    everything = False
+    for p in found:
+        if p.kind is p.VAR_KEYWORD:
+            everything = True
+        elif p.kind is p.VAR_POSITIONAL:
+            continue
+        elif p.kind is p.POSITIONAL_ONLY:
+            raise ValueError(f"{name}: parameter {p.name!r} is positional only, expected parameters that have names")
+        elif p.name in known:
+            asked[p.name] = known[p.name]
+        elif p.default is p.empty:
+            more = "; batched=True gives lists" if p.name in _PLURALS else ""
+            raise ValueError(f"{name}: parameter {p.name!r} is nothing that a sample has{near(p.name, [*known])}{more}")
+    return asked, everything, lists
+
+
+def unwrapped(function: Any) -> tuple[Any, set[str]]:
+    """What is behind `functools.partial`, and the parameters that it has fixed."""
+    bound: set[str] = set()
+    while isinstance(function, functools.partial):
+        bound |= function.keywords.keys()
+        function = function.func
+    return function, bound
+
+
+def name_of(function: Any) -> str:
+    """A function's own name, or that of its class."""
+    inner, _ = unwrapped(function)
+    return str(getattr(inner, "__name__", None) or type(inner).__name__)
+
+
+Part = tuple[float, dict[str, float], str | None]
+"""One sample's reward, its metrics, and what was wrong with them."""
+
+_TOTALS = ("reward", "score")
+_BATCH_TOTALS = ("rewards", "reward", "scores", "score")
+
+
+def part_of(value: Any, total: str | None = None) -> Part:
+    """What a function gave for one sample, as floats.
+
+    A mapping has its total under `reward` or `score` (or `total="sum"` was asked for); the rest are metrics.
+
+    >>> part_of({"reward": 1, "format": True})
+    (1.0, {'format': 1.0}, None)
+    >>> part_of({"accuracy": 1.0, "format": 0.5})[2]
+    "gave a dict without 'reward' or 'score' (accuracy, format); total='sum' adds them up"
+    """
+    try:
+        if not isinstance(value, Mapping):
+            return as_float(value), {}, None
+        metrics = {str(name): as_float(one) for name, one in value.items()}
+    except ValueError as error:
+        return nan, {}, str(error)
+    if total == "sum":
+        return sum(metrics.values()), metrics, None
+    key = next((name for name in _TOTALS if name in metrics), None)
+    if key is None:
+        names = ", ".join(metrics) or "empty"
+        return nan, {}, f"gave a dict without 'reward' or 'score' ({names}); total='sum' adds them up"
+    return metrics.pop(key), metrics, None
+
+
+def parts_of(value: Any, n: int, total: str | None = None) -> list[Part]:
+    """What a batched function gave for n samples.
+
+    A list, an array or a tensor of n scores (or of n dicts); a dict of lists with its totals under `rewards`; or the
+    pair (rewards, metrics). A wrong number of them is a `ValueError`: there is no telling whose they are.
+
+    >>> parts_of({"rewards": [1, 0], "format": [1, 1]}, 2)
+    [(1.0, {'format': 1.0}, None), (0.0, {'format': 1.0}, None)]
+    >>> parts_of([1.0], 2)
+    Traceback (most recent call last):
+        ...
+    ValueError: gave 1 scores, expected 2, one for each sample
+    """
+    columns: dict[str, Any] = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and _many(value[0]):
+        value = {**value[1], "rewards": value[0]}
+    if isinstance(value, Mapping):
+        key = next((name for name in _BATCH_TOTALS if name in value), None)
+        if key is None:
+            raise ValueError(f"gave a dict without 'rewards' ({', '.join(map(str, value))})")
+        for name, column in value.items():
+            if name != key:
+                columns |= dict(column) if isinstance(column, Mapping) else {str(name): column}
+        value = value[key]
+    rows = _rows("scores", value, n)
+    extra = {str(name): _rows(f"entries of {name!r}", column, n) for name, column in columns.items()}
+    parts = []
+    for i, row in enumerate(rows):
+        reward, metrics, error = part_of(row, total)
+        for name, column in extra.items():
+            try:
+                metrics[name] = as_float(column[i])
+            except ValueError as wrong:
+                metrics[name] = nan
+                error = error or f"{name}: {wrong}"
+        parts.append((reward if error is None else nan, metrics, error))
+    return parts
+
+
+def _many(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or hasattr(value, "tolist")
+
+
+def _rows(what: str, value: Any, n: int) -> list[Any]:
+    rows = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(rows, (list, tuple)):
+        raise ValueError(f"gave {type(value).__name__}, expected a list of {n} {what}")
+    if len(rows) != n:
+        raise ValueError(f"gave {len(rows)} {what}, expected {n}, one for each sample")
+    return [row[0] if isinstance(row, list) and len(row) == 1 else row for row in rows]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A function and how to read its result: what is sent to a process, and answers in plain floats."""
+
+    function: Callable[..., Any]
+    lists: bool
+    total: str | None
+
+    def __call__(self, n: int, given: dict[str, Any]) -> list[Part]:
+        value = self.function(**given)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        return self.read(value, n)
+
+    def read(self, value: Any, n: int) -> list[Part]:
+        """The parts of a result."""
+        return parts_of(value, n, self.total) if self.lists else [part_of(value, self.total)]
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+class FunctionReward(Reward):
+    """A function as a reward, called with the fields of a sample that its parameters name (see `FIELDS`).
+
+    - It gives a number, or a dict with the total under `reward` or `score` and metrics beside it. `total="sum"`: the
+      total is the sum of the dict.
+    - It may be async. With `batched` (or the decorator of that name, or a parameter such as `responses`) it takes lists
+      and gives a list; `batch_size` bounds them.
+    - `time_limit`: seconds for each call, `None` for no limit. `workers`: how many calls at once (default: twice the
+      cores for threads, the cores for processes, 64 for async functions).
+    - `pool`: `thread`, or `process` for functions that compute much or may hang or crash: only there does a time limit
+      stop them. A thread that runs over is left behind and reported; an async function is cancelled, which one that
+      never awaits does not notice.
+    - `on_error`: `exclude` (no reward: NaN), a fixed score, or `raise`. The error stands in `Scores.errors`. A missing
+      package of a ready function is raised in any case: it would fail every sample.
+
+    >>> def right(response, reference):
+    ...     return {"reward": float(response.strip() == reference), "length": len(response)}
+    >>> scores = FunctionReward(right)([
+    ...     RewardInput(prompt="1 + 1 = ", response="2", reference="2"),
+    ...     RewardInput(prompt="1 + 2 = ", response="4", reference="3"),
+    ... ])
+    >>> scores.rewards, scores.metrics
+    ([1.0, 0.0], {'length': [1.0, 1.0]})
+    >>> FunctionReward(lambda answer: 1.0)
+    Traceback (most recent call last):
+        ...
+    ValueError: <lambda>: parameter 'answer' is nothing that a sample has; there are (prompt, response, reference, label, query, messages, images, prompt_ids, response_ids, eid, finish_reason, info, completion, solution_str, ground_truth, truth, ref, data_source, extra_info)
+    """  # noqa: E501
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        batched: bool | None = None,
+        batch_size: int | None = None,
+        pool: Literal["thread", "process"] = "thread",
+        workers: int | None = None,
+        time_limit: float | None = 60.0,
+        on_error: OnError = "exclude",
+        total: Literal["sum"] | None = None,
+    ) -> None:
+        if not callable(function):
+            raise ValueError(f"function: got {type(function).__name__}, expected a function")
+        inner = function.load() if isinstance(function, FileFunction) else function
+        self.name = name or name_of(inner)
+        self._asked, self._everything, self.batched = parameters(inner, self.name, batched)
+        if batch_size is not None and not self.batched:
+            raise ValueError(f"batch_size: got {batch_size!r}, expected None: {self.name} takes one sample at a time")
+        self.batch_size = None if batch_size is None else whole_number("batch_size", batch_size, 1)
+        choice("pool", pool, ("thread", "process"))
+        choice("total", total, (None, "sum"))
+        self.time_limit = None if time_limit is None else number("time_limit", time_limit, 1e-3, 1e9)
+        self.on_error: OnError = check_on_error(on_error)
+        bare, _ = unwrapped(inner)
+        self._async = pool == "thread" and (
+            inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(type(bare).__call__)
+        )
+        cores = os.cpu_count() or 1
+        usual = 64 if self._async else cores if pool == "process" else 2 * cores
+        self.workers = usual if workers is None else whole_number("workers", workers, 1)
+        self._scorer = Scorer(function, self.batched, total)
+        self._processes = Processes(self._scorer, self.workers) if pool == "process" else None
+        self.waits = self._async or pool == "process"
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+        """Score samples, in their order."""
+        if self._async:
+            return run_sync(lambda: self.score_async(inputs))
+        chunks = self._chunks(inputs)
+        processes, limit = self._processes, self.time_limit
+        if processes is None:
+            calls = [functools.partial(self._scorer, len(c), g) for c, g in chunks]
+            return self._scores(inputs, chunks, in_threads(calls, self.workers, limit))
+        sent = [functools.partial(processes.call, (len(c), g), {}, limit) for c, g in chunks]
+        # The threads only wait for the processes, which keep the limit.
+        outcomes = [found.value for found in _raised(in_threads(sent, self.workers, None))]
+        return self._scores(inputs, chunks, outcomes)
+
+    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+        """The same for an event loop; an async function runs in that loop."""
+        if not self._async:
+            return await asyncio.to_thread(self, inputs)
+        chunks = self._chunks(inputs)
+        free = asyncio.Semaphore(self.workers)
+        outcomes = await asyncio.gather(*(self._awaited(free, len(c), g) for c, g in chunks))
+        return self._scores(inputs, chunks, outcomes)
+
+    async def _awaited(self, free: asyncio.Semaphore, n: int, given: dict[str, Any]) -> Outcome:
+        async with free:
+            task = asyncio.ensure_future(_awaited(self._scorer.function(**given)))
+            try:
+                done, _ = await asyncio.wait({task}, timeout=self.time_limit)
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            if not done:
+                task.cancel()
+                return timed_out(self.time_limit or 0.0)
+            return attempt(lambda: self._scorer.read(task.result(), n))
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._processes is not None:
+            self._processes.close()
+
+    def _chunks(self, inputs: Sequence[RewardInput]) -> list[tuple[range, dict[str, Any]]]:
+        """The places and the arguments of each call."""
+        if not self.batched:
+            return [(range(i, i + 1), {k: v[0] for k, v in self._given([one]).items()}) for i, one in enumerate(inputs)]
+        size = self.batch_size or max(len(inputs), 1)
+        places = [range(start, min(start + size, len(inputs))) for start in range(0, len(inputs), size)]
+        return [(chunk, self._given([inputs[i] for i in chunk])) for chunk in places]
+
+    def _given(self, some: Sequence[RewardInput]) -> dict[str, list[Any]]:
+        every = (_MANY if self.batched else {name: name for name in FIELDS}) if self._everything else {}
+        names = {**every, **self._asked}
+        return {name: [getattr(one, field) for one in some] for name, field in names.items()}
+
+    def _scores(
+        self, inputs: Sequence[RewardInput], chunks: Sequence[tuple[range, Any]], outcomes: Sequence[Outcome]
+    ) -> Scores:
+        scores = Scores(rewards=[nan] * len(inputs))
+        for (places, _), outcome in zip(chunks, _raised(outcomes), strict=True):
+            whole: list[Part] = [(nan, {}, outcome.error)] * len(places) if outcome.error else outcome.value
+            for i, (reward, metrics, error) in zip(places, whole, strict=True):
+                for key, value in metrics.items():
+                    scores.metrics.setdefault(key, [nan] * len(inputs))[i] = value
+                if error is not None:
+                    scores.errors[i] = f"{self.name}: {error}"
+                    reward = failed_score(self.on_error, where(inputs[i], i), f"{self.name}: {error}")
+                scores.rewards[i] = reward
+        return say_failures(self.name, scores)
+
+
+def _raised(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    """The outcomes, unless one is of a kind that is every sample's: a package is missing, a process does not start."""
+    for outcome in outcomes:
+        if outcome.fatal is not None:
+            raise outcome.fatal(outcome.error)
+    return outcomes

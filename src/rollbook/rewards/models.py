@@ -1,0 +1,272 @@
+"""Reward models: any torch module or transformers sequence classifier as a reward, in batches of a bounded size.
+
+Invariant: a sample's score does not depend on what it is batched with (but for the rounding of its arithmetic), nor on
+the side of the padding; the model is left as it was found.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rollbook.algorithms.registry import choice, whole_number
+from rollbook.rewards.types import (
+    OnError,
+    Reward,
+    RewardInput,
+    Scores,
+    check_on_error,
+    failed_score,
+    say_failures,
+    where,
+)
+from rollbook.rollout.fingerprints import tokenizer_fingerprint
+
+Score = Callable[[Any], torch.Tensor]
+
+
+class ModelReward(Reward):
+    """A model's score of prompt and response.
+
+    model: an `nn.Module` that is called with (sequences (B, S), attention_mask (B, S)) and gives (B,) or (B, 1), a dict
+    with `score` (or `rewards`), or an output with `logits`; or a transformers sequence classifier: as a module, as a
+    config (fresh weights), or as a local path or hub name. Of a decoder's classifier, the score is the one at the last
+    token that is attended, whatever its pad token is. `score`: a function of the output where it has more than one
+    number for each sample.
+
+    - Tokens: without a `tokenizer`, or with one that is the policy's, the ids that the engine sampled are used as they
+      are. A tokenizer that differs from `policy_tokenizer` (or one given alone) means that the texts are tokenized
+      anew: through its chat template if there are messages (`template="auto"`), always (`"chat"`, where a bare prompt
+      is a user's message), or end to end (`"text"`).
+    - Batches: at most `rows` samples and, if given, `tokens` tokens with their padding; samples of a like length go
+      together. `padding_side` matters only to modules that look at a fixed place.
+    - `max_length`: a longer sample is an error of that sample, never cut in silence.
+    - `device`: where the model is moved; where it is, if not given. It runs in eval mode without gradients.
+    - A module written for LightRFT, whose `forward` names `prompt_and_output`, gets that and `raw_images`, `img_num`,
+      `references`, `labels` as it names them.
+
+    A score that is not finite is that sample's error (`on_error`, as in `FunctionReward`); a wrong number of scores is
+    the model's, and raises.
+
+    >>> class Longest(torch.nn.Module):
+    ...     def forward(self, sequences, attention_mask):
+    ...         return attention_mask.sum(-1)
+    >>> reward = ModelReward(Longest(), rows=2)
+    >>> reward([RewardInput(prompt="", response="", prompt_ids=[5], response_ids=[6] * n) for n in (3, 1, 2)]).rewards
+    [4.0, 2.0, 3.0]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        name: str | None = None,
+        tokenizer: Any = None,
+        policy_tokenizer: Any = None,
+        template: Literal["auto", "chat", "text"] = "auto",
+        score: Score | None = None,
+        rows: int = 16,
+        tokens: int | None = None,
+        max_length: int | None = None,
+        padding_side: Literal["right", "left"] = "right",
+        pad_token_id: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        on_error: OnError = "exclude",
+    ) -> None:
+        self.model = _loaded(model, dtype)
+        if device is not None:
+            self.model.to(device)
+        self.name = name or type(self.model).__name__
+        choice("template", template, ("auto", "chat", "text"))
+        choice("padding_side", padding_side, ("right", "left"))
+        same = tokenizer is not None and tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(policy_tokenizer)
+        self._tokenizer = None if same else tokenizer
+        self._template = template
+        self._score = score
+        self.rows = whole_number("rows", rows, 1)
+        self.tokens = None if tokens is None else whole_number("tokens", tokens, 1)
+        self.max_length = None if max_length is None else whole_number("max_length", max_length, 1)
+        self._side = padding_side
+        self._pad = _pad_id(self.model, tokenizer or policy_tokenizer, pad_token_id)
+        self._extras = _extras(self.model)
+        self._last = _decoder_classifier(self.model)
+        self.on_error: OnError = check_on_error(on_error)
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+        """Score samples."""
+        scores = Scores(rewards=[nan] * len(inputs))
+        if not inputs:
+            return scores
+        ids = [self._ids(one) for one in inputs]
+        fit: list[int] = []
+        for i, row in enumerate(ids):
+            if not row:
+                scores.errors[i] = "got no token ids, expected prompt_ids and response_ids, or a tokenizer"
+            elif self.max_length is not None and len(row) > self.max_length:
+                scores.errors[i] = f"got {len(row)} tokens, expected at most {self.max_length} (max_length)"
+            else:
+                fit.append(i)
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for places in _batches([len(ids[i]) for i in fit], self.rows, self.tokens):
+                    some = [fit[k] for k in places]
+                    found = self._scored([ids[i] for i in some], [inputs[i] for i in some])
+                    for i, value in zip(some, found, strict=True):
+                        scores.rewards[i] = value
+                        if not isfinite(value):
+                            scores.errors[i] = f"gave {value}, expected a finite number"
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        for i, error in enumerate(scores.errors):
+            if error is not None:
+                scores.errors[i] = f"{self.name}: {error}"
+                scores.rewards[i] = failed_score(self.on_error, where(inputs[i], i), f"{self.name}: {error}")
+        return say_failures(self.name, scores)
+
+    def _ids(self, one: RewardInput) -> list[int]:
+        if self._tokenizer is None:
+            return [*one.prompt_ids, *one.response_ids]
+        tokenizer = self._tokenizer
+        chat = self._template == "chat" or (
+            self._template == "auto" and one.messages is not None and getattr(tokenizer, "chat_template", None)
+        )
+        if not chat:
+            return list(tokenizer(one.query).input_ids)
+        before = one.messages if one.messages is not None else [{"role": "user", "content": one.prompt}]
+        whole = [*(dict(message) for message in before), {"role": "assistant", "content": one.response}]
+        text = tokenizer.apply_chat_template(whole, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _scored(self, rows: Sequence[Sequence[int]], inputs: Sequence[RewardInput]) -> list[float]:
+        held = next(chain(self.model.parameters(), self.model.buffers()), None)
+        device = held.device if held is not None else torch.device("cpu")
+        width = max(map(len, rows))
+        sequences = torch.full((len(rows), width), self._pad, dtype=torch.int64)
+        mask = torch.zeros((len(rows), width), dtype=torch.int64)
+        for k, row in enumerate(rows):
+            start = 0 if self._side == "right" or self._last is not None else width - len(row)
+            sequences[k, start : start + len(row)] = torch.tensor(row, dtype=torch.int64)
+            mask[k, start : start + len(row)] = 1
+        sequences, mask = sequences.to(device), mask.to(device)
+        if self._last is not None and self._score is None:
+            # The classifier's own pooling looks for the last token that is not the pad token, which an end token
+            # may be; the mask knows better.
+            hidden = self._last.base_model(input_ids=sequences, attention_mask=mask).last_hidden_state
+            last = hidden[torch.arange(len(rows), device=device), mask.sum(-1) - 1]
+            output: Any = self._last.score(last)
+        else:
+            extras = {name: make(inputs) for name, make in self._extras.items()}
+            if "attention_mask" in inspect.signature(self.model.forward).parameters:
+                output = self.model(sequences, attention_mask=mask, **extras)  # not always the second
+            else:
+                output = self.model(sequences, mask, **extras)
+        values = self._score(output) if self._score is not None else _values(output)
+        values = torch.as_tensor(values)
+        if values.dim() == 2 and values.shape[1] == 1:
+            values = values[:, 0]
+        if tuple(values.shape) != (len(rows),):
+            more = "; score=... picks one of several numbers" if values.dim() > 1 else ""
+            raise ValueError(
+                f"{self.name}: gave scores of shape {list(values.shape)}, expected [{len(rows)}], one a sample{more}"
+            )
+        return [float(value) for value in values.detach().float().tolist()]
+
+
+def _loaded(model: Any, dtype: torch.dtype | None) -> torch.nn.Module:
+    if isinstance(model, torch.nn.Module):
+        return model if dtype is None else model.to(dtype)
+    try:
+        from transformers import AutoModelForSequenceClassification, PretrainedConfig
+    except ImportError:
+        raise ImportError(
+            "a reward model by path or config needs transformers: pip install 'rollbook[models]'"
+        ) from None
+    if isinstance(model, PretrainedConfig):
+        if model.num_labels != 1:
+            raise ValueError(f"model: got a config with num_labels {model.num_labels}, expected 1: fresh weights")
+        made: torch.nn.Module = AutoModelForSequenceClassification.from_config(model)  # type: ignore[no-untyped-call]
+        return made if dtype is None else made.to(dtype)
+    if isinstance(model, (str, Path)):
+        loaded: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(str(model), dtype=dtype or "auto")
+        return loaded
+    raise ValueError(f"model: got {type(model).__name__}, expected a torch module, a transformers config or a path")
+
+
+def _pad_id(model: torch.nn.Module, tokenizer: Any, given: int | None) -> int:
+    """What fills the padding: never looked at, but it must be a row of the embedding."""
+    if given is not None:
+        return whole_number("pad_token_id", given)
+    for holder in (tokenizer, getattr(model, "config", None)):
+        found = getattr(holder, "pad_token_id", None)
+        if isinstance(found, int) and found >= 0:
+            return found
+    return 0
+
+
+def _decoder_classifier(model: Any) -> Any:
+    """The model, or what adapters are wrapped around, if it is one of transformers' classifiers that score every token
+    and pick the last; else `None`."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # peft: the same modules, with the adapters inside
+    head, prefix = getattr(model, "score", None), getattr(model, "base_model_prefix", "")
+    return model if isinstance(head, torch.nn.Module) and prefix and hasattr(model, prefix) else None
+
+
+_LIGHTRFT: dict[str, Callable[[Sequence[RewardInput]], Any]] = {
+    "prompt_and_output": lambda some: [one.query for one in some],
+    "prompt_and_outputs": lambda some: [one.query for one in some],
+    "raw_images": lambda some: [list(one.images) for one in some],
+    "img_num": lambda some: [len(one.images) for one in some],
+    "references": lambda some: [one.reference for one in some],
+    "labels": lambda some: [one.label for one in some],
+}
+
+
+def _extras(model: torch.nn.Module) -> dict[str, Callable[[Sequence[RewardInput]], Any]]:
+    """What a module written for LightRFT asks for beside tokens; `labels` alone would be a loss's."""
+    named = inspect.signature(model.forward).parameters
+    if not any(name.startswith("prompt_and_output") for name in named):
+        return {}
+    return {name: make for name, make in _LIGHTRFT.items() if name in named}
+
+
+def _values(output: Any) -> Any:
+    """The scores in a model's output."""
+    if isinstance(output, torch.Tensor):
+        return output
+    for name in ("score", "scores", "rewards", "logits"):
+        if isinstance(output, Mapping) and name in output:
+            return output[name]
+        found = getattr(output, name, None)
+        if isinstance(found, torch.Tensor):
+            return found
+    raise ValueError(
+        f"reward model: gave {type(output).__name__}, expected a tensor, or an output with score or logits"
+    )
+
+
+def _batches(lengths: Sequence[int], rows: int, tokens: int | None) -> list[list[int]]:
+    """Places in batches: like lengths together, the longest first, so that what does not fit shows at once.
+
+    >>> _batches([3, 9, 4, 8], rows=2, tokens=None), _batches([3, 9, 4, 8], rows=9, tokens=9)
+    ([[1, 3], [2, 0]], [[1], [3], [2, 0]])
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        here = batches[-1] if batches else []
+        widest = lengths[here[0]] if here else 0
+        if not here or len(here) >= rows or (tokens is not None and widest * (len(here) + 1) > tokens):
+            batches.append([i])
+        else:
+            here.append(i)
+    return batches

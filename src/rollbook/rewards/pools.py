@@ -1,0 +1,270 @@
+"""Running many calls at once, each with a time limit: in threads, or in processes that can really be stopped.
+
+Invariant: there is one outcome for each call, in the order of the calls; a call that raises, hangs or takes its process
+down is its own outcome, and the others are what they would have been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call gave, or the error that it ended with; `fatal` is set where it is not this call's alone."""
+
+    value: Any = None
+    error: str | None = None
+    fatal: type[Exception] | None = None
+
+
+class PoolError(RuntimeError):
+    """A process does not start, or cannot load the function it is for."""
+
+
+class MissingExtra(ImportError):
+    """A ready function needs a package that is not installed."""
+
+
+def said(error: BaseException) -> str:
+    """An exception in a few words: an error is a record's, not a place for all that the exception quotes.
+
+    >>> said(ValueError("no")), said(KeyError())
+    ('ValueError: no', 'KeyError')
+    """
+    text = str(error)
+    text = text if len(text) <= 500 else text[:500] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def attempt(call: Callable[[], Any]) -> Outcome:
+    """Make a call; whatever it raises (a reward function may even call `sys.exit`) is its outcome."""
+    try:
+        return Outcome(call())
+    except (PoolError, MissingExtra) as error:
+        return Outcome(error=str(error), fatal=type(error))
+    except BaseException as error:
+        return Outcome(error=said(error))
+
+
+def timed_out(limit: float, more: str = "") -> Outcome:
+    """The outcome of a call that took too long."""
+    return Outcome(error=f"timed out after {limit:g} s{more}")
+
+
+def in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: float | None) -> list[Outcome]:
+    """Make calls in at most `workers` threads. The limit counts from when a call begins, not from when it queues.
+
+    A thread cannot be stopped: one that runs over is left alone, its late answer dropped, and another takes its place.
+
+    >>> [outcome.value for outcome in in_threads([lambda: 1, lambda: 2], workers=2, limit=5.0)]
+    [1, 2]
+    """
+    outcomes: dict[int, Outcome] = {}
+    todo = deque(range(len(calls)))
+    running: dict[object, tuple[int, float]] = {}
+    changed = threading.Condition()
+
+    def lane() -> None:
+        token = object()
+        while True:
+            with changed:
+                if not todo:
+                    return
+                place = todo.popleft()
+                running[token] = (place, time.monotonic())
+                changed.notify()  # whoever waits has a deadline to learn of
+            outcome = attempt(calls[place])
+            with changed:
+                if running.pop(token, None) is None:
+                    return  # given up, and replaced
+                outcomes[place] = outcome
+                changed.notify()
+
+    def open_lane() -> None:
+        threading.Thread(target=lane, name="rollbook-reward", daemon=True).start()
+
+    with changed:
+        try:
+            for _ in range(min(workers, len(calls))):
+                open_lane()
+            while len(outcomes) < len(calls):
+                wait = None
+                if limit is not None and running:
+                    wait = max(min(start for _, start in running.values()) + limit - time.monotonic(), 0.0)
+                changed.wait(wait)
+                now = time.monotonic()
+                for token, (place, start) in list(running.items()):
+                    if limit is not None and now - start >= limit:
+                        del running[token]
+                        outcomes[place] = timed_out(limit, "; its thread runs on, which only pool='process' can stop")
+                        if todo:
+                            open_lane()
+        finally:
+            todo.clear()  # an interrupt ends the lanes after the calls they are at
+    return [outcomes[place] for place in range(len(calls))]
+
+
+class Processes:
+    """Processes that each hold one function and make one call at a time; `call` may be used from many threads.
+
+    They are started when first needed, by spawning (a trainer's threads and CUDA context do not survive a fork), and
+    live until `close`. One that runs over its limit is killed with all that it started, and another takes its place.
+    A function travels by its module and name, or by its file: it cannot be a lambda or a local one.
+
+    >>> import math
+    >>> with contextlib.closing(Processes(math.factorial, workers=1)) as pool:
+    ...     pool.call((5,), {}, limit=30.0)
+    Outcome(value=120, error=None, fatal=None)
+    """
+
+    def __init__(self, function: Callable[..., Any], workers: int) -> None:
+        try:
+            self._function = pickle.dumps(function)
+        except Exception as error:
+            raise ValueError(
+                f"function: got one that cannot be sent to another process ({said(error)}), expected one at the top "
+                "level of a module, or pool='thread'"
+            ) from None
+        self.workers = workers
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self._alive: set[_Worker] = set()
+        self._starting = threading.Lock()
+        for _ in range(workers):
+            self._idle.put(None)
+        self._finish = weakref.finalize(self, _kill_all, self._alive)
+
+    def call(self, arguments: tuple[Any, ...], options: dict[str, Any], limit: float | None) -> Outcome:
+        """Make a call in the next process that is free; the limit counts from when it begins."""
+        worker = self._idle.get()
+        try:
+            if worker is not None and not worker.alive():  # it may have died, or been killed, while it was idle
+                self._drop(worker)
+                worker = None
+            if worker is None:
+                with self._starting:
+                    worker = _Worker(self._function)
+                    self._alive.add(worker)
+            outcome = worker.call(arguments, options, limit)
+        finally:
+            if worker is not None and not worker.fit:
+                self._drop(worker)
+                worker = None
+            self._idle.put(worker)
+        return outcome
+
+    def _drop(self, worker: _Worker) -> None:
+        worker.kill()
+        self._alive.discard(worker)
+
+    def close(self) -> None:
+        """Kill the processes; the pool starts others if it is used again."""
+        _kill_all(self._alive)
+
+
+def _kill_all(workers: set[_Worker]) -> None:
+    for worker in list(workers):
+        worker.kill()
+    workers.clear()
+
+
+START_LIMIT = 180.0
+"""Seconds in which a process must have loaded its function: it imports the main program, and maybe torch."""
+
+
+class _Worker:
+    """One process, its pipe, and whether it can be used again."""
+
+    def __init__(self, function: bytes) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, function), name="rollbook-reward", daemon=True)
+        self._process.start()
+        theirs.close()
+        self.fit = False
+        try:
+            if not self._pipe.poll(START_LIMIT):
+                raise PoolError(f"a reward process did not start within {START_LIMIT:g} s")
+            problem = self._pipe.recv()
+        except EOFError:
+            problem = (
+                f"it ended with exit code {self._ended()}; a script that scores in processes begins its work under "
+                "`if __name__ == '__main__':`"
+            )
+        except BaseException:
+            self.kill()
+            raise
+        if problem is not None:
+            self.kill()
+            raise PoolError(f"a reward process could not load its function: {problem}")
+        self.fit = True
+
+    def call(self, arguments: tuple[Any, ...], options: dict[str, Any], limit: float | None) -> Outcome:
+        try:
+            sent = pickle.dumps((arguments, options))
+        except Exception as error:
+            return Outcome(error=f"its arguments cannot be sent to another process ({said(error)})")
+        self.fit = False  # unless it answers
+        try:
+            self._pipe.send_bytes(sent)
+            if not self._pipe.poll(limit):
+                return timed_out(limit or 0.0)
+            outcome: Outcome = self._pipe.recv()
+        except (EOFError, OSError):
+            return Outcome(error=f"its process ended with exit code {self._ended()}")
+        self.fit = True
+        return outcome
+
+    def alive(self) -> bool:
+        """Whether it can take a call."""
+        return self.fit and self._process.is_alive()
+
+    def _ended(self) -> int | None:
+        self._process.join(5.0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """Kill the process and what it started."""
+        self.fit = False
+        if self._process.pid is not None and self._process.is_alive():
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+        self._process.join(5.0)
+        self._pipe.close()
+
+
+def _serve(pipe: Any, function: bytes) -> None:
+    """A process's life: load the function, then answer calls until the pipe closes."""
+    with contextlib.suppress(OSError):
+        os.setsid()  # it is killed with what it starts, and an interrupt at the terminal is its owner's to handle
+    loaded = attempt(lambda: pickle.loads(function))
+    pipe.send(loaded.error)
+    if loaded.error is not None:
+        return
+    while True:
+        try:
+            arguments, options = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        except Exception as error:
+            pipe.send(Outcome(error=f"its arguments cannot be read in another process ({said(error)})"))
+            continue
+        outcome = attempt(lambda: loaded.value(*arguments, **options))  # noqa: B023  called at once
+        try:
+            answer = pickle.dumps(outcome)
+        except Exception as error:
+            answer = pickle.dumps(Outcome(error=f"its result cannot be sent from another process ({said(error)})"))
+        pipe.send_bytes(answer)

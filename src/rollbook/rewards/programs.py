@@ -1,0 +1,197 @@
+"""`code_match`: how many of a task's test cases the program in a response passes, run in the sandbox.
+
+Invariant: a program is judged by what it does, from outside the process it runs in where the test is one of input and
+output; a program that breaks, hangs, floods or ends early fails its case and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollbook.algorithms.registry import number, switch
+from rollbook.rewards.sandbox import Limits, sandboxed
+
+_FENCE = re.compile(r"```[ \t]*(?:python|py|python3|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def program(text: str) -> str:
+    r"""The program in a response: its last fenced block (three back ticks; one left open counts), else all of it.
+
+    >>> program("Here:\n```python\nprint(1)\n```\nDone.")
+    'print(1)\n'
+    """
+    blocks = _FENCE.findall(text)
+    return str(blocks[-1]) if blocks else text
+
+
+@dataclass(frozen=True)
+class Cases:
+    """A task's tests: pairs of input and output, or statements (`assert f(1) == 2`) that must not raise.
+
+    >>> Cases.of({"inputs": ["1 2"], "outputs": ["3"]})
+    Cases(pairs=(('1 2', '3'),), statements=())
+    >>> Cases.of(["assert f(1) == 2"]).statements
+    ('assert f(1) == 2',)
+    """
+
+    pairs: tuple[tuple[str, str], ...] = ()
+    statements: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, given: Any) -> Cases:
+        """From {"inputs": [...], "outputs": [...]}, a list of {"input", "output"} or of statements, {"tests": ...}, or
+        the JSON text of one of these."""
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError:
+                given = [given]  # one statement, or a page of them
+        if isinstance(given, Mapping) and "inputs" in given and "outputs" in given:
+            if len(given["inputs"]) != len(given["outputs"]):
+                raise ValueError(f"tests: got {len(given['inputs'])} inputs and {len(given['outputs'])} outputs")
+            given = [{"input": i, "output": o} for i, o in zip(given["inputs"], given["outputs"], strict=True)]
+        elif isinstance(given, Mapping):
+            given = given.get("tests", [given])
+        if isinstance(given, str):
+            given = [given]
+        if not isinstance(given, Sequence) or not given:
+            raise ValueError(f"tests: got {type(given).__name__}, expected inputs and outputs, or statements")
+        pairs, statements = [], []
+        for i, one in enumerate(given):
+            if isinstance(one, str):
+                statements.append(one)
+            elif isinstance(one, Mapping) and "input" in one and "output" in one:
+                pairs.append((_text(one["input"]), _text(one["output"])))
+            else:
+                raise ValueError(f"tests[{i}]: got {str(one)[:80]}, expected a statement, or input and output")
+        return cls(tuple(pairs), tuple(statements))
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+_CHECKER = """
+import os, sys
+
+def main():
+    key, place = sys.stdin.readline().strip(), int(sys.argv[1])
+    with open("tests.json", encoding="utf-8") as file:
+        import json
+        tests = json.load(file)
+    with open("main.py", encoding="utf-8", newline="") as file:
+        source = file.read()
+    sys.stdin = open(os.devnull)
+    names = {"__name__": "solution", "__builtins__": __builtins__}
+    exec(compile(source, "main.py", "exec"), names)
+    os.write(place, f"{key} loaded\\n".encode())
+    for i, test in enumerate(tests):
+        try:
+            exec(compile(test, f"test {i}", "exec"), dict(names))
+        except BaseException as error:
+            print(f"test {i}: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            os.write(place, f"{key} {i}\\n".encode())
+
+main()
+"""
+
+
+def code_match(
+    response: str,
+    reference: Any,
+    *,
+    limits: Limits | None = None,
+    time_limit: float = 50.0,
+    tolerance: float | None = None,
+    all_or_nothing: bool = False,
+    python: str | None = None,
+) -> dict[str, float]:
+    r"""The share of the test cases that the response's Python program passes; `all_or_nothing`: 1 only for all of them.
+
+    reference: the tests, see `Cases`. With input and output, the program runs once for each pair, and prints what is
+    expected but for space at the ends of lines; `tolerance` compares numbers in it as numbers. Statements run after
+    the program, in one process, each with its own copy of the program's names. Every run has the `limits` of the
+    sandbox (10 s and 512 MiB, unless told); see `sandboxed` for what it protects from, and what it does not. Cases that
+    are not through `time_limit` seconds after the first began fail too: a program that hangs is wrong, and must not
+    become a sample without a reward. Metrics: `passed`, `cases` and `timed_out`, all counts of cases or runs.
+
+    A program that sets out to cheat cannot pass a test of input and output but by printing what is expected. With
+    statements it runs in the process that judges it: ending early does not pass, but one that goes looking for the
+    key that reports a pass will find it.
+
+    >>> code_match("```python\nprint(sum(map(int, input().split())))\n```", {"inputs": ["1 2", "3 4"], "outputs": ["3", "8"]})
+    {'reward': 0.5, 'passed': 1.0, 'cases': 2.0, 'timed_out': 0.0}
+    >>> code_match("def double(x):\n    return 2 * x", ["assert double(2) == 4", "assert double('a') == 'aa'"])["reward"]
+    1.0
+    """  # noqa: E501
+    cases = Cases.of(reference)
+    switch("all_or_nothing", all_or_nothing)
+    if tolerance is not None:
+        number("tolerance", tolerance, 0, 1)
+    deadline = time.monotonic() + number("time_limit", time_limit, 0.1, 1e6)
+    limits = limits if limits is not None else Limits()
+    source = program(response)
+    passed = late = 0
+    for given, expected in cases.pairs:
+        left = _left(limits, deadline)
+        if left is None:
+            late += 1
+            continue
+        stdin = given.encode("utf-8", "surrogateescape")
+        ran = sandboxed({"main.py": source}, ["main.py"], stdin=stdin, limits=left, python=python)
+        late += ran.timed_out
+        said = ran.stdout.decode("utf-8", "replace")
+        passed += ran.code == 0 and not ran.flooded and _same_output(said, expected, tolerance)
+    left = _left(limits, deadline)
+    if cases.statements and left is None:
+        late += 1
+    elif cases.statements:
+        # The key is a secret of this run's: a line without it is not the checker's.
+        key = secrets.token_hex(16)
+        files = {"main.py": source, "tests.json": json.dumps(cases.statements), "check.py": _CHECKER}
+        ran = sandboxed(files, ["check.py"], stdin=f"{key}\n".encode(), limits=left, python=python, side=True)
+        late += ran.timed_out
+        lines = set(ran.side.decode("ascii", "replace").splitlines())
+        passed += sum(f"{key} {i}" in lines for i in range(len(cases.statements)))
+    total = len(cases.pairs) + len(cases.statements)
+    share = float(passed == total) if all_or_nothing else passed / total
+    return {"reward": share, "passed": float(passed), "cases": float(total), "timed_out": float(late)}
+
+
+def _left(limits: Limits, deadline: float) -> Limits | None:
+    """The limits of the next run, with no more time than is left; `None` if there is none."""
+    left = deadline - time.monotonic()
+    return None if left < 0.05 else replace(limits, wall=min(limits.wall, left))
+
+
+def _same_output(said: str, expected: str, tolerance: float | None) -> bool:
+    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (said, expected))
+    if ours == theirs:
+        return True
+    if tolerance is None or len(ours) != len(theirs):
+        return False
+    for line, other in zip(ours, theirs, strict=True):
+        words, others = line.split(), other.split()
+        if len(words) != len(others) or not all(map(_near(tolerance), words, others)):
+            return False
+    return True
+
+
+def _near(tolerance: float) -> Any:
+    def near(word: str, other: str) -> bool:
+        if word == other:
+            return True
+        try:
+            a, b = float(word), float(other)
+        except ValueError:
+            return False
+        return abs(a - b) <= tolerance * max(1.0, abs(b))
+
+    return near

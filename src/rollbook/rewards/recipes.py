@@ -1,0 +1,470 @@
+"""Rewards made of several: weighted sums, recipes that give each label its own components, and LightRFT's own forms.
+
+Invariant: a sample's reward is the sum of weight times score over its components; every component's own score is kept
+as a metric of that sample, NaN where it does not apply; a label or a component that is not known is an error, never 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import isnan, nan
+from typing import Any
+
+from rollbook.algorithms.registry import near, number
+from rollbook.rewards.functions import parts_of
+from rollbook.rewards.types import OnError, Reward, RewardInput, Scores, check_on_error, failed_score, where
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One component's scores of the samples at `places`, and its weight for each of them."""
+
+    name: str
+    places: Sequence[int]
+    weights: Sequence[float]
+    scores: Scores
+
+
+def assembled(n: int, pieces: Sequence[Piece]) -> Scores:
+    """The weighted sum for n samples; each component's own score is a metric, its metrics are `component/metric`.
+
+    A sample lacks a reward if a component that counts (of a weight other than 0) has none for it.
+
+    >>> part = Scores(rewards=[1.0], metrics={"steps": [3.0]})
+    >>> assembled(2, [Piece("a", [1], [0.5], part)])
+    Scores(rewards=[0.0, 0.5], metrics={'a': [nan, 1.0], 'a/steps': [nan, 3.0]}, errors=[None, None])
+    """
+    made = Scores(rewards=[0.0] * n)
+    for piece in pieces:
+        if len(piece.scores) != len(piece.places):
+            raise ValueError(f"{piece.name}: gave {len(piece.scores)} scores, expected {len(piece.places)}")
+        columns = {piece.name: piece.scores.rewards}
+        columns |= {f"{piece.name}/{name}": values for name, values in piece.scores.metrics.items()}
+        for name, values in columns.items():
+            column = made.metrics.setdefault(name, [nan] * n)
+            for i, value in zip(piece.places, values, strict=True):
+                column[i] = value
+        for i, weight, reward, error in zip(
+            piece.places, piece.weights, piece.scores.rewards, piece.scores.errors, strict=True
+        ):
+            if weight != 0.0:  # 0 times NaN is NaN, but a metric that is only looked at costs nobody a reward
+                made.rewards[i] += weight * reward
+            if error is not None:
+                before = made.errors[i]
+                text = error if error.startswith(f"{piece.name}: ") else f"{piece.name}: {error}"
+                made.errors[i] = text if before is None else f"{before}; {text}"
+    return made
+
+
+def scored_together(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[Scores]:
+    """Each reward's scores of its inputs: those that wait for others run side by side, the rest in turn, right here."""
+    found: dict[int, Scores] = {}
+    waiting = [k for k, (reward, inputs) in enumerate(jobs) if reward.waits and inputs]
+    with ThreadPoolExecutor(max(len(waiting), 1), "rollbook-reward") as threads:
+        started = {k: threads.submit(jobs[k][0], jobs[k][1]) for k in waiting}
+        for k, (reward, inputs) in enumerate(jobs):
+            if k not in started:
+                found[k] = reward(inputs) if inputs else Scores(rewards=[])
+        found |= {k: future.result() for k, future in started.items()}
+    return [found[k] for k in range(len(jobs))]
+
+
+async def gathered(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[Scores]:
+    """The same for an event loop."""
+    return list(await asyncio.gather(*(reward.score_async(inputs) for reward, inputs in jobs)))
+
+
+class Combined(Reward):
+    """Several rewards of the same samples: their weighted sum, or whatever `combine` makes of them.
+
+    rewards: by name. `weights`: by name or in order, 1 each unless told. `combine`: a function of the list of score
+    tensors, (B,) each, that gives (B,), as LightRFT asks for several remote models; it replaces the sum.
+
+    >>> from rollbook.rewards import as_reward
+    >>> def right(response, reference): return float(response == reference)
+    >>> def short(response): return float(len(response) < 4)
+    >>> both = Combined({"right": as_reward(right), "short": as_reward(short)}, weights={"right": 0.9, "short": 0.1})
+    >>> scores = both([RewardInput(prompt="", response="no", reference="yes")])
+    >>> scores.rewards, scores.metrics
+    ([0.1], {'right': [0.0], 'short': [1.0]})
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        *,
+        weights: Mapping[str, float] | Sequence[float] | None = None,
+        combine: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if not rewards:
+            raise ValueError("rewards: got none, expected at least one")
+        self.rewards = dict(rewards)
+        self.weights = named_weights(list(self.rewards), weights)
+        if combine is not None and weights is not None:
+            raise ValueError("weights: got them beside combine, expected one of the two")
+        self.combine = combine
+        self.waits = all(reward.waits for reward in self.rewards.values())
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+        """Score samples."""
+        return self._sum(len(inputs), scored_together([(reward, inputs) for reward in self.rewards.values()]))
+
+    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+        """The same for an event loop, all parts at once."""
+        return self._sum(len(inputs), await gathered([(reward, inputs) for reward in self.rewards.values()]))
+
+    def close(self) -> None:
+        """Close every part."""
+        for reward in self.rewards.values():
+            reward.close()
+
+    def _sum(self, n: int, found: Sequence[Scores]) -> Scores:
+        places = range(n)
+        made = assembled(
+            n,
+            [
+                Piece(name, places, [self.weights[name]] * n, scores)
+                for name, scores in zip(self.rewards, found, strict=True)
+            ],
+        )
+        if self.combine is not None and n:
+            lost = [isnan(reward) for reward in made.rewards]
+            parts = parts_of(self.combine([scores.to_tensors()[0] for scores in found]), n)
+            for i, (reward, metrics, error) in enumerate(parts):
+                made.rewards[i] = nan if lost[i] else reward
+                for key, value in metrics.items():
+                    made.metrics.setdefault(key, [nan] * n)[i] = value
+                if error is not None and not lost[i]:
+                    made.errors[i] = f"combine: {error}"
+        return made
+
+
+def named_weights(names: Sequence[str], weights: Mapping[str, float] | Sequence[float] | None) -> dict[str, float]:
+    """A weight for each name, however they were given; 1 each if they were not.
+
+    >>> named_weights(["a", "b"], [0.9, 0.1])
+    {'a': 0.9, 'b': 0.1}
+    >>> named_weights(["accuracy", "format"], {"acuracy": 1.0})
+    Traceback (most recent call last):
+        ...
+    ValueError: weights: got 'acuracy', which is no component; did you mean 'accuracy'? (accuracy, format)
+    """
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    if isinstance(weights, Mapping):
+        odd = next((name for name in weights if name not in names), None)
+        if odd is not None:
+            raise ValueError(f"weights: got {odd!r}, which is no component{near(odd, list(names))}")
+        missing = [name for name in names if name not in weights]
+        if missing:
+            raise ValueError(f"weights: got none for {missing[0]!r}, expected one for each of {', '.join(names)}")
+        return {name: _weight(name, weights[name]) for name in names}
+    if len(weights) != len(names):
+        raise ValueError(f"weights: got {len(weights)}, expected {len(names)}, one for each of {', '.join(names)}")
+    return {name: _weight(name, weight) for name, weight in zip(names, weights, strict=True)}
+
+
+def _weight(name: str, value: Any) -> float:
+    return number(f"weight of {name!r}", value, -1e12, 1e12)
+
+
+class Recipe(Reward):
+    """Each label has components of its own: {label: [(type, key, weight), ...]}, LightRFT's `reward_recipe`.
+
+    - ("model", key, weight): the model called `key` in `models`.
+    - ("rule", key, weight), ("function", key, weight): the function called `key`.
+    - (name, None, weight) or (name, weight): the function of that name, as LightRFT's `("gsm8k_rule", None, 1.0)`.
+
+    functions: by name, whatever `as_reward` takes; the ready functions (`rollbook.rewards.READY`) are known by name
+    already. models: by name, or a list with `label_map`, LightRFT's `reward_fn_label_map` (model key -> index in it).
+    `options` go to every function (`time_limit`, `pool`, `on_error`, ...), `model_options` to every model.
+
+    A component is asked only for the samples whose label needs it, once for each, and its own score is kept as a metric
+    under its name. A weight of 0 keeps the metric and adds nothing. Labels and components are checked before anything
+    runs.
+
+    >>> recipe = Recipe(
+    ...     {"gsm8k": [("numeric_match", None, 0.9), ("format", None, 0.1)], "chat": [("format", 1.0)]},
+    ...     functions={"format": lambda response: float(response.endswith("."))},
+    ... )
+    >>> scores = recipe([
+    ...     RewardInput(prompt="", response="It is 5.", reference="5", label="gsm8k"),
+    ...     RewardInput(prompt="", response="Hello", label="chat"),
+    ... ])
+    >>> scores.rewards, scores.metrics
+    ([1.0, 0.0], {'numeric_match': [1.0, nan], 'format': [1.0, 0.0]})
+    >>> recipe([RewardInput(prompt="", response="5", label="gsm8")])
+    Traceback (most recent call last):
+        ...
+    ValueError: label: got 'gsm8' (sample 0), which the recipe does not have; did you mean 'gsm8k'? (gsm8k, chat)
+    """
+
+    def __init__(
+        self,
+        recipe: Mapping[Any, Sequence[Sequence[Any]]],
+        *,
+        functions: Mapping[str, Any] | None = None,
+        models: Mapping[str, Any] | Sequence[Any] | None = None,
+        label_map: Mapping[str, int] | None = None,
+        model_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from rollbook.rewards.choose import READY, as_reward
+
+        known = ChainMap(dict(functions or {}), READY)  # type: ignore[arg-type]
+        by_key = _models_by_key(models, label_map)
+        self.components: dict[str, Reward] = {}
+        self.recipe: dict[Any, list[tuple[str, float]]] = {}
+        kinds: dict[str, str] = {}
+        if not isinstance(recipe, Mapping) or not recipe:
+            raise ValueError(f"recipe: got {type(recipe).__name__}, expected {{label: [(type, key, weight), ...]}}")
+        for label, lines in recipe.items():
+            self.recipe[label] = []
+            for line in lines:
+                kind, name, weight = _line(label, line)
+                source: Mapping[str, Any] = by_key if kind == "model" else known
+                if name not in source:
+                    what = "models" if kind == "model" else "functions"
+                    raise ValueError(
+                        f"recipe[{label!r}]: got {kind} {name!r}, expected one of the {what}{near(name, list(source))}"
+                    )
+                if kinds.setdefault(name, kind) != kind:
+                    raise ValueError(f"recipe[{label!r}]: got {name!r} as a model and a function, expected two names")
+                if name not in self.components:
+                    given = dict(model_options or {}) if kind == "model" else options
+                    part = source[name]
+                    self.components[name] = part if isinstance(part, Reward) else as_reward(part, **given)
+                self.recipe[label].append((name, weight))
+            if not self.recipe[label]:
+                raise ValueError(f"recipe[{label!r}]: got no components, expected at least one")
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+        """Score samples, each by its label's components."""
+        plan = self._plan(inputs)
+        return self._made(inputs, plan, scored_together(self._jobs(inputs, plan)))
+
+    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+        """The same for an event loop, all components at once."""
+        plan = self._plan(inputs)
+        return self._made(inputs, plan, await gathered(self._jobs(inputs, plan)))
+
+    def close(self) -> None:
+        """Close every component."""
+        for reward in self.components.values():
+            reward.close()
+
+    def _plan(self, inputs: Sequence[RewardInput]) -> dict[str, dict[int, float]]:
+        """The samples that each component is asked for, and its weight for each; a component named twice adds up."""
+        plan: dict[str, dict[int, float]] = {}
+        for i, one in enumerate(inputs):
+            check_label(one, i, self.recipe)
+            for name, weight in self.recipe[one.label]:
+                weights = plan.setdefault(name, {})
+                weights[i] = weights.get(i, 0.0) + weight
+        return plan
+
+    def _jobs(
+        self, inputs: Sequence[RewardInput], plan: Mapping[str, dict[int, float]]
+    ) -> list[tuple[Reward, list[RewardInput]]]:
+        return [(self.components[name], [inputs[i] for i in weights]) for name, weights in plan.items()]
+
+    def _made(
+        self, inputs: Sequence[RewardInput], plan: Mapping[str, dict[int, float]], found: Sequence[Scores]
+    ) -> Scores:
+        parts = zip(plan.items(), found, strict=True)
+        made = assembled(len(inputs), [Piece(n, list(w), list(w.values()), scores) for (n, w), scores in parts])
+        for name in self.components:  # the same metrics whichever labels a call happens to have
+            made.metrics.setdefault(name, [nan] * len(inputs))
+        return made
+
+
+def check_label(one: RewardInput, place: int, recipe: Mapping[Any, Any]) -> None:
+    """Refuse a label that a recipe does not have."""
+    try:
+        known = one.label in recipe
+    except TypeError:
+        known = False
+    if not known:
+        spot = where(one, place)
+        raise ValueError(
+            f"label: got {one.label!r} ({spot}), which the recipe does not have{near(one.label, [*map(str, recipe)])}"
+        )
+
+
+def _line(label: Any, line: Any) -> tuple[str, str, float]:
+    """(kind, name, weight) of a recipe's line."""
+    if isinstance(line, (str, bytes)) or not isinstance(line, Sequence) or len(line) not in (2, 3):
+        raise ValueError(f"recipe[{label!r}]: got {line!r}, expected (type, key, weight) or (name, weight)")
+    kind, key, weight = line if len(line) == 3 else (line[0], None, line[1])
+    weight = number(f"recipe[{label!r}]: weight of {kind!r}", weight, -1e12, 1e12)
+    if kind == "model":
+        if key is None:
+            raise ValueError(f"recipe[{label!r}]: got a model without a key, expected ('model', key, weight)")
+        return "model", str(key), weight
+    if kind in ("rule", "function") and key is not None:
+        return "function", str(key), weight
+    if key is not None:
+        raise ValueError(
+            f"recipe[{label!r}]: got type {kind!r} with key {key!r}, expected 'model', 'rule' or 'function'"
+        )
+    return "function", str(kind), weight
+
+
+def _models_by_key(models: Any, label_map: Mapping[str, int] | None) -> dict[str, Any]:
+    if isinstance(models, Mapping) or not models:
+        if label_map and not models:
+            key = next(iter(label_map))
+            raise ValueError(f"label_map: got {key!r} -> {label_map[key]}, expected models: there are none")
+        return dict(models or {})
+    if label_map is None:
+        raise ValueError("models: got a list, expected a mapping by name, or label_map (name -> index) beside the list")
+    for key, index in label_map.items():
+        if not isinstance(index, int) or not 0 <= index < len(models):
+            raise ValueError(f"label_map[{key!r}]: got {index!r}, expected an index below {len(models)}")
+    return {str(key): models[index] for key, index in label_map.items()}
+
+
+class LightRFTReward(Reward):
+    """A LightRFT user's own `reward_fn`, label map and recipe, with models or, where there are none, with rules alone.
+
+    `reward_fn(model_reward_list=, labels=, queries=, refs=, label_map=)` is called once for all samples and gives
+    (rewards, metrics), or rewards. `queries` are the responses alone (upstream's had the prompt in front, which a
+    pattern of the system prompt then satisfies). `model_reward_list` has one (B,) float32 tensor for each model. With
+    a recipe, a model runs only on the samples whose label needs it, and has 0 for the others, as upstream; labels that
+    the recipe does not have are an error. A sample for which a model has no score has no reward either.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Reward],
+        reward_fn: Callable[..., Any],
+        label_map: Mapping[str, int] | None = None,
+        recipe: Mapping[str, Sequence[Sequence[Any]]] | None = None,
+        on_error: OnError = "exclude",
+    ) -> None:
+        if not callable(reward_fn):
+            raise ValueError(f"reward_fn: got {type(reward_fn).__name__}, expected a function")
+        self.models = list(models)
+        self.reward_fn = reward_fn
+        self.label_map = dict(label_map or {})
+        self.recipe = dict(recipe or {})
+        self.on_error: OnError = check_on_error(on_error)
+        keys = {index: key for key, index in self.label_map.items()}
+        self._keys = [keys.get(index) for index in range(len(self.models))]
+        if self.recipe and None in self._keys:
+            raise ValueError(
+                f"label_map: got no key for model {self._keys.index(None)}, expected one: there is a recipe"
+            )
+        # The models that each label needs. Recipes list labels that a run may not have, so that a model which is not
+        # there is an error only when a sample asks for it.
+        self._needs: dict[str, set[str]] = {}
+        for label, lines in self.recipe.items():
+            found = [_line(label, line) for line in lines]
+            self._needs[label] = {name for kind, name, weight in found if kind == "model" and weight != 0.0}
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+        """Score samples."""
+        return self._made(inputs, scored_together(self._jobs(inputs)))
+
+    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+        """The same for an event loop; `reward_fn` itself runs in a thread."""
+        found = await gathered(self._jobs(inputs))
+        return await asyncio.to_thread(self._made, inputs, found)
+
+    def close(self) -> None:
+        """Close every model."""
+        for model in self.models:
+            model.close()
+
+    def _places(self, inputs: Sequence[RewardInput], key: str | None) -> list[int]:
+        return [i for i, one in enumerate(inputs) if not self.recipe or key in self._needs[one.label]]
+
+    def _jobs(self, inputs: Sequence[RewardInput]) -> list[tuple[Reward, list[RewardInput]]]:
+        if self.recipe:
+            known = [key for key in self._keys if key is not None]
+            for i, one in enumerate(inputs):
+                check_label(one, i, self.recipe)
+                for name in sorted(self._needs[one.label].difference(known)):
+                    expected = f"expected one of the models{near(name, known)}"
+                    raise ValueError(f"reward_recipe[{one.label!r}]: got model {name!r}, {expected}")
+        return [
+            (model, [inputs[i] for i in self._places(inputs, key)])
+            for model, key in zip(self.models, self._keys, strict=True)
+        ]
+
+    def _made(self, inputs: Sequence[RewardInput], found: Sequence[Scores]) -> Scores:
+        import torch
+
+        n = len(inputs)
+        if not n:
+            return Scores(rewards=[])
+        columns, errors = [], dict[int, str]()
+        for key, scores in zip(self._keys, found, strict=True):
+            column = torch.zeros(n, dtype=torch.float32)
+            for i, reward, error in zip(self._places(inputs, key), scores.rewards, scores.errors, strict=True):
+                column[i] = 0.0 if isnan(reward) else reward
+                if error is not None:
+                    errors[i] = error
+            columns.append(column)
+        parts = parts_of(
+            self.reward_fn(
+                model_reward_list=columns,
+                labels=[one.label for one in inputs],
+                queries=[one.response for one in inputs],
+                refs=[one.reference for one in inputs],
+                label_map=dict(self.label_map),
+            ),
+            n,
+        )
+        made = Scores(rewards=[nan] * n)
+        for i, (reward, metrics, error) in enumerate(parts):
+            for name, value in metrics.items():
+                made.metrics.setdefault(name, [nan] * n)[i] = value
+            wrong = errors.get(i) or (None if error is None else f"reward_fn: {error}")
+            if wrong is not None:
+                made.errors[i] = wrong
+                reward = failed_score(self.on_error, where(inputs[i], i), wrong)
+            made.rewards[i] = reward
+        return made
+
+
+def lightrft_reward(
+    reward_models: Any,
+    reward_fn: Callable[..., Any] | None = None,
+    label_map: Mapping[str, int] | None = None,
+    recipe: Mapping[str, Sequence[Sequence[Any]]] | None = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Reward:
+    """LightRFT's arguments as a reward: a module, or a list of them (an empty one: rules alone) and a `reward_fn`.
+
+    One module without a `reward_fn` is that model's score; with one, it is a list of one. `tokenizer` is the policy's:
+    models are given its ids.
+    `options` go to each model (`rows`, `tokens`, `device`, ...).
+
+    >>> def reward_fn(model_reward_list, labels, queries, refs, label_map):
+    ...     right = [float(query == ref) for query, ref in zip(queries, refs)]
+    ...     return right, {"accuracy_reward": right}
+    >>> scores = lightrft_reward([], reward_fn)([RewardInput(prompt="2 + 2 = ", response="4", reference="4")])
+    >>> scores.rewards, scores.metrics
+    ([1.0], {'accuracy_reward': [1.0]})
+    """
+    from rollbook.rewards.choose import as_reward
+
+    if reward_models is None and reward_fn is None:
+        raise ValueError("reward_models: got None without a reward_fn, expected a model, or a reward_fn of rules")
+    several = isinstance(reward_models, (list, tuple))
+    given = list(reward_models) if several else [] if reward_models is None else [reward_models]
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is not None:
+        options.setdefault("pad_token_id", pad)
+    models = [model if isinstance(model, Reward) else as_reward(model, **options) for model in given]
+    if reward_fn is None:
+        if len(models) != 1:
+            raise ValueError(f"reward_fn: got None with {len(models)} models, expected a function that combines them")
+        return models[0]
+    return LightRFTReward(models, reward_fn, label_map, recipe)

@@ -1,0 +1,277 @@
+"""Reward models behind HTTP: LightRFT's request and reply, in batches, several at once, tried again where that helps.
+
+Invariant: a request's scores are its samples', one each, or an error is recorded for every one of them; only what may
+succeed is asked again; what was sent is never logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from math import nan
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rollbook.algorithms.registry import number, switch, whole_number
+from rollbook.retry import RETRIED, Backoff, asked_wait
+from rollbook.rewards.images import Encoder, ImageFormat
+from rollbook.rewards.pools import said
+from rollbook.rewards.types import (
+    OnError,
+    Reward,
+    RewardInput,
+    Scores,
+    as_float,
+    check_on_error,
+    failed_score,
+    run_sync,
+    say_failures,
+    where,
+)
+
+if TYPE_CHECKING:
+    import httpx
+
+
+class _Failed(Exception):
+    """A request that came to nothing, and whether the same one may succeed."""
+
+    def __init__(self, what: str, again: bool = False, wait: float = 0.0) -> None:
+        super().__init__(what)
+        self.again = again
+        self.wait = wait
+
+
+class RemoteReward(Reward):
+    """A reward model behind a URL, or behind several that are replicas of each other and share the work.
+
+    Request: POST of JSON {`queries`: prompt + response, `prompts`, `references`, `labels`, `images`}, each a list with
+    one entry for each sample; the last three only if a sample has one. Reply: {`rewards`: [numbers]}, and optionally
+    {`metrics`: {name: [numbers]}}. `send_responses` adds `responses`, the response texts alone.
+
+    - `batch_size`: samples in a request; `concurrency`: requests under way at a time.
+    - `timeout`: seconds for one try, from connecting to the last byte. Connection errors, timeouts, replies that break
+      off and the statuses in `rollbook.retry.RETRIED` are tried again, with the waits of `backoff` (or what a server
+      asks for), at the next replica if there are several. Other statuses, and replies that make no sense, are not.
+    - A reply with a wrong number of scores fails all samples of its request; a score that is no finite number fails its
+      own sample. Integers become floats. `on_error`: as in `FunctionReward`.
+    - Images are encoded once for each distinct one in a call, as `image_format` (`jpeg`, or `png` without loss); those
+      that come as bytes or files are sent byte for byte. LightRFT's form, a list of images for each query, repeats what
+      samples share. `dedupe_images=True` sends each once a request: `images` is then a flat table and `image_indices`
+      lists, for each query, its places in it. The server must know that form.
+
+    >>> RemoteReward("ftp://nowhere")
+    Traceback (most recent call last):
+        ...
+    ValueError: url: got 'ftp://nowhere', expected one that begins with http:// or https://
+    """
+
+    waits = True
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        *,
+        name: str = "remote",
+        batch_size: int = 32,
+        concurrency: int = 8,
+        timeout: float = 60.0,
+        backoff: Backoff | None = None,
+        headers: Mapping[str, str] | None = None,
+        score_key: str = "rewards",
+        send_responses: bool = False,
+        image_format: ImageFormat = "jpeg",
+        dedupe_images: bool = False,
+        on_error: OnError = "exclude",
+    ) -> None:
+        self.urls = [url] if isinstance(url, str) else list(url)
+        if not self.urls:
+            raise ValueError("url: got none, expected at least one")
+        for one in self.urls:
+            if not isinstance(one, str) or not one.startswith(("http://", "https://")):
+                raise ValueError(f"url: got {one!r}, expected one that begins with http:// or https://")
+        self.name = name
+        self.batch_size = whole_number("batch_size", batch_size, 1)
+        self.concurrency = whole_number("concurrency", concurrency, 1)
+        self.timeout = number("timeout", timeout, 1e-3, 1e6)
+        self.backoff = backoff if backoff is not None else Backoff()
+        self._headers = dict(headers or {})
+        self._score_key = score_key
+        self._send_responses = switch("send_responses", send_responses)
+        Encoder(image_format)  # refuses a format that there is not
+        self._image_format = image_format
+        self._dedupe_images = switch("dedupe_images", dedupe_images)
+        self.on_error: OnError = check_on_error(on_error)
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+        """Score samples; works inside a running event loop, too, which then waits."""
+        return run_sync(lambda: self.score_async(inputs))
+
+    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+        """Score samples; the event loop goes on meanwhile."""
+        httpx = _httpx()
+        encoder = Encoder(self._image_format)
+        chunks = [range(i, min(i + self.batch_size, len(inputs))) for i in range(0, len(inputs), self.batch_size)]
+        free = asyncio.Semaphore(self.concurrency)
+        limits = httpx.Limits(max_connections=self.concurrency)
+        # One client a call: its connections belong to this event loop, and are closed with it.
+        async with httpx.AsyncClient(limits=limits, timeout=None, headers=self._headers) as client:
+            parts = await asyncio.gather(
+                *(self._chunk(client, free, k, [inputs[i] for i in chunk], encoder) for k, chunk in enumerate(chunks))
+            )
+        scores = Scores(rewards=[nan] * len(inputs))
+        for chunk, part in zip(chunks, parts, strict=True):
+            for metric, values in part.metrics.items():
+                column = scores.metrics.setdefault(metric, [nan] * len(inputs))
+                column[chunk.start : chunk.stop] = values
+            for i, reward, error in zip(chunk, part.rewards, part.errors, strict=True):
+                scores.rewards[i] = reward
+                if error is not None:
+                    scores.errors[i] = f"{self.name}: {error}"
+                    scores.rewards[i] = failed_score(self.on_error, where(inputs[i], i), f"{self.name}: {error}")
+        return say_failures(self.name, scores)
+
+    async def _chunk(
+        self, client: httpx.AsyncClient, free: asyncio.Semaphore, k: int, some: list[RewardInput], encoder: Encoder
+    ) -> Scores:
+        async with free:
+            try:
+                body = await asyncio.to_thread(self._body, some, encoder)
+                return self._read(await self._asked(client, k, body), len(some))
+            except _Failed as failed:
+                return Scores(rewards=[nan] * len(some), errors=[str(failed)] * len(some))
+
+    def payload(self, some: Sequence[RewardInput], encoder: Encoder | None = None) -> dict[str, Any]:
+        """What is sent for some samples, before it is JSON.
+
+        >>> reward = RemoteReward("http://localhost:1/score")
+        >>> reward.payload([RewardInput(prompt="2+2=", response="4", reference="4", label="math")])
+        {'queries': ['2+2=4'], 'prompts': ['2+2='], 'references': ['4'], 'labels': ['math']}
+        """
+        sent: dict[str, Any] = {"queries": [one.query for one in some], "prompts": [one.prompt for one in some]}
+        if self._send_responses:
+            sent["responses"] = [one.response for one in some]
+        beside = {"references": [one.reference for one in some], "labels": [one.label for one in some]}
+        sent |= {key: values for key, values in beside.items() if any(value is not None for value in values)}
+        if any(len(one.images) for one in some):
+            encoder = encoder if encoder is not None else Encoder(self._image_format)
+            nested = [[encoder.text(image) for image in one.images] for one in some]
+            if self._dedupe_images:
+                table = {text: place for place, text in enumerate(dict.fromkeys(t for row in nested for t in row))}
+                sent["images"] = list(table)
+                sent["image_indices"] = [[table[text] for text in row] for row in nested]
+            else:
+                sent["images"] = nested
+        return sent
+
+    def _body(self, some: Sequence[RewardInput], encoder: Encoder) -> bytes:
+        try:
+            return json.dumps(self.payload(some, encoder), allow_nan=False).encode()
+        except (TypeError, ValueError, OSError) as error:
+            raise _Failed(f"cannot be sent ({said(error)})") from None
+
+    async def _asked(self, client: httpx.AsyncClient, k: int, body: bytes) -> Any:
+        """The reply to a request, with as many tries as it takes and is allowed; replicas take turns."""
+        waits = self.backoff.waits()
+        attempt = 0
+        while True:
+            url = self.urls[(k + attempt) % len(self.urls)]
+            attempt += 1
+            try:
+                return await self._once(client, url, body)
+            except _Failed as failed:
+                wait = next(waits, None) if failed.again else None
+                if wait is None:
+                    tries = f" ({attempt} tries)" if attempt > 1 else ""
+                    raise _Failed(f"{_shown(url)}: {failed}{tries}") from None
+                await asyncio.sleep(max(wait, failed.wait))
+
+    async def _once(self, client: httpx.AsyncClient, url: str, body: bytes) -> Any:
+        httpx = _httpx()
+        headers = {"content-type": "application/json"}
+        try:
+            async with asyncio.timeout(self.timeout):
+                reply = await client.post(url, content=body, headers=headers)
+        except TimeoutError:
+            raise _Failed(f"timed out after {self.timeout:g} s", again=True) from None
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.LocalProtocolError) as error:
+            raise _Failed(said(error)) from None
+        except httpx.TransportError as error:
+            raise _Failed(said(error), again=True) from None
+        if reply.status_code != 200:
+            again = reply.status_code in RETRIED
+            said_so = _words(reply.content) or reply.reason_phrase
+            raise _Failed(f"status {reply.status_code}: {said_so}", again, asked_wait(reply.headers))
+        try:
+            return json.loads(reply.content)
+        except ValueError:
+            raise _Failed(f"gave {len(reply.content)} bytes that are not JSON, expected {self._form()}") from None
+
+    def _form(self) -> str:
+        return f'{{"{self._score_key}": [numbers]}}'
+
+    def _read(self, reply: Any, n: int) -> Scores:
+        """A reply's scores: the count is the request's, the type each sample's."""
+        values = reply.get(self._score_key) if isinstance(reply, dict) else None
+        if not isinstance(values, list):
+            raise _Failed(f"gave {_outline(reply)}, expected {self._form()}")
+        if len(values) != n:
+            raise _Failed(f"gave {len(values)} scores, expected {n}, one for each query")
+        scores = Scores(rewards=[nan] * n)
+        for i, value in enumerate(values):
+            try:
+                scores.rewards[i] = as_float(value)
+            except ValueError as error:
+                scores.errors[i] = str(error)
+        metrics = reply.get("metrics") or {}
+        if not isinstance(metrics, dict):
+            raise _Failed(f"gave metrics as {type(metrics).__name__}, expected {{name: [{n} numbers]}}")
+        for name, column in metrics.items():
+            if not isinstance(column, list) or len(column) != n:
+                raise _Failed(f"gave the metric {name!r} as {_outline(column)}, expected a list of {n} numbers")
+            try:
+                scores.metrics[name] = [nan if value is None else as_float(value) for value in column]
+            except ValueError as error:
+                raise _Failed(f"metric {name!r}: {error}") from None
+        return scores
+
+
+def _shown(url: str) -> str:
+    """A URL without what may be secret in it."""
+    parts = urlsplit(url)
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.scheme}://{parts.hostname}{port}{parts.path}"
+
+
+def _words(content: bytes) -> str:
+    """What a server says went wrong, in a line: its message alone, since a reply may quote all that it was sent.
+
+    >>> _words(b'{"detail": [{"loc": ["body", "query"], "msg": "Field required", "input": {"queries": ["..."]}}]}')
+    'body.query: Field required'
+    """
+    try:
+        value = json.loads(content)
+        while isinstance(value, dict):
+            value = next(value[key] for key in ("detail", "message", "error", "msg") if key in value)
+    except (ValueError, StopIteration):
+        return ""
+    if isinstance(value, list):
+        each = [one for one in value if isinstance(one, dict)]
+        value = "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in each)
+    return " ".join(str(value)[:200].split())
+
+
+def _outline(value: Any) -> str:
+    """What a reply looks like, without what it says."""
+    if isinstance(value, dict):
+        return f"an object with {', '.join(map(repr, list(value)[:8])) or 'nothing'}"
+    return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
+
+
+def _httpx() -> Any:
+    try:
+        import httpx
+    except ImportError:
+        raise ImportError("remote rewards need httpx: pip install 'rollbook[remote]'") from None
+    return httpx

@@ -1,0 +1,342 @@
+"""What a reward is given and what it gives back: one `RewardInput` for each sample in, `Scores` for all of them out.
+
+Invariant: a score is a finite float or there is none (NaN, with the sample's error beside it); rewards, errors and
+every metric have one entry for each sample, in the order of the inputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, isnan, nan
+from numbers import Number
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+
+from rollbook.algorithms.registry import number
+from rollbook.ids import EID
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollbook.experience import Experience
+    from rollbook.rollout.types import Sample
+
+T = TypeVar("T")
+
+OnError = Literal["exclude", "raise"] | float
+"""What a sample's failure becomes: no reward (NaN), an exception, or a fixed score; but for `raise`, it is recorded."""
+
+log = logging.getLogger("rollbook.rewards")
+
+
+class RewardError(RuntimeError):
+    """A sample could not be scored, and `on_error="raise"` was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardInput:
+    """One sample to be scored.
+
+    `response` is what the model wrote, alone: no prompt, no tool's answer, no special tokens. `prompt` is the text that
+    the model was given, `messages` the chat before the response where there was one, `images` those of the prompt.
+
+    >>> one = RewardInput(prompt="2 + 2 = ", response="4", reference="4")
+    >>> one.query
+    '2 + 2 = 4'
+    """
+
+    prompt: str
+    response: str
+    reference: Any = None
+    label: Any = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    images: Sequence[Any] = ()
+    prompt_ids: Sequence[int] = ()
+    response_ids: Sequence[int] = ()
+    eid: EID | None = None
+    finish_reason: str | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "response"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}: got {type(getattr(self, name)).__name__}, expected a str")
+
+    @property
+    def query(self) -> str:
+        """Prompt and response, end to end: what LightRFT's remote reward models are sent."""
+        return self.prompt + self.response
+
+    @classmethod
+    def of(cls, given: RewardInput | Sample | Experience, tokenizer: Any = None) -> RewardInput:
+        """From an engine's `Sample` or an `Experience`; the tokenizer is asked only for texts that they do not carry.
+
+        Of a multi-turn record without a text, the response is what its mask says the model wrote, turns on lines of
+        their own: what a tool answered is not the model's.
+
+        >>> from rollbook.ids import EID
+        >>> from rollbook.rollout import Prompt, Sample
+        >>> sample = Sample(prompt=Prompt(text="2+2=", reference="4"), eid=EID(0, 1), prompt_ids=[5], response_ids=[6],
+        ...                 text="4", finish_reason="stop")
+        >>> one = RewardInput.of(sample)
+        >>> one.prompt, one.response, one.reference, one.response_ids
+        ('2+2=', '4', '4', [6])
+        """
+        if isinstance(given, cls):
+            return given
+        from rollbook.rollout.types import Sample
+
+        if isinstance(given, Sample):
+            return cls._of_sample(given, tokenizer)
+        from rollbook.experience import Experience
+
+        if isinstance(given, Experience):
+            return cls._of_experience(given, tokenizer)
+        raise ValueError(f"sample: got {type(given).__name__}, expected a Sample, an Experience or a RewardInput")
+
+    @classmethod
+    def _of_sample(cls, sample: Sample, tokenizer: Any) -> RewardInput:
+        asked = sample.prompt
+        prompt = sample.prompt_text if sample.prompt_text is not None else asked.text
+        if prompt is None and tokenizer is not None and len(sample.prompt_ids):
+            prompt = tokenizer.decode(list(sample.prompt_ids))
+        if prompt is None:
+            prompt = "\n".join(_content(message) for message in asked.messages or ())
+        response = sample.text
+        if response is None:
+            response = _decoded(tokenizer, [sample.response_ids], f"sample {sample.eid}")
+        return cls(
+            prompt=prompt,
+            response=response,
+            reference=asked.reference,
+            label=asked.label,
+            messages=asked.messages,
+            images=asked.images,
+            prompt_ids=list(sample.prompt_ids),
+            response_ids=list(sample.response_ids),
+            eid=sample.eid,
+            finish_reason=sample.finish_reason,
+            info={**asked.info, **sample.info},
+        )
+
+    @classmethod
+    def _of_experience(cls, record: Experience, tokenizer: Any) -> RewardInput:
+        ids = record.tokens.tolist()
+        prompt_ids, response_ids = ids[: record.prompt_length], ids[record.prompt_length :]
+        prompt, response = record.prompt_text, record.response_text
+        if prompt is None:
+            prompt = tokenizer.decode(prompt_ids) if tokenizer is not None and prompt_ids else ""
+        if response is None:
+            mask = [True] * len(response_ids) if record.action_mask is None else record.action_mask.tolist()
+            response = _decoded(tokenizer, _turns(response_ids, mask), f"experience {record.eid}")
+        messages = record.messages
+        if messages and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]  # that is the response
+        info = dict(record.info or {})
+        return cls(
+            prompt=prompt,
+            response=response,
+            reference=info.get("reference"),
+            label=info.get("label"),
+            messages=messages,
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            eid=record.eid,
+            finish_reason=record.finish_reason,
+            info=info,
+        )
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """A chat message's text: its content, or the text parts of it."""
+    content = message.get("content")
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+
+
+def _decoded(tokenizer: Any, turns: Sequence[Sequence[int]], where: str) -> str:
+    if tokenizer is None:
+        raise ValueError(f"{where}: got no response text and no tokenizer, expected one of them")
+    return "\n".join(tokenizer.decode(list(turn), skip_special_tokens=True) for turn in turns)
+
+
+def _turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
+    """The ids that count, run by run."""
+    runs: list[list[int]] = []
+    before = False
+    for one, counts in zip(ids, mask, strict=True):
+        if counts:
+            if not before:
+                runs.append([])
+            runs[-1].append(one)
+        before = bool(counts)
+    return runs
+
+
+@dataclass(kw_only=True)
+class Scores:
+    """The scores of B samples.
+
+    `rewards` [B]: NaN where there is none. `metrics`: by name, [B] each, NaN where a component does not apply to a
+    sample. `errors` [B]: what went wrong with a sample, else `None`; a sample with an error may have a reward all the
+    same, if a fixed one was asked for.
+
+    >>> scores = Scores(rewards=[1, float("nan")], metrics={"accuracy": [1, float("nan")]}, errors=[None, "timed out"])
+    >>> scores.to_tensors()
+    (tensor([1., nan]), {'accuracy': tensor([1., nan])})
+    >>> Scores(rewards=[1.0], errors=[None, None])
+    Traceback (most recent call last):
+        ...
+    ValueError: errors: got 2 entries, expected 1, one for each reward
+    """
+
+    rewards: list[float]
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    errors: list[str | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rewards = [float(reward) for reward in self.rewards]
+        self.errors = list(self.errors) or [None] * len(self.rewards)
+        self.metrics = {str(name): [float(value) for value in values] for name, values in self.metrics.items()}
+        sizes = {"errors": len(self.errors), **{name: len(values) for name, values in self.metrics.items()}}
+        for name, size in sizes.items():
+            if size != len(self.rewards):
+                raise ValueError(f"{name}: got {size} entries, expected {len(self.rewards)}, one for each reward")
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def to_tensors(self, device: Any = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(rewards (B,), metrics by name (B,)), all float32."""
+        import torch
+
+        made = {name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in self.metrics.items()}
+        return torch.tensor(self.rewards, dtype=torch.float32, device=device), made
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Anything that scores samples. One of one's own derives from it and has `__call__`; the rest follows.
+
+    >>> class Length(Reward):
+    ...     def __call__(self, inputs):
+    ...         return Scores(rewards=[len(one.response) for one in inputs])
+    >>> Length()([RewardInput(prompt="", response="four")]).rewards
+    [4.0]
+    """
+
+    waits: bool = False
+    """Whether its time goes by waiting for somebody else, so that others may run meanwhile."""
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+        """Score samples: one entry for each, in their order."""
+        ...
+
+    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+        """The same for an event loop, which goes on meanwhile."""
+        return await asyncio.to_thread(self, inputs)
+
+    def close(self) -> None:
+        """Let go of processes and connections."""
+        return
+
+
+def check_on_error(value: Any) -> OnError:
+    """What to do of a failure, once it is known to be one of the choices.
+
+    >>> check_on_error("exclude"), check_on_error(-1)
+    ('exclude', -1.0)
+    """
+    if value in ("exclude", "raise"):
+        return value  # type: ignore[no-any-return]
+    return number("on_error", value, -1e30, 1e30, "'exclude', 'raise' or a fixed score")
+
+
+def failed_score(on_error: OnError, where: str, error: str) -> float:
+    """The score of a sample that failed, or its exception."""
+    if on_error == "raise":
+        raise RewardError(f"{where}: {error}")
+    return nan if on_error == "exclude" else float(on_error)
+
+
+def as_float(value: Any) -> float:
+    """A score as a float: an int, a bool, a NumPy number, a tensor or array of one element; finite, else `ValueError`.
+
+    >>> import numpy as np
+    >>> as_float(True), as_float(np.float32(0.5)), as_float(np.array([2]))
+    (1.0, 0.5, 2.0)
+    >>> as_float("high")
+    Traceback (most recent call last):
+        ...
+    ValueError: gave str ('high'), expected a number
+    """
+    if not isinstance(value, Number) and hasattr(value, "item") and hasattr(value, "shape"):
+        size = 1
+        for width in value.shape:
+            size *= int(width)
+        if size != 1:
+            raise ValueError(f"gave an array of shape {list(value.shape)}, expected a number")
+        value = value.item()
+    if not isinstance(value, Number) or isinstance(value, complex):
+        raise ValueError(f"gave {type(value).__name__} ({_short(value)}), expected a number")
+    try:
+        found = float(value)  # type: ignore[arg-type]
+    except (OverflowError, TypeError):
+        raise ValueError(f"gave {_short(value)}, expected a number that a float can hold") from None
+    if not isfinite(found):
+        raise ValueError(f"gave {found}, expected a finite number")
+    return found
+
+
+def _short(value: Any, most: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def where(one: RewardInput, place: int) -> str:
+    """How an error names a sample: by its id, or by its place."""
+    return f"sample {place}" if one.eid is None else f"sample {one.eid.uid}"
+
+
+def say_failures(name: str, scores: Scores) -> Scores:
+    """Tell the log, once a call, how many samples have an error, and the first; never what was sent."""
+    failed = [error for error in scores.errors if error is not None]
+    if failed:
+        none = sum(isnan(reward) for reward in scores.rewards)
+        log.warning("%s: %d of %d samples failed (%d without a reward); the first: %s",
+                    name, len(failed), len(scores), none, failed[0])  # fmt: skip
+    return scores
+
+
+def run_sync(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine to its end, from plain code or from inside a running event loop.
+
+    >>> async def five():
+    ...     return 5
+    >>> run_sync(five)
+    5
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(make())
+    # A loop runs here already, and would wait for itself: the coroutine gets a loop in a thread of its own.
+    found: list[T] = []
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(asyncio.run(make()))
+        except BaseException as error:
+            raised.append(error)
+
+    worker = threading.Thread(target=work, name="rollbook-reward", daemon=True)
+    worker.start()
+    worker.join()
+    if raised:
+        raise raised[0]
+    return found[0]

@@ -1,0 +1,416 @@
+"""Reward functions: names, results, pools, limits, and that one sample's failure is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbook import EID
+from rollbook.rewards import FunctionReward, RewardError, RewardInput, as_reward, batched
+from rollbook.rewards.functions import FIELDS, FileFunction, parts_of
+from tests.rewards.helpers import as_told, doubled, later, process_id, sample, samples
+
+
+def nans(values: list[float]) -> list[bool]:
+    return [math.isnan(value) for value in values]
+
+
+# --- what a function sees -------------------------------------------------------------------------------------------
+
+
+def test_a_function_sees_the_response_alone() -> None:
+    seen: list[Any] = []
+
+    def function(response: str) -> float:
+        seen.append(response)
+        return 1.0
+
+    FunctionReward(function)([sample("answer", prompt="the system prompt says <think>")])
+    assert seen == ["answer"]
+
+
+def test_a_function_gets_what_it_names() -> None:
+    one = RewardInput(
+        prompt="p",
+        response="r",
+        reference="f",
+        label="l",
+        messages=[{"role": "user", "content": "p"}],
+        images=("i",),
+        prompt_ids=[1],
+        response_ids=[2],
+        eid=EID(1, 2),
+        finish_reason="stop",
+        info={"k": 1},
+    )
+
+    def function(**everything: Any) -> float:
+        assert everything == {name: getattr(one, name) for name in FIELDS}
+        assert everything["query"] == "pr"
+        return 1.0
+
+    assert FunctionReward(function)([one]).rewards == [1.0]
+
+    def some(label: str, reference: str, missing: int = 5, *, info: dict[str, int]) -> float:
+        assert (label, reference, missing, info) == ("l", "f", 5, {"k": 1})
+        return 2.0
+
+    assert FunctionReward(some)([one]).rewards == [2.0]
+
+
+def test_other_libraries_names_are_known() -> None:
+    def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return float((data_source, solution_str, ground_truth) == ("l", "r", "f"))
+
+    def trl(completions: list[str], prompts: list[str], ground_truth: list[str], **kwargs: Any) -> list[float]:
+        assert kwargs["responses"] == completions and "response" not in kwargs
+        return [float(c == "r" and p == "p" and g == "f") for c, p, g in zip(completions, prompts, ground_truth)]  # noqa: B905
+
+    one = RewardInput(prompt="p", response="r", reference="f", label="l")
+    assert FunctionReward(verl)([one]).rewards == [1.0]
+    assert FunctionReward(trl)([one, one]).rewards == [1.0, 1.0]
+
+
+def test_an_unknown_parameter_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"f: parameter 'respons' .*did you mean 'response'\?"):
+        as_reward(lambda respons: 1.0, name="f")
+    with pytest.raises(ValueError, match="positional only"):
+        as_reward(lambda response, /: 1.0)
+    with pytest.raises(ValueError, match="batched=True gives lists"):
+        FunctionReward(lambda responses: 1.0, batched=False)
+
+
+def test_a_partial_keeps_what_it_has_fixed() -> None:
+    def function(response: str, reference: str, scale: float) -> float:
+        return scale * (response == reference)
+
+    fixed = functools.partial(function, reference="a", scale=3.0)
+    assert FunctionReward(fixed)([sample("a", reference="b")]).rewards == [3.0]
+    assert FunctionReward(fixed).name == "function"
+
+
+# --- what it gives --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1, True, np.float64(1), np.int32(1), torch.tensor(1), torch.tensor([1.0]), 1.0])
+def test_numbers_of_all_kinds_become_floats(value: Any) -> None:
+    rewards = FunctionReward(lambda response: value)(samples("a")).rewards
+    assert rewards == [1.0] and type(rewards[0]) is float
+
+
+def test_a_dict_has_a_total_and_metrics() -> None:
+    def function(response: str) -> dict[str, Any]:
+        return {"score": len(response), "format": True} if response != "bb" else {"score": 0, "other": 2}
+
+    scores = FunctionReward(function)(samples("a", "bb", "ccc"))
+    assert scores.rewards == [1.0, 0.0, 3.0]
+    assert scores.metrics["format"][0] == 1.0 and nans(scores.metrics["format"]) == [False, True, False]
+    assert nans(scores.metrics["other"]) == [True, False, True]
+
+
+def test_a_dict_without_a_total_is_an_error_and_not_a_sum() -> None:
+    parts = {"accuracy": 1.0, "format": 0.5}
+    scores = FunctionReward(lambda response: parts)(samples("a"))
+    assert nans(scores.rewards) == [True]
+    assert "without 'reward' or 'score' (accuracy, format)" in (scores.errors[0] or "")
+    assert FunctionReward(lambda response: parts, total="sum")(samples("a")).rewards == [1.5]
+
+
+def test_what_goes_wrong_is_that_samples_error() -> None:
+    scores = FunctionReward(as_told)(samples("1", "raise", "nan", "text", "none", "exit", "2"))
+    assert nans(scores.rewards) == [False, True, True, True, True, True, False]
+    assert [scores.rewards[0], scores.rewards[-1]] == [1.0, 2.0]
+    assert scores.errors == [
+        None,
+        "as_told: KeyError: 'told to'",
+        "as_told: gave nan, expected a finite number",
+        "as_told: gave str ('good'), expected a number",
+        "as_told: gave NoneType (None), expected a number",
+        "as_told: SystemExit: 3",
+        None,
+    ]
+
+
+def test_a_fixed_score_or_an_exception_instead() -> None:
+    fixed = FunctionReward(as_told, on_error=-1)(samples("1", "raise"))
+    assert fixed.rewards == [1.0, -1.0] and fixed.errors[1] is not None
+    with pytest.raises(RewardError, match="sample 3/4/0/0/x: as_told: KeyError"):
+        FunctionReward(as_told, on_error="raise")([sample("raise", eid=EID(3, 4, suffix="x"))])
+
+
+def test_failures_are_logged_once_a_call_without_the_texts(caplog: pytest.LogCaptureFixture) -> None:
+    FunctionReward(as_told)(samples("1", "raise", "nan", prompt="secret prompt"))
+    assert len(caplog.records) == 1
+    assert "2 of 3 samples failed (2 without a reward)" in caplog.text and "secret" not in caplog.text
+
+
+def test_no_samples_no_calls() -> None:
+    assert FunctionReward(as_told)([]).rewards == []
+    assert FunctionReward(doubled)([]).rewards == []
+    assert FunctionReward(later)([]).rewards == []
+
+
+# --- batched --------------------------------------------------------------------------------------------------------
+
+
+def test_batched_functions_take_lists() -> None:
+    sizes: list[int] = []
+
+    @batched
+    def function(response: list[str], reference: list[str]) -> list[int]:
+        sizes.append(len(response))
+        return [int(a == b) for a, b in zip(response, reference, strict=True)]
+
+    inputs = [sample(str(i), reference="3") for i in range(7)]
+    reward = FunctionReward(function, batch_size=3)
+    assert reward.batched
+    assert reward(inputs).rewards == [0, 0, 0, 1, 0, 0, 0]
+    assert sorted(sizes) == [1, 3, 3]
+    with pytest.raises(ValueError, match="takes one sample at a time"):
+        FunctionReward(as_told, batch_size=3)
+
+
+def test_a_wrong_number_of_scores_fails_that_batch() -> None:
+    def function(responses: list[str]) -> list[float]:
+        return [1.0] * min(len(responses), 2)
+
+    scores = FunctionReward(function, batch_size=3)(samples(*"abcde"))
+    assert nans(scores.rewards) == [True, True, True, False, False]
+    assert scores.errors[0] == "function: ValueError: gave 2 scores, expected 3, one for each sample"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, 2],
+        (1.0, 2.0),
+        np.array([1, 2]),
+        torch.tensor([1, 2]),
+        torch.tensor([[1.0], [2.0]]),
+        {"rewards": torch.tensor([1, 2])},
+        {"scores": [1, 2]},
+        ([1, 2], {}),
+        [{"reward": 1}, {"reward": 2}],
+        [torch.tensor(1), np.float32(2)],
+    ],
+)
+def test_the_forms_of_a_batch(value: Any) -> None:
+    assert [part[0] for part in parts_of(value, 2)] == [1.0, 2.0]
+
+
+def test_metrics_of_a_batch() -> None:
+    parts = parts_of({"rewards": [1, 2], "extra_logs": {"a": torch.tensor([3, 4])}, "b": [5, None]}, 2)
+    assert parts[0] == (1.0, {"a": 3.0, "b": 5.0}, None)
+    assert parts[1][1]["a"] == 4.0 and parts[1][2] == "b: gave NoneType (None), expected a number"
+    with pytest.raises(ValueError, match="gave 1 entries of 'a', expected 2"):
+        parts_of(([1, 2], {"a": [1]}), 2)
+    with pytest.raises(ValueError, match="gave float, expected a list of 2 scores"):
+        parts_of(1.0, 2)
+
+
+# --- pools ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(-5, 5), max_size=40), st.integers(1, 7))
+def test_order_is_kept_for_any_number_of_workers(values: list[int], workers: int) -> None:
+    def function(response: str) -> float:
+        time.sleep(0.0002 * (int(response) % 3))
+        return float(response)
+
+    scores = FunctionReward(function, workers=workers)(samples(*map(str, values)))
+    assert scores.rewards == values
+
+
+def test_calls_overlap() -> None:
+    start = time.monotonic()
+    FunctionReward(lambda response: time.sleep(0.5) or 1.0, workers=8)(samples(*"abcdefgh"))
+    assert time.monotonic() - start < 3.5  # one after the other: 4 s
+
+
+def test_a_hanging_thread_is_left_behind_and_the_rest_goes_on() -> None:
+    start = time.monotonic()
+    scores = FunctionReward(as_told, workers=1, time_limit=0.5)(samples("hang", "1", "hang", "2"))
+    assert time.monotonic() - start < 10
+    assert scores.rewards[1] == 1.0 and scores.rewards[3] == 2.0 and nans(scores.rewards)[::2] == [True, True]
+    assert "timed out after 0.5 s; its thread runs on" in (scores.errors[0] or "")
+
+
+def test_the_limit_counts_from_when_a_call_begins() -> None:
+    def function(response: str) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    assert FunctionReward(function, workers=1, time_limit=1.0)(samples(*"abcdefgh")).errors == [None] * 8
+
+
+@pytest.fixture(scope="module")
+def told_in_processes() -> Any:
+    reward = FunctionReward(as_told, pool="process", workers=2, time_limit=1.0)
+    yield reward
+    reward.close()
+
+
+def test_processes_are_killed_and_replaced(told_in_processes: FunctionReward) -> None:
+    start = time.monotonic()
+    scores = told_in_processes(samples("1", "spin", "die", "raise", "segfault", "exit", "2"))
+    assert time.monotonic() - start < 60
+    assert scores.rewards[0] == 1.0 and scores.rewards[-1] == 2.0
+    assert scores.errors == [
+        None,
+        "as_told: timed out after 1 s",
+        "as_told: its process ended with exit code 7",
+        "as_told: KeyError: 'told to'",
+        "as_told: its process ended with exit code -11",
+        "as_told: SystemExit: 3",
+        None,
+    ]
+    again = told_in_processes(samples("4", "5"))
+    assert again.rewards == [4.0, 5.0]
+
+
+def test_a_busy_process_is_really_gone() -> None:
+    with_pid = FunctionReward(process_id, pool="process", workers=1)
+    pid = int(with_pid(samples("a")).rewards[0])
+    assert pid != os.getpid() and int(with_pid(samples("b")).rewards[0]) == pid
+    with_pid.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert int(with_pid(samples("c")).rewards[0]) != pid  # and it starts again when it is used again
+    with_pid.close()
+
+
+def test_a_process_cannot_hold_a_local_function() -> None:
+    with pytest.raises(ValueError, match="expected one at the top level of a module"):
+        FunctionReward(lambda response: 1.0, pool="process")
+
+
+def test_arguments_that_cannot_travel_are_that_samples_error(told_in_processes: FunctionReward) -> None:
+    reward = FunctionReward(takes_info, pool="process", workers=1)
+    scores = reward([sample("a", info={"x": 1}), sample("b", info={"x": lambda: 1})])
+    assert scores.rewards[0] == 1.0 and "cannot be sent to another process" in (scores.errors[1] or "")
+    reward.close()
+
+
+def takes_info(info: dict[str, Any]) -> float:
+    return float(info["x"])
+
+
+def test_batched_and_async_functions_in_processes() -> None:
+    with_lists = FunctionReward(doubled, pool="process", workers=1)
+    assert with_lists([sample("1", reference="5"), sample("2", reference="6")]).rewards == [7.0, 10.0]
+    with_lists.close()
+    awaited = FunctionReward(later, pool="process", workers=1)
+    assert awaited(samples("1", "2")).rewards == [1.0, 2.0]
+    awaited.close()
+
+
+# --- async ------------------------------------------------------------------------------------------------------------
+
+
+async def slow_or_not(response: str) -> float:
+    if response == "hang":
+        await asyncio.sleep(60)
+    if response == "raise":
+        raise KeyError("told to")
+    await asyncio.sleep(0.01)
+    return float(response)
+
+
+def test_async_functions_overlap_and_are_cancelled() -> None:
+    reward = FunctionReward(slow_or_not, time_limit=1.0)
+    start = time.monotonic()
+    scores = reward(samples("1", "hang", "raise", *["2"] * 60))
+    assert time.monotonic() - start < 10
+    assert scores.rewards[0] == 1.0 and scores.rewards[3:] == [2.0] * 60
+    assert scores.errors[1:3] == ["slow_or_not: timed out after 1 s", "slow_or_not: KeyError: 'told to'"]
+
+
+def test_every_kind_works_inside_a_running_loop() -> None:
+    async def work() -> list[list[float]]:
+        found = []
+        for function in (as_told, slow_or_not, doubled):
+            inputs = [sample("1", reference="0"), sample("2", reference="0")]
+            reward = FunctionReward(function)
+            assert reward(inputs) == await reward.score_async(inputs)
+            found.append(reward(inputs).rewards)
+        return found
+
+    assert asyncio.run(work()) == [[1.0, 2.0], [1.0, 2.0], [2.0, 4.0]]
+
+
+def test_the_loop_goes_on_meanwhile() -> None:
+    async def work() -> int:
+        ticks = 0
+        task = asyncio.create_task(FunctionReward(lambda response: time.sleep(0.3) or 1.0).score_async(samples("a")))
+        while not task.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(work()) > 3
+
+
+def test_an_object_with_an_async_call() -> None:
+    class Judge:
+        async def __call__(self, response: str) -> float:
+            return float(response)
+
+    assert FunctionReward(Judge())(samples("3")).rewards == [3.0]
+    assert FunctionReward(Judge()).name == "Judge"
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_with_reward_func(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    return torch.tensor([len(q) - len(p) + (l == 'x') for q, p, l in zip(queries, prompts, labels)])\n"
+        "def other(response): return -1\n"
+    )
+    inputs = [sample("abc", label="x"), sample("a", label="y")]
+    assert as_reward(str(path))(inputs).rewards == [4.0, 1.0]
+    assert as_reward(path)(inputs).rewards == [4.0, 1.0]
+    assert as_reward(f"{path}:other")(inputs).rewards == [-1.0, -1.0]
+    with pytest.raises(ValueError, match=r"it has no function 'othr'; did you mean 'other'\?"):
+        as_reward(f"{path}:othr")
+    with pytest.raises(ValueError, match="expected a .py file that is there"):
+        as_reward(str(tmp_path / "none.py"))
+
+
+def test_a_file_goes_to_processes_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def reward_func(queries, prompts, references):\n    return {'rewards': [float(r) for r in references]}"
+    )
+    reward = as_reward(FileFunction(str(path)), pool="process", workers=1)
+    assert reward([sample("a", reference="2")]).rewards == [2.0]
+    reward.close()
+
+
+def test_a_broken_file_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("raise RuntimeError('no')")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no"):
+            as_reward(str(path))
+
+
+def test_options_are_checked() -> None:
+    for name, value in {"pool": "fork", "workers": 0, "time_limit": 0, "on_error": "skip", "total": "mean"}.items():
+        with pytest.raises(ValueError, match=name):
+            FunctionReward(as_told, **{name: value})  # type: ignore[arg-type]

@@ -1,0 +1,146 @@
+"""Reward inputs from samples and records, and scores."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from rollbook import EID, Experience
+from rollbook.rewards import Reward, RewardInput, Scores
+from rollbook.rewards.types import as_float, check_on_error, run_sync
+from rollbook.rollout import Prompt, Sample
+from tests.tiny import bytes_, words
+
+
+def made(**more: object) -> Sample:
+    given: dict[str, object] = {
+        "prompt": Prompt(text="the quick", reference="fox", label="animals", info={"level": 2}),
+        "eid": EID(1, 2, suffix="a"),
+        "prompt_ids": words()("the quick").input_ids,
+        "response_ids": [*words()("brown fox").input_ids, 2],
+        "finish_reason": "stop",
+    }
+    return Sample(**{**given, **more})  # type: ignore[arg-type]
+
+
+def test_a_sample_is_decoded_without_special_tokens() -> None:
+    one = RewardInput.of(made(), words())
+    assert (one.prompt, one.response) == ("the quick", "brown fox")
+    assert one.query == "the quickbrown fox"
+    assert (one.reference, one.label, one.info, one.finish_reason) == ("fox", "animals", {"level": 2}, "stop")
+    assert one.eid is not None and one.eid.uid == "1/2/0/0/a"
+    assert list(one.response_ids)[-1] == 2
+
+
+def test_the_engines_text_is_used_as_it_is() -> None:
+    assert RewardInput.of(made(text="brown fox!")).response == "brown fox!"
+
+
+def test_neither_text_nor_tokenizer_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"sample 1/2/0/0/a: got no response text and no tokenizer"):
+        RewardInput.of(made())
+
+
+def test_a_chat_keeps_its_messages() -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "there"}]}]
+    one = RewardInput.of(made(prompt=Prompt(messages=chat), text="hello"))
+    assert one.messages == tuple(chat)
+    assert one.prompt == "hi\nthere"
+
+
+def test_an_experience_of_several_turns_leaves_the_tool_out() -> None:
+    tokenizer = bytes_()
+    turns = [("ask ", True), ("TOOL SAYS 5", False), ("five", True)]
+    parts = [(tokenizer(text).input_ids, by_model) for text, by_model in turns]
+    prompt = tokenizer("q: ").input_ids
+    record = Experience(
+        tokens=prompt + [i for ids, _ in parts for i in ids],
+        prompt_length=len(prompt),
+        action_mask=[by_model for ids, by_model in parts for _ in ids],
+        info={"reference": "5", "label": "math"},
+    )
+    one = RewardInput.of(record, tokenizer)
+    assert (one.prompt, one.response) == ("q: ", "ask \nfive")
+    assert (one.reference, one.label) == ("5", "math")
+
+
+def test_a_sample_and_its_record_are_the_same_to_a_reward() -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    reply = {"role": "assistant", "content": "brown fox"}
+    sample = made(prompt=Prompt(messages=chat, reference="r", label="l"), text="brown fox", message=reply)
+    first, second = RewardInput.of(sample, words()), RewardInput.of(sample.to_experience(), words())
+    assert (first.prompt, first.response, first.reference) == (second.prompt, second.response, second.reference)
+    assert [dict(m) for m in first.messages or ()] == second.messages
+    assert list(first.response_ids) == list(second.response_ids)
+
+
+def test_other_things_are_refused() -> None:
+    with pytest.raises(ValueError, match="got str, expected a Sample"):
+        RewardInput.of("text")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="response: got int"):
+        RewardInput(prompt="", response=3)  # type: ignore[arg-type]
+
+
+def test_scores_are_float32_tensors() -> None:
+    rewards, metrics = Scores(rewards=[1, True], metrics={"n": [2, 3]}).to_tensors()
+    assert rewards.dtype == metrics["n"].dtype == torch.float32
+    assert rewards.tolist() == [1.0, 1.0]
+
+
+def test_scores_of_a_wrong_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="n: got 1 entries, expected 2"):
+        Scores(rewards=[1.0, 2.0], metrics={"n": [1.0]})
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(3, 3.0), (True, 1.0), (torch.tensor(2), 2.0), (torch.tensor([0.5]), 0.5), (torch.tensor([[1]]), 1.0)],
+)
+def test_what_is_a_score(value: object, number: float) -> None:
+    assert as_float(value) == number and isinstance(as_float(value), float)
+
+
+@pytest.mark.parametrize("value", ["1", None, float("nan"), float("inf"), [1.0], torch.ones(2), 1j, 10**400])
+def test_what_is_no_score(value: object) -> None:
+    with pytest.raises(ValueError, match="gave"):
+        as_float(value)
+
+
+@pytest.mark.parametrize("value", ["skip", None, True, float("nan"), float("inf")])
+def test_what_to_do_of_errors_is_checked(value: object) -> None:
+    with pytest.raises(ValueError, match="on_error"):
+        check_on_error(value)
+
+
+def test_a_coroutine_runs_in_and_out_of_a_loop() -> None:
+    async def inner() -> int:
+        await asyncio.sleep(0)
+        return 3
+
+    async def outer() -> int:
+        return run_sync(inner)
+
+    assert run_sync(inner) == 3 == asyncio.run(outer())
+
+    async def bad() -> int:
+        raise ValueError("no")
+
+    async def outer_bad() -> int:
+        return run_sync(bad)
+
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(outer_bad())
+
+
+def test_a_reward_of_ones_own_has_the_rest() -> None:
+    class Mine(Reward):
+        def __call__(self, inputs):  # type: ignore[no-untyped-def]
+            return Scores(rewards=[math.pi] * len(inputs))
+
+    mine = Mine()
+    assert isinstance(mine, Reward)
+    assert asyncio.run(mine.score_async([RewardInput(prompt="", response="")])).rewards == [math.pi]
+    mine.close()
