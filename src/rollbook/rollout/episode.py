@@ -1,0 +1,464 @@
+"""`Episode`: a conversation of several turns that a user drives, from prompt to records.
+
+Invariant: an engine is given the tokens that are kept and nothing else, and what it samples is appended as it is; what
+is observed is appended after it. What rendering the conversation anew would have changed is found, counted, and either
+left alone or begun as a branch, never written over what was sampled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+from rollbook.algorithms.registry import choice, number, whole_number
+from rollbook.ids import EID
+from rollbook.rollout import branches as parts
+from rollbook.rollout.branches import Branch, Observed, Turn
+from rollbook.rollout.engine import Cancel, Engine
+from rollbook.rollout.recording import Recorder
+from rollbook.rollout.rendering import Drifts
+from rollbook.rollout.tree import Asked, Next, Parse, Policy, Tree, of_one, renderer_for
+from rollbook.rollout.types import FinishReason, LogprobsKind, Prompt, Sample, Sampling, as_media, token_ids
+
+if TYPE_CHECKING:
+    from rollbook.experience import Experience
+
+POLICIES = ("keep", "fork")
+
+
+class Episode:
+    """A conversation of a model with tools or an environment, one branch of it in hand.
+
+    `prompt` (or `messages`): chat messages, text, token ids or a `Prompt`; all that comes before the first turn. The
+    engine may be `None`: then turns are appended by `append_turn` or `append_sample`. The tokenizer is that of the
+    engine's model, or its processor; it renders messages, and is not needed where all is token ids.
+
+    - `sampling`: options of every turn; `act` takes changes. With a `seed` each turn and branch has its own stream.
+    - `context_limit`: the most tokens of a branch, prompt and all, such as the positions that the model has. Turns are
+      cut to fit, and when nothing is left `act` gives a sample of no tokens that finished by `length`, without asking
+      the engine.
+    - `on_realign`, `on_fork`: what to do where the template or the tokenizer would have made other tokens of earlier
+      turns (see `rollbook.rollout.rendering.Outcome`). `keep`: the model is given the tokens as they were sampled.
+      `fork`: a branch begins whose prompt is the conversation rendered anew; what was sampled is trained where it was.
+    - `parse`: from a turn's text to the assistant's message (with `tool_calls`, say) or `None`; without it the message
+      is the server's (`Sample.message`), else the text.
+    - `template_options`: passed on to the chat template, as `enable_thinking`.
+    - `media`: what a processor made of the prompt's images, for the record, if the engine does not say.
+    - `group_size`: how many runs the task has; `Episode.group` makes all of them.
+
+    Drive an episode from one thread at a time; its branches can act at the same time in one event loop.
+
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> engine = ScriptedEngine([[7, 8, 2], [9, 2]])
+    >>> episode = Episode(engine, prompt=[1, 5, 6], eid=EID(batch=0, task=3, suffix="a"))
+    >>> episode.act().response_ids, episode.observe_tokens([4, 4]), episode.act().response_ids
+    ([7, 8, 2], None, [9, 2])
+    >>> (record,) = episode.experiences(reward=1.0)
+    >>> record
+    Experience(0/3/0/0/a, multi_turn, 3+7 tokens, reward=1.0)
+    >>> record.tokens.tolist(), record.action_mask.int().tolist(), record.logprobs.tolist()
+    ([1, 5, 6, 7, 8, 2, 4, 4, 9, 2], [1, 1, 1, 0, 0, 1, 1], [-1.0, -1.0, -1.0, 0.0, 0.0, -1.0, -1.0])
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        tokenizer: Any = None,
+        prompt: Any = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        eid: EID | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        context_limit: int | None = None,
+        group_size: int | None = None,
+        on_realign: Policy = "keep",
+        on_fork: Policy = "keep",
+        parse: Parse | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        media: Mapping[str, Any] | None = None,
+    ) -> None:
+        if (prompt is None) == (messages is None):
+            raise ValueError("prompt: got both or neither of prompt and messages, expected one of them")
+        asked = Prompt.of(messages if prompt is None else prompt)
+        if tools is not None:
+            asked = asked.replace(tools=tools)
+        choice("on_realign", on_realign, POLICIES)
+        choice("on_fork", on_fork, POLICIES)
+        self.engine = engine
+        self._tree = Tree(
+            renderer=renderer_for(tokenizer, asked, template_options),
+            prompt=asked,
+            eid=_own_id(eid if eid is not None else asked.eid),
+            sampling=of_one(Sampling.of(sampling)),
+            context_limit=None if context_limit is None else whole_number("context_limit", context_limit, 1),
+            group_size=None if group_size is None else whole_number("group_size", group_size, 1),
+            policies={"realigned": on_realign, "forked": on_fork},
+            parse=parse,
+        )
+        self._branch = Branch(number=0)
+        self._tree.branches.append(self._branch)
+        self._known: tuple[tuple[int, int, int], Next] | None = None
+        if asked.token_ids is not None:
+            self.observe_tokens(asked.token_ids, images=asked.images, media=media)
+        else:
+            self.observe(asked.messages if asked.text is None else asked.text, images=asked.images, media=media)  # type: ignore[arg-type]
+
+    @classmethod
+    def group(cls, n: int, *given: Any, eid: EID | None = None, **options: Any) -> list[Self]:
+        """n episodes of one task: its runs, one group, each with an id of its own; other arguments as of `Episode`.
+
+        >>> [one.eid.rid for one in Episode.group(2, prompt=[1], eid=EID(batch=0, task=4))]
+        ['0/4/0', '0/4/1']
+        """
+        whole_number("n", n, 1)
+        prompt = given[2] if len(given) > 2 else options.get("prompt")
+        first = _own_id(eid if eid is not None else prompt.eid if isinstance(prompt, Prompt) else None)
+        ids = [first, *(first.replace(run=first.run + k, suffix=os.urandom(8).hex()) for k in range(1, n))]
+        return [cls(*given, **{"group_size": n, **options}, eid=one) for one in ids]
+
+    def _beside(self, branch: Branch) -> Self:
+        made = type(self).__new__(type(self))
+        made.engine, made._tree, made._branch, made._known = self.engine, self._tree, branch, None
+        return made
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def eid(self) -> EID:
+        """The id of this branch's record: the episode's run, the branch's number for a step."""
+        return self._tree.id_of(self._branch)
+
+    @property
+    def number(self) -> int:
+        """Which branch this is. It changes when the conversation goes on in a fork."""
+        return self._branch.number
+
+    @property
+    def branches(self) -> list[Self]:
+        """All branches that can go on, this one too."""
+        alive = [branch for branch in self._tree.branches if branch.continued_as is None]
+        return [self if branch is self._branch else self._beside(branch) for branch in alive]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens: what the engine would be given now."""
+        return list(self._next()[0])
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """The conversation, where it is one of messages."""
+        return parts.messages_of(self._branch) if self._tree.chat else []
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The model's turns, those before a fork too: `text`, `ids`, `message`, `finish_reason`, `drift` of each."""
+        return list(self._branch.turns)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the last turn ended; `length` also if the context has no room for one, `error` if it failed."""
+        if self._branch.failed is not None:
+            return "error"
+        if self._branch.full:
+            return "length"
+        return self._branch.turns[-1].finish_reason if self._branch.turns else None
+
+    @property
+    def tokens_left(self) -> int | None:
+        """How many tokens the context has room for, `None` where it has no limit."""
+        limit = self._tree.context_limit
+        return None if limit is None else max(limit - len(self.tokens), 0)
+
+    @property
+    def drift(self) -> Drifts:
+        """What templates and tokenizers would have done to earlier tokens, in all branches; see `Drifts.counts`."""
+        return parts.drifts(turn for branch in self._tree.branches for turn in branch.turns)
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        """What went wrong, `{"turn", "error"}` each; the turn may have succeeded since."""
+        return [dict(error) for error in self._branch.errors]
+
+    @property
+    def reward(self) -> float | None:
+        """The outcome of this branch, if it was given one; `experiences` takes one for all."""
+        return self._branch.reward
+
+    @reward.setter
+    def reward(self, value: float | None) -> None:
+        self._branch.reward = None if value is None else _reward(value)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What its record's `info` shall hold, to be written to; a branch begins with a copy."""
+        return self._branch.info
+
+    def sampled_text(self) -> str | None:
+        """What the model wrote in all turns, and nothing that was observed; `None` without a tokenizer."""
+        return parts.sampled_text(self._branch.turns)
+
+    def score_turn(self, reward: float, turn: int = -1) -> None:
+        """Give one turn a reward of its own (the last unless told otherwise); another replaces it.
+
+        It lies on the turn's last token, in the record that trains it.
+        """
+        turns = self._branch.turns
+        if not -len(turns) <= turn < len(turns):
+            raise ValueError(f"turn: got {turn}, expected one of the {len(turns)} there are")
+        if turns[turn] is self._branch.open:
+            raise ValueError(f"turn: got {turn}, which is unfinished, expected one that ended")
+        self._tree.turn_rewards[turns[turn].key] = _reward(reward)
+
+    # --- the model's turns ------------------------------------------------------------------------------------------
+
+    def act(self, *, cancel: Cancel | None = None, pause_after: int | None = None, **options: Any) -> Sample:
+        """Have the engine sample the next turn, append it, and give it back. `options` change the sampling.
+
+        A turn that was paused or cancelled (`abort`) goes on, if nothing was observed since. A turn that fails is
+        given back as the engine did; it is recorded and changes nothing else: act again, or give up.
+        """
+        return act_all([self], cancel=cancel, pause_after=pause_after, **options)[0]
+
+    async def aact(self, *, cancel: Cancel | None = None, pause_after: int | None = None, **options: Any) -> Sample:
+        """`act` for an event loop."""
+        engine, asked = _engine(self), self._tree.ask(self._branch, self._next(), options)
+        if isinstance(asked, Sample):
+            return asked
+        found = await engine.agenerate([asked.prompt], [asked.sampling], cancel=cancel, pause_after=pause_after)
+        return self._answered(asked, found[0])
+
+    def append_turn(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        *,
+        versions: Sequence[int] | int | None = None,
+        finish_reason: FinishReason = "stop",
+        message: Mapping[str, Any] | None = None,
+        logprobs_kind: LogprobsKind = "processed",
+    ) -> None:
+        """Append a turn that was sampled elsewhere, after `tokens`: its ids, log-probs and versions (or one for all).
+
+        >>> episode = Episode(prompt=[1, 2])
+        >>> episode.append_turn([3, 4], [-0.5, -0.25], versions=7)
+        >>> episode.experiences()[0].policy_versions.tolist()
+        [7, 7]
+        """
+        sampled = token_ids("ids", list(ids))
+        sample = Sample(
+            prompt=self._tree.prompt,
+            eid=self.eid,
+            prompt_ids=[],
+            response_ids=sampled,
+            logprobs=None if logprobs is None else [float(one) for one in logprobs],
+            logprobs_kind=logprobs_kind,
+            versions=[versions] * len(sampled) if isinstance(versions, int) else versions,
+            finish_reason=finish_reason,
+            message=message,
+        )
+        self.append_sample(sample)
+
+    def append_sample(self, sample: Sample) -> None:
+        """Append a turn as an engine gave it.
+
+        Its `prompt_ids`, if it has any, are what the model was given. Where they are not `tokens`, what was observed
+        since the last turn is taken from them; where they differ from what was there before, too, the turn begins a
+        branch with them as its prompt: nothing is recorded after tokens that the model did not see.
+        """
+        self._branch = self._tree.append(self._branch, sample)
+
+    def _next(self) -> Next:
+        """What `Tree.next` gives, rendered once."""
+        if self._known is None or self._known[0] != self._branch.state:
+            self._known = self._branch.state, self._tree.next(self._branch)
+        return self._known[1]
+
+    def _answered(self, asked: Asked, sample: Sample) -> Sample:
+        if asked.state != self._branch.state:
+            raise ValueError("act: the branch was changed while the engine was at work, expected it to be left alone")
+        self._branch = self._tree.append(self._branch, sample, asked.next)
+        return sample
+
+    # --- what is observed -------------------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        what: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str,
+        *,
+        images: Sequence[Any] = (),
+        media: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append what a tool, a user or the environment said: a message or several, or text where the prompt is text.
+
+        Messages are rendered together with those observed before them since the last turn. `images` (or those within
+        the messages) go to the engine with the next turn, `media` (what a processor made of them) to the record.
+        """
+        renderer, row = self._tree.renderer, self._branch
+        pictures = list(as_media("images", images))
+        if renderer is not None and renderer.chat:
+            many = [what] if isinstance(what, Mapping) else what
+            if isinstance(many, str) or not all(isinstance(one, Mapping) and "role" in one for one in many):
+                raise ValueError(f"what: got {what!r}, expected a message or several, each with a role")
+            if any(one.ids is not None for one in row.pending):
+                raise ValueError("what: got a message after token ids, expected a turn between them, or more ids")
+            beside = iter(pictures)
+            found = [parts.observed(one, beside) for one in many]
+            left = tuple(beside)  # their places are marked in the messages' text
+            if left and found:
+                found[-1] = replace(found[-1], images=(*found[-1].images, *left))
+        elif not isinstance(what, str):
+            raise ValueError(f"what: got {type(what).__name__}, expected text: the prompt is not of messages")
+        elif renderer is None:
+            raise ValueError("what: got text, expected token ids (observe_tokens): the episode has no tokenizer")
+        elif row.unchecked or any(one.ids is not None for one in row.pending):
+            ids = tuple(renderer.encode_after("", what, pictures))
+            found = [Observed(ids=ids, images=tuple(pictures))]
+        else:
+            role = "observation" if row.turns else "prompt"
+            found = [Observed(message={"role": role, "content": what}, images=tuple(pictures))]
+        self._observe(found, media)
+
+    def observe_tokens(
+        self,
+        ids: Sequence[int],
+        *,
+        message: Mapping[str, Any] | None = None,
+        images: Sequence[Any] = (),
+        media: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append token ids as they are: nothing is put before or after them, what a turn begins with neither.
+
+        `message` is what they are in the conversation; without it the conversation is not compared with its
+        rendering from here on (`unchecked`). Images have their placeholders among the ids.
+        """
+        given = None if message is None else dict(message)
+        found = Observed(ids=token_ids("ids", list(ids)), message=given, images=as_media("images", images))
+        self._observe([found], media)
+
+    def _observe(self, found: list[Observed], media: Mapping[str, Any] | None) -> None:
+        row = self._branch
+        row.pending += found
+        row.images += [image for one in found for image in one.images]
+        try:
+            self._next()  # what cannot be rendered is said here, and leaves the episode as it was
+        except Exception:
+            del row.pending[len(row.pending) - len(found) :]
+            del row.images[len(row.images) - sum(len(one.images) for one in found) :]
+            raise
+        if media:
+            row.media.append(dict(media))
+
+    # --- branches and records ---------------------------------------------------------------------------------------
+
+    def branch(self) -> Self:
+        """Another episode that so far went as this one did; from here on each goes its own way.
+
+        >>> from rollbook.rollout import ScriptedEngine
+        >>> episode = Episode(ScriptedEngine([[5], [6], [7]]), prompt=[1], eid=EID(batch=0, task=0))
+        >>> _ = episode.act(), episode.observe_tokens([2])
+        >>> other = episode.branch()
+        >>> _ = episode.act(), other.act()
+        >>> [(one.tokens.tolist(), one.action_mask.tolist()) for one in episode.experiences()]
+        [([1, 5, 2, 6], [True, False, True]), ([1, 5, 2, 7], [False, False, True])]
+        """
+        made = self._branch.copy(len(self._tree.branches))
+        self._tree.branches.append(made)
+        return self._beside(made)
+
+    def experiences(self, reward: float | Callable[[Episode], float | None] | None = None) -> list[Experience]:
+        """The records of all branches, whichever of them is asked: one, or one for each that no other goes on from.
+
+        `reward`: the outcome of every branch that has no `reward` of its own, or a function of the branch. To it the
+        rewards of turns are added; where there are any, `token_level_reward` has them too: a turn's on its last
+        token, the outcome on the last token of the record that is trained. A fork and what it was forked from are
+        one trajectory, and have one reward.
+
+        A sampled token that several branches share is trained in the first of them (by number), where the mask is
+        True; in the others it is context, with its log-prob. The records are of one run, `eid.step` is the branch's
+        number, `parent` the record it branched off.
+        """
+        tree, prompt = self._tree, self._tree.prompt
+
+        def outcome(branch: Branch) -> float | None:
+            if branch.reward is not None or reward is None:
+                return branch.reward
+            given = reward(self._beside(branch)) if callable(reward) else reward
+            return None if given is None else _reward(given)
+
+        given = {"reference": prompt.reference, "label": prompt.label}
+        recorder = Recorder(
+            tree=tree, info={**prompt.info, **{name: value for name, value in given.items() if value is not None}}
+        )
+        return recorder.records(outcome)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All branches as plain values, to be kept and gone on with later, maybe under a newer policy.
+
+        What the caller put in (images, media, `info`, references) is there as it was given.
+
+        >>> episode = Episode(prompt=[1, 2], eid=EID(batch=0, task=0, suffix="a"))
+        >>> episode.append_turn([3])
+        >>> Episode.from_dict(episode.to_dict()).tokens
+        [1, 2, 3]
+        """
+        return {**self._tree.to_dict(), "branch": self._branch.number}
+
+    @classmethod
+    def from_dict(
+        cls,
+        plain: Mapping[str, Any],
+        engine: Engine | None = None,
+        tokenizer: Any = None,
+        *,
+        parse: Parse | None = None,
+    ) -> Self:
+        """The episode that gave `plain`, the branch in hand that was; `branches` has the others."""
+        made = cls.__new__(cls)
+        made.engine, made._known = engine, None
+        made._tree = Tree.from_dict(plain, tokenizer, parse)
+        made._branch = made._tree.branches[plain["branch"]]
+        return made
+
+
+def act_all(
+    episodes: Sequence[Episode], *, cancel: Cancel | None = None, pause_after: int | None = None, **options: Any
+) -> list[Sample]:
+    """The next turn of several episodes (or branches) in one call of their engine, which samples them as a batch.
+
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> episodes = Episode.group(2, ScriptedEngine([[5], [6, 7]]), prompt=[1])
+    >>> [sample.response_ids for sample in act_all(episodes)]
+    [[5], [6, 7]]
+    """
+    asked = [(one, one._tree.ask(one._branch, one._next(), options)) for one in episodes if _engine(one)]
+    if any(one.engine is not episodes[0].engine for one in episodes):
+        raise ValueError("episodes: got several engines, expected one that all of them share")
+    waiting = [question for _, question in asked if isinstance(question, Asked)]
+    found: Iterator[Sample] = iter(())
+    if waiting:
+        prompts, samplings = [one.prompt for one in waiting], [one.sampling for one in waiting]
+        engine = _engine(episodes[0])
+        found = iter(engine.generate(prompts, samplings, cancel=cancel, pause_after=pause_after))
+    return [
+        question if isinstance(question, Sample) else one._answered(question, next(found)) for one, question in asked
+    ]
+
+
+def _engine(episode: Episode) -> Engine:
+    if episode.engine is None:
+        raise ValueError("engine: got None, expected one to act with; append_turn takes what was sampled elsewhere")
+    return episode.engine
+
+
+def _own_id(eid: EID | None) -> EID:
+    """An id whose branches are one run: without a batch and a task every record would be a run of its own."""
+    made = eid if eid is not None else EID()
+    return made if made.batch != "" or made.task != "" else made.replace(batch=os.urandom(8).hex(), task=0)
+
+
+def _reward(value: Any) -> float:
+    """A reward; NaN is one that could not be had."""
+    return float(value) if value != value else number("reward", value)

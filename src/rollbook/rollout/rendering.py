@@ -1,0 +1,283 @@
+"""Conversations as tokens: what a template makes of them, what a message adds after a sampled turn, and what a template
+or a tokenizer would have made of the tokens that are there already.
+
+Invariant: what `Renderer.after` gives is appended to what was sampled; it neither holds nor replaces a sampled token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from typing import Any, Literal, get_args
+
+from rollbook.rollout.types import Prompt
+
+Outcome = Literal["clean", "realigned", "forked", "unchecked"]
+"""What rendering and tokenizing the whole conversation again would have done to the tokens that are kept.
+
+- `clean`: nothing, they are the same.
+- `realigned`: the text is the same, but is cut into other tokens, or differs in special tokens and white space alone.
+- `forked`: the text of an earlier turn is another: thinking is dropped, a call is written anew, a message is moved.
+- `unchecked`: there is nothing to compare with, `what` says why.
+"""
+OUTCOMES: tuple[str, ...] = get_args(Outcome)
+
+_MARK = "xTURNx"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """What came of one comparison, made when a turn was about to be sampled.
+
+    `kept` and `rendered` count the tokens between the first and the last difference: of those kept, and of those that
+    would have stood in their place. `what` differs: `tokens`, `glue` (special tokens, white space) or `text`. `by`: the
+    `template` here, or the `engine`, which said what it was given. `policy`: whether the turn was sampled after the
+    kept tokens (`keep`), or after the other ones, in a branch of its own (`fork`).
+
+    >>> Drift(outcome="realigned", what="tokens", kept=2, rendered=1).to_dict()["kept"]
+    2
+    """
+
+    outcome: Outcome
+    what: str = ""
+    kept: int = 0
+    rendered: int = 0
+    by: Literal["template", "engine"] = "template"
+    policy: Literal["keep", "fork"] = "keep"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+class Drifts(tuple[Drift, ...]):
+    """All comparisons of an episode, and how often each outcome was found.
+
+    >>> Drifts([Drift(outcome="clean"), Drift(outcome="forked"), Drift(outcome="clean")]).counts
+    {'clean': 2, 'realigned': 0, 'forked': 1, 'unchecked': 0}
+    """
+
+    __slots__ = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each outcome was found."""
+        return {name: sum(one.outcome == name for one in self) for name in OUTCOMES}
+
+
+def compare(kept: Sequence[int], rendered: Sequence[int], decode: Callable[..., str], **known: Any) -> Drift:
+    """How tokens that are kept differ from tokens that were rendered; `decode(ids, special=...)` gives their text.
+
+    >>> letters = {1: "a", 2: "b", 3: "ab", 4: "c"}
+    >>> def decode(ids, special=True):
+    ...     return "".join(letters[i] for i in ids)
+    >>> compare([4, 1, 2, 4], [4, 3, 4], decode)
+    Drift(outcome='realigned', what='tokens', kept=2, rendered=1, by='template', policy='keep')
+    >>> compare([4, 1], [4, 2], decode).outcome
+    'forked'
+    """
+    if list(kept) == list(rendered):
+        return Drift(outcome="clean", **known)
+    before = _shared(kept, rendered)
+    most = min(len(kept), len(rendered)) - before
+    after = min(_shared(kept[::-1], rendered[::-1]), most)
+    ours, theirs = kept[before : len(kept) - after], rendered[before : len(rendered) - after]
+    outcome: Outcome = "realigned"
+    if decode(ours) == decode(theirs):
+        what = "tokens"
+    elif _visible(decode(ours, special=False)) == _visible(decode(theirs, special=False)):
+        what = "glue"
+    else:
+        outcome, what = "forked", "text"
+    return Drift(outcome=outcome, what=what, kept=len(ours), rendered=len(theirs), **known)
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many tokens, or letters, both begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _visible(text: str) -> str:
+    return "".join(text.split())
+
+
+class Renderer:
+    """A tokenizer (or a processor, which has one) and its chat template; with `chat=False` there is no template, and a
+    conversation is its messages' contents, one after the other.
+
+    `tools` are offered to the template, `options` are passed on to it (`enable_thinking`, ...).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if chat and not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"tokenizer: got {type(tokenizer).__name__} without a chat template, expected one that has it, or a "
+                "prompt of text or token ids instead of messages"
+            )
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.tools = None if tools is None else [dict(tool) for tool in tools]
+        self.options = dict(options or {})
+        self._inner = getattr(tokenizer, "tokenizer", tokenizer)
+
+    def text(self, messages: Sequence[Mapping[str, Any]], generation: bool) -> str:
+        """The conversation as the template writes it, with what a model's turn begins with if `generation`."""
+        if not self.chat:
+            return "".join(message["content"] for message in messages)
+        plain = [_for_template(message) for message in messages]
+        return str(
+            self.tokenizer.apply_chat_template(
+                plain, tools=self.tools, add_generation_prompt=generation, tokenize=False, **self.options
+            )
+        )
+
+    def encode(self, text: str, images: Sequence[Any] = ()) -> list[int]:
+        """[n] The ids of a text, with no special tokens but those it spells; a processor writes a placeholder for
+        each of the images as often as the model takes it."""
+        if images and self._inner is not self.tokenizer:
+            from rollbook.rollout.processing import Preparer
+
+            return list(Preparer(self.tokenizer).prepare(Prompt(text=text, images=images)).ids)
+        return list(self._inner(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int], special: bool = True) -> str:
+        """The text of ids, by choice without special tokens."""
+        return str(self._inner.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], generation: bool = True, images: Sequence[Any] = ()
+    ) -> list[int]:
+        """[n] A whole conversation, rendered and tokenized."""
+        return self.encode(self.text(messages, generation), images)
+
+    def endings(self, before: str, now: str) -> tuple[list[int], list[int]]:
+        """[n], [m] The ids of two texts from the last special token on that both have, in texts that are the same up
+        to it: tokenizers cut a text there first, so that what comes before it is the same tokens."""
+        same = len(before) if now.startswith(before) else _shared(before, now)
+        cut = max((before.rfind(token, 0, same) for token in self._inner.all_special_tokens), default=0)
+        return self.encode(before[max(cut, 0) :]), self.encode(now[max(cut, 0) :])
+
+    def content(self, context: Sequence[Mapping[str, Any]], ids: Sequence[int], ended: bool) -> str:
+        """What the model wrote in a turn after `context`, without the tokens that end it if it `ended` by itself."""
+        text = self.decode(ids)
+        if not ended or not ids:
+            return text
+        try:
+            closing = self._turn(context, {"role": "assistant"}, (), False)[0]
+        except Exception:  # a template that writes no plain turn says nothing of how turns end
+            closing = ""
+        if sampled := self._overlap(text, closing):
+            return text.removesuffix(sampled)
+        return self.decode(ids[:-1]) if ids[-1] in self._inner.all_special_ids else text
+
+    def after(
+        self,
+        context: Sequence[Mapping[str, Any]],
+        turn: Mapping[str, Any],
+        ids: Sequence[int],
+        ended: bool,
+        new: Sequence[Mapping[str, Any]],
+        generation: bool = True,
+        images: Sequence[Any] = (),
+    ) -> list[int]:
+        """[n] What follows the sampled `ids` of a `turn` (the assistant's message after `context`): whatever of the
+        turn's end was not sampled, the `new` messages, and what the next turn begins with if `generation`.
+
+        The template is asked about a turn with other content, since what it does to this one (drop its thinking, trim
+        it) must not change what comes after it.
+        """
+        # A tool's message may need the call it answers. Where that does not render, a turn of plain content may.
+        standing_in = [{"role": "assistant"}]
+        if turn.get("tool_calls"):
+            standing_in.insert(0, {name: value for name, value in turn.items() if name != "content"})
+        failures = []
+        for message in standing_in:
+            try:
+                closing, rest = self._turn(context, message, new, generation)
+                break
+            except Exception as error:  # templates raise what they like
+                failures.append(f"{type(error).__name__}: {error}")
+        else:
+            raise ValueError(
+                f"messages: the template cannot render {[one.get('role') for one in new]} after the model's turn "
+                f"({failures[0]}); render them yourself and use observe_tokens"
+            )
+        if self.chat and new and rest == self._rest_alone(context, message, generation):
+            raise ValueError(
+                f"messages: the template puts {[one.get('role') for one in new]} nowhere after the model's turn, "
+                "expected it there; render it yourself and use observe_tokens, or have on_fork='fork'"
+            )
+        sampled = self._overlap(self.decode(ids), closing) if ended else ""
+        return self.encode_after(sampled, closing.removeprefix(sampled) + rest, images)
+
+    def _turn(
+        self, context: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], new: Sequence[Any], generation: bool
+    ) -> tuple[str, str]:
+        """What the template writes after a turn's content: what ends the turn, and all that follows."""
+        mark = _MARK
+        while mark in repr((context, turn, new, self.tools)):
+            mark = f"x{mark}x"
+        marked = [*context, {**turn, "content": mark}]
+        alone, whole = self.text(marked, False), self.text([*marked, *new], generation)
+        if alone.count(mark) != 1 or whole.count(mark) != 1:
+            raise ValueError("the template does not write the turn's content once")
+        end, rest = (text.partition(mark)[2] for text in (alone, whole))
+        if not turn.get("tool_calls"):
+            closing = end[: _shared(end, rest)]
+            return closing, rest[len(closing) :]
+        # Calls stand between the content and the turn's end; what ends a turn without calls ends this one too.
+        closing = self._turn(context, {"role": "assistant"}, (), False)[0]
+        if not whole.startswith(alone) or not alone.endswith(closing):
+            raise ValueError("the template writes a turn with calls otherwise when messages follow")
+        return closing, whole[len(alone) :]
+
+    def _rest_alone(
+        self, context: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], generation: bool
+    ) -> str | None:
+        """What would follow a turn without messages, which a template may put somewhere else; `None` where it refuses
+        to let another turn of the model follow."""
+        try:
+            return self._turn(context, turn, (), generation)[1]
+        except Exception:  # templates raise what they like
+            return None
+
+    def _overlap(self, text: str, closing: str) -> str:
+        """How much of a turn's end was sampled: the longest beginning of it, by tokens, that the text ends with."""
+        ids = self.encode(closing)
+        parts = (self.decode(ids[:stop]) for stop in range(len(ids), 0, -1))
+        return next((part for part in parts if part and text.endswith(part) and closing.startswith(part)), "")
+
+    def encode_after(self, before: str, text: str, images: Sequence[Any] = ()) -> list[int]:
+        """[n] The ids of a text that follows another: some tokenizers put a space before a text's first word."""
+        alone, anchor = self.encode(text, images), before or "a"
+        start, whole = self.encode(anchor), self.encode(anchor + text, images)
+        rest = whole[len(start) :]
+        same = whole[: len(start)] == start and self.decode(rest).strip() == self.decode(alone).strip()
+        return rest if same else alone
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates take it: servers give no content beside calls, and a call's arguments as JSON text."""
+    made = {**message, "content": message.get("content") if message.get("content") is not None else ""}
+    if message.get("tool_calls"):
+        made["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return made
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call

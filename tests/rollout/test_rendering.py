@@ -1,0 +1,175 @@
+"""What a message adds after a sampled turn, and what templates and tokenizers would do to earlier tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rollbook.rollout.rendering import Drift, Drifts, Renderer, compare
+from tests import tiny
+from tests.rollout import templates
+from tests.rollout.templates import END, ids, merging, with_template
+
+USER = {"role": "user", "content": "what is 6 x 7?"}
+RESULT = {"role": "tool", "content": "42"}
+
+
+def turn(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def after(renderer: Renderer, text: str, sampled: list[int], new: list[Any], ended: bool = True, **more: Any) -> str:
+    """What is appended, as text."""
+    return renderer.decode(renderer.after([USER], turn(text), sampled, ended, new, **more))
+
+
+def test_what_ends_a_turn_is_appended_as_far_as_it_was_not_sampled() -> None:
+    renderer = Renderer(with_template(templates.NEWLINES))
+    said = ids(renderer.tokenizer, "call")
+    rest = "\n<|tool|>\n42<|end|>\n<|assistant|>\n"
+    assert after(renderer, "call", [*said, END], [RESULT]) == rest
+    assert after(renderer, "call", said, [RESULT], ended=False) == "<|end|>" + rest
+    assert after(renderer, "call", said, [RESULT]) == "<|end|>" + rest  # by a stop text, say
+    assert after(renderer, "call", [*said, END], [RESULT], generation=False) == "\n<|tool|>\n42<|end|>\n"
+    # A turn that a limit cut just after something like its end is cut all the same.
+    assert after(renderer, "call", [*said, END], [RESULT], ended=False) == "<|end|>" + rest
+
+
+def test_the_whole_is_the_rendering_where_nothing_is_changed() -> None:
+    for template in (tiny.TEMPLATE, templates.NEWLINES, templates.CALLING):
+        renderer = Renderer(with_template(template))
+        sampled = [*ids(renderer.tokenizer, "yes."), END]
+        new = [{"role": "user", "content": "sure?"}, {"role": "user", "content": "é"}]
+        made = renderer.prompt([USER]) + sampled + renderer.after([USER], turn("yes."), sampled, True, new)
+        assert made == renderer.prompt([USER, turn("yes."), *new])
+
+
+def test_content_is_what_the_model_wrote() -> None:
+    renderer = Renderer(with_template(templates.NEWLINES))
+    said = ids(renderer.tokenizer, "a <|end|> b\n")
+    assert renderer.content([USER], [*said, END], True) == "a <|end|> b\n"
+    assert renderer.content([USER], [*said, END, *ids(renderer.tokenizer, "\n")], True) == "a <|end|> b\n"
+    assert renderer.content([USER], said, False) == "a <|end|> b\n"
+    other_end = [*ids(renderer.tokenizer, "a"), 0]
+    assert renderer.content([USER], other_end, True) == "a"  # another special token than the template's
+    assert renderer.content([USER], [], True) == ""
+    plain = Renderer(renderer.tokenizer, chat=False)
+    assert plain.content([], [*ids(renderer.tokenizer, "a"), END], True) == "a"
+
+
+def test_thinking_that_a_template_drops_does_not_change_what_follows() -> None:
+    renderer = Renderer(with_template(templates.THINKING))
+    text = "<think>hm</think>\nfive"
+    sampled = [*ids(renderer.tokenizer, text), END]
+    assert after(renderer, text, sampled, [USER]) == "\n<|user|>what is 6 x 7?<|end|>\n<|assistant|>"
+
+
+def test_several_tools_messages_are_rendered_together() -> None:
+    renderer = Renderer(with_template(templates.CALLING))
+    call = {"type": "function", "function": {"name": "mul", "arguments": '{"a": 6}'}}
+    message = turn("", tool_calls=[call])
+    sampled = [*ids(renderer.tokenizer, '{"name": "mul", "arguments": {"a": 6}}'), END]
+    made = renderer.after([USER], message, sampled, True, [RESULT, {"role": "tool", "content": "43"}])
+    assert renderer.decode(made) == "\n<|user|>[42][43]<|end|>\n<|assistant|>"
+    assert renderer.prompt([USER]) + sampled + made == renderer.prompt(
+        [USER, message, RESULT, {"role": "tool", "content": "43"}]
+    )
+
+
+def test_what_a_template_refuses_is_said() -> None:
+    renderer = Renderer(with_template(templates.CALLING))
+    with pytest.raises(ValueError, match=r"cannot render \['tool'\].*a tool answers a call.*observe_tokens"):
+        renderer.after([USER], turn("no call"), [END], True, [RESULT])
+    silent = Renderer(with_template(templates.HOISTING))
+    with pytest.raises(ValueError, match=r"puts \['system'\] nowhere after the model's turn"):
+        silent.after([USER], turn("x"), [END], True, [{"role": "system", "content": "be brief"}])
+    with pytest.raises(ValueError, match="without a chat template"):
+        Renderer(with_template(""))
+
+
+def test_a_conversation_may_hold_what_stands_in_for_a_turn() -> None:
+    renderer = Renderer(with_template(tiny.TEMPLATE))
+    new = [{"role": "tool", "content": "xTURNx xxTURNxx"}]
+    made = renderer.after([{"role": "user", "content": "xTURNx"}], turn("xTURNx"), [END], True, new)
+    assert renderer.decode(made) == "<|tool|>xTURNx xxTURNxx<|end|><|assistant|>"
+
+
+def test_options_and_tools_reach_the_template() -> None:
+    template = "{{ tools | length if tools else 0 }}{{ mood }}" + tiny.TEMPLATE
+    renderer = Renderer(with_template(template), tools=[{"name": "f"}], options={"mood": "!"})
+    assert renderer.text([USER], False).startswith("1!<|user|>")
+
+
+def test_a_words_tokenizer_appends_every_word() -> None:
+    renderer = Renderer(tiny.words())
+    made = renderer.after([USER], turn("yes"), [END], True, [{"role": "tool", "content": "the answer is five"}])
+    assert renderer.decode(made, special=False) == "the answer is five"
+    plain = Renderer(tiny.words(), chat=False)
+    assert plain.decode(plain.encode_after("", "the answer")) == "the answer"
+    assert plain.decode(plain.encode_after("", "zebra the answer")) == "<unk> the answer"
+    few = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "answer": 2}, unk_token="<unk>"))
+    few.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    unread = Renderer(PreTrainedTokenizerFast(tokenizer_object=few, unk_token="<unk>"), chat=False)
+    assert unread.encode_after("", "the answer") == [1, 2]  # though nothing before it could be read
+
+
+def test_tokens_that_spell_the_same_text_are_realigned() -> None:
+    renderer = Renderer(merging())
+    whole, letters = ids(merging(), "the"), [ids(merging(), letter)[0] for letter in "the"]
+    assert len(whole) == 1 and whole != letters
+    head = renderer.prompt([USER])
+    found = compare([*head, *letters, END], [*head, *whole, END], renderer.decode)
+    assert found == Drift(outcome="realigned", what="tokens", kept=3, rendered=1)
+
+
+TEXTS = st.lists(st.sampled_from(["t", "h", "e", " ", "\n", "é", "<|end|>", "<|user|>"]), max_size=12).map("".join)
+
+
+@given(TEXTS, TEXTS, TEXTS)
+def test_endings_leave_out_only_tokens_that_are_the_same(head: str, one: str, other: str) -> None:
+    renderer = Renderer(merging())
+    before, now = head + one, head + other
+    ours, theirs = renderer.endings(before, now)
+    whole, all_ = renderer.encode(before), renderer.encode(now)
+    left_out = len(whole) - len(ours)
+    assert whole[left_out:] == ours and all_[left_out:] == theirs and whole[:left_out] == all_[:left_out]
+
+
+def test_special_tokens_and_white_space_are_glue_and_words_are_not() -> None:
+    renderer = Renderer(tiny.bytes_())
+
+    def found(kept: str, rendered: str) -> Drift:
+        return compare(ids(tiny.bytes_(), kept), ids(tiny.bytes_(), rendered), renderer.decode)
+
+    assert found("a<|end|>b", "a<|end|>b").outcome == "clean"
+    assert found("a \n<|end|>b", "a<|end|>b") == Drift(outcome="realigned", what="glue", kept=2, rendered=0)
+    assert found("a<|end|>b", "a<pad>b") == Drift(outcome="realigned", what="glue", kept=1, rendered=1)
+    assert found("thinking a", "a") == Drift(outcome="forked", what="text", kept=9, rendered=0)
+    assert found("a", "a b").outcome == "forked"
+
+
+@given(st.lists(st.integers(9, 12)), st.lists(st.integers(9, 12)), st.lists(st.integers(9, 12)))
+def test_only_what_lies_between_equal_ends_is_counted(head: list[int], middle: list[int], tail: list[int]) -> None:
+    renderer = Renderer(tiny.bytes_())
+    found = compare([*head, *middle, *tail], [*head, *tail], renderer.decode)
+    assert (found.outcome == "clean") == (not middle)
+    assert found.kept - found.rendered == len(middle)
+    assert found.rendered == 0  # what is left out somewhere is found as that
+
+
+def test_counts() -> None:
+    found = Drifts([Drift(outcome="clean"), Drift(outcome="unchecked", what="because")])
+    assert found.counts == {"clean": 1, "realigned": 0, "forked": 0, "unchecked": 1}
+    assert found[1].to_dict() == {
+        "outcome": "unchecked",
+        "what": "because",
+        "kept": 0,
+        "rendered": 0,
+        "by": "template",
+        "policy": "keep",
+    }
