@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu lint bench fuzz compat clean
+.PHONY: demo test test-gpu test-vllm lint bench fuzz compat clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollbook needs Python 3.11 or later; set PYTHON")'
@@ -22,6 +22,12 @@ test-gpu:  ## on a machine with a CUDA device, with the Python that has its torc
 	PYTHONPATH=src $(PYTHON) -m pytest tests_gpu
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_device
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_kernels
+	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_making
+
+VLLM_PYTHON ?= $(CURDIR)/.vllm/bin/python
+test-vllm: $(STAMP)  ## the engine against real servers: vLLM's CPU build in .vllm/ (about 4 GB), transformers serve
+	@test -x $(VLLM_PYTHON) || $(BIN)/python tests_vllm/install.py .vllm
+	VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -s tests_vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -43,4 +49,4 @@ compat:  ## the tests on another Python and torch (downloads that torch from the
 	.compat/bin/python -m pytest
 
 clean:
-	rm -rf $(VENV) .compat .bench build dist src/*.egg-info
+	rm -rf $(VENV) .compat .bench .vllm build dist src/*.egg-info

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import peers
 from rollbook import EID, Experience, Experiences, draw, fields
+from rollbook.algorithms import ESTIMATORS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -125,3 +126,26 @@ def test_pictures_are_drawn_by_the_code() -> None:
         assert (ROOT / "docs" / "pictures" / name).read_text() == picture, (
             f"python -m rollbook.draw docs/pictures: {name}"
         )
+
+
+def test_making_page() -> None:
+    scope: dict[str, Any] = {}
+    try:
+        for code in blocks(ROOT / "docs" / "making.md"):
+            exec(code, scope)
+    finally:
+        ESTIMATORS.withdraw("best_of_group")
+    assert len(scope["batch"]) == 24 and scope["batch"].advantages.abs().max() > 0
+    assert sum(scope["rewards"][-4:]) > sum(scope["rewards"][:4])  # GRPO learns
+    assert len(scope["value_losses"]) == 6 and all(loss == loss for loss in scope["value_losses"])
+    scores = scope["found"].advantages[:, 0].tolist()
+    assert set(scores) == {0.0, 0.5}  # the best of each group, and the others
+
+
+def test_episodes_page() -> None:
+    scope: dict[str, Any] = {}
+    for code in blocks(ROOT / "docs" / "episodes.md"):
+        exec(code, scope)
+    assert scope["asked"] == "6 * 7" and scope["record"].reward == 1.0
+    assert [row.reward for row in scope["rows"]] == [1.0, 0.0]
+    assert scope["episode"].drift.counts["clean"] > 0

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from rollbook.rollout.engine import Cancel as Cancel
     from rollbook.rollout.engine import Engine as Engine
     from rollbook.rollout.engine import Request as Request
+    from rollbook.rollout.episode import Episode as Episode
+    from rollbook.rollout.episode import act_all as act_all
+    from rollbook.rollout.local import TransformersEngine as TransformersEngine
+    from rollbook.rollout.openai import OpenAIEngine as OpenAIEngine
+    from rollbook.rollout.rendering import Drift as Drift
+    from rollbook.rollout.rendering import Drifts as Drifts
+    from rollbook.rollout.rendering import Renderer as Renderer
     from rollbook.rollout.scripted import Line as Line
     from rollbook.rollout.scripted import ScriptedEngine as ScriptedEngine
     from rollbook.rollout.types import Prompt as Prompt
@@ -25,14 +32,21 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Cancel": "engine",
+    "Drift": "rendering",
+    "Drifts": "rendering",
     "Engine": "engine",
+    "Episode": "episode",
     "Line": "scripted",
+    "OpenAIEngine": "openai",
     "Prompt": "types",
+    "Renderer": "rendering",
     "Request": "engine",
     "RunInfo": "types",
     "Sample": "types",
     "Sampling": "types",
     "ScriptedEngine": "scripted",
+    "TransformersEngine": "local",
+    "act_all": "episode",
 }
 
 __all__ = sorted(_HOMES)
