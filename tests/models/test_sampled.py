@@ -76,7 +76,7 @@ def test_images(record_property: Callable[[str, object], None]) -> None:
     # Nothing is cut off here, so that what was sampled from is what is scored: all tokens but the image's.
     for temperature in (0.7, 1.2):
         found = actor.engine.generate(
-            prompts, n=3, max_tokens=12, temperature=temperature, logprobs="processed", seed=2, ignore_eos=True
+            prompts, n=3, max_tokens=12, temperature=temperature, logprobs="tempered", seed=2, ignore_eos=True
         )
         records = [one.to_experience() for one in found]
         assert [one.error for one in found] == [None] * 9

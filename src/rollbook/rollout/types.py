@@ -23,7 +23,8 @@ LogprobsKind = Literal["processed", "tempered", "raw"]
 """Which distribution log-probs are of.
 
 - `processed`: the one that was sampled from, after temperature and truncation (top-k, top-p, min-p).
-- `tempered`: after temperature, before truncation: what a training forward pass at that temperature gives.
+- `tempered`: after temperature and without suppressed tokens, before truncation: what a training forward pass at that
+  temperature gives.
 - `raw`: of the model's own logits, at temperature 1.
 """
 KINDS: tuple[str, ...] = get_args(LogprobsKind)

@@ -1,0 +1,364 @@
+"""`TransformersEngine`: samples of a local transformers model, text or vision, from its own decoding loop.
+
+Invariant: a token's log-prob is of the forward pass that it was sampled from, and its version that of the weights then;
+what is sampled for a prompt depends on the prompt, its options and its seeds, not on what else is in the batch (up to
+the rounding of logits); a row that fails, or does not fit, fails alone. Model and weights are left as they were found.
+
+A prompt is run through the model once for all of its samples, then its cache is repeated. Rows that are finished leave
+the batch once there are enough of them. A sample that goes on later is run through the model again, as far as it got.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rollbook.algorithms.registry import whole_number
+from rollbook.rollout.choosing import COLDEST
+from rollbook.rollout.decoding import Batch, Finished, Row, Runner, Work
+from rollbook.rollout.engine import Cancel, Engine, Request
+from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
+from rollbook.rollout.processing import Prepared, Preparer
+from rollbook.rollout.stopping import StopTexts, begin
+from rollbook.rollout.types import FinishReason, LogprobsKind, Prompt, RunInfo, Sample
+
+_TURN = 32
+"""After so many tokens a call lets others have the model."""
+_WINDOW = 4
+"""So many batches' prompts are made ready, and sorted by length, before the first of them is run."""
+
+
+class TransformersEngine(Engine):
+    """Generates with a transformers model: any causal or vision-language one, on any device, PEFT adapters and all.
+
+    model: the model, or an object that has it as `.model`. tokenizer, or processor (which has one) for images; without
+    either, prompts are token ids. A batch has at most `max_batch_rows` samples, and at most `max_batch_tokens` tokens
+    if each becomes as long as it may; what does not fit in memory is halved. `version` is the policy's number, to be
+    set when weights change; inputs are put on `device`, by default where the model's input embeddings are.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...     num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=32)
+    >>> engine = TransformersEngine(LlamaForCausalLM(config), version=3)
+    >>> samples = engine.generate([[5, 6, 7], [8]], n=2, max_tokens=4, ignore_eos=True, temperature=0.5)
+    >>> [len(sample.response_ids) for sample in samples], samples[0].versions, samples[0].finish_reason
+    ([4, 4, 4, 4], [3, 3, 3, 3], 'length')
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        processor: Any = None,
+        *,
+        max_batch_rows: int = 256,
+        max_batch_tokens: int = 262_144,
+        version: int = 0,
+        device: torch.device | str | None = None,
+        add_special_tokens: bool = False,
+    ) -> None:
+        self.model = _model_of(model)
+        self.config = self.model.config
+        if getattr(self.config, "is_encoder_decoder", False):
+            raise ValueError(f"model: got {type(self.model).__name__}, expected one that decodes without an encoder")
+        self.max_batch_rows = whole_number("max_batch_rows", max_batch_rows, 1)
+        self.max_batch_tokens = whole_number("max_batch_tokens", max_batch_tokens, 1)
+        self.version = whole_number("version", version)
+        self.preparer = Preparer(tokenizer, processor, self.config, add_special_tokens=add_special_tokens)
+        self.tokenizer: Any = self.preparer.tokenizer
+        self.processor = self.preparer.processor
+        self.runner = Runner(self.model, device)
+        self.ends = _end_ids(self.runner.base, self.tokenizer)
+        """The ids that end a response."""
+        self._turns = threading.Lock()
+
+    @property
+    def work(self) -> Work:
+        """What it has done so far, in numbers."""
+        return self.runner.work
+
+    @property
+    def run(self) -> RunInfo:
+        """What all samples have in common, as of now: adapters and templates can be changed."""
+        import transformers
+
+        named = str(getattr(self.config, "_name_or_path", "") or "")
+        adapters = getattr(self.model, "active_adapters", None) if hasattr(self.model, "peft_config") else None
+        names = adapters() if callable(adapters) else adapters
+        template = template_fingerprint(self.processor)
+        return RunInfo(
+            engine="transformers",
+            engine_version=transformers.__version__,
+            model=named or type(self.runner.base).__name__,
+            tokenizer=self._tokenizer_fingerprint,
+            chat_template=template if template is not None else template_fingerprint(self.tokenizer),
+            adapter=",".join(names) if names else None,
+        )
+
+    @cached_property
+    def _tokenizer_fingerprint(self) -> str | None:
+        return tokenizer_fingerprint(self.tokenizer)  # of a large vocabulary it takes a while
+
+    # --- a call -------------------------------------------------------------------------------------------------------
+
+    def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+        run_id = self.run.id
+        stops: dict[tuple[str, ...], StopTexts] = {}
+        for window in self._windows(requests):
+            rows: list[Row] = []
+            for request in window:
+                try:
+                    rows += self._rows(request, stops, run_id, ready=not cancel.requested)
+                except Exception as error:  # this prompt's own failure
+                    for k in range(len(request.eids)):
+                        yield request.position + k, request.failed(k, error, run_id)
+            waiting = deque(self._planned(rows))
+            while waiting:
+                yield from self._batch(waiting.popleft(), waiting, cancel)
+
+    def _batch(self, rows: list[Row], waiting: deque[list[Row]], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+        """Run one batch to its end; if it fails, its halves wait, and a single row is given up."""
+        batch = Batch(self.runner, rows, lambda: self.version)
+        while batch.count:
+            if cancel.requested:
+                for row in batch.unfinished:
+                    yield row.place, self._sample(row, "abort")
+                return
+            failure: Exception | None = None
+            try:
+                finished = self._advance(batch, cancel)
+            except Exception as error:
+                failure = error.with_traceback(None)  # its frames hold the batch's memory
+            if failure is None:
+                for row, reason, what in finished:
+                    yield row.place, self._sample(row, reason, what)
+                continue
+            left = batch.unfinished
+            del batch
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if len(left) == 1:
+                yield left[0].place, self._sample(left[0], "error", failure)
+            else:
+                self.runner.work.splits += 1
+                half = len(left) // 2
+                waiting.extendleft((left[half:], left[:half]))
+            return
+
+    def _advance(self, batch: Batch, cancel: Cancel) -> list[Finished]:
+        """Sample tokens until rows finish, or others should have a turn. Nobody else uses the model meanwhile."""
+        with self._turns, torch.no_grad(), _evaluating(self.model), _attention(batch):
+            for _ in range(_TURN):
+                finished = batch.step()
+                if finished or cancel.requested:
+                    return finished
+        return []
+
+    # --- its rows -----------------------------------------------------------------------------------------------------
+
+    def _windows(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        window: list[Request] = []
+        rows = 0
+        for request in requests:
+            window.append(request)
+            rows += len(request.eids)
+            if rows >= _WINDOW * self.max_batch_rows:
+                yield window
+                window, rows = [], 0
+        if window:
+            yield window
+
+    def _rows(self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, ready: bool) -> list[Row]:
+        how, before = request.sampling, request.started
+        if ready or before is not None:
+            prepared = self._prepared(request)
+        else:  # cancelled already: they come back as they are, to be made ready when they go on
+            prepared = Prepared(ids=tuple(request.prompt.token_ids or ()))
+        kind: LogprobsKind | None = "raw" if how.logprobs is not None and how.temperature < COLDEST else how.logprobs
+        if before is not None and before.response_ids:
+            known = before.logprobs_kind if before.logprobs is not None else None
+            if known != kind:
+                raise ValueError(f"logprobs: got {kind!r}, expected {known!r}, which the sample has so far")
+        if how.extra:
+            raise ValueError(f"extra: got {sorted(how.extra)}, expected none: this engine has no options of its own")
+        for name in ("suppress", "stop_token_ids"):
+            for i, token in enumerate(getattr(how, name)):
+                if token >= self.runner.vocabulary:
+                    raise ValueError(f"{name}[{i}]: got {token}, expected an id below {self.runner.vocabulary}")
+        texts = None
+        if how.stop:
+            if self.tokenizer is None:
+                raise ValueError(f"stop: got {list(how.stop)}, expected none: there is no tokenizer")
+            texts = stops.setdefault(tuple(how.stop), StopTexts(how.stop, self._decode_all))
+        return [
+            Row(
+                request=request,
+                k=k,
+                run_id=run_id,
+                prepared=prepared,
+                ids=list(before.response_ids) if before is not None else [],
+                logprobs=list(before.logprobs or ()) if before is not None else [],
+                versions=list(before.versions or ()) if before is not None else [],
+                kind=kind,
+                limit=(len(before.response_ids) if before is not None else 0) + request.budget,
+                suppress=tuple(sorted({*how.suppress, *self.runner.suppressed})),
+                ends=frozenset() if how.ignore_eos else self.ends,
+                stop_ids=frozenset(how.stop_token_ids),
+                texts=texts,
+            )
+            for k in range(len(request.eids))
+        ]
+
+    def _prepared(self, request: Request) -> Prepared:
+        """The prompt's tokens and media: of a sample that goes on exactly those that it has."""
+        prompt, how, before = request.prompt, request.sampling, request.started
+        known = before is not None and before.prompt_ids
+        if before is not None and known and (before.media is not None or not _has_media(prompt)):
+            prepared = Prepared(ids=tuple(before.prompt_ids), media=before.media, text=before.prompt_text)
+        else:
+            prepared = self.preparer.prepare(prompt, how)
+            if before is not None and known and prepared.ids != tuple(before.prompt_ids):
+                raise ValueError(f"prompt: got {len(prepared.ids)} tokens that are not those of sample {before.eid}")
+        wrong = next((i for i, token in enumerate(prepared.ids) if token >= self.runner.vocabulary), None)
+        if wrong is not None:
+            raise ValueError(
+                f"prompt[{wrong}]: got token {prepared.ids[wrong]}, expected one below {self.runner.vocabulary}"
+            )
+        if self.runner.positions is not None and len(prepared.ids) + how.max_tokens > self.runner.positions:
+            raise ValueError(
+                f"prompt: got {len(prepared.ids)} tokens and max_tokens {how.max_tokens}, expected at most "
+                f"{self.runner.positions} together, the model's positions"
+            )
+        return prepared
+
+    def _planned(self, rows: list[Row]) -> Iterator[list[Row]]:
+        """Rows in batches: those of a prompt together, the longest first where there are several batches."""
+        if len(rows) > self.max_batch_rows or len(rows) * max((row.longest for row in rows), default=0) > (
+            self.max_batch_tokens
+        ):
+            rows = sorted(rows, key=lambda row: row.longest, reverse=True)
+        batch: list[Row] = []
+        longest, shape = 0, None
+        for row in rows:
+            longest = max(longest, row.longest)
+            full = len(batch) == self.max_batch_rows or (len(batch) + 1) * longest > self.max_batch_tokens
+            if batch and (full or (None not in (shape, row.shape) and row.shape != shape)):
+                yield batch
+                batch, longest, shape = [], row.longest, None
+            batch.append(row)
+            shape = row.shape if shape is None else shape
+        if batch:
+            yield batch
+
+    # --- its samples --------------------------------------------------------------------------------------------------
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _text(self, row: Row, stopped: bool, what: str | int | None) -> str | None:
+        if self.tokenizer is None:
+            return None
+        text = self._decode(row.ids)
+        if not stopped or row.request.sampling.include_stop:
+            return text
+        if isinstance(what, str):
+            cut = begin(what, row.ids, self._decode)
+            return text if cut < 0 else text[:cut]  # a stop text of special tokens is not in it
+        return self._decode(row.ids[:-1])
+
+    def _sample(self, row: Row, reason: FinishReason, what: str | int | Exception | None = None) -> Sample:
+        request, before, prepared = row.request, row.request.started, row.prepared
+        made: dict[str, Any] = {
+            "prompt_ids": list(prepared.ids),
+            "response_ids": row.ids,
+            "logprobs": None if row.kind is None else row.logprobs,
+            "logprobs_kind": row.kind,
+            "versions": row.versions if len(row.versions) == len(row.ids) else None,
+            "text": self._text(row, reason == "stop", None if isinstance(what, Exception) else what),
+            "prompt_text": prepared.text,
+            "media": prepared.media,
+            "sampling": {**request.options(row.k), "suppress": list(row.suppress)},
+            "metrics": dict(before.metrics) if before is not None else {},
+            "info": dict(before.info) if before is not None else {},
+        }
+        if prepared.truncated_from is not None:
+            made["info"]["prompt_truncated_from"] = prepared.truncated_from
+        if isinstance(what, Exception):
+            return request.failed(row.k, what, row.run_id, **made)
+        return Sample(
+            prompt=request.prompt,
+            eid=request.eids[row.k],
+            finish_reason=reason,
+            stop_reason=what,
+            run_id=row.run_id,
+            group_size=before.group_size if before is not None else request.sampling.n,
+            **made,
+        )
+
+
+def _has_media(prompt: Prompt) -> bool:
+    """Whether a prompt has images or videos, in the parts of its messages too."""
+    contents = [message.get("content") for message in prompt.messages or ()]
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+    kinds = ("image", "image_url", "video")
+    return bool(prompt.images or prompt.videos) or any(
+        isinstance(part, dict) and part.get("type") in kinds for part in parts
+    )
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model without dropout; modules that were training are again after it."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _attention(batch: Batch) -> AbstractContextManager[None]:
+    """Attention for sequences that grow by a token. cuDNN plans its kernels for each length, which takes longer than
+    the model's forward pass: not without a mask, where flash attention does as well; with one, lengths are rounded."""
+    if batch.padded or batch.runner.device.type != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    made: AbstractContextManager[None] = sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+    return made
+
+
+def _model_of(given: Any) -> Any:
+    """The transformers model itself, or the one that a wrapper has as `.model`."""
+    from transformers import PreTrainedModel
+
+    model = given
+    # A transformers model and a PEFT one have a `.model` as well: their trunk.
+    while not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config") and hasattr(model, "model"):
+        model = model.model
+    if not isinstance(model, torch.nn.Module) or not (hasattr(model, "config") and hasattr(model, "generate")):
+        raise ValueError(f"model: got {type(given).__name__}, expected a transformers model or an object with `.model`")
+    return model
+
+
+def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a response, by the model's generation config, its configs and the tokenizer."""
+    found: set[int] = set()
+    text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else None
+    for holder in (getattr(model, "generation_config", None), model.config, text, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        found.update(each for each in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(each, int))
+    return frozenset(each for each in found if each >= 0)

@@ -1,0 +1,351 @@
+"""A prompt's tokens and media: text or a chat through the tokenizer, images and videos through the processor, once.
+
+Invariant: a prompt is processed once, however many samples are made of it; its ids hold a placeholder for everything
+that its media give to the model, and no prompt with media is ever cut.
+
+Images are PIL images, paths, `file://` and `data:` addresses, encoded bytes, arrays or tensors (height, width,
+channels, or channels first), or a mapping with one of them under `image`, `path`, `url` or `bytes`. Media that are
+processed already go with token ids that hold their placeholders: `Prompt(token_ids=..., images={"pixel_values": ...,
+"image_grid_thw": ...})`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+import numpy as np
+import torch
+
+from rollbook.media import SHARED, is_picture
+from rollbook.rollout.types import Prompt, Sampling
+
+SOURCES = ("image", "path", "url", "bytes", "image_url", "video")
+"""Where a mapping, or a part of a message, may have an image or a video."""
+_TOKENS = ("input_ids", "attention_mask")
+_PLACEHOLDERS = {
+    "image": ("image_token_id", "image_token_index"),
+    "video": ("video_token_id", "video_token_index"),
+    "audio": ("audio_token_id", "audio_token_index"),
+    "start": ("vision_start_token_id",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A prompt as a model takes it.
+
+    `ids`: with placeholders expanded. `media`: the processor's tensors under the model's names, `None` without any.
+    `text`: what was tokenized. `truncated_from`: how many ids there were, if some were cut.
+
+    >>> Prepared(ids=(5, 6)).media is None
+    True
+    """
+
+    ids: tuple[int, ...]
+    media: Mapping[str, torch.Tensor] | None = None
+    text: str | None = None
+    truncated_from: int | None = None
+
+
+def placeholders(config: Any) -> dict[str, int]:
+    """The token ids that stand for media, by what they stand for, as a model's config has them.
+
+    >>> class Config:
+    ...     image_token_id = 8
+    >>> placeholders(Config()), placeholders(None)
+    ({'image': 8}, {})
+    """
+    found = {}
+    for what, names in _PLACEHOLDERS.items():
+        known = [getattr(config, name, None) for name in names]
+        ids = [each for each in known if isinstance(each, int) and each >= 0]
+        if ids:
+            found[what] = ids[0]
+    return found
+
+
+class Preparer:
+    """Makes prompts ready with a tokenizer, or a processor that has one; `config` is the model's, if it is known.
+
+    `add_special_tokens` is for plain text; the text of a chat has its special tokens from the template.
+
+    >>> Preparer().prepare(Prompt(token_ids=[5, 6, 7]), Sampling(max_prompt_tokens=2, prompt_overflow="left"))
+    Prepared(ids=(6, 7), media=None, text=None, truncated_from=3)
+    """
+
+    def __init__(
+        self, tokenizer: Any = None, processor: Any = None, config: Any = None, *, add_special_tokens: bool = False
+    ) -> None:
+        if processor is None and hasattr(tokenizer, "tokenizer"):
+            tokenizer, processor = None, tokenizer
+        self.processor = processor
+        self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
+        self.config = config
+        self.add_special_tokens = add_special_tokens
+
+    def prepare(self, prompt: Prompt, sampling: Sampling | None = None) -> Prepared:
+        """One prompt's ids, media and text; a `ValueError` says what is wrong with it."""
+        how = sampling if sampling is not None else Sampling()
+        ready = _ready(prompt)
+        if ready is not None:
+            made = self._with_ready(prompt, ready)
+        elif prompt.messages is not None:
+            messages, images, videos = _parts(prompt)
+            made = self._tokenized(self._templated(prompt, messages), images, videos, special=False)
+        elif prompt.token_ids is not None:
+            made = self._with_ids(prompt)
+        else:
+            text = prompt.text or ""
+            made = self._tokenized(text, list(prompt.images), list(prompt.videos), special=self.add_special_tokens)
+        if not made.ids:
+            raise ValueError("prompt: got no tokens, expected at least one")
+        return self._fitted(made, how)
+
+    # --- text ---------------------------------------------------------------------------------------------------------
+
+    def _templated(self, prompt: Prompt, messages: list[dict[str, Any]]) -> str:
+        maker = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
+        if maker is None:
+            raise ValueError("prompt.messages: got a chat, expected token ids: there is no tokenizer")
+        if not getattr(maker, "chat_template", None):
+            raise ValueError("prompt.messages: got a chat, expected text or token ids: the tokenizer has no template")
+        tools = None if prompt.tools is None else [dict(tool) for tool in prompt.tools]
+        made = maker.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        return str(made)
+
+    def _tokenized(self, text: str, images: list[Any], videos: list[Any], special: bool) -> Prepared:
+        if self.tokenizer is None:
+            raise ValueError(f"prompt.text: got text ({text[:40]!r}), expected token ids: there is no tokenizer")
+        if not images and not videos:
+            ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+            return Prepared(ids=tuple(ids), text=text)
+        features = self._processed(text, images, videos, special)
+        ids = tuple(features["input_ids"].reshape(-1).tolist())
+        return Prepared(ids=ids, media=self._media(features, ids, len(images), len(videos)), text=text)
+
+    def _fitted(self, made: Prepared, how: Sampling) -> Prepared:
+        most, length = how.max_prompt_tokens, len(made.ids)
+        if most is None or length <= most:
+            return made
+        if made.media is not None:
+            raise ValueError(
+                f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens); one with media is not cut"
+            )
+        if how.prompt_overflow == "error":
+            raise ValueError(f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens)")
+        ids = made.ids[-most:] if how.prompt_overflow == "left" else made.ids[:most]
+        text = None if self.tokenizer is None else self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return Prepared(ids=ids, text=text, truncated_from=length)
+
+    # --- media --------------------------------------------------------------------------------------------------------
+
+    def _processed(self, text: str, images: list[Any], videos: list[Any], special: bool) -> Any:
+        """What the processor makes of text and media; the text has a placeholder for each of them."""
+        if self.processor is None:
+            raise ValueError(f"prompt: got {len(images)} images and {len(videos)} videos, expected none: no processor")
+        if videos and getattr(self.processor, "video_processor", None) is None:
+            raise ValueError(f"prompt.videos: got {len(videos)}, expected none: the processor takes no videos")
+        for what, count in (("image", len(images)), ("video", len(videos))):
+            marks = [
+                getattr(self.processor, name, None) for name in (f"{what}_token", f"boi_{what}_token", "boi_token")
+            ]
+            written = [text.count(mark) for mark in marks if isinstance(mark, str) and mark in text]
+            if written and written[0] != count:
+                raise ValueError(
+                    f"prompt.{what}s: got {count}, expected {written[0]}, one for each {what} in the prompt's text"
+                )
+        given: dict[str, Any] = {}
+        if images:
+            given["images"] = [load_image(f"prompt.images[{i}]", image) for i, image in enumerate(images)]
+        if videos:
+            given["videos"] = videos
+        return self.processor(text=[text], return_tensors="pt", add_special_tokens=special, **given)
+
+    def _media(
+        self, features: Mapping[str, Any], ids: Sequence[int], images: int = 0, videos: int = 0
+    ) -> dict[str, torch.Tensor]:
+        media = {name: value for name, value in features.items() if name not in _TOKENS and value is not None}
+        for name, value in media.items():
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"media[{name!r}]: got {type(value).__name__}, expected a tensor")
+        known = placeholders(self.config)
+        if not known:
+            known = placeholders(self.processor)
+        for what, count in (("image", images), ("video", videos)):
+            if what in known and ids.count(known[what]) < count:
+                raise ValueError(
+                    f"prompt.{what}s: got {count}, expected {ids.count(known[what])}, as many as the prompt has "
+                    "placeholders for"
+                )
+            grid = media.get(f"{what}_grid_thw")
+            merge = getattr(getattr(self.config, "vision_config", None), "spatial_merge_size", None)
+            if grid is not None and what in known and merge is not None:
+                wanted = int(grid.reshape(-1, 3).prod(-1).sum()) // merge**2
+                if ids.count(known[what]) != wanted:
+                    raise ValueError(
+                        f"prompt: got {ids.count(known[what])} {what} placeholders, expected {wanted}, by its grids"
+                    )
+        if "mm_token_type_ids" not in media and ("image_grid_thw" in media or "video_grid_thw" in media):
+            # Models whose positions go by these kinds ask for them, in training too.
+            kinds = {known[what]: kind for what, kind in (("image", 1), ("video", 2)) if what in known}
+            media["mm_token_type_ids"] = torch.tensor([[kinds.get(token, 0) for token in ids]])
+        return {name: SHARED.keep(value) for name, value in media.items()}
+
+    def _with_ready(self, prompt: Prompt, ready: Mapping[str, Any]) -> Prepared:
+        if prompt.token_ids is None:
+            raise ValueError("prompt.images: got processed media, expected them beside token_ids with placeholders")
+        tensors = {name: torch.as_tensor(value) for name, value in ready.items()}
+        ids = tuple(prompt.token_ids)
+        return Prepared(ids=ids, media=self._media(tensors, ids), text=self._decoded(ids))
+
+    def _with_ids(self, prompt: Prompt) -> Prepared:
+        """Token ids that hold the expanded placeholders of the images beside them."""
+        ids = tuple(prompt.token_ids or ())
+        if not prompt.images and not prompt.videos:
+            return Prepared(ids=ids, text=self._decoded(ids))
+        marks = [
+            str(getattr(self.processor, f"{what}_token", "")) * len(getattr(prompt, f"{what}s"))
+            for what in ("image", "video")
+        ]
+        features = self._processed("".join(marks), list(prompt.images), list(prompt.videos), special=False)
+        alone = features["input_ids"].reshape(-1).tolist()
+        for token in set(placeholders(self.config or self.processor).values()):
+            if alone.count(token) != ids.count(token):
+                raise ValueError(
+                    f"prompt.token_ids: got {ids.count(token)} placeholders ({token}), expected {alone.count(token)}, "
+                    "as many as its media give"
+                )
+        by_token = ("mm_token_type_ids", "token_type_ids")  # of the placeholders alone, without the text
+        features = {name: value for name, value in features.items() if name not in by_token}
+        return Prepared(ids=ids, media=self._media(features, ids), text=self._decoded(ids))
+
+    def _decoded(self, ids: Sequence[int]) -> str | None:
+        return None if self.tokenizer is None else str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _ready(prompt: Prompt) -> Mapping[str, Any] | None:
+    """Media that are processed already, of images and of videos, or `None`."""
+    ready = [
+        each for each in (*prompt.images, *prompt.videos) if isinstance(each, Mapping) and not _source(each) and each
+    ]
+    if not ready:
+        return None
+    if len(ready) != len(prompt.images) + len(prompt.videos):
+        raise ValueError("prompt.images: got processed media among others, expected only such, or none")
+    return {name: value for each in ready for name, value in each.items()}
+
+
+def _source(part: Mapping[str, Any]) -> str | None:
+    return next((name for name in SOURCES if part.get(name) is not None), None)
+
+
+def _parts(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+    """A chat's messages with bare image and video parts, and the images and videos of these parts in their order."""
+    beside = {"image": iter(prompt.images), "video": iter(prompt.videos)}
+    inside: dict[str, list[Any]] = {"image": [], "video": []}
+    bare = {"image": 0, "video": 0}
+
+    def part_of(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        what = {"image": "image", "image_url": "image", "video": "video"}.get(kind or "")
+        if what is None:
+            return part
+        source = _source(part)
+        if source is None:
+            bare[what] += 1
+            image = next(beside[what], None)
+            if image is None:
+                raise ValueError(
+                    f"prompt.{what}s: got {bare[what] - 1}, expected one for each {what} part of the messages"
+                )
+        else:
+            image = part[source]
+        inside[what].append(image)
+        return {"type": what}
+
+    messages = []
+    for message in prompt.messages or ():
+        content = message.get("content")
+        if isinstance(content, (list, tuple)):
+            message = {**message, "content": [part_of(part) for part in content]}
+        messages.append(dict(message))
+    for what, rest in beside.items():
+        left = list(rest)
+        if left and inside[what]:
+            raise ValueError(
+                f"prompt.{what}s: got {bare[what] + len(left)}, expected {bare[what]}, one for each part of the "
+                f"messages without {what} of its own"
+            )
+        inside[what] += left  # their places are marked in the messages' text
+    return messages, inside["image"], inside["video"]
+
+
+def load_image(name: str, given: Any) -> Any:
+    """A PIL image in RGB, from whatever an image is given as; `name` is for the error.
+
+    >>> load_image("image", np.zeros((4, 6, 3), np.uint8)).size
+    (6, 4)
+    >>> load_image("image", 7)
+    Traceback (most recent call last):
+        ...
+    ValueError: image: got int, expected a picture, a path, a file address, bytes, an array or a tensor
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("images need Pillow: pip install 'rollbook[models]'") from error
+
+    try:
+        given = _held(given)
+        if isinstance(given, (np.ndarray, torch.Tensor)):
+            given = Image.fromarray(_pixels(name, given))
+        elif isinstance(given, (bytes, bytearray, memoryview)):
+            given = Image.open(io.BytesIO(given))
+        elif isinstance(given, Path):
+            given = Image.open(given)
+        if is_picture(given):
+            return given.convert("RGB")  # of a palette or with transparency too; it reads the file
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{name}: got an image that cannot be read: {error}") from error
+    what = f"{given[:60]!r}" if isinstance(given, str) else type(given).__name__
+    raise ValueError(f"{name}: got {what}, expected a picture, a path, a file address, bytes, an array or a tensor")
+
+
+def _held(given: Any) -> Any:
+    """What a mapping, or an address that needs no network, holds."""
+    while isinstance(given, Mapping) and _source(given) is not None:
+        given = given[_source(given)]
+    if isinstance(given, str):
+        address = urlsplit(given)
+        if address.scheme == "file":
+            given = Path(unquote(address.path))
+        elif address.scheme == "data":
+            head, _, data = given.partition(",")
+            given = base64.b64decode(data) if head.endswith(";base64") else unquote_to_bytes(data)
+        elif address.scheme not in ("http", "https"):
+            given = Path(given)
+    return given
+
+
+def _pixels(name: str, given: np.ndarray | torch.Tensor) -> np.ndarray:
+    array = given.detach().cpu().float().numpy() if isinstance(given, torch.Tensor) else given
+    if isinstance(given, torch.Tensor) and not given.dtype.is_floating_point:
+        array = given.cpu().numpy()
+    if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
+        array = np.moveaxis(array, 0, -1)
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[-1] not in (1, 3, 4)) or not array.size:
+        raise ValueError(f"{name}: got shape {list(array.shape)}, expected (height, width) and 1, 3 or 4 channels")
+    if array.dtype.kind == "f":
+        if not (array.min() >= 0 and array.max() <= 1):
+            raise ValueError(f"{name}: got floats from {array.min():g} to {array.max():g}, expected them from 0 to 1")
+        array = np.rint(array * 255)
+    if array.min() < 0 or array.max() > 255:
+        raise ValueError(f"{name}: got values from {array.min()} to {array.max()}, expected them from 0 to 255")
+    array = array.astype(np.uint8)
+    return np.ascontiguousarray(array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array)

@@ -1,0 +1,241 @@
+"""Choosing a token: exactly distributed, by the row's own rule and number, with the log-prob that was asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollbook.rollout.choosing import NUCLEUS, Blocks, Rule, Rules, choose, picked, uniforms
+
+ENOUGH = 5.0
+"""Standard deviations: seeds are fixed, so that a test that passes goes on passing."""
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """How many standard deviations a chi-square statistic is off its mean (Wilson-Hilferty)."""
+    seen = expected > 0
+    assert not counts[~seen].any(), "a token of probability 0 was chosen"
+    freedom = int(seen.sum()) - 1
+    statistic = float(((counts - expected)[seen] ** 2 / expected[seen]).sum())
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+def reference(logits: np.ndarray, rule: Rule) -> np.ndarray:
+    """The distribution of one row, in float64, from the words of the module's docstring."""
+    scores = logits.astype(np.float64)
+    scores[[*rule.forbidden, *rule.early]] = -np.inf
+    if rule.greedy:
+        return (np.arange(len(scores)) == scores.argmax()).astype(np.float64)
+    scores = (scores - scores.max()) / rule.temperature
+    ordered = np.sort(scores)[::-1]
+    if 0 < rule.top_k < len(scores):
+        scores[scores < ordered[rule.top_k - 1]] = -np.inf
+    shares = np.exp(scores) / np.exp(scores).sum()
+    floor = -np.inf
+    if rule.top_p < 1:
+        ordered = np.sort(scores)[::-1]
+        mass = np.cumsum(np.sort(shares)[::-1])
+        floor = ordered[min(int((mass < rule.top_p).sum()), len(ordered) - 1)]
+    if rule.min_p > 0:
+        floor = max(floor, math.log(rule.min_p))
+    shares[scores < floor] = 0
+    return shares / shares.sum()
+
+
+def chosen(logits: np.ndarray | torch.Tensor, rules: list[Rule], numbers: Any) -> Any:
+    rows = torch.as_tensor(logits)
+    made = Rules(rules, rows.shape[1], "cpu")
+    return choose(rows, made, torch.as_tensor(np.asarray(numbers, np.float64)))
+
+
+# --- random streams -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**70), st.integers(0, 10**6)), min_size=1, max_size=5), st.integers(1, 9))
+def test_a_number_is_of_its_seed_and_index_alone(rows: list[tuple[int, int]], count: int) -> None:
+    made = uniforms([seed for seed, _ in rows], [start for _, start in rows], count)
+    assert made.shape == (len(rows), count) and made.dtype == np.float64
+    assert (made >= 0).all() and (made < 1).all()
+    for i, (seed, start) in enumerate(rows):
+        for j in range(count):
+            assert made[i, j] == uniforms([seed], [start + j], 1)[0, 0]
+
+
+def test_streams_are_uniform_and_independent() -> None:
+    made = uniforms(range(2000), [0] * 2000, 100)  # seeds that differ in a few bits
+    assert len(np.unique(made)) == made.size
+    counts, _ = np.histogram(made, bins=100, range=(0, 1))
+    assert abs(chi_square(counts, np.full(100, made.size / 100))) < ENOUGH
+    for a, b in ((made[:, :-1], made[:, 1:]), (made[:-1], made[1:])):  # next in the stream, same place in the next one
+        counts, _, _ = np.histogram2d(a.ravel(), b.ravel(), bins=10, range=((0, 1), (0, 1)))
+        assert abs(chi_square(counts.ravel(), np.full(100, a.size / 100))) < ENOUGH
+
+
+# --- the distribution -----------------------------------------------------------------------------------------------
+
+RULES = [
+    Rule(),
+    Rule(temperature=0.3),
+    Rule(temperature=5.0),
+    Rule(top_k=3),
+    Rule(top_p=0.7),
+    Rule(min_p=0.2),
+    Rule(temperature=1.7, top_k=12, top_p=0.8, min_p=0.05),
+    Rule(forbidden=(0, 7, 36)),
+    Rule(temperature=2.0, top_p=0.5, forbidden=(3,)),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_exactly_distributed(rule: Rule) -> None:
+    logits = np.random.default_rng(5).normal(0, 1.5, 37).astype(np.float32)
+    rows, times = 1000, 60
+    made = Rules([rule] * rows, 37, "cpu")
+    batch = torch.from_numpy(logits).expand(rows, -1)
+    numbers = torch.from_numpy(uniforms(range(rows), [0] * rows, times))
+    ids = torch.cat([choose(batch, made, numbers[:, j]).ids for j in range(times)])
+    expected = reference(logits, rule) * rows * times
+    assert abs(chi_square(np.bincount(ids.numpy(), minlength=37), expected)) < ENOUGH
+
+
+rule_strategy = st.builds(
+    Rule,
+    temperature=st.sampled_from([0.0, 1e-35, 1e-3, 0.4, 1.0, 3.0, 1e4]),
+    top_p=st.sampled_from([1.0, 1.0, 0.999, 0.6, 0.1, 1e-9]),
+    top_k=st.sampled_from([-1, -1, 1, 2, 5, 1000]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-4, 0.3, 1.0]),
+    forbidden=st.sampled_from([(), (1,), (0, 4)]),
+    early=st.sampled_from([(), (), (2,), (3, 5)]),
+    kind=st.sampled_from(["processed", "tempered", "raw"]),
+)
+
+
+@given(st.integers(0, 2**32), st.lists(rule_strategy, min_size=1, max_size=6), st.integers(6, 70), st.booleans())
+def test_every_row_by_its_own_rule(seed: int, rules: list[Rule], vocabulary: int, coarse: bool) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (len(rules), vocabulary)).astype(np.float32)
+    if coarse:
+        logits = np.round(logits * 2) / 2  # many are equal
+    edge = [0.0, 1 - 2.0**-52, 0.5]
+    numbers = np.array([edge[i % 3] if rng.random() < 0.3 else rng.random() for i in range(len(rules))])
+    found = chosen(logits, rules, numbers)
+    for i, rule in enumerate(rules):
+        token, shares = int(found.ids[i]), reference(logits[i], rule)
+        assert shares[token] > 0
+        if not rule.greedy:
+            before = shares[:token].sum()
+            assert before - 1e-5 <= numbers[i] <= before + shares[token] + 1e-5
+        own = logits[i].astype(np.float64)
+        raw = own[token] - np.log(np.exp(own - own.max()).sum()) - own.max()
+        tempered = 0.0
+        if not rule.greedy:
+            allowed = own.copy()
+            allowed[list(rule.forbidden)] = -np.inf  # never there, as in training; what is early is
+            cool = (allowed - own.max()) / rule.temperature
+            tempered = cool[token] - np.log(np.exp(cool - cool.max()).sum()) - cool.max()
+        want = {"processed": math.log(shares[token]), "tempered": tempered, "raw": raw}[rule.kind]
+        assert found.logprobs[i].item() == pytest.approx(want, abs=2e-5, rel=1e-6)
+        # Alone, and in another place, it gets the same.
+        alone = chosen(logits[i : i + 1], [rule], numbers[i : i + 1])
+        assert alone.ids.item() == token and alone.logprobs.item() == pytest.approx(found.logprobs[i].item(), abs=1e-6)
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-38, 1e-30, 1e-7, 0.5, 3.0]), min_size=1, max_size=70), st.booleans())
+def test_nothing_of_probability_zero_is_picked(row: list[float], even: bool) -> None:
+    if not any(row):
+        return
+    row += [0.0] * (-len(row) % 64 if even else 0)
+    numbers = torch.tensor([0.0, 2.0**-52, 0.25, 0.5, 1 - 1e-9, 1 - 2.0**-52], dtype=torch.float64)
+    ids, total = picked(torch.tensor([row] * len(numbers)), numbers[:, None], Blocks(len(numbers), len(row), "cpu"))
+    assert all(row[i] > 0 for i in ids[:, 0].tolist())
+    assert ids[:, 0].tolist() == sorted(ids[:, 0].tolist())
+    assert total[0].item() == pytest.approx(sum(row), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nucleus_wider_than_what_is_sorted(dtype: torch.dtype) -> None:
+    vocabulary = 3 * NUCLEUS + 7
+    logits = torch.from_numpy(np.random.default_rng(0).normal(0, 0.1, (3, vocabulary))).to(dtype)
+    logits[2, 5] = 12.0  # this one's is narrow
+    rules = [Rule(top_p=0.9), Rule(top_k=4 * NUCLEUS, top_p=0.95), Rule(top_p=0.9)]
+    made = Rules(rules, vocabulary, "cpu")
+    for number in (0.0, 0.3, 0.999999):
+        found = choose(logits, made, torch.full((3,), number, dtype=torch.float64))
+        for i, rule in enumerate(rules):
+            shares = reference(logits[i].float().numpy(), rule)
+            token = int(found.ids[i])
+            assert shares[token] > 0
+            assert found.logprobs[i].item() == pytest.approx(math.log(shares[token]), abs=1e-4)
+    assert (reference(logits[0].float().numpy(), rules[0]) > 0).sum() > NUCLEUS
+
+
+def test_equal_logits_are_kept_together() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).expand(100, -1)
+    numbers = torch.arange(100, dtype=torch.float64) / 100
+    for rule in (Rule(top_k=2), Rule(top_p=0.6)):
+        found = choose(logits, Rules([rule] * 100, 5, "cpu"), numbers)
+        assert set(found.ids.tolist()) == {0, 1, 2, 3}
+
+
+def test_nothing_to_choose_from_has_no_log_prob() -> None:
+    logits = torch.zeros(6, 4)
+    logits[0, 1] = torch.nan
+    logits[1, 1] = torch.inf
+    rules = [Rule(), Rule(), Rule(forbidden=(0, 1, 2, 3)), Rule(temperature=0.0, forbidden=(0, 1, 2, 3), kind="raw")]
+    rules += [Rule(), Rule(temperature=0.0, kind="raw")]
+    found = chosen(logits, rules, [0.5] * 6)
+    assert found.logprobs.isnan().tolist() == [True, True, True, True, False, False]
+    greedy = [Rule(temperature=0.0)] * 2
+    assert choose(logits[:2], Rules(greedy, 4, "cpu")).logprobs.isnan().tolist() == [True, True]
+
+
+def test_logits_and_rules_are_of_the_same_rows() -> None:
+    with pytest.raises(ValueError, match=r"logits: got \(2, 4\), expected \(1, 4\)"):
+        choose(torch.zeros(2, 4), Rules([Rule(temperature=0.0)], 4, "cpu"))
+
+
+def test_numbers_are_needed_unless_all_are_greedy() -> None:
+    with pytest.raises(ValueError, match="numbers: got None"):
+        choose(torch.zeros(1, 4), Rules([Rule()], 4, "cpu"))
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operations(rules: list[Rule]) -> list[str]:
+    made = Rules(rules, 512, "cpu")
+    logits, numbers = torch.randn(len(rules), 512), torch.rand(len(rules), dtype=torch.float64)
+    with Operations() as seen:
+        choose(logits, made, numbers)
+    return seen.names
+
+
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")
+
+
+def test_few_operations_no_waiting_and_no_sort_unless_asked() -> None:
+    plain = operations([Rule(), Rule(temperature=0.5), Rule(forbidden=(3,))])
+    views = ("slice", "view", "unsqueeze", "select", "expand", "detach", "alias")
+    heavy = [name for name in plain if not any(f"aten.{view}." in name for view in views)]
+    assert len(heavy) <= 26, heavy
+    cut = operations([Rule(top_k=5), Rule(min_p=0.1), Rule(top_k=9, top_p=0.9)])
+    for names in (plain, cut):
+        assert not [name for name in names if any(wait in name for wait in WAITS)], names
+    assert not [name for name in plain if "aten.sort" in name or "topk" in name]
+    assert not [name for name in cut if "aten.sort" in name]

@@ -1,0 +1,241 @@
+"""Prompts as a model takes them: text, chats and ids, images of every kind; nothing is cut that must not be."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from rollbook.rollout.processing import Prepared, Preparer, load_image, placeholders
+from rollbook.rollout.types import Prompt, Sampling
+from tests.tiny import SPECIAL, bytes_, llava, picture, words
+
+IMAGE = SPECIAL.index("<image>")
+PARTS = (
+    "{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def preparer() -> Preparer:
+    model, processor = llava()
+    processor.chat_template = PARTS
+    return Preparer(processor=processor, config=model.config)
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_text_chats_and_ids() -> None:
+    preparer = Preparer(words())
+    text = preparer.prepare(Prompt(text="the quick fox"))
+    assert text.ids == tuple(words()("the quick fox", add_special_tokens=False)["input_ids"])
+    assert text.text == "the quick fox" and text.media is None
+    chat = preparer.prepare(Prompt(messages=[{"role": "user", "content": "yes or no ?"}]))
+    assert chat.text == "<|user|>yes or no ?<|end|><|assistant|>"
+    ids = preparer.prepare(Prompt(token_ids=text.ids))
+    assert ids.ids == text.ids and ids.text == "the quick fox"
+    assert Preparer().prepare(Prompt(token_ids=[1, 2])) == Prepared(ids=(1, 2))
+
+
+def test_special_tokens_of_plain_text_by_choice() -> None:
+    inner = Tokenizer.from_str(bytes_().backend_tokenizer.to_str())
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+    assert Preparer(tokenizer).prepare(Prompt(text="a")).ids == (73,)
+    assert Preparer(tokenizer, add_special_tokens=True).prepare(Prompt(text="a")).ids == (1, 73)
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", (7, 8)), ("right", (5, 6))])
+def test_too_long_is_cut_and_recorded(side: Any, kept: tuple[int, ...]) -> None:
+    how = Sampling(max_prompt_tokens=2, prompt_overflow=side)
+    made = Preparer(words()).prepare(Prompt(token_ids=[5, 6, 7, 8]), how)
+    assert made.ids == kept and made.truncated_from == 4
+    assert made.text == words().decode(list(kept))
+    assert Preparer().prepare(Prompt(token_ids=[5, 6]), how).truncated_from is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (Prompt(token_ids=[5, 6, 7]), r"prompt: got 3 tokens, expected at most 2 \(max_prompt_tokens\)"),
+        (Prompt(text="a"), "prompt.text: got text .* there is no tokenizer"),
+        (Prompt(messages=[{"role": "user", "content": "a"}]), "prompt.messages: got a chat, expected token ids"),
+        (Prompt(token_ids=[]), "prompt: got no tokens"),
+        (Prompt(token_ids=[1], images=[picture()]), "got 1 images and 0 videos, expected none: no processor"),
+    ],
+)
+def test_what_cannot_be_made_ready_says_so(prompt: Prompt, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Preparer().prepare(prompt, Sampling(max_prompt_tokens=2))
+
+
+def test_a_tokenizer_without_a_template_says_so() -> None:
+    bare = PreTrainedTokenizerFast(tokenizer_object=words().backend_tokenizer)
+    with pytest.raises(ValueError, match="the tokenizer has no template"):
+        Preparer(bare).prepare(Prompt(messages=[{"role": "user", "content": "a"}]))
+
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_image(tmp_path: Path) -> None:
+    red = picture((200, 30, 40))
+    path = tmp_path / "a picture.png"
+    path.write_bytes(encoded(red))
+    array = np.asarray(red)
+    address = "data:image/png;base64," + base64.b64encode(encoded(red)).decode()
+    kinds = [
+        red,
+        path,
+        str(path),
+        path.as_uri(),
+        encoded(red),
+        bytearray(encoded(red)),
+        array,
+        np.moveaxis(array, -1, 0),
+        array.astype(np.float32) / 255,
+        torch.from_numpy(array.copy()),
+        torch.from_numpy(array.copy()).permute(2, 0, 1).float() / 255,
+        address,
+        {"image": red},
+        {"bytes": encoded(red)},
+        {"type": "image_url", "image_url": {"url": address}},
+        red.convert("RGBA"),
+        red.quantize(4),
+    ]
+    for kind in kinds:
+        made = load_image("image", kind)
+        assert made.mode == "RGB" and made.size == red.size
+        assert np.abs(np.asarray(made).astype(int) - array).max() <= 1, kind
+    grey = load_image("image", array[..., 0])
+    assert grey.mode == "RGB" and grey.getpixel((0, 0)) == (200, 200, 200)
+    assert load_image("image", red.convert("L")).mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b"no picture", "cannot be read"),
+        ("/nowhere/at/all.png", "cannot be read"),
+        ("https://example.org/a.png", "got 'https://example.org/a.png', expected"),
+        (np.zeros((2, 5, 5, 3)), r"got shape \[2, 5, 5, 3\]"),
+        (np.full((4, 4, 3), 2.0), "got floats from 2 to 2"),
+        (np.full((4, 4, 3), 300), "got values from 300 to 300"),
+        (3.5, "got float"),
+    ],
+)
+def test_what_is_no_image_says_so(bad: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_image("prompt.images[1]", bad)
+
+
+def test_a_cut_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "cut.png"
+    path.write_bytes(encoded(Image.effect_noise((64, 64), 50))[:200])
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_image("image", path)
+
+
+def test_text_with_images(preparer: Preparer) -> None:
+    made = preparer.prepare(Prompt(text="a<image>b<image>", images=[picture(), picture((0, 9, 0))]))
+    assert made.ids.count(IMAGE) == 8 and made.media is not None
+    assert made.media["pixel_values"].shape == (2, 3, 16, 16)
+    assert made.text == "a<image>b<image>"
+    same = preparer.prepare(Prompt(text="c<image><image>", images=[picture(), picture((0, 9, 0))]))
+    assert same.media is not None and same.media["pixel_values"] is made.media["pixel_values"]  # one object for equal
+    assert preparer.prepare(Prompt(text="plain")).media is None
+
+
+def test_a_chat_with_images_inside_and_beside(preparer: Preparer) -> None:
+    red, green = picture(), picture((0, 255, 0))
+    parts = [{"type": "image", "image": red}, {"type": "text", "text": "and"}, {"type": "image"}]
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    made = preparer.prepare(Prompt(messages=chat, images=[green]))
+    assert made.text == "<|system|>s<|end|><|user|><image>and<image><|end|><|assistant|>"
+    want = preparer.prepare(Prompt(text=made.text, images=[red, green]))
+    assert made.ids == want.ids and made.media is not None and want.media is not None
+    assert made.media["pixel_values"] is want.media["pixel_values"]
+    asked = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(encoded(red)).decode()}}
+    other = preparer.prepare(Prompt(messages=[{"role": "user", "content": [asked]}]))
+    assert other.media is not None and torch.equal(other.media["pixel_values"], want.media["pixel_values"][:1])
+    assert parts[0]["image"] is red  # the caller's messages are as they were
+    marked = preparer.prepare(Prompt(messages=[{"role": "user", "content": "<image>?"}], images=red))
+    assert marked.ids.count(IMAGE) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (Prompt(text="a<image>", images=[picture()] * 2), "prompt.images: got 2, expected 1, one for each image"),
+        (Prompt(text="a<image><image>", images=[picture()]), "prompt.images: got 1, expected 2"),
+        (Prompt(text="nothing", images=[picture()]), "prompt.images: got 1, expected 0, as many as the prompt has"),
+        (Prompt(text="a<image>", videos=["v"]), "the processor takes no videos"),
+        (Prompt(text="a<image>", images=[b"x"]), r"prompt.images\[0\]: got an image that cannot be read"),
+        (Prompt(messages=[{"role": "user", "content": [{"type": "image"}]}]), "prompt.images: got 0, expected one"),
+        (
+            Prompt(messages=[{"role": "user", "content": [{"type": "image"}]}], images=[picture()] * 2),
+            "prompt.images: got 2, expected 1, one for each part",
+        ),
+        (Prompt(text="a<image>", images={"pixel_values": torch.zeros(1)}), "got processed media, expected them beside"),
+        (Prompt(token_ids=[5, 8, 8], images=[picture()]), r"got 2 placeholders \(8\), expected 4"),
+        (Prompt(token_ids=[8], images=[picture(), {"pixel_values": 1}]), "got processed media among others"),
+    ],
+)
+def test_images_and_their_places_must_agree(preparer: Preparer, prompt: Prompt, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        preparer.prepare(prompt)
+
+
+def test_a_prompt_with_images_is_never_cut(preparer: Preparer) -> None:
+    how = Sampling(max_prompt_tokens=3, prompt_overflow="left")
+    with pytest.raises(ValueError, match="got 5 tokens, expected at most 3 .* one with media is not cut"):
+        preparer.prepare(Prompt(text="a<image>", images=[picture()]), how)
+
+
+def test_ids_with_their_placeholders(preparer: Preparer) -> None:
+    made = preparer.prepare(Prompt(text="a<image>b", images=[picture()]))
+    again = preparer.prepare(Prompt(token_ids=made.ids, images=[picture()]))
+    ready = preparer.prepare(Prompt(token_ids=made.ids, images=made.media))
+    assert again.ids == ready.ids == made.ids
+    assert again.media is not None and made.media is not None and ready.media is not None
+    assert again.media["pixel_values"] is made.media["pixel_values"] is ready.media["pixel_values"]
+
+
+class Grids:
+    """The part of a Qwen2.5-VL configuration that says where media are."""
+
+    image_token_id, video_token_id, vision_start_token_id = 100, 101, 102
+
+    class vision_config:
+        spatial_merge_size = 2
+
+
+def test_grids_must_fit_and_kinds_of_tokens_are_given() -> None:
+    preparer = Preparer(config=Grids())
+    assert placeholders(Grids()) == {"image": 100, "video": 101, "start": 102}
+    media = {"pixel_values": torch.zeros(16, 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    made = preparer.prepare(Prompt(token_ids=[5, 102, 100, 100, 100, 100, 103], images=media))
+    assert made.media is not None and made.media["mm_token_type_ids"].tolist() == [[0, 0, 1, 1, 1, 1, 0]]
+    with pytest.raises(ValueError, match="got 3 image placeholders, expected 4, by its grids"):
+        preparer.prepare(Prompt(token_ids=[5, 100, 100, 100], images=media))
+    frames = {"pixel_values_videos": torch.zeros(8, 4), "video_grid_thw": torch.tensor([[2, 2, 2]])}
+    made = preparer.prepare(Prompt(token_ids=[101, 101, 100, 100, 100, 100], images=media, videos=frames))
+    assert made.media is not None and made.media["mm_token_type_ids"].tolist() == [[2, 2, 1, 1, 1, 1]]
