@@ -1,0 +1,165 @@
+"""Chats as servers take them: plain messages with each prompt's own images and videos inside.
+
+Invariant: every image of a prompt stands in its messages exactly once, in its order, and none of another prompt does.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollbook.rollout.types import Prompt
+
+_MARKS = {
+    "png": b"\x89PNG",
+    "jpeg": b"\xff\xd8\xff",
+    "gif": b"GIF8",
+    "webp": b"RIFF",
+}
+_SOURCES = ("path", "url", "bytes")
+_PAYLOAD = re.compile(r"(data:[\w./+-]+;base64,)?[A-Za-z0-9+/=_-]{120,}")
+
+
+def chat_messages(prompt: Prompt, allow_urls: bool = False) -> list[dict[str, Any]]:
+    """A prompt's messages, ready for JSON, with its media as `data:` URLs.
+
+    Parts `{"type": "image"}` (and `"video"`) say where they go, in order; without any, all stand before the text of
+    the last user message. A part may also hold its own: `{"type": "image", "image": picture}`. Images are PIL images,
+    encoded bytes, arrays (height, width, 3) of bytes, paths, `data:` URLs, or a mapping with one of them under
+    `image`, `path`, `url` or `bytes`. `http` URLs, which the server would fetch, are refused unless `allow_urls`.
+
+    >>> chat_messages(Prompt(messages=[{"role": "user", "content": "hi"}]))
+    [{'role': 'user', 'content': 'hi'}]
+    >>> pictured = Prompt(messages=[{"role": "user", "content": "what?"}], images=["data:image/png;base64,AA=="])
+    >>> [part["type"] for part in chat_messages(pictured)[0]["content"]]
+    ['image_url', 'text']
+    """
+    messages = [dict(message) for message in prompt.messages or ()]
+    for i, message in enumerate(messages):
+        if isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str):
+            message["content"] = [_filled(f"prompt.messages[{i}]", part, allow_urls) for part in message["content"]]
+    for kind, media, encode in (("image", prompt.images, image_url), ("video", prompt.videos, video_url)):
+        urls = [encode(f"prompt.{kind}s[{i}]", one, allow_urls) for i, one in enumerate(media)]
+        _put(messages, kind, urls)
+    return messages
+
+
+def _part(kind: str, url: str) -> dict[str, Any]:
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+
+
+def _filled(name: str, part: Mapping[str, Any], allow_urls: bool) -> dict[str, Any]:
+    """A message's part, with the image that it holds itself, if any, as a URL; the URLs that it has are checked."""
+    for kind, encode in (("image", image_url), ("video", video_url)):
+        if part.get("type") == kind and any(part.get(source) is not None for source in (kind, *_SOURCES)):
+            return _part(kind, encode(f"{name}.{kind}", part, allow_urls))
+        inner = part.get(f"{kind}_url")
+        url = inner.get("url") if isinstance(inner, Mapping) else inner
+        if isinstance(url, str):
+            _as_given(f"{name}.{kind}_url", url, allow_urls)
+    return dict(part)
+
+
+def _put(messages: list[dict[str, Any]], kind: str, urls: list[str]) -> None:
+    parts = [_part(kind, url) for url in urls]
+    places = [
+        (message["content"], i)
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for i, part in enumerate(message["content"])
+        if part.get("type") == kind
+    ]
+    if places and len(places) != len(parts):
+        raise ValueError(f"prompt.{kind}s: got {len(parts)}, expected {len(places)}, one for each place in the chat")
+    if places:
+        for (content, i), part in zip(places, parts, strict=True):
+            content[i] = part
+    elif parts:
+        asked = next((message for message in reversed(messages) if message["role"] == "user"), None)
+        if asked is None:
+            raise ValueError(f"prompt.{kind}s: got {len(parts)}, but there is no user message to put them in")
+        content = asked.get("content") or []
+        asked["content"] = parts + ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+
+
+def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
+    """An image as a URL that holds it; a PIL image as PNG, palettes and alpha turned into RGB.
+
+    >>> image_url("image", bytes([0x89]) + b"PNG and so on")
+    'data:image/png;base64,iVBORyBhbmQgc28gb24='
+    """
+    image = _inner(image)
+    if hasattr(image, "__array_interface__") and not hasattr(image, "save"):
+        from PIL import Image
+
+        image = Image.fromarray(image)
+    if hasattr(image, "save") and hasattr(image, "convert"):
+        made = io.BytesIO()
+        whole = image.convert("RGBA") if image.mode == "P" else image  # a palette may have a transparent colour
+        plain = whole if whole.mode == "RGB" else whole.convert("RGB")
+        plain.save(made, "PNG")
+        return _data("image/png", made.getvalue())
+    if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
+        return _as_given(name, image, allow_urls)
+    raw = _bytes(name, image, "a PIL image, bytes, a path or a data: URL")
+    kind = next((kind for kind, mark in _MARKS.items() if raw.startswith(mark)), None)
+    if kind is None:
+        raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected a {', '.join(_MARKS)} file")
+    return _data(f"image/{kind}", raw)
+
+
+def video_url(name: str, video: Any, allow_urls: bool = False) -> str:
+    """A video's file as a URL that holds it.
+
+    >>> video_url("video", bytes([0, 1]))
+    'data:video/mp4;base64,AAE='
+    """
+    video = _inner(video)
+    if isinstance(video, str) and video.startswith(("data:", "http://", "https://")):
+        return _as_given(name, video, allow_urls)
+    return _data("video/mp4", _bytes(name, video, "a video file's bytes, a path or a data: URL"))
+
+
+def scrubbed(text: str, secrets: Sequence[str] = (), most: int = 500) -> str:
+    """A server's words, fit for a record: no secret, no media payload, and not long.
+
+    >>> scrubbed("no image data:image/png;base64," + "A" * 5000 + " for key-1", ["key-1"])
+    'no image [payload] for [secret]'
+    """
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, "[secret]")
+    text = _PAYLOAD.sub("[payload]", text)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _bytes(name: str, given: Any, expected: str) -> bytes:
+    if isinstance(given, (bytes, bytearray, memoryview)):
+        return bytes(given)
+    if isinstance(given, (str, os.PathLike)):
+        try:
+            return Path(given).read_bytes()
+        except OSError as error:
+            raise ValueError(f"{name}: cannot read {str(given)[:200]!r}: {error.strerror or error}") from None
+    raise ValueError(f"{name}: got {type(given).__name__}, expected {expected}")
+
+
+def _data(kind: str, raw: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+def _as_given(name: str, url: str, allow_urls: bool) -> str:
+    if not url.startswith("data:") and not allow_urls:
+        raise ValueError(f"{name}: got a URL that the server would fetch, expected the image, or allow_urls=True")
+    return url
+
+
+def _inner(given: Any) -> Any:
+    """What a mapping holds, else what was given."""
+    if not isinstance(given, Mapping):
+        return given
+    return next((given[key] for key in ("image", "video", *_SOURCES) if given.get(key) is not None), given)

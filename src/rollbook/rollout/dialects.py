@@ -1,0 +1,374 @@
+"""What servers that speak OpenAI's API can do and how they are asked: plain ones, vLLM and `transformers serve`.
+
+Invariant: a dialect sends every option that shapes the distribution, so that no default of the server's or of the
+model's `generation_config` is ever at work unseen, and refuses an option that it has no word for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from rollbook.rollout.connection import BadReply
+from rollbook.rollout.types import LogprobsKind, Sampling
+
+Json = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+"""Ask a path a question, and get the answer's JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request to a server: exactly one of `text`, `ids` and `messages`, for `n` samples of up to `max_tokens`."""
+
+    model: str
+    sampling: Sampling
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    n: int = 1
+    seed: int | None = None
+    stream: bool = False
+    text: str | None = None
+    ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+@dataclass
+class Piece:
+    """What has come in of one sample. R tokens so far: `ids` [R] and `logprobs` [R], or none; `tokens` are their texts,
+    which name them only where a server gives no ids. `spans`: (version, start, end) of the policies that sampled them.
+    """
+
+    version: int = 0
+    ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    tokens: list[str] = field(default_factory=list)
+    text: str = ""
+    message: dict[str, Any] | None = None
+    finish: str | None = None
+    stop: str | int | None = None
+    prompt_ids: list[int] | None = None
+    prompt_count: int | None = None
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def more(self, ids: Any, logprobs: Any, text: Any) -> None:
+        """Take in further tokens."""
+        if ids is not None:
+            self.ids = [*(self.ids or ()), *_whole_numbers("token_ids", ids)]
+        if logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *_logprobs(logprobs)]
+        self.text += text or ""
+
+    def versions(self) -> list[int]:
+        """The policy's version for each token: the server's word where it gives one, else that at the request."""
+        found = [self.version] * len(self.ids or ())
+        for version, start, end in self.spans:
+            found[start:end] = [version] * len(found[start:end])
+        return found
+
+
+def _whole_numbers(name: str, given: Any) -> list[int]:
+    if not isinstance(given, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in given):
+        raise BadReply(f"{name}: got {str(given)[:80]}, expected a list of token ids")
+    return given
+
+
+def _logprobs(given: Any) -> list[float]:
+    if not isinstance(given, list):
+        raise BadReply(f"logprobs: got {str(given)[:80]}, expected a list of numbers")
+    for i, one in enumerate(given):
+        number = isinstance(one, (int, float)) and not isinstance(one, bool)
+        # A server's float32 sums may end a hair above 0.
+        if not number or not math.isfinite(one) or one > 1e-3:
+            raise BadReply(f"logprobs[{i}]: got {one!r}, expected a log-probability")
+    return [min(float(one), 0.0) for one in given]
+
+
+def whole(text: Any) -> int | None:
+    """A weight version as a number, if it is one.
+
+    >>> whole("12"), whole("default")
+    (12, None)
+    """
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        return None
+
+
+class Dialect:
+    """Plain OpenAI, and what the others change. Nothing here is sent over a wire."""
+
+    name: ClassVar[str] = "openai"
+    takes_ids: ClassVar[bool] = True
+    gives_ids: ClassVar[bool] = False
+    gives_logprobs: ClassVar[bool] = True
+    chats: ClassVar[str] = "server"
+    """Who renders a chat: the `server`, its `template` endpoint for prompts that go as ids, or we (`local`)."""
+    tokenizes: ClassVar[bool] = False
+    """Whether a text is turned into ids by the server first, since its replies do not say which it used."""
+    media: ClassVar[bool] = True
+    trims_stop: ClassVar[bool] = False
+    """Whether its texts never have the text that stopped them, but it says which it was."""
+    kind: ClassVar[LogprobsKind | None] = None
+    words: ClassVar[frozenset[str]] = frozenset({"suppress"})
+    """The options it knows, of those that not every server does."""
+    largest_seed: ClassVar[int] = 2**63 - 1
+    cannot: ClassVar[tuple[str, ...]] = (
+        "token ids: plain OpenAI replies have none (retokenize=True maps texts back to ids, and records it)",
+        "say which distribution log-probs are of: state it with logprobs_kind=",
+    )
+    remedy: ClassVar[str] = "serve the model with vLLM or SGLang, or give a tokenizer and retokenize=True"
+
+    def check(self, sampling: Sampling) -> None:
+        """Refuse options that this server has no word for."""
+        plain = Sampling()
+        for option in ("min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"):
+            value = getattr(sampling, option)
+            if value != getattr(plain, option) and option not in self.words:
+                raise ValueError(f"{option}: got {value!r}, but {self.name} servers have no such option")
+
+    def together(self, sampling: Sampling) -> bool:
+        """Whether n samples go in one request: only without a seed, which all n would share."""
+        return sampling.seed is None
+
+    def seed_of(self, seed: int, k: int) -> int:
+        """The seed that sample k of a request for several has."""
+        return seed
+
+    async def tokenized(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
+        """The ids that the server makes of a text or a chat (`messages`, `tools`), by asking it."""
+        what = chat or {"prompt": text}
+        return (await json("/tokenize", {"model": model, "add_special_tokens": False, **what})).get("tokens")
+
+    def constrained(self, sampling: Sampling) -> bool:
+        """Whether a grammar is asked for, of which log-probs are then taken, too."""
+        free = ("auto", "none", None)
+        return any(
+            key in ("response_format", "structured_outputs", "grammar", "json_schema") or key.startswith("guided_")
+            for key, value in sampling.extra.items()
+            if value is not None
+        ) or (sampling.extra.get("tool_choice") not in free)
+
+    def path(self, ask: Ask) -> str:
+        """Where a request goes."""
+        return "/v1/completions" if ask.messages is None else "/v1/chat/completions"
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        """A request's JSON."""
+        made = self._shared(ask)
+        if ask.sampling.logprobs is not None:
+            made |= {"logprobs": 1} if ask.messages is None else {"logprobs": True}
+        return made
+
+    def _shared(self, ask: Ask) -> dict[str, Any]:
+        how = ask.sampling
+        made: dict[str, Any] = {
+            "model": ask.model,
+            "n": ask.n,
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "top_p": how.top_p,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stream": ask.stream,
+        }
+        if ask.messages is not None:
+            made["messages"] = list(ask.messages)
+            if ask.tools is not None:
+                made["tools"] = list(ask.tools)
+        else:
+            made["prompt"] = ask.text if ask.ids is None else list(ask.ids)
+        if ask.seed is not None:
+            made["seed"] = ask.seed
+        if how.stop:
+            made["stop"] = list(how.stop)
+        if how.suppress:
+            made["logit_bias"] = {str(one): -100 for one in how.suppress}
+        return made
+
+    def read(self, reply: Any, pieces: Sequence[Piece]) -> None:
+        """Take in a whole reply."""
+        choices = reply.get("choices") if isinstance(reply, dict) else None
+        if not isinstance(choices, list):
+            raise BadReply(f"the reply has no choices: {str(reply)[:200]}")
+        if len(choices) != len(pieces):
+            raise BadReply(f"choices: got {len(choices)}, expected {len(pieces)}")
+        for place, choice in enumerate(choices):
+            self._choice(reply, choice, pieces[self._index(choice, place, pieces)], "message")
+        if sum(piece.finish is not None for piece in pieces) != len(pieces):
+            raise BadReply("choices: got some without a finish_reason or with the same index, expected one of each")
+
+    def fold(self, event: Any, pieces: Sequence[Piece]) -> None:
+        """Take in one event of a streamed reply."""
+        choices = event.get("choices") if isinstance(event, dict) else None
+        if not isinstance(choices, list):
+            raise BadReply(f"the event has no choices: {str(event)[:200]}")
+        for choice in choices:
+            self._choice(event, choice, pieces[self._index(choice, 0, pieces)], "delta")
+
+    def _index(self, choice: Any, place: int, pieces: Sequence[Piece]) -> int:
+        index = choice.get("index", place) if isinstance(choice, dict) else None
+        if not isinstance(index, int) or not 0 <= index < len(pieces):
+            raise BadReply(f"choices: got index {index!r}, expected 0 to {len(pieces) - 1}")
+        return index
+
+    def _choice(self, reply: dict[str, Any], choice: dict[str, Any], piece: Piece, inner: str) -> None:
+        said = choice.get(inner)
+        logprobs = choice.get("logprobs") or {}
+        values: Any
+        tokens: Any
+        ids: Any
+        if "content" in logprobs:  # a chat's
+            entries = logprobs["content"] or []
+            values, tokens = [entry.get("logprob") for entry in entries], [entry.get("token") for entry in entries]
+            ids = [entry.get("id") for entry in entries] if entries and "id" in entries[0] else None
+        else:
+            values, tokens, ids = logprobs.get("token_logprobs"), logprobs.get("tokens") or [], None
+        given = choice.get("token_ids")
+        text = choice.get("text") if said is None else said.get("content")
+        piece.more(given if given is not None else ids, values, text)
+        piece.tokens += tokens
+        if said is not None:
+            piece.message = _joined(piece.message, said) if inner == "delta" else dict(said)
+        prompt_ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
+        if prompt_ids is not None:
+            piece.prompt_ids = _whole_numbers("prompt_token_ids", prompt_ids)
+        count = (reply.get("usage") or {}).get("prompt_tokens")
+        piece.prompt_count = count if isinstance(count, int) else piece.prompt_count
+        for span in choice.get("weight_versions") or ():
+            version = whole(span.get("version"))
+            if version is not None:
+                piece.spans.append((version, span["start"], span["end"]))
+        piece.finish = choice.get("finish_reason") or piece.finish
+        stop = choice.get("stop_reason")
+        piece.stop = piece.stop if stop is None else stop
+
+
+def _joined(message: dict[str, Any] | None, delta: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat message with a further part of it: texts grow, tool calls by their index."""
+    made = dict(message or {"role": "assistant", "content": ""})
+    for name, value in delta.items():
+        if name == "tool_calls":
+            calls = [dict(call) for call in made.get("tool_calls", ())]
+            for part in value or ():
+                at = part.get("index", len(calls))
+                if at >= len(calls):
+                    calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
+                call = calls[at] = {**calls[at], **{k: v for k, v in part.items() if k in ("id", "type") and v}}
+                inner = part.get("function") or {}
+                call["function"] = {
+                    key: call["function"].get(key, "") + (inner.get(key) or "") for key in ("name", "arguments")
+                }
+            if calls:
+                made["tool_calls"] = calls
+        elif isinstance(value, str) and name != "role":
+            made[name] = (made.get(name) or "") + value
+        elif value is not None:
+            made[name] = value
+    return made
+
+
+class VLLM(Dialect):
+    """vLLM's server, from 0.10.2 on: token ids with every reply, all options, n samples by one request.
+
+    Sample k of a request with a seed is sampled by seed + k. Log-probs are `raw` unless the server was started with
+    `--logprobs-mode processed_logprobs`, which it does not tell: then say `logprobs_kind="processed"`.
+    """
+
+    name = "vllm"
+    gives_ids = True
+    kind: ClassVar[LogprobsKind | None] = "raw"
+    words = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
+    cannot = (
+        "log-probs of another kind than the server's --logprobs-mode (raw unless logprobs_kind= says otherwise)",
+        "go on with a prompt that has images: only token ids are sent again",
+    )
+    remedy = "vLLM gives them from 0.10.2 on (return_token_ids)"
+    interval = 8
+    """Tokens of one event of a stream: fewer cost both sides more than they are worth, since a cancel loses less than
+    this; servers that do not know the option send each token."""
+
+    def together(self, sampling: Sampling) -> bool:
+        return True
+
+    def seed_of(self, seed: int, k: int) -> int:
+        return seed + k
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        how = ask.sampling
+        made = self._shared(ask) | {
+            "top_k": how.top_k,
+            "min_p": how.min_p,
+            "repetition_penalty": 1.0,
+            "min_tokens": ask.min_tokens,
+            "stop_token_ids": list(how.stop_token_ids),
+            "include_stop_str_in_output": how.include_stop,
+            "ignore_eos": how.ignore_eos,
+            "add_special_tokens": False,
+            "return_token_ids": True,
+        }
+        if how.logprobs is not None:
+            made |= {"logprobs": 0} if ask.messages is None else {"logprobs": True, "top_logprobs": 0}
+        if ask.stream:
+            made["stream_interval"] = self.interval
+        return made
+
+
+class TransformersServe(Dialect):
+    """`transformers serve`: text in, text out. It takes no token ids and gives neither ids nor log-probs."""
+
+    name = "transformers-serve"
+    takes_ids = False
+    gives_logprobs = False
+    words = frozenset()
+    cannot = (
+        "token ids, and log-probs: replies have none, and requests for them are ignored",
+        "prompts as token ids: they are refused, so that nothing unfinished can go on",
+    )
+    remedy = "serve the model with vLLM or SGLang, or use TransformersEngine in this process"
+
+    def together(self, sampling: Sampling) -> bool:
+        return False
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        # It refuses words that it does not know, and ignores a few that it does.
+        left_out = {"n", "presence_penalty", "frequency_penalty"}
+        return {name: value for name, value in self._shared(ask).items() if name not in left_out}
+
+
+def kind_of(true: LogprobsKind | None, sampling: Sampling, constrained: bool = False) -> LogprobsKind | None:
+    """Which kind a server's log-probs are of: the one asked for where that is the same thing, else what they truly are.
+
+    Without truncation, and at temperature 1, there is no difference; at temperature 0 servers give the model's own.
+    `constrained`: a grammar rules tokens out before any of them is taken, which makes them `processed` or nothing.
+
+    >>> kind_of("raw", Sampling(logprobs="processed"))
+    'processed'
+    >>> kind_of("raw", Sampling(logprobs="processed", temperature=0.5))
+    'raw'
+    >>> kind_of("tempered", Sampling(logprobs="processed", temperature=0.5))
+    'processed'
+    """
+    wanted = sampling.logprobs
+    temperatures = {sampling.temperature}
+    if sampling.first_temperature is not None:
+        temperatures.add(sampling.first_temperature)
+    even = temperatures == {1.0}
+    ruled_out = sampling.needs_truncation() or bool(sampling.suppress or sampling.min_tokens)
+    if constrained:
+        return "processed" if true == "processed" or (true is not None and even and not ruled_out) else None
+    masked = ruled_out or bool(sampling.extra)
+    if true is None:
+        return wanted if even and not masked else None
+    if temperatures == {0.0} and not masked:
+        true = "raw"
+    alike = {
+        frozenset({"raw", "tempered"}): even,
+        frozenset({"tempered", "processed"}): not masked,
+        frozenset({"raw", "processed"}): even and not masked,
+    }
+    return wanted if wanted == true or alike.get(frozenset({wanted or "", true})) else true

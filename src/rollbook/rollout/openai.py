@@ -1,0 +1,416 @@
+"""`OpenAIEngine`: rollouts from servers: vLLM, SGLang, llama.cpp, `transformers serve`, and others of OpenAI's API.
+
+Invariant: the ids and log-probs of a sample are those that the server gave, never made from its text unless the caller
+said so, which the sample then records; what a server cannot give is an error or a note, never a guess.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from rollbook.algorithms.registry import choice, number, switch
+from rollbook.retry import Backoff
+from rollbook.rollout.connection import Again, BadReply, Connection, ServerError, events, parsed
+from rollbook.rollout.content import chat_messages
+from rollbook.rollout.dialects import Ask, Dialect, Piece
+from rollbook.rollout.engine import Cancel, Engine, Request
+from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
+from rollbook.rollout.jobs import Job, Opening, Terms, rendered
+from rollbook.rollout.natives import DIALECTS, Server, find
+from rollbook.rollout.types import KINDS, LogprobsKind, RunInfo, Sample
+
+GRACE = 0.1
+"""Seconds between a cancel and the end of connections: tokens that are under way were sampled, and are kept."""
+
+
+class OpenAIEngine(Engine):
+    """Samples from a server at `url`, such as `http://127.0.0.1:8000` (with or without a `/v1`).
+
+    - Which kind of server it is, it finds out at first use; `dialect` (`vllm`, `sglang`, `llama.cpp`,
+      `transformers-serve`, `openai`) says it instead. `model` defaults to the first that the server lists.
+    - `render`: who turns texts and chats into ids: the `server` (and the ids that it says it used are recorded), or we
+      (`local`, with `tokenizer`), and ids are sent. No special tokens are added to a text.
+    - n samples of a prompt are one request where the server seeds each of them (vLLM), so that images go over once;
+      else n requests. With a seed each sample's own is sent and recorded; without one none is, which is faster.
+    - `generate` asks for whole replies. With a `Cancel` of one's own, and in `stream`, replies are streamed: a cancel
+      then closes the connections, and what came in comes back unfinished, to go on with from its ids. (A stop text
+      that begins before such a pause and ends after it is not seen; the texts on both sides are joined by `tokenizer`
+      if there is one, else put together, and may then lack a character that lay across.)
+    - Log-probs are of the kind that the server gives, which each sample says; `logprobs_kind` states it where a server
+      was started otherwise (vLLM: `--logprobs-mode processed_logprobs`).
+    - `backoff`: refusals that may pass (429, 503 ...), lost connections and time-outs are tried again. `timeout`:
+      seconds without a byte, and so for a whole reply. `concurrency` bounds the requests under way, over all calls.
+    - `retokenize=True` lets ids be made from texts where a server gives none; `info["retokenized"]` then says so.
+    - `allow_urls=True` lets image URLs through, for the server to fetch.
+    - `Sampling.extra` goes into the request as it is, over all else; a `None` there takes a word out.
+
+    It can be used from threads and from any event loop: requests run in a loop of its own. Close it when done.
+
+    >>> with OpenAIEngine("http://127.0.0.1:8000/v1", concurrency=8) as engine:
+    ...     engine.url
+    'http://127.0.0.1:8000'
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        tokenizer: Any = None,
+        *,
+        api_key: str | None = None,
+        backoff: Backoff | None = None,
+        timeout: float = 1800.0,
+        concurrency: int = 64,
+        dialect: str = "auto",
+        headers: Mapping[str, str] | None = None,
+        version: int = 0,
+        render: Literal["server", "local"] = "server",
+        logprobs_kind: LogprobsKind | None = None,
+        retokenize: bool = False,
+        allow_urls: bool = False,
+    ) -> None:
+        try:
+            import httpx  # noqa: F401  wanted now, not in the middle of a run
+        except ImportError:
+            raise ImportError("OpenAIEngine needs httpx: pip install 'rollbook[remote]'") from None
+        choice("dialect", dialect, ("auto", *DIALECTS))
+        choice("render", render, ("server", "local"))
+        choice("logprobs_kind", logprobs_kind, (*KINDS, None))
+        self.model = model
+        self.tokenizer = tokenizer
+        self.dialect = dialect
+        self.version = version
+        self.render = render
+        self.logprobs_kind = logprobs_kind
+        self.retokenize = switch("retokenize", retokenize)
+        self.allow_urls = switch("allow_urls", allow_urls)
+        for name, asked in (("render='local'", render == "local"), ("retokenize=True", self.retokenize)):
+            if asked and tokenizer is None:
+                raise ValueError(f"tokenizer: got None, expected one, which {name} needs")
+        self._connection = Connection(
+            url, api_key=api_key, headers=headers, backoff=backoff, timeout=timeout, concurrency=concurrency
+        )
+        self.url = self._connection.url
+        self._fingerprints = (tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer))
+        self._known: Server | None = None
+        self._finding: asyncio.Lock | None = None
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> RunInfo:
+        """The server's make-up; one that cannot be reached has the version `unknown`."""
+        if self._known is None:
+            with suppress(ServerError):
+                self._connection.submit(self._server()).result()
+        return self._info()
+
+    def _info(self) -> RunInfo:
+        known = self._known
+        if known is None:
+            return RunInfo(
+                engine="openai",
+                engine_version="unknown",
+                model=self.model or "unknown",
+                tokenizer=self._fingerprints[0],
+                cannot=("answer: the server was not reached",),
+            )
+        return RunInfo(
+            engine=known.dialect.name,
+            engine_version=known.version,
+            model=known.model,
+            tokenizer=self._fingerprints[0],
+            chat_template=self._fingerprints[1],
+            cannot=known.dialect.cannot,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The run, where it is, and which log-probs its samples have."""
+        run = self.run
+        kind = self.logprobs_kind or (None if self._known is None else self._known.dialect.kind)
+        return {**run.to_dict(), "url": self.url, "logprobs_kind": kind, "render": self.render}
+
+    def health(self, timeout: float = 120.0) -> None:
+        """Wait until the server answers, or raise `TimeoutError` that says what it last said."""
+        number("timeout", timeout, 0, 1e9)
+        self._connection.submit(self._healthy(timeout)).result()
+
+    async def _healthy(self, timeout: float) -> None:
+        async def asked(path: str) -> None:
+            async with self._connection.opened(path, timeout=10.0) as response:
+                await response.aread()
+
+        until, wait = time.monotonic() + timeout, 0.1
+        while True:
+            try:
+                try:
+                    return await self._connection.tried(lambda: asked("/health"), once=True)
+                except ServerError:  # which plain OpenAI servers do not have
+                    return await self._connection.tried(lambda: asked("/v1/models"), once=True)
+            except ServerError as error:
+                if time.monotonic() + wait > until:
+                    raise TimeoutError(f"not ready after {timeout:g} s: {error}") from None
+            await asyncio.sleep(wait)
+            wait = min(wait * 1.5, 2.0)
+
+    async def _server(self) -> Server:
+        """Which server this is: asked once, and kept."""
+        if self._finding is None:
+            self._finding = asyncio.Lock()
+        async with self._finding:
+            if self._known is None:
+                self._known = await find(self._connection, self.dialect, self.model)
+        return self._known
+
+    def close(self) -> None:
+        """Close the connections (the server stops what is under way) and the thread; there is no way back."""
+        self._connection.close()
+
+    # --- a call -------------------------------------------------------------------------------------------------------
+
+    def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+        ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        call = self._connection.submit(self._call(requests, cancel, ready.put))
+        try:
+            while (item := ready.get()) is not None:
+                yield item
+        finally:
+            call.cancel()
+
+    async def _arun(self, requests: Sequence[Request], cancel: Cancel) -> AsyncGenerator[tuple[int, Sample], None]:
+        here = asyncio.get_running_loop()
+        ready: asyncio.Queue[Any] = asyncio.Queue()
+
+        def emit(item: Any) -> None:
+            with suppress(RuntimeError):  # the caller's loop is gone, and nobody waits
+                here.call_soon_threadsafe(ready.put_nowait, item)
+
+        call = self._connection.submit(self._call(requests, cancel, emit))
+        try:
+            while (item := await ready.get()) is not None:
+                yield item
+        finally:
+            call.cancel()
+
+    async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Callable[[Any], Any]) -> None:
+        """Answer all requests; each (place, sample) is emitted as it finishes, and None after the last."""
+        server = asyncio.ensure_future(self._server())  # found once, or not, for all
+        jobs = [Job(request, self._terms(), emit, cancel.held) for request in requests]
+        tasks = [asyncio.ensure_future(self._one(job, server)) for job in jobs]
+        watch = asyncio.ensure_future(_watch(cancel, tasks))
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            await _ended([*tasks, watch, server])
+            emit(None)
+
+    def _terms(self) -> Terms:
+        dialect = self._known.dialect if self._known is not None else Dialect()
+        run_id = self._info().id
+        return Terms(dialect, run_id, self.tokenizer, self.retokenize, self.logprobs_kind, self._connection.clean)
+
+    async def _one(self, job: Job, finding: asyncio.Future[Server]) -> None:
+        """All samples of a prompt, whatever becomes of them."""
+        try:
+            server = await asyncio.shield(finding)
+            job.terms = self._terms()
+            await self._answer(server, job)
+        except asyncio.CancelledError:
+            for k in sorted(job.owed):
+                job.finish(k, aborted=True)
+            raise
+        except Exception as error:  # of a reply of a shape that nobody thought of, too
+            job.fail(error, sorted(job.owed))
+
+    async def _answer(self, server: Server, job: Job) -> None:
+        request, dialect, how = job.request, server.dialect, job.request.sampling
+        dialect.check(how)
+        job.opening = await self._opening(server, job)
+        count = len(request.eids)
+        together = dialect.together(how) and count > 1
+        if how.seed is not None:
+            base = min(request.seeds[0], dialect.largest_seed - count)
+            own = [seed % (dialect.largest_seed + 1) for seed in request.seeds]
+            job.seeds = [dialect.seed_of(base, k) for k in range(count)] if together else list(own)
+        work = self._warm if how.first_temperature is not None and not job.done else self._plain
+        strands = [list(range(count))] if together else [[k] for k in range(count)]
+        await _all(_guarded(job, ks, work(server, job, ks)) for ks in strands)
+
+    async def _plain(self, server: Server, job: Job, ks: list[int]) -> None:
+        how = job.request.sampling
+        ask = self._ask(server, job, ks, job.opening, job.request.budget, how.temperature, job.done)
+        await self._exchange(server, job, ks, ask, job.finish)
+
+    async def _warm(self, server: Server, job: Job, ks: list[int]) -> None:
+        """A first token at a temperature of its own, and then, unless that was the last, the others."""
+        how, budget = job.request.sampling, job.request.budget
+        self._sends_ids(server.dialect, "first_temperature")
+
+        async def follow(k: int) -> None:
+            first = job.parts[k][0]
+            if first.finish == "length" and budget > 1:
+                first.finish = None
+                so_far = Opening(ids=[*job.prompt_ids(), *job.ids(first)])
+                ask = self._ask(server, job, [k], so_far, budget - 1, how.temperature, 1)
+                await self._exchange(server, job, [k], ask, lambda k: None)
+            job.finish(k)
+
+        ask = self._ask(server, job, ks, job.opening, 1, how.first_temperature or 0.0, 0)
+        await self._exchange(server, job, ks, ask, lambda k: None)
+        await _all(_guarded(job, [k], follow(k)) for k in ks)
+
+    def _ask(
+        self, server: Server, job: Job, ks: list[int], opening: Opening, length: int, temperature: float, at: int
+    ) -> Ask:
+        """A request for samples `ks`, which have `at` tokens so far."""
+        seed = job.seeds[ks[0]]
+        if seed is not None and at:  # other random numbers than those that were used for the tokens so far
+            digest = hashlib.blake2b(f"{seed}/{at}".encode(), digest_size=8).digest()
+            seed = (int.from_bytes(digest, "big") >> 1) % (server.dialect.largest_seed + 1)
+        return Ask(
+            model=server.model,
+            sampling=job.request.sampling,
+            max_tokens=length,
+            min_tokens=min(max(job.request.sampling.min_tokens - at, 0), length),
+            temperature=temperature,
+            n=len(ks),
+            seed=seed,
+            stream=job.stream,
+            text=opening.text,
+            ids=opening.ids,
+            messages=opening.messages,
+            tools=job.request.prompt.tools if opening.messages is not None else None,
+        )
+
+    async def _exchange(
+        self, server: Server, job: Job, ks: list[int], ask: Ask, finished: Callable[[int], None]
+    ) -> None:
+        """One request for samples `ks`, tried again where that is right; each is finished at most once."""
+        dialect, told = server.dialect, set[int]()
+        body = {name: v for name, v in (dialect.body(ask) | dict(ask.sampling.extra)).items() if v is not None}
+        for k in ks:
+            job.parts[k].append(Piece())
+
+        async def attempt() -> None:
+            pieces = [Piece(version=self.version) for _ in ks]
+            for k, piece in zip(ks, pieces, strict=True):
+                if k not in told:  # one that was finished before a connection broke stays as it was
+                    job.parts[k][-1] = piece
+
+            def tell() -> None:
+                for k, piece in zip(ks, pieces, strict=True):
+                    if piece.finish is not None and k not in told:
+                        told.add(k)
+                        finished(k)
+
+            async with self._connection.opened(dialect.path(ask), body) as response:
+                if body.get("stream"):
+                    async for event in events(response):
+                        dialect.fold(event, pieces)
+                        tell()
+                else:
+                    dialect.read(parsed(await response.aread()), pieces)
+                    tell()
+            if any(piece.finish is None for piece in pieces):
+                raise Again("the reply broke off before its end")
+
+        await self._connection.tried(attempt, job.tried_again)
+
+    # --- from a prompt to what is sent --------------------------------------------------------------------------------
+
+    async def _opening(self, server: Server, job: Job) -> Opening:
+        prompt, how, dialect, before = job.request.prompt, job.request.sampling, server.dialect, job.request.started
+        pictured = bool(prompt.images or prompt.videos)
+        if before is not None and job.done:
+            if pictured:
+                raise ValueError("prompt.images: got an unfinished sample with images, of which only ids can be sent")
+            self._sends_ids(dialect, "an unfinished sample")
+            return Opening(ids=[*before.prompt_ids, *before.response_ids], prompt_ids=list(before.prompt_ids))
+        if pictured:
+            if prompt.messages is None:
+                raise ValueError("prompt.images: got them beside text or token ids, expected messages, which hold them")
+            if not dialect.media:
+                raise ValueError(f"prompt.images: {dialect.name} does not say which prompt ids it made of images")
+            return Opening(messages=chat_messages(prompt, self.allow_urls))
+        chat = prompt.messages is not None
+        ids = None if prompt.token_ids is None else list(prompt.token_ids)
+        if ids is None and (self.render == "local" or (chat and dialect.chats == "local")):
+            ids = rendered(job.terms, prompt)
+        ours = ids is not None
+        if ours:
+            self._sends_ids(dialect, "prompt.token_ids" if prompt.token_ids is not None else "render='local'")
+        elif how.max_prompt_tokens is not None or dialect.tokenizes:
+            ids = await self._tokenized(server, job)
+        cut = None
+        if ids is not None and how.max_prompt_tokens is not None and len(ids) > how.max_prompt_tokens:
+            most, side = how.max_prompt_tokens, how.prompt_overflow
+            if side == "error":
+                raise ValueError(f"prompt: got {len(ids)} tokens, expected at most max_prompt_tokens ({most})")
+            self._sends_ids(dialect, f"prompt_overflow={side!r}")
+            cut = len(ids)
+            ids = ids[-most:] if side == "left" else ids[:most]
+        by_chat = dialect.chats == "server" or (dialect.chats == "template" and prompt.tools is not None)
+        if chat and by_chat and not ours and cut is None:
+            return Opening(messages=chat_messages(prompt, self.allow_urls), prompt_ids=ids)
+        if ids is None or not (ours or cut or dialect.tokenizes):
+            return Opening(text=prompt.text)
+        return Opening(ids=ids, prompt_ids=ids, truncated_from=cut)
+
+    def _sends_ids(self, dialect: Dialect, what: str) -> None:
+        if not dialect.takes_ids:
+            raise ValueError(f"{what}: {dialect.name} servers take no token ids; {dialect.remedy}")
+
+    async def _tokenized(self, server: Server, job: Job) -> list[int]:
+        """The ids of a text or a chat: by the server's own word, or by the tokenizer's where it has none."""
+        prompt = job.request.prompt
+        if not server.dialect.gives_ids:
+            return rendered(job.terms, prompt)
+        chat: dict[str, Any] = {}
+        if prompt.messages is not None:
+            chat["messages"] = chat_messages(prompt, self.allow_urls)
+            chat |= {} if prompt.tools is None else {"tools": list(prompt.tools)}
+        tokens = await server.dialect.tokenized(server.model, prompt.text, chat, self._connection.json)
+        if not isinstance(tokens, list) or any(not isinstance(one, int) for one in tokens):
+            raise BadReply(f"/tokenize: got {str(tokens)[:80]}, expected a list of token ids")
+        return tokens
+
+
+async def _watch(cancel: Cancel, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel a call's tasks when somebody asks for it, once they have taken in what has arrived already."""
+    begun = not cancel.requested
+    while not cancel.requested:
+        await asyncio.sleep(0.02)
+    if begun:
+        await asyncio.sleep(GRACE)
+    for task in tasks:
+        task.cancel()
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Everything at once; if this is cancelled, all of it is, and has ended when this ends."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await _ended(tasks)
+
+
+async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what has not ended, and wait for it."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _guarded(job: Job, ks: list[int], work: Coroutine[Any, Any, None]) -> None:
+    """Work on samples `ks`, whose failure is theirs alone."""
+    try:
+        await work
+    except (ServerError, ValueError) as error:
+        job.fail(error, ks)

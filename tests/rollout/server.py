@@ -1,0 +1,559 @@
+"""A small server on loopback that answers as vLLM, SGLang, llama.cpp, `transformers serve` or plain OpenAI do, over a
+real tiny model, with a sampling loop of its own, and with faults on order.
+
+    with serve() as server:
+        OpenAIEngine(server.url)
+
+`server.seen` are the requests that asked for samples, `server.most` the largest number of them that were open at once,
+`server.broken` how many streams lost their reader. `server.faults` are played in order: see `Fault`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from tests import tiny
+
+CALL = '{"name": "add", "arguments": {"a": 1}}'
+"""What a chat with `tool_choice: required` is made to say."""
+
+
+@dataclass
+class Fault:
+    """What goes wrong, `times` times, with requests whose JSON holds `match`.
+
+    Kinds: `status` (with `status`, `headers`, `message`), `hang up` (in the middle of the reply), `garbage`, `choices`
+    (one too few), `nan`, `short` (a log-prob is missing), `no ids`, `no logprobs`, `reason` (an unknown one), `error`
+    (an event in a stream), `other prompt` (its ids are not those that were sent).
+    """
+
+    kind: str
+    times: int = 1
+    match: str = ""
+    status: int = 500
+    headers: dict[str, str] = field(default_factory=dict)
+    message: str = "out of order"
+
+
+@dataclass
+class Step:
+    """One sampled token: of each kind its log-prob."""
+
+    id: int
+    raw: float
+    tempered: float
+    processed: float
+
+
+class Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def sampled(model: Any, ids: list[int], how: dict[str, Any], lock: Any) -> Iterator[Step]:
+    """Tokens one by one, each from a forward pass over all before it: the plainest way there is."""
+    generator = torch.Generator()
+    if how["seed"] is None:
+        generator.seed()
+    else:
+        generator.manual_seed(how["seed"])
+    ids, forced, count = list(ids), list(how["forced"]), 0
+    while count < how["max_tokens"]:
+        with lock, torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1].double()
+        raw = logits.log_softmax(-1)
+        for one, bias in how["bias"].items():
+            logits[one] += bias
+        if count < how["min_tokens"]:
+            logits[[2, *how["stop_token_ids"]]] = -torch.inf
+        tempered = (logits / (how["temperature"] or 1.0)).log_softmax(-1)
+        kept = truncated(tempered, how["top_k"], how["top_p"], how["min_p"]).log_softmax(-1)
+        if forced:
+            chosen = forced.pop(0)
+        elif how["temperature"] == 0:
+            chosen = int(logits.argmax())
+        else:
+            chosen = int(torch.multinomial(kept.exp(), 1, generator=generator))
+        count += 1
+        ids.append(chosen)
+        yield Step(chosen, float(raw[chosen]), float(tempered[chosen]), float(kept[chosen]))
+
+
+def truncated(logprobs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    order = logprobs.argsort(descending=True)
+    drop = torch.zeros_like(logprobs, dtype=torch.bool)
+    if top_k > 0:
+        drop[order[top_k:]] = True
+    mass = logprobs.masked_fill(drop, -torch.inf).softmax(-1)[order]
+    drop[order[(mass.cumsum(0) - mass) >= top_p]] = True
+    drop |= logprobs.exp() < min_p * logprobs.exp().max()
+    return logprobs.masked_fill(drop, -torch.inf)
+
+
+class Response:
+    """One sample in the making: `advance` takes a token; `finish` and `stop` say how it ended."""
+
+    def __init__(self, server: Server, prompt: list[int], how: dict[str, Any]) -> None:
+        self.tokenizer, self.how, self.prompt = server.tokenizer, how, prompt
+        self.stopping = server.stopping
+        self.steps: list[Step] = []
+        self.finish: str | None = None
+        self.stop: str | int | None = None
+        self.text = ""
+        self._tokens = sampled(server.model, prompt, how, server.lock)
+
+    def advance(self) -> None:
+        if self.stopping.is_set():
+            raise Refused(503, "the server stops")
+        step = next(self._tokens)
+        self.steps.append(step)
+        self.text = self.tokenizer.decode([one.id for one in self.steps], skip_special_tokens=True)
+        if step.id == 2 and not self.how["ignore_eos"]:
+            self.finish = "stop"
+        elif step.id in self.how["stop_token_ids"]:
+            self.finish, self.stop = "stop", step.id
+        elif len(self.steps) >= self.how["min_tokens"]:
+            for stop in self.how["stop"]:
+                at = self.text.find(stop)
+                if at >= 0:
+                    self.finish, self.stop = "stop", stop
+                    self.text = self.text[: at + (len(stop) if self.how["include_stop"] else 0)]
+                    break
+        if self.finish is None and len(self.steps) == self.how["max_tokens"]:
+            self.finish = "length"
+
+
+class Server:
+    """See the module."""
+
+    def __init__(self, dialect: str, model: Any, tokenizer: Any, kind: str, pace: float, version: str | None) -> None:
+        self.dialect, self.model, self.tokenizer, self.kind = dialect, model, tokenizer, kind
+        self.pace, self.weight_version = pace, version
+        self.context = model.config.max_position_embeddings
+        self.faults: list[Fault] = []
+        self.seen: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.keys: list[str | None] = []
+        self.images: list[list[Any]] = []
+        self.open = self.most = self.broken = 0
+        self.lock = threading.Lock()
+        self.counts = threading.Lock()
+        self.stopping = threading.Event()
+        self.sockets: set[Any] = set()
+        self.url = ""
+
+    def fault(self, body: dict[str, Any], *kinds: str) -> Fault | None:
+        with self.counts:
+            whole = json.dumps(body)
+            for fault in self.faults:
+                if fault.kind in kinds and fault.times > 0 and fault.match in whole:
+                    fault.times -= 1
+                    return fault
+        return None
+
+    # --- what is common ------------------------------------------------------------------------------------------
+
+    def get(self, path: str) -> Any:
+        owners = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp"}
+        if path == "/v1/models":
+            return {"object": "list", "data": [{"id": "tiny", "owned_by": owners.get(self.dialect, "someone")}]}
+        own = {
+            "vllm": {"/version": {"version": "0.32.0"}},
+            "sglang": {"/get_server_info": {"version": "0.5.9"}},
+            "llama.cpp": {"/props": {"build_info": "b7777-abcdef", "default_generation_settings": {}}},
+            "transformers-serve": {"/openapi.json": {"paths": {"/v1/completions": {}, "/load_model": {}}}},
+        }
+        found = own.get(self.dialect, {}).get(path)
+        if found is None:
+            raise Refused(404, "Not Found")
+        return found
+
+    def post(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
+        """The reply, or if the body asks to stream, its events."""
+        if path == "/tokenize" and self.dialect != "openai":
+            text = body.get("content", body.get("prompt"))
+            if text is None and self.dialect == "vllm":
+                text = self.rendered(body)
+            yield {"tokens": self.encoded(text)}
+        elif path == "/apply-template" and self.dialect == "llama.cpp":
+            yield {"prompt": self.rendered(body)}
+        elif path == "/generate" and self.dialect == "sglang":
+            yield from self.sglang(body)
+        elif path == "/completion" and self.dialect == "llama.cpp":
+            yield from self.llama_cpp(body)
+        elif path in ("/v1/completions", "/v1/chat/completions"):
+            yield from self.openai(path, body)
+        else:
+            raise Refused(404, "Not Found")
+
+    def encoded(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def rendered(self, body: dict[str, Any]) -> str:
+        messages = []
+        for message in body["messages"]:
+            content = message.get("content") or ""
+            if isinstance(content, list):
+                content = "".join("<image>" if part["type"] == "image_url" else part["text"] for part in content)
+            messages.append({"role": message["role"], "content": content})
+        return self.tokenizer.apply_chat_template(
+            messages, tools=body.get("tools"), add_generation_prompt=True, tokenize=False
+        )
+
+    def settings(self, body: dict[str, Any], most: str = "max_tokens", **changes: Any) -> dict[str, Any]:
+        bias = body.get("logit_bias") or {}
+        pairs = bias.items() if isinstance(bias, dict) else bias
+        return {
+            "max_tokens": body.get(most, 16),
+            "min_tokens": body.get("min_tokens", body.get("min_new_tokens", 0)),
+            "temperature": body.get("temperature", 1.0),
+            "top_k": body.get("top_k", -1),
+            "top_p": body.get("top_p", 1.0),
+            "min_p": body.get("min_p", 0.0),
+            "seed": body.get("seed", body.get("sampling_seed")),
+            "stop": body.get("stop") or [],
+            "stop_token_ids": body.get("stop_token_ids") or [],
+            "include_stop": body.get("include_stop_str_in_output", body.get("no_stop_trim", False)),
+            "ignore_eos": body.get("ignore_eos", False),
+            "bias": {int(one): (-torch.inf if value is False else value) for one, value in pairs},
+            "forced": [],
+        } | changes
+
+    def fits(self, prompt: list[int], how: dict[str, Any]) -> None:
+        if not prompt:
+            raise Refused(400, "The prompt is empty")
+        if len(prompt) + how["max_tokens"] > self.context:
+            raise Refused(
+                400, f"maximum context length is {self.context}, got {len(prompt)} and {how['max_tokens']} tokens"
+            )
+
+    def logprob(self, step: Step) -> float:
+        return float(getattr(step, self.kind))
+
+    # --- OpenAI's endpoints --------------------------------------------------------------------------------------
+
+    def openai(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
+        chat = path.endswith("chat/completions")
+        plain = {"model", "prompt", "messages", "n", "max_tokens", "temperature", "top_p", "stream", "seed", "stop"}
+        plain |= {"logprobs", "top_logprobs", "tools", "tool_choice", "logit_bias"}
+        plain |= {"presence_penalty", "frequency_penalty"}
+        odd = sorted(set(body) - plain) if self.dialect in ("openai", "transformers-serve") else []
+        if odd:
+            raise Refused(422 if self.dialect == "transformers-serve" else 400, f"Unexpected fields: {odd}")
+        prompt = body.get("prompt")
+        if chat:
+            self.keep_images(body)
+            prompt = self.encoded(self.rendered(body))
+        elif isinstance(prompt, str):
+            prompt = self.encoded(prompt)
+        elif self.dialect == "transformers-serve":
+            raise Refused(400, "prompt must be a string.")
+        called = chat and body.get("tools") and body.get("tool_choice") == "required"
+        forced = [*self.encoded(CALL), 2] if called else []
+        n, seed = body.get("n", 1), body.get("seed")
+        hows = [
+            self.settings(body, seed=None if seed is None else seed + i * (self.dialect == "vllm"), forced=forced)
+            for i in range(n)
+        ]
+        self.fits(prompt, hows[0])
+        responses = [Response(self, prompt, how) for how in hows]
+        if self.fault(body, "other prompt"):
+            prompt = [1, *prompt]
+        if not body.get("stream"):
+            while any(one.finish is None for one in responses):
+                for one in responses:
+                    if one.finish is None:
+                        one.advance()
+                time.sleep(self.pace)
+            if self.fault(body, "choices"):
+                responses.pop()
+            choices = [self.choice(body, chat, called, i, one, 0, prompt) for i, one in enumerate(responses)]
+            reply = {"object": "reply", "choices": choices, "usage": {"prompt_tokens": len(prompt)}}
+            if chat and body.get("return_token_ids"):
+                reply["prompt_token_ids"] = prompt
+            yield reply
+            return
+        if chat:
+            for i in range(n):
+                first: dict[str, Any] = {
+                    "choices": [{"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+                }
+                yield first | ({"prompt_token_ids": prompt} if body.get("return_token_ids") else {})
+        sent, shown = [0] * n, [""] * n
+        while any(one.finish is None for one in responses):
+            time.sleep(self.pace)
+            for i, one in enumerate(responses):
+                if one.finish is not None:
+                    continue
+                one.advance()
+                if one.finish is None and len(one.steps) - sent[i] < body.get("stream_interval", 1):
+                    continue
+                choice = self.choice(body, chat, called, i, one, sent[i], None if chat or sent[i] else prompt)
+                new = one.text[len(shown[i]) :] if one.text.startswith(shown[i]) else ""
+                if chat:
+                    message = choice.pop("message")
+                    choice["delta"] = {"content": new} if not called else {}
+                    if called and one.finish:
+                        (call,) = message["tool_calls"]
+                        whole = call["function"]["arguments"]
+                        half = {**call, "index": 0, "function": {**call["function"], "arguments": whole[:4]}}
+                        yield {"choices": [{"index": i, "delta": {"tool_calls": [half]}, "finish_reason": None}]}
+                        choice["delta"] = {"tool_calls": [{"index": 0, "function": {"arguments": whole[4:]}}]}
+                else:
+                    choice["text"] = new
+                sent[i], shown[i] = len(one.steps), one.text
+                yield {"choices": [choice]}
+                if self.fault(body, "error"):
+                    yield {"error": {"message": "the engine died", "code": 500}}
+                    return
+
+    def choice(
+        self, body: dict[str, Any], chat: bool, called: Any, i: int, one: Response, start: int, prompt: Any
+    ) -> dict[str, Any]:
+        steps = one.steps[start:]
+        values = [self.logprob(step) for step in steps]
+        if values and self.fault(body, "nan"):
+            values[-1] = float("nan")
+        if values and self.fault(body, "short"):
+            values.pop()
+        tokens = [self.tokenizer.decode([step.id]) for step in steps]
+        asked = body.get("logprobs") not in (None, False) or (body.get("logprobs") == 0 and not chat)
+        logprobs: Any = None
+        if asked and self.dialect != "transformers-serve" and not self.fault(body, "no logprobs"):
+            logprobs = {"tokens": tokens, "token_logprobs": values}
+            if chat:
+                named = self.dialect == "llama.cpp"
+                logprobs = {
+                    "content": [
+                        {"token": token, "logprob": value, **({"id": step.id} if named else {})}
+                        for step, token, value in zip(steps, tokens, values, strict=False)
+                    ]
+                }
+        reason = one.finish if not self.fault(body, "reason") else "because"
+        found: dict[str, Any] = {"index": i, "logprobs": logprobs, "finish_reason": reason, "stop_reason": one.stop}
+        if self.dialect == "vllm" and body.get("return_token_ids") and not self.fault(body, "no ids"):
+            found["token_ids"] = [step.id for step in steps]
+            if not chat and prompt is not None:
+                found["prompt_token_ids"] = prompt
+        if self.weight_version is not None and one.finish:
+            found["weight_versions"] = [{"version": self.weight_version, "start": 0, "end": len(one.steps)}]
+        if not chat:
+            return found | {"text": one.text}
+        message: dict[str, Any] = {"role": "assistant", "content": one.text}
+        if called and one.finish == "stop":
+            made = json.loads(CALL)
+            function = {"name": made["name"], "arguments": json.dumps(made["arguments"])}
+            message = {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "call-1", "type": "function", "function": function}],
+            }
+            found["finish_reason"] = "tool_calls"
+        return found | {"message": message}
+
+    def keep_images(self, body: dict[str, Any]) -> None:
+        from PIL import Image
+
+        found = []
+        for message in body["messages"]:
+            if isinstance(message.get("content"), list):
+                for part in message["content"]:
+                    if part["type"] == "image_url":
+                        head, _, data = part["image_url"]["url"].partition(",")
+                        if not head.startswith("data:image/"):
+                            raise Refused(400, f"cannot fetch {part['image_url']['url'][:2000]}")
+                        found.append(Image.open(io.BytesIO(base64.b64decode(data, validate=True))))
+        self.images.append(found)
+
+    # --- other tongues -------------------------------------------------------------------------------------------
+
+    def sglang(self, body: dict[str, Any]) -> Iterator[Any]:
+        asked = body["sampling_params"]
+        how = self.settings(asked, "max_new_tokens")
+        self.fits(body["input_ids"], how)
+        one = Response(self, body["input_ids"], how)
+        while one.finish is None:
+            time.sleep(self.pace)
+            one.advance()
+            if not body.get("stream") and one.finish is None:
+                continue
+            reason = {"length": {"type": "length", "length": len(one.steps)}}.get(
+                one.finish or "", {"type": "stop", "matched": one.stop if one.stop is not None else 2}
+            )
+            meta: dict[str, Any] = {
+                "completion_tokens": len(one.steps),
+                "prompt_tokens": len(body["input_ids"]),
+                "finish_reason": reason if one.finish else None,
+                "weight_version": self.weight_version or "default",
+            }
+            if body.get("return_logprob"):
+                meta["output_token_logprobs"] = [[self.logprob(step), step.id, None] for step in one.steps]
+            yield {"text": one.text, "output_ids": [step.id for step in one.steps], "meta_info": meta}
+
+    def llama_cpp(self, body: dict[str, Any]) -> Iterator[Any]:
+        how = self.settings(body, "n_predict", include_stop=False)
+        self.fits(body["prompt"], how)
+        one = Response(self, body["prompt"], how)
+        shown = ""
+        while one.finish is None:
+            time.sleep(self.pace)
+            one.advance()
+            if body.get("stream"):
+                step = one.steps[-1]
+                event: dict[str, Any] = {"content": one.text[len(shown) :], "tokens": [step.id], "stop": False}
+                if body.get("n_probs"):
+                    event["completion_probabilities"] = [{"id": step.id, "logprob": self.logprob(step)}]
+                shown = one.text
+                yield event
+        kinds = {"length": "limit", "stop": "word" if isinstance(one.stop, str) else "eos"}
+        final: dict[str, Any] = {"content": "", "tokens": [], "stop": True, "stop_type": kinds[one.finish]}
+        final["stopping_word"] = one.stop if isinstance(one.stop, str) else ""
+        if not body.get("stream"):
+            final |= {"content": one.text, "tokens": [step.id for step in one.steps]}
+            if body.get("n_probs"):
+                entries = [{"id": step.id, "logprob": self.logprob(step)} for step in one.steps]
+                # As the real one does: the tokens of the stop text have no entry.
+                final["completion_probabilities"] = entries[: -len(one.stop)] if isinstance(one.stop, str) else entries
+        yield final
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Any
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def setup(self) -> None:
+        super().setup()
+        with self.server.app.counts:
+            self.server.app.sockets.add(self.connection)
+
+    def finish(self) -> None:
+        with self.server.app.counts:
+            self.server.app.sockets.discard(self.connection)
+        super().finish()
+
+    def do_GET(self) -> None:
+        try:
+            self.whole(200, self.server.app.get(self.path))
+        except Refused as error:
+            self.whole(error.status, {"error": {"message": str(error)}})
+
+    def do_POST(self) -> None:
+        app: Server = self.server.app
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        counted = self.path not in ("/tokenize", "/apply-template")
+        with app.counts:
+            app.paths.append(self.path)
+            if counted:
+                app.seen.append(body)
+                app.keys.append(self.headers.get("authorization"))
+                app.open += 1
+                app.most = max(app.most, app.open)
+        try:
+            self.reply(app, body)
+        except Refused as error:
+            self.whole(error.status, {"error": {"message": str(error)}})
+        except OSError:
+            with app.counts:
+                app.broken += 1
+            self.close_connection = True
+        finally:
+            with app.counts:
+                app.open -= counted
+
+    def reply(self, app: Server, body: dict[str, Any]) -> None:
+        fault = app.fault(body, "status")
+        if fault is not None:
+            self.whole(fault.status, {"error": {"message": fault.message}}, fault.headers)
+            return
+        events = app.post(self.path, body)
+        if not body.get("stream"):
+            found = json.dumps(next(events)).encode()
+            if app.fault(body, "garbage"):
+                found = b"<html>" + found
+            self.send_response(200)
+            self.send_header("content-length", str(len(found)))
+            self.end_headers()
+            if app.fault(body, "hang up"):
+                self.wfile.write(found[: len(found) // 2])
+                self.close_connection = True
+                return
+            self.wfile.write(found)
+            return
+        first = next(events)  # a refusal comes before the headers
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        self.event(app, body, 0, first)
+        for number, event in enumerate(events, 1):
+            if number == 2 and app.fault(body, "hang up"):
+                return
+            self.event(app, body, number, event)
+        if self.path != "/completion":
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, app: Server, body: dict[str, Any], number: int, event: Any) -> None:
+        data = json.dumps(event, ensure_ascii=False)
+        if number == 1 and app.fault(body, "garbage"):
+            data = data[: len(data) // 2]
+        self.wfile.write(f": ping\n\ndata: {data}\n\n".encode())
+        self.wfile.flush()
+
+    def whole(self, status: int, found: Any, headers: dict[str, str] | None = None) -> None:
+        data = json.dumps(found).encode()
+        self.send_response(status)
+        for name, value in {**(headers or {}), "content-length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextlib.contextmanager
+def serve(
+    dialect: str = "vllm",
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    kind: str | None = None,
+    pace: float = 0.0,
+    version: str | None = None,
+) -> Iterator[Server]:
+    """A server that runs until the block is left. `kind`: which log-probs it gives, if not its dialect's own; `pace`:
+    seconds for each token; `version`: the weights' version that its replies carry."""
+    own = kind or {"sglang": "tempered"}.get(dialect, "raw")
+    tokenizer = tokenizer or tiny.bytes_()
+    app = Server(dialect, model or tiny.llama(len(tokenizer)), tokenizer, own, pace, version)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    http.daemon_threads = False  # they are waited for: one that is in torch when Python ends takes it down
+    http.app = app  # type: ignore[attr-defined]
+    app.url = f"http://127.0.0.1:{http.server_address[1]}"
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield app
+    finally:
+        app.stopping.set()
+        http.shutdown()
+        with app.counts:
+            for one in app.sockets:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+        http.server_close()
+        thread.join()

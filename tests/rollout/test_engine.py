@@ -1,0 +1,476 @@
+"""The protocol that all engines keep: prompts and options in, ids and seeds of their own, n samples for each prompt,
+failures where they belong, streams, event loops, cancelling, going on, and records that keep everything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook import EID, Experience
+from rollbook.retry import Backoff, asked_wait
+from rollbook.rollout import Cancel, Engine, Line, Prompt, RunInfo, Sample, Sampling, ScriptedEngine
+from rollbook.rollout.engine import in_thread
+from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
+from tests import tiny
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+class Odd(Engine):
+    """An engine that does what its function says: for the protocol's own sake."""
+
+    def __init__(self, work):
+        self.work = work
+
+    @property
+    def run(self):
+        return RunInfo(engine="odd", engine_version="1", model="none")
+
+    def _run(self, requests, cancel):
+        yield from self.work(requests, cancel)
+
+
+def sample_of(request, k, ids=(7,)):
+    return Sample(prompt=request.prompt, eid=request.eids[k], prompt_ids=[1], response_ids=list(ids))
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_however_they_are_written():
+    engine = ScriptedEngine([[7]], tokenizer=tiny.bytes_())
+    for given_, count in [
+        ("text", 1),
+        (["a", "b"], 2),
+        ([5, 6], 1),
+        ([[5, 6], [7]], 2),
+        (CHAT, 1),
+        ([CHAT, CHAT], 2),
+        (np.array([5, 6]), 1),
+        (torch.tensor([5, 6]), 1),
+        (Prompt(text="a"), 1),
+        (["a", [5], CHAT, Prompt(token_ids=[4])], 4),
+        ((text for text in ("a", "b")), 2),
+        ([], 0),
+    ]:
+        assert len(engine.generate(given_)) == count
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({}, "got nothing, expected one of text, messages, token_ids"),
+        ({"text": "a", "token_ids": [1]}, "got text and token_ids"),
+        ({"text": 3}, "prompt.text: got int"),
+        ({"token_ids": [1, -2]}, r"prompt.token_ids\[1\]: got -2"),
+        ({"token_ids": [1, True]}, r"prompt.token_ids\[1\]: got True"),
+        ({"token_ids": "12"}, "prompt.token_ids: got str"),
+        ({"messages": [{"content": "x"}]}, r"prompt.messages\[0\]"),
+        ({"text": "a", "tools": [{}]}, "prompt.tools: got tools without messages"),
+        ({"text": "a", "images": [None]}, r"prompt.images\[0\]: got None"),
+    ],
+)
+def test_bad_prompts(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        Prompt(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 0},
+        {"max_tokens": 0},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"temperature": -1},
+        {"temperature": None},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_k": -2},
+        {"min_p": 2},
+        {"stop": [""]},
+        {"stop_token_ids": ["2"]},
+        {"include_stop": "yes"},
+        {"seed": -1},
+        {"prompt_overflow": "middle"},
+        {"logprobs": "all"},
+        {"max_prompt_tokens": 0},
+    ],
+    ids=str,
+)
+def test_bad_options_name_themselves(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+def test_options_merge_and_are_refused_when_unknown():
+    base = Sampling(temperature=0.5, stop="x")
+    assert Sampling.of(base, top_p=0.5) == Sampling(temperature=0.5, stop=["x"], top_p=0.5)
+    assert Sampling.of({"max_new_tokens": 3, "stop_strings": ["y"]}) == Sampling(max_tokens=3, stop=["y"])
+    with pytest.raises(ValueError, match="did you mean 'temperature'"):
+        ScriptedEngine([[7]]).generate("a", temprature=1.0)
+    with pytest.raises(ValueError, match="sampling: got 2 entries, expected 1"):
+        ScriptedEngine([[7]]).generate("a", [Sampling(), Sampling()])
+    with pytest.raises(ValueError, match="sampling: got int"):
+        ScriptedEngine([[7]]).generate("a", 3)
+    assert Sampling(top_k=0).top_k == -1 and json.loads(json.dumps(base.to_dict()))["stop"] == ["x"]
+
+
+def test_ids_say_batch_task_and_run():
+    engine = ScriptedEngine([[7]])
+    samples = engine.generate(["a", Prompt(text="b", eid=EID(batch=3, task="x", run=10))], n=2, batch=9)
+    assert [one.eid.rid for one in samples] == ["9/0/0", "9/0/1", "3/x/10", "3/x/11"]
+    assert len({one.eid.uid for one in samples}) == 4 and {one.group_size for one in samples} == {2}
+    first, other = (engine.generate("a")[0].eid for _ in range(2))
+    assert first.batch != other.batch  # calls without ids are never one group
+    with pytest.raises(ValueError, match="prompts: 0 and 1 both give run 0/0/0"):
+        engine.generate([Prompt(text="a", eid=EID(batch=0, task=0)), Prompt(text="b", eid=EID(batch=0, task=0))])
+    with pytest.raises(ValueError, match="both give run"):
+        engine.generate(
+            [Prompt(text="a", eid=EID(batch=0, task=0)), Prompt(text="b", eid=EID(batch=0, task=0, run=1))], n=2
+        )
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+def test_seeds_depend_on_the_seed_and_the_id_alone(seed, n, before, after):
+    engine = ScriptedEngine([[7]])
+    prompts = [Prompt(text="x", eid=EID(batch=0, task=i)) for i in range(before + 1 + after)]
+    whole = engine.requests(prompts, n=n, seed=seed)
+    alone = engine.requests(prompts[before], n=n, seed=seed)[0]
+    assert whole[before].seeds == alone.seeds
+    assert [str(one) for one in whole[before].eids] == [str(one) for one in alone.eids]
+    more = engine.requests(prompts[before], n=n + 1, seed=seed)[0]
+    assert more.seeds[:n] == alone.seeds  # one sample more changes none of the others
+    seeds = [one for request in whole for one in request.seeds]
+    assert len(set(seeds)) == len(seeds) and all(0 <= one < 2**63 for one in seeds)
+    assert engine.requests("x", n=n, seed=seed)[0].seeds != engine.requests("x", n=n, seed=seed + 1)[0].seeds
+    assert engine.requests("x", n=n)[0].seeds != engine.requests("x", n=n)[0].seeds
+
+
+def test_each_prompt_with_options_of_its_own():
+    engine = ScriptedEngine(lambda prompt, run: [run] * 5)
+    samples = engine.generate(["a", "b"], [{"n": 3, "max_tokens": 2}, Sampling(n=1, max_tokens=9)])
+    assert [len(one.response_ids) for one in samples] == [2, 2, 2, 5]
+    assert [one.finish_reason for one in samples] == ["length"] * 3 + ["stop"]
+    assert [one.sampling["max_tokens"] for one in samples] == [2, 2, 2, 9]
+
+
+# --- what an engine owes ----------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_breaks_off_owes_failures():
+    def work(requests, cancel):
+        yield 1, sample_of(requests[0], 1)
+        raise OSError("the device is gone")
+
+    samples = Odd(work).generate(["a", "b"], n=2, batch=0)
+    assert [one.failed for one in samples] == [True, False, True, True]
+    assert samples[0].error == "OSError: the device is gone" and samples[3].eid.rid == "0/1/1"
+    samples = Odd(lambda requests, cancel: iter(())).generate(["a"], n=2)
+    assert all("ended without this sample" in one.error for one in samples)
+
+
+def test_a_failed_sample_that_had_begun_keeps_what_it_had():
+    part = Sample(
+        prompt=Prompt(text="a"),
+        eid=EID(batch=0, task=0),
+        prompt_ids=[1, 2],
+        response_ids=[3, 4],
+        logprobs=[-1.0, -2.0],
+        versions=[5, 5],
+        finish_reason="abort",
+        sampling={"max_tokens": 9, "seed": 4},
+        group_size=8,
+    )
+    (one,) = Odd(lambda requests, cancel: iter(())).generate([part])
+    assert one.failed and one.response_ids == [3, 4] and one.logprobs == [-1.0, -2.0] and one.versions == [5, 5]
+    assert one.group_size == 8 and one.sampling["seed"] == 4
+
+
+def test_what_cannot_go_on():
+    engine = ScriptedEngine([[7, 8, 9]])
+    done = engine.generate("a")[0]
+    with pytest.raises(ValueError, match="got one that is finished"):
+        engine.generate([done])
+    part = engine.generate("a", pause_after=2)[0]
+    with pytest.raises(ValueError, match="max_tokens: got 2, expected more than the 2 it has"):
+        engine.generate([part], max_tokens=2)
+    with pytest.raises(ValueError, match="pause_after: got 0"):
+        engine.generate("a", pause_after=0)
+
+
+def test_leaving_a_stream_early_closes_the_engines_work():
+    closed = threading.Event()
+
+    def work(requests, cancel):
+        try:
+            for request in requests:
+                yield request.position, sample_of(request, 0)
+        finally:
+            closed.set()
+
+    for _ in Odd(work).stream(["a", "b", "c"]):
+        break
+    assert closed.wait(5)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_streams_in_an_event_loop(early):
+    seen = []
+
+    def work(requests, cancel):
+        for request in requests:
+            if cancel.requested:
+                seen.append("cancelled")
+                return
+            yield request.position, sample_of(request, 0)
+            time.sleep(0.01)
+
+    async def run(cancel):
+        found = []
+        async for one in Odd(work).astream([[i] for i in range(30)], cancel=cancel):
+            found.append(one)
+            if early and len(found) == 3:
+                break
+        return found
+
+    cancel = Cancel()
+    found = asyncio.run(run(cancel))
+    assert len(found) == (3 if early else 30)
+    assert cancel.requested is early  # a call that is over leaves its off-switch alone
+    until = time.monotonic() + 5
+    while early and not seen and time.monotonic() < until:
+        time.sleep(0.01)
+    assert bool(seen) is early
+
+
+def test_async_calls_give_what_sync_ones_do():
+    engine = ScriptedEngine(lambda prompt, run: ValueError("no") if run == 1 else [run, 8])
+    prompts = [Prompt(text="a", eid=EID(batch=0, task=0)), Prompt(text="b", eid=EID(batch=0, task=1))]
+    sync = engine.generate(prompts, n=3, seed=5)
+    native = asyncio.run(engine.agenerate(prompts, n=3, seed=5))
+    assert [str(one) for one in sync] == [str(one) for one in native]
+    assert [one.failed for one in sync] == [False, True, False] * 2
+
+    def broken(requests, cancel):
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(Odd(broken).agenerate("a"))
+
+
+def test_in_thread_goes_on_while_nobody_looks_and_passes_errors_on():
+    def items():
+        yield 1
+        raise ValueError("here")
+
+    cancel = Cancel()
+    found = in_thread(items(), cancel)
+    assert next(found) == 1 and not cancel.requested
+    with pytest.raises(ValueError, match="here"):
+        next(found)
+    kept = Cancel()
+    assert list(in_thread(iter(range(5)), kept)) == list(range(5)) and not kept.requested
+    left = Cancel()
+    for _ in in_thread(iter(range(5)), left):
+        break
+    assert left.requested
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+
+def test_scripts_answer_by_text_task_ids_function_and_turn():
+    by_text = ScriptedEngine({"a": [[1], [2]], "b": Line(ids=(5, 6), logprobs=(-0.5, -0.25)), (7, 8): [9]})
+    assert [one.response_ids for one in by_text.generate("a", n=3)] == [[1], [2], [1]]
+    (one,) = by_text.generate("b")
+    assert one.response_ids == [5, 6] and one.logprobs == [-0.5, -0.25]
+    assert by_text.generate([[7, 8]])[0].response_ids == [9]
+    assert "script: has no answer to 'c'" in by_text.generate("c")[0].error
+    by_task = ScriptedEngine({EID(batch=0, task="t").tid: [[4]]})
+    assert by_task.generate(Prompt(messages=CHAT, eid=EID(batch=0, task="t")))[0].response_ids == [4]
+    turns = ScriptedEngine([[1], "no tokenizer", Line(error="broken"), RuntimeError("raised")])
+    results = turns.generate(["w", "x", "y", "z"])
+    assert results[0].logprobs == [-1.0] and "the engine has no tokenizer" in results[1].error
+    assert results[2].error == "broken" and results[3].error == "RuntimeError: raised"
+    spoken = ScriptedEngine(["yes"], tokenizer=tiny.bytes_()).generate(CHAT)[0]
+    assert spoken.text == "yes" and tiny.bytes_().decode(spoken.prompt_ids).startswith("<|user|>hi")
+    with pytest.raises(ValueError, match="line: got both or neither"):
+        Line()
+
+
+def test_scripts_pause_go_on_and_stop_when_cancelled():
+    engine = ScriptedEngine({"a": [list(range(10, 20))]}, version=1)
+    part = engine.generate("a", max_tokens=8, pause_after=3)[0]
+    assert part.unfinished and part.response_ids == [10, 11, 12]
+    engine.version = 2
+    whole = engine.generate([part])[0]
+    assert whole.response_ids == list(range(10, 18)) and whole.versions == [1] * 3 + [2] * 5
+    assert whole.finish_reason == "length" and whole.eid == part.eid
+    cancel = Cancel()
+    cancel.request()
+    assert engine.generate("a", cancel=cancel)[0].unfinished
+
+
+def test_recorded_rollouts_play_again():
+    first = ScriptedEngine(
+        {"a": [Line(ids=(7, 8), logprobs=(-0.5, -1.5)), Line(ids=(9,), finish_reason="length"), Line(error="lost")]},
+        version=4,
+    )
+    prompts = [Prompt(text="a", eid=EID(batch=1, task=2), reference="42")]
+    samples = first.generate(prompts, n=3, temperature=0.5)
+    records = [one.to_experience() for one in samples]
+    again = ScriptedEngine.replaying(records).generate(prompts, n=3)
+    for one, want in zip(again, samples, strict=True):
+        assert one.eid.rid == want.eid.rid and one.response_ids == want.response_ids
+        assert one.finish_reason == want.finish_reason and one.logprobs == want.logprobs
+        assert one.versions == want.versions and one.failed == want.failed
+        assert one.sampling["temperature"] == 0.5
+    assert again[2].error == "lost"
+    player = ScriptedEngine.replaying(records)
+    assert "was not recorded" in player.generate(Prompt(text="a", eid=EID(batch=1, task=3)))[0].error
+    assert "not those recorded" in player.generate(Prompt(token_ids=[5], eid=EID(batch=1, task=2)))[0].error
+
+
+# --- samples and their records ----------------------------------------------------------------------------------------
+
+
+def test_samples_refuse_what_does_not_fit():
+    known = {"prompt": Prompt(text="a"), "eid": EID(), "prompt_ids": [1], "response_ids": [2, 3]}
+    for wrong, words in [
+        ({"logprobs": [-1.0]}, "logprobs: got 1 entries, expected 2"),
+        ({"versions": [1, 2, 3]}, "versions: got 3 entries, expected 2"),
+        ({"finish_reason": "done"}, "finish_reason: got 'done'"),
+        ({"finish_reason": "error"}, "error: got None with finish_reason 'error'"),
+        ({"error": "x"}, "error: got 'x' with finish_reason 'stop'"),
+        ({"logprobs_kind": "all"}, "logprobs_kind: got 'all'"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            Sample(**known | wrong)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+PLAIN = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | TEXT
+
+
+@st.composite
+def samples_(draw):
+    prompt_ids = draw(st.lists(st.integers(0, 9), max_size=4))
+    ids = draw(st.lists(st.integers(0, 9), max_size=5))
+    failed = draw(st.booleans())
+    row = st.lists(st.floats(-100, 0, width=32), min_size=len(ids), max_size=len(ids))
+    numbers = st.lists(st.integers(0, 2**31 - 1), min_size=len(ids), max_size=len(ids))
+    chat = draw(st.booleans())
+    prompt = (
+        Prompt(
+            messages=[{"role": "user", "content": draw(TEXT)}],
+            tools=draw(st.none() | st.just([{"type": "function", "function": {"name": "f"}}])),
+            reference=draw(PLAIN),
+            label=draw(PLAIN),
+            info=draw(st.dictionaries(st.sampled_from("abc"), PLAIN, max_size=2)),
+        )
+        if chat
+        else Prompt(text=draw(TEXT), reference=draw(PLAIN))
+    )
+    return Sample(
+        prompt=prompt,
+        eid=EID(batch=draw(st.integers(0, 9)), task=draw(TEXT), run=draw(st.integers(0, 99))),
+        prompt_ids=prompt_ids,
+        response_ids=ids,
+        logprobs=draw(st.none() | row),
+        logprobs_kind=draw(st.sampled_from(["raw", "tempered", "processed"])),
+        finish_reason="error" if failed else draw(st.sampled_from(["stop", "length", "tool_calls", "abort"])),
+        error=draw(TEXT.filter(bool)) if failed else None,
+        stop_reason=draw(st.none() | TEXT | st.integers(0, 9)),
+        versions=draw(st.none() | numbers),
+        text=draw(st.none() | TEXT),
+        prompt_text=draw(st.none() | TEXT),
+        sampling={"temperature": 0.5, "seed": draw(st.none() | st.integers(0, 2**63 - 1))},
+        run_id="0123456789abcdef",
+        group_size=draw(st.integers(1, 99)),
+        message={"role": "assistant", "content": draw(TEXT)} if chat and draw(st.booleans()) else None,
+        metrics={"seconds": draw(st.floats(0, 100))},
+        info=draw(st.dictionaries(st.sampled_from("xyz"), PLAIN, max_size=2)),
+    )
+
+
+@given(samples_())
+def test_a_record_keeps_everything(sample):
+    record = sample.to_experience()
+    for kept in (record, Experience.deserialize(record.serialize())):
+        assert kept.eid == sample.eid and kept.tokens.tolist() == [*sample.prompt_ids, *sample.response_ids]
+        assert kept.prompt_length == len(sample.prompt_ids)
+        for found, want in ((kept.logprobs, sample.logprobs), (kept.policy_versions, sample.versions)):
+            assert (None if found is None else found.tolist()) == want
+        assert kept.finish_reason == sample.finish_reason and kept.group_size == sample.group_size
+        assert kept.response_text == sample.text
+        assert kept.prompt_text == (sample.prompt_text if sample.prompt_text is not None else sample.prompt.text)
+        assert kept.truncate_status == ("response_truncated" if sample.finish_reason == "length" else None)
+        mask = [not sample.failed] * len(sample.response_ids)
+        assert kept.action_mask is None or kept.action_mask.tolist() == mask
+        assert not sample.failed or kept.action_mask is not None or not sample.response_ids
+        assert kept.info.get("error") == sample.error and kept.sampling["run"] == sample.run_id
+        for name, value in {**sample.prompt.info, **sample.info}.items():
+            assert kept.info[name] == value
+        for name in ("reference", "label"):
+            assert kept.info.get(name) == getattr(sample.prompt, name)
+        assert kept.sampling["seed"] == sample.sampling["seed"] and kept.metrics == sample.metrics
+        assert kept.sampling["logprobs"] == (None if sample.logprobs is None else sample.logprobs_kind)
+        assert kept.sampling.get("stop_reason") == sample.stop_reason
+        if sample.prompt.messages is not None:
+            said = [] if sample.message is None else [sample.message]
+            assert kept.messages == [*sample.prompt.messages, *said]
+            assert kept.tools == (None if sample.prompt.tools is None else list(sample.prompt.tools))
+
+
+# --- small parts ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.floats(0, 10), st.floats(1, 5), st.floats(0, 20), st.floats(0, 1))
+def test_waits_grow_and_are_bounded(tries, first, factor, most, jitter):
+    waits = list(Backoff(tries=tries, first=first, factor=factor, most=most, jitter=jitter).waits())
+    assert len(waits) == tries - 1
+    for i, wait in enumerate(waits):
+        length = min(first * factor**i, most)
+        assert length * (1 - jitter) * (1 - 1e-9) <= wait <= length * (1 + 1e-9)
+
+
+def test_a_servers_wish_to_wait():
+    assert asked_wait({"retry-after": "1.5"}) == 1.5 and asked_wait({"retry-after": "-3"}) == 0
+    assert asked_wait({"retry-after": "9999"}) == 60 and asked_wait({"retry-after": "Wed, 21 Oct 2026"}) == 0
+    assert asked_wait({"retry-after": "nan"}) == 0 and asked_wait({"retry-after": "inf"}) == 60
+    for wrong in ({"tries": 0}, {"first": -1}, {"factor": 0.5}, {"jitter": 2}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Backoff(**wrong)
+
+
+def test_fingerprints_are_of_what_a_tokenizer_does(tmp_path):
+    words, bytes_ = tiny.words(), tiny.bytes_()
+    assert tokenizer_fingerprint(words) != tokenizer_fingerprint(bytes_)
+    words.save_pretrained(tmp_path)
+    from transformers import AutoTokenizer
+
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    before = tokenizer_fingerprint(words)
+    assert tokenizer_fingerprint(again) == before and template_fingerprint(again) == template_fingerprint(words)
+    words(["the fox", "dog"], padding=True, truncation=True, max_length=5)
+    assert tokenizer_fingerprint(words) == before
+    again.chat_template = "{{ messages }}"
+    assert template_fingerprint(again) != template_fingerprint(words)
+
+
+def test_a_run_is_named_by_its_make_up():
+    run = RunInfo(engine="vllm", engine_version="1", model="m")
+    assert run.id == RunInfo(engine="vllm", engine_version="1", model="m").id
+    assert (
+        len({run.id, *(RunInfo(**{**run.to_dict(), "cannot": (), name: "x"}).id for name in ("model", "tokenizer"))})
+        == 3
+    )
