@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import os
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from rollbook import EID
 from rollbook.rewards import FunctionReward, RewardError, RewardInput, as_reward, batched
 from rollbook.rewards.functions import FIELDS, FileFunction, parts_of
-from tests.rewards.helpers import as_told, doubled, later, process_id, sample, samples
+from tests.rewards.helpers import as_told, doubled, later, process_id, sample, samples, two_at_most
 
 
 def nans(values: list[float]) -> list[bool]:
@@ -181,13 +182,12 @@ def test_batched_functions_take_lists() -> None:
         FunctionReward(as_told, batch_size=3)
 
 
-def test_a_wrong_number_of_scores_fails_that_batch() -> None:
-    def function(responses: list[str]) -> list[float]:
-        return [1.0] * min(len(responses), 2)
-
-    scores = FunctionReward(function, batch_size=3)(samples(*"abcde"))
-    assert nans(scores.rewards) == [True, True, True, False, False]
-    assert scores.errors[0] == "function: ValueError: gave 2 scores, expected 3, one for each sample"
+@pytest.mark.parametrize("pool", ["thread", "process"])
+def test_a_wrong_number_of_scores_is_raised(pool: Any) -> None:
+    with contextlib.closing(FunctionReward(two_at_most, batch_size=3, pool=pool, on_error=0.0)) as reward:
+        assert reward(samples("a", "b")).rewards == [1.0, 1.0]
+        with pytest.raises(ValueError, match="two_at_most: gave 2 scores, expected 3, one for each sample"):
+            reward(samples(*"abcde"))
 
 
 @pytest.mark.parametrize(

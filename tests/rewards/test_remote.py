@@ -175,7 +175,6 @@ def test_a_refused_connection_is_tried_again_and_then_recorded() -> None:
         ("garbage", "bytes that are not JSON"),
         ("html", "bytes that are not JSON"),
         ("list", "gave a list of 2, expected"),
-        ("count", "gave 1 scores, expected 2, one for each query"),
     ],
 )
 def test_what_cannot_pass_is_asked_once_and_fails_its_request(fault: Any, said: str) -> None:
@@ -185,6 +184,11 @@ def test_what_cannot_pass_is_asked_once_and_fails_its_request(fault: Any, said: 
     assert len(server.requests) == 2
     assert [math.isnan(value) for value in scores.rewards] == [True, True, False, False]
     assert said in (scores.errors[0] or "") and said in (scores.errors[1] or "") and scores.errors[2:] == [None, None]
+
+
+def test_a_wrong_number_of_scores_is_raised() -> None:
+    with serve(faults={0: "count"}) as server, pytest.raises(ValueError, match="remote: gave 1 scores, expected 2"):
+        RemoteReward(server.url, on_error=0.0)(samples("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +217,7 @@ def test_a_fixed_score_or_an_exception() -> None:
 
 
 def test_errors_say_neither_what_was_sent_nor_secrets(caplog: pytest.LogCaptureFixture) -> None:
-    with serve(faults=[400, "count", "garbage"]) as server:
+    with serve(faults=[400, "list", "garbage"]) as server:
         for _ in range(3):
             url = server.url.replace("http://", "http://user:hunter2@") + "?token=hunter3"
             scores = RemoteReward(url)([sample("x", prompt="the secret prompt", images=[picture(4, 4)])])

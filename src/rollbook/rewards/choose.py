@@ -17,7 +17,7 @@ from rollbook.algorithms.registry import near
 from rollbook.rewards.functions import FileFunction, FunctionReward, name_of
 from rollbook.rewards.recipes import Combined, Recipe
 from rollbook.rewards.remote import RemoteReward
-from rollbook.rewards.types import Reward
+from rollbook.rewards.types import Reward, is_reward
 
 _READY = {
     "exact_match": "answers",
@@ -76,7 +76,7 @@ def as_reward(given: Any, **options: Any) -> Reward:
         ...
     ValueError: reward: got 'numeric_mach', expected a URL, a .py file, 'module:function', a model's folder or a ready function; did you mean 'numeric_match'? (exact_match, numeric_match, boxed_match, think_boxed_format, think_answer_format, gsm8k, math_match, code_match, json_match, length, repetition)
     """  # noqa: E501
-    if isinstance(given, Reward):
+    if is_reward(given):
         if options:
             raise ValueError(f"reward: got the option {next(iter(options))!r} beside a finished {type(given).__name__}")
         return given
@@ -183,7 +183,7 @@ def _combined(given: list[Any], options: Mapping[str, Any]) -> Reward:
 
 def _part(one: Any, options: Mapping[str, Any], used: set[str]) -> Reward:
     """One reward of a list, with those of the options that it takes."""
-    if isinstance(one, (Reward, list, tuple)):
+    if is_reward(one) or isinstance(one, (list, tuple)):
         return as_reward(one)
     kind, source = _kind(one)
     mine = {name: value for name, value in options.items() if name in _options(kind)}

@@ -26,6 +26,7 @@ from rollbook.rewards.types import (
     Reward,
     RewardInput,
     Scores,
+    WrongCount,
     as_float,
     check_on_error,
     failed_score,
@@ -57,6 +58,8 @@ _MANY_ALIASES = {
     "refs": "reference", "data_sources": "label", "extra_infos": "info",
 }  # fmt: skip
 _PLURALS = {name: field for name, field in (_MANY | _MANY_ALIASES).items() if name not in _ONE}
+KNOWN = frozenset({*_ONE, *_PLURALS})
+"""Every name that a function may ask for a sample's fields by."""
 
 
 def batched(function: F) -> F:
@@ -102,10 +105,23 @@ class FileFunction:
         if not callable(found):
             known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
             raise ValueError(f"reward file {self.path}: it has no function {self.name!r}{near(self.name, known)}")
-        return found  # type: ignore[no-any-return]
+        return _by_place(found)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self.load()(*arguments, **options)
+
+
+def _by_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A file's function, called as LightRFT calls it, (queries, prompts, references), if its names say nothing."""
+    found = inspect.signature(function).parameters.values()
+    places = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    if not places or len(places) > 3 or all(p.name in KNOWN for p in places):
+        return function
+
+    def called(queries: list[str], prompts: list[str], references: list[Any]) -> Any:
+        return function(*(queries, prompts, references)[: len(places)])
+
+    return called
 
 
 def parameters(function: Callable[..., Any], name: str, lists: bool | None) -> tuple[dict[str, str], bool, bool]:
@@ -193,11 +209,11 @@ def parts_of(value: Any, n: int, total: str | None = None) -> list[Part]:
     >>> parts_of([1.0], 2)
     Traceback (most recent call last):
         ...
-    ValueError: gave 1 scores, expected 2, one for each sample
+    rollbook.rewards.types.WrongCount: gave 1 scores, expected 2, one for each sample
     """
     columns: dict[str, Any] = {}
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and _many(value[0]):
-        value = {**value[1], "rewards": value[0]}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], (Mapping, type(None))) and _many(value[0]):
+        value = {**(value[1] or {}), "rewards": value[0]}
     if isinstance(value, Mapping):
         key = next((name for name in _BATCH_TOTALS if name in value), None)
         if key is None:
@@ -230,7 +246,7 @@ def _rows(what: str, value: Any, n: int) -> list[Any]:
     if not isinstance(rows, (list, tuple)):
         raise ValueError(f"gave {type(value).__name__}, expected a list of {n} {what}")
     if len(rows) != n:
-        raise ValueError(f"gave {len(rows)} {what}, expected {n}, one for each sample")
+        raise WrongCount(f"gave {len(rows)} {what}, expected {n}, one for each sample")
     return [row[0] if isinstance(row, list) and len(row) == 1 else row for row in rows]
 
 
@@ -270,7 +286,8 @@ class FunctionReward(Reward):
       stop them. A thread that runs over is left behind and reported; an async function is cancelled, which one that
       never awaits does not notice.
     - `on_error`: `exclude` (no reward: NaN), a fixed score, or `raise`. The error stands in `Scores.errors`. A missing
-      package of a ready function is raised in any case: it would fail every sample.
+      package of a ready function is raised in any case: it would fail every sample; and so is a wrong number of
+      scores, which is no sample's fault.
 
     >>> def right(response, reference):
     ...     return {"reward": float(response.strip() == reference), "length": len(response)}
@@ -333,7 +350,7 @@ class FunctionReward(Reward):
             return self._scores(inputs, chunks, in_threads(calls, self.workers, limit))
         sent = [functools.partial(processes.call, (len(c), g), {}, limit) for c, g in chunks]
         # The threads only wait for the processes, which keep the limit.
-        outcomes = [found.value for found in _raised(in_threads(sent, self.workers, None))]
+        outcomes = [found.value for found in _raised(self.name, in_threads(sent, self.workers, None))]
         return self._scores(inputs, chunks, outcomes)
 
     async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
@@ -380,7 +397,7 @@ class FunctionReward(Reward):
         self, inputs: Sequence[RewardInput], chunks: Sequence[tuple[range, Any]], outcomes: Sequence[Outcome]
     ) -> Scores:
         scores = Scores(rewards=[nan] * len(inputs))
-        for (places, _), outcome in zip(chunks, _raised(outcomes), strict=True):
+        for (places, _), outcome in zip(chunks, _raised(self.name, outcomes), strict=True):
             whole: list[Part] = [(nan, {}, outcome.error)] * len(places) if outcome.error else outcome.value
             for i, (reward, metrics, error) in zip(places, whole, strict=True):
                 for key, value in metrics.items():
@@ -392,9 +409,9 @@ class FunctionReward(Reward):
         return say_failures(self.name, scores)
 
 
-def _raised(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+def _raised(name: str, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
     """The outcomes, unless one is of a kind that is every sample's: a package is missing, a process does not start."""
     for outcome in outcomes:
         if outcome.fatal is not None:
-            raise outcome.fatal(outcome.error)
+            raise outcome.fatal(outcome.error if outcome.fatal is not WrongCount else f"{name}: {outcome.error}")
     return outcomes

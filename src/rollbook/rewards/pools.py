@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollbook.rewards.types import WrongCount
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -53,7 +55,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
     """Make a call; whatever it raises (a reward function may even call `sys.exit`) is its outcome."""
     try:
         return Outcome(call())
-    except (PoolError, MissingExtra) as error:
+    except (PoolError, MissingExtra, WrongCount) as error:
         return Outcome(error=str(error), fatal=type(error))
     except BaseException as error:
         return Outcome(error=said(error))

@@ -16,7 +16,16 @@ from typing import Any
 
 from rollbook.algorithms.registry import near, number
 from rollbook.rewards.functions import parts_of
-from rollbook.rewards.types import OnError, Reward, RewardInput, Scores, check_on_error, failed_score, where
+from rollbook.rewards.types import (
+    OnError,
+    Reward,
+    RewardInput,
+    Scores,
+    check_on_error,
+    failed_score,
+    is_reward,
+    where,
+)
 
 
 @dataclass(frozen=True)
@@ -237,7 +246,7 @@ class Recipe(Reward):
                 if name not in self.components:
                     given = dict(model_options or {}) if kind == "model" else options
                     part = source[name]
-                    self.components[name] = part if isinstance(part, Reward) else as_reward(part, **given)
+                    self.components[name] = part if is_reward(part) else as_reward(part, **given)
                 self.recipe[label].append((name, weight))
             if not self.recipe[label]:
                 raise ValueError(f"recipe[{label!r}]: got no components, expected at least one")
@@ -462,7 +471,7 @@ def lightrft_reward(
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is not None:
         options.setdefault("pad_token_id", pad)
-    models = [model if isinstance(model, Reward) else as_reward(model, **options) for model in given]
+    models = [model if is_reward(model) else as_reward(model, **options) for model in given]
     if reward_fn is None:
         if len(models) != 1:
             raise ValueError(f"reward_fn: got None with {len(models)} models, expected a function that combines them")

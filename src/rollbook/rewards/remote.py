@@ -22,6 +22,7 @@ from rollbook.rewards.types import (
     Reward,
     RewardInput,
     Scores,
+    WrongCount,
     as_float,
     check_on_error,
     failed_score,
@@ -217,7 +218,7 @@ class RemoteReward(Reward):
         if not isinstance(values, list):
             raise _Failed(f"gave {_outline(reply)}, expected {self._form()}")
         if len(values) != n:
-            raise _Failed(f"gave {len(values)} scores, expected {n}, one for each query")
+            raise WrongCount(f"{self.name}: gave {len(values)} scores, expected {n}, one for each query")
         scores = Scores(rewards=[nan] * n)
         for i, value in enumerate(values):
             try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan, nan
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from rollbook.algorithms.registry import number
 from rollbook.ids import EID
@@ -30,6 +30,10 @@ OnError = Literal["exclude", "raise"] | float
 """What a sample's failure becomes: no reward (NaN), an exception, or a fixed score; but for `raise`, it is recorded."""
 
 log = logging.getLogger("rollbook.rewards")
+
+
+class WrongCount(ValueError):
+    """A reward gave another number of scores than it was asked for: no sample's fault, and raised in any case."""
 
 
 class RewardError(RuntimeError):
@@ -243,6 +247,15 @@ class Reward(Protocol):
     def close(self) -> None:
         """Let go of processes and connections."""
         return
+
+
+def is_reward(given: Any) -> TypeGuard[Reward]:
+    """Whether it is a reward: of a class that derives from `Reward`. Having its methods is not enough: a mock has any.
+
+    >>> is_reward(len)
+    False
+    """
+    return Reward in type(given).__mro__
 
 
 def check_on_error(value: Any) -> OnError:
