@@ -6,6 +6,7 @@ the engine's own. Here `Experience` is the batch, as LightRFT's users import it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from rollbook.algorithms.aggregate import masked_mean
 from rollbook.algorithms.filters import clip_filter_like_weight_func
 from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.ranks import ALONE
+from rollbook.algorithms.registry import number, whole_number
 from rollbook.algorithms.shaping import RunningNorm
 from rollbook.batch import ExperienceBatch as Experience
 from rollbook.batch import ExperienceVL, Samples
@@ -84,11 +86,13 @@ class NaiveExperienceMaker:
         processor: Any = None,
         teacher: Any = None,
     ) -> None:
+        whole_number("prompt_max_len", prompt_max_len, 1)
         self.actor, self.critic = actor, critic
         self.reward_model, self.initial_model = reward_model, initial_model
         self.tokenizer, self.processor = tokenizer, processor
         self.prompt_max_len = prompt_max_len
         self.kl_ctl = kl_controller
+        self._kl_coef()  # a mistake is better known now than after the rollout
         self.strategy = strategy
         self.remote_rm_url = remote_rm_url
         self.reward_fn, self.reward_fn_label_map, self.reward_recipe = reward_fn, reward_fn_label_map, reward_recipe
@@ -113,13 +117,18 @@ class NaiveExperienceMaker:
         """How many rollouts there have been: the batch part of their samples' ids."""
         self._stages = Stages()
         self._max_new_tokens: int | None = None
+        self._scored: estimating.Scored | None = None
 
     def _own_engine(self) -> Engine | None:
         """The actor as an engine, if it is one or has one; else it is asked by LightRFT's `generate`."""
         if isinstance(self.actor, Engine):
             return self.actor
-        found = getattr(type(self.actor), "engine", None)
-        return self.actor.engine if found is not None else None
+        if not hasattr(type(self.actor), "engine"):
+            return None
+        if self.actor.tokenizer is None and self.actor.processor is None:
+            self.actor.tokenizer, self.actor.processor = self.tokenizer, self.processor
+        engine: Engine = self.actor.engine
+        return engine
 
     # --- prompts ------------------------------------------------------------------------------------------------
 
@@ -129,6 +138,8 @@ class NaiveExperienceMaker:
         `padding=True`: a dict of tensors on `device`, padded on the tokenizer's side; `padding=False`: the tokenizer's
         mapping of lists.
         """
+        if self.tokenizer is None:
+            raise ValueError("tokenizer: got None, expected one, to read prompts with")
         options: dict[str, Any] = {"add_special_tokens": False, "max_length": max_length, "truncation": True}
         if not padding:
             return self.tokenizer(texts, **options)
@@ -205,6 +216,8 @@ class NaiveExperienceMaker:
                 found[sample.eid.rid] = sample
                 bar.advance()
         rollouts = [found[rid] for rid in order]
+        if rollouts and all(one.failed for one in rollouts):
+            warnings.warn(f"rollout: all {len(rollouts)} samples failed; the first: {rollouts[0].error}", stacklevel=4)
         return [self._collected(part) for part in _chunks(rollouts, config.micro_rollout_batch_size)]
 
     def _collected(self, rollouts: list[Sample]) -> Samples:
@@ -221,6 +234,9 @@ class NaiveExperienceMaker:
                     f"all_prompts[{i}]: got a prompt that is not plain text, expected text: the actor has LightRFT's "
                     "generate; rollbook.models.Actor takes chats, token ids and media"
                 )
+        if not callable(getattr(self.actor, "generate", None)):
+            got = "None" if self.actor is None else type(self.actor).__name__
+            raise ValueError(f"actor: got {got}, expected one with generate, or an engine beside it")
         if config.use_fire:
             raise ValueError("use_fire: needs an engine of rollbook.rollout, such as that of rollbook.models.Actor")
         repeated = [(i, run) for i in range(len(prompts)) for run in range(n)]
@@ -231,7 +247,14 @@ class NaiveExperienceMaker:
             for part in _chunks(repeated, config.micro_rollout_batch_size):
                 texts = [prompts[i].text for i, _ in part]
                 inputs = self.tokenize_fn(texts, self.prompt_max_len, device=self.passes.device)
-                sequences, attention_mask, action_mask = self.actor.generate(**inputs, **options)
+                given = self.actor.generate(**inputs, **options)
+                if not isinstance(given, (tuple, list)) or len(given) != 3:
+                    got = f"{len(given)} results" if isinstance(given, (tuple, list)) else type(given).__name__
+                    raise ValueError(
+                        f"actor.generate: got {got} back, expected (sequences, attention_mask, action_mask)"
+                    )
+                sequences, attention_mask, action_mask = given
+                action_mask = action_mask != 0
                 samples = Samples(
                     sequences=sequences,
                     attention_mask=attention_mask,
@@ -275,7 +298,7 @@ class NaiveExperienceMaker:
             info["num_actions"] = samples.num_actions
             batch.info = {**{name: info[name] for name in _FIRST if name in info}, **info}
         for model in (self.actor, self.critic):
-            if isinstance(model, torch.nn.Module):
+            if _trains(model):
                 model.train()
         return batches
 
@@ -301,10 +324,13 @@ class NaiveExperienceMaker:
         Groups are those of the rows' ids; rows without ids are grouped by place, `n_samples_per_prompt` after one
         another. `max_new_tokens` is what an overlong buffer counts from: unless given, that of the last rollout.
         """
+        for i, one in enumerate(experiences):
+            if not isinstance(one, Experience):
+                raise ValueError(f"experiences[{i}]: got {type(one).__name__}, expected an Experience")
         whole = Whole(experiences)
         longest = max_new_tokens if max_new_tokens is not None else self._max_new_tokens
-        self._scored = estimating.score(whole, self.config, self.reward_norm, longest)
-        rewards = whole.split(self._scored.rewards)
+        scored = self._scored = estimating.score(whole, self.config, self.reward_norm, longest)
+        rewards = whole.split(scored.rewards)
         return list(experiences), [part.to(_home(one)) for part, one in zip(rewards, experiences, strict=True)]
 
     def get_advantages_and_returns(
@@ -348,14 +374,19 @@ class NaiveExperienceMaker:
         lambd = generate_kwargs.get("lambd", self.config.lambd)
         greedy = self._greedy_rewards(all_prompts, generate_kwargs) if self._wants_greedy() else None
         samples = self.generate_samples(all_prompts, **generate_kwargs)
-        experiences = self._experiences(samples)
+        if type(self).make_experience is NaiveExperienceMaker.make_experience:
+            experiences = self._experiences(samples)
+        else:  # a subclass has its own
+            experiences = [self.make_experience(part) for part in samples]
         if greedy is not None:
-            Whole(experiences).put_numbers("reward_baseline", greedy)
-        experiences, _ = self.process_experiences(experiences)
+            runs = sum(map(len, experiences)) // len(greedy)
+            Whole(experiences).put_numbers("reward_baseline", greedy.repeat_interleave(runs))
+        self._scored = None
+        experiences, rewards = self.process_experiences(experiences)
         with self._stages("advantages"):
             whole = Whole(experiences)
             found = estimating.finish(
-                whole, self._scored, self.config, kl_coef=self._kl_coef(), gamma=gamma, lambd=lambd
+                whole, self._shaped(rewards), self.config, kl_coef=self._kl_coef(), gamma=gamma, lambd=lambd
             )
         for batch in experiences:
             batch.kl = None
@@ -369,18 +400,25 @@ class NaiveExperienceMaker:
         return self.config.advantage_estimator == "remax"
 
     def _greedy_rewards(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """[N] ReMax's baseline of each sample: the reward of its prompt's likeliest response."""
+        """ReMax's baseline of each prompt: the reward of its likeliest response."""
         greedy = self._rollout(all_prompts, {**generate_kwargs, "do_sample": False}, 1)
         batches = [batch_of(samples) for samples in greedy]
         self.scorer.score(greedy, batches)
-        return Whole(batches).numbers("reward").repeat_interleave(self.config.n_samples_per_prompt)
+        return Whole(batches).numbers("reward")
+
+    def _shaped(self, rewards: Sequence[torch.Tensor]) -> estimating.Scored:
+        """What `process_experiences` said of the rewards; a subclass's own has the last word."""
+        given = torch.cat([part.detach().float().cpu().reshape(-1) for part in rewards])
+        if self._scored is None:
+            return estimating.Scored(given)
+        return dataclasses.replace(self._scored, rewards=given)
 
     def _kl_coef(self) -> float:
         given = getattr(self.kl_ctl, "value", self.kl_ctl)
-        coef = 0.0 if given is None else float(given)
-        if not math.isfinite(coef):
-            raise ValueError(f"kl_controller: got {coef}, expected a finite number")
-        return coef
+        if isinstance(given, torch.Tensor) and given.numel() == 1:
+            given = given.item()
+        finite = "None, a finite number, or an object with such a value"
+        return 0.0 if given is None else number("kl_controller", given, -1e30, 1e30, finite)
 
     def _summary(self, whole: Whole, samples: Sequence[Samples], found: Mapping[str, float]) -> dict[str, float]:
         rewards = whole.numbers("reward")
@@ -401,6 +439,13 @@ class NaiveExperienceMaker:
 
     def _bar(self, label: str, total: int) -> Progress:
         return Progress(label, total, show=self.config.progress)
+
+
+def _trains(model: Any) -> bool:
+    """Whether a model is to be trained after this, as LightRFT takes it: not one that is frozen."""
+    if isinstance(model, torch.nn.Module):
+        return any(parameter.requires_grad for parameter in model.parameters())
+    return callable(getattr(model, "train", None))
 
 
 _FIRST = ("kl", "reward", "response_length", "total_length")

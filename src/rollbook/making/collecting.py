@@ -32,6 +32,8 @@ def prompts_of(
     >>> [(prompt.text, prompt.label, prompt.images) for prompt in made]
     [('a', 'x', ()), ('b', None, ('one.png', 'two.png'))]
     """
+    if all_prompts is None:
+        raise ValueError("all_prompts: got None, expected prompts")
     given = [all_prompts] if isinstance(all_prompts, (str, Prompt)) else list(all_prompts)
     if given and isinstance(given[0], Mapping) and "role" in given[0]:
         given = [given]
@@ -137,9 +139,11 @@ def _column(values: list[Any]) -> list[Any] | None:
 def batch_of(samples: Samples) -> ExperienceBatch:
     """The batch of `Samples` with nothing computed yet: tokens, masks, labels, and of an engine's samples also ids,
     media, the engine's log-probs and policy versions (in `extras`), and why each response ended."""
+    if not isinstance(samples, Samples):
+        raise ValueError(f"samples: got {type(samples).__name__}, expected Samples")
     if samples.sequences is None or samples.sequences.dim() != 2:
         raise ValueError("samples.sequences: got no matrix, expected (B, S), or (1, tokens) packed")
-    info: dict[str, Any] = {"response_length": samples.response_length, "total_length": samples.total_length}
+    info: dict[str, Any] = dict(zip(("response_length", "total_length"), _lengths(samples), strict=True))
     shared: dict[str, Any] = {"labels": samples.labels, "references": samples.references}
     packs = samples.packed_seq_lens is not None
     if packs:
@@ -157,6 +161,13 @@ def batch_of(samples: Samples) -> ExperienceBatch:
         attention: Any = sequences.apply(torch.ones_like)
     else:
         sequences, attention, action_mask = samples.sequences, samples.attention_mask, samples.action_mask
+        if action_mask is None:
+            raise ValueError("samples.action_mask: got None, expected (B, A); or packed_seq_lens, if they are packed")
+        action_mask = action_mask != 0
+        if attention is not None:
+            # An action was sampled, and lies in its row, attended or not: some masks leave the last one out.
+            attention = attention.clone()
+            attention[:, attention.shape[1] - action_mask.shape[1] :] |= action_mask.to(attention.dtype)
         actions = [] if samples.rollouts is None else [len(one.response_ids) for one in samples.rollouts]
     if samples.rollouts is None:
         return ExperienceBatch(
@@ -186,6 +197,21 @@ def batch_of(samples: Samples) -> ExperienceBatch:
     if any(one.prompt.images for one in samples.rollouts):
         batch.raw_images = [list(one.prompt.images) or None for one in samples.rollouts]
     return batch.to_device(samples.sequences.device)
+
+
+def _lengths(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B] each: how many actions and how many tokens, as float32; counted, where nobody did."""
+    responses, totals = samples.response_length, samples.total_length
+    home = samples.sequences.device
+    if samples.packed_seq_lens is not None:
+        counted = torch.as_tensor(samples.num_actions), torch.as_tensor(samples.packed_seq_lens)
+    else:
+        tokens = samples.sequences if samples.attention_mask is None else samples.attention_mask
+        every = torch.full((len(tokens),), tokens.shape[1]) if samples.attention_mask is None else tokens.sum(-1)
+        counted = (samples.action_mask != 0).sum(-1) if samples.action_mask is not None else every * 0, every
+    first = counted[0] if responses is None else torch.as_tensor(responses)
+    second = counted[1] if totals is None else torch.as_tensor(totals)
+    return first.float().to(home), second.float().to(home)
 
 
 _OWN = ("label", "reference", "error")

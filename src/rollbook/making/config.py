@@ -104,15 +104,20 @@ class MakerConfig:
 
     @classmethod
     def of(cls, args: Any = None) -> MakerConfig:
-        """From LightRFT's `strategy.args` (a namespace or a mapping); what is not an option here is another's."""
+        """From LightRFT's `strategy.args` (a namespace or a mapping): the first part of the options; all else there is
+        another's. `group_norm` and `grpo` then have LightRFT's eps, 1e-8 (a group of equal rewards is 0 by itself)."""
         if isinstance(args, MakerConfig):
             return args
-        known = [one.name for one in dataclasses.fields(cls)]
+        names = [one.name for one in dataclasses.fields(cls)]
+        known = names[: names.index("entropy")]
         if isinstance(args, Mapping):
             given = {name: args.get(name) for name in known}
         else:
             given = {name: getattr(args, name, None) for name in known}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        found = {name: value for name, value in given.items() if value is not None}
+        if args is not None and found.get("advantage_estimator", "group_norm") in ("group_norm", "grpo"):
+            found["estimator_options"] = {"eps": 1e-8}
+        return cls(**found)
 
     @property
     def wants_entropy(self) -> bool:

@@ -55,14 +55,16 @@ class Scored:
 
 
 def over_rows(name: str) -> bool:
-    """Whether an estimator scores whole rows within groups: from rewards and groups alone, without tokens.
+    """Whether an estimator scores whole rows within groups, whose scores then go through returns and the KL penalty.
 
-    >>> over_rows("rloo"), over_rows("reinforce_baseline"), over_rows("gae"), over_rows("clip_b")
+    CPGD does score rows, but defines its advantages by that alone: no KL, no discount.
+
+    >>> over_rows("rloo"), over_rows("reinforce_baseline"), over_rows("gae"), over_rows("cpgd")
     (True, True, False, False)
     """
-    inputs = ESTIMATORS[name].inputs
-    if ESTIMATORS[name].name == "reinforce_plus_plus_baseline":
-        return True
+    inputs, name = ESTIMATORS[name].inputs, ESTIMATORS[name].name
+    if name in ("reinforce_plus_plus_baseline", "cpgd"):
+        return name != "cpgd"
     tokens = ("token_rewards", "log_probs", "step_rewards")
     return "rewards" in inputs and "groups" in inputs and not any(need in inputs for need in tokens)
 
@@ -105,6 +107,8 @@ def score(
 
 
 def _bounds(config: MakerConfig) -> list[tuple[float, float]]:
+    if ESTIMATORS[config.advantage_estimator].name == "cpgd":
+        return []  # which is defined by rewards as they are
     found = [] if config.reward_clip_range is None else [config.reward_clip_range]
     return [*found, (-config.reward_clip, config.reward_clip)] if config.reward_clip > 0 else found
 
@@ -118,9 +122,16 @@ def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks:
     if "ranks" in entry.options:
         options.setdefault("ranks", ranks)
     ids = whole.ids()
+    groups = whole.groups(config.n_samples_per_prompt, ranks)
+    if ranks is ALONE and len(set(groups)) == len(groups) > 1:
+        warnings.warn(
+            f"{entry.name}: every group has one sample, and nothing to compare it with; n_samples_per_prompt is "
+            f"{config.n_samples_per_prompt}",
+            stacklevel=4,
+        )
     given: dict[str, Any] = {
         "rewards": rewards,
-        "groups": whole.groups(config.n_samples_per_prompt, ranks),
+        "groups": groups,
         "runs": whole.runs(),
         "ids": None if ids is None else [eid.uid for eid in ids],
         "steps": None if ids is None else [eid.step for eid in ids],
@@ -152,23 +163,36 @@ def finish(
     mask = scored.mask if scored.mask is not None else whole.rows("action_mask")
     if mask is None:
         raise ValueError("action_mask: got none, and no other response-axis field, expected one")
+    metrics = dict(scored.metrics)
+    known = ~whole.numbers("reward").isnan()
+    keep = torch.ones(len(whole), dtype=torch.bool)
+    if config.dynamic_sampling:
+        groups = whole.groups(config.n_samples_per_prompt, ranks)
+        kept = zero_variance(whole.numbers("reward"), groups, whole.runs(), ranks=ranks)
+        keep = kept.keep.cpu()
+        mask = _where(mask, keep)
+        whole.put_numbers("filtered", ~keep)
+        metrics |= kept.report.to_metrics("dynamic_sampling")
     coef = 0.0 if config.use_kl_loss else max(kl_coef, 0.0)
-    token_rewards, report = penalise(scored.rewards, whole.rows("kl") if coef > 0 else None, mask, coef=coef)
-    metrics = dict(scored.metrics) | report.to_metrics("reward")
+    # A list: of a tensor with as many rows as tokens nobody could say which it is of.
+    token_rewards, report = penalise(scored.rewards.tolist(), whole.rows("kl") if coef > 0 else None, mask, coef=coef)
+    metrics |= report.to_metrics("reward") | {"reward/missing_reward": float((~known).sum())}
     if over_rows(entry.name):
         if entry.name == "reinforce_plus_plus_baseline" and gamma != 1.0:
             warnings.warn(f"gamma: got {gamma}, and reinforce_baseline takes 1.0", stacklevel=3)
             gamma = 1.0
-        returns = cumulative_returns(token_rewards, mask, gamma=gamma)
+        counted = _where(mask, known)  # of a row without a reward nothing is known, its KL or not
+        returns = cumulative_returns(token_rewards, counted, gamma=gamma)
         advantages, whitened = returns.apply(torch.clone), False
     else:
         found, whitened = _over_tokens(whole, scored, token_rewards, mask, config, coef, gamma, lambd, ranks)
         advantages, returns = found.advantages, found.returns
         mask = found.mask if isinstance(found.mask, Rows) else mask
+        counted = _where(mask, known)
         metrics |= found.report.to_metrics(entry.name)
     if config.advantages_norm and not whitened and entry.name not in NORMALISED:
         options = {"eps_in": "std", "scale": not config.no_advantage_std_norm, "ranks": ranks}
-        advantages = whiten(advantages, mask, **options)  # type: ignore[arg-type]
+        advantages = whiten(advantages, counted, **options)  # type: ignore[arg-type]
     if config.advantage_clip > 0:
         clipped = clip_advantages(advantages, mask, config.advantage_clip)
         advantages = clipped.advantages
@@ -177,15 +201,8 @@ def finish(
     if scored.clip_fraction is not None:
         whole.put_numbers("reward_clip_frac", scored.clip_fraction)
         metrics["reward/clip_fraction"] = float(scored.clip_fraction.mean())
-    whole.put_numbers("return", torch.stack([row.sum() for row in token_rewards]) if len(token_rewards) else _nothing())
-    if config.dynamic_sampling:
-        groups = whole.groups(config.n_samples_per_prompt, ranks)
-        kept = zero_variance(whole.numbers("reward"), groups, whole.runs(), ranks=ranks)
-        keep = kept.keep.cpu()
-        mask = Rows([row & bool(keep[i]) for i, row in enumerate(mask)])
-        advantages = Rows([row * float(keep[i]) for i, row in enumerate(advantages)])
-        whole.put_numbers("filtered", ~keep)
-        metrics |= kept.report.to_metrics("dynamic_sampling")
+    sums = [row.sum() for row in token_rewards]
+    whole.put_numbers("return", torch.stack(sums) if sums else torch.zeros(0))
     if scored.mask is not None or config.dynamic_sampling or not over_rows(entry.name):
         whole.put("action_mask", mask)
     whole.put("advantages", advantages)
@@ -193,8 +210,10 @@ def finish(
     return metrics
 
 
-def _nothing() -> torch.Tensor:
-    return torch.zeros(0)
+def _where(mask: Rows, keep: torch.Tensor) -> Rows:
+    """A mask with some rows taken out."""
+    lengths = torch.tensor(mask.lengths)
+    return Rows(mask.values & torch.repeat_interleave(keep, lengths), mask.lengths)
 
 
 def _over_tokens(
@@ -233,18 +252,18 @@ def _over_tokens(
         # Those of rows without a reward are 0 there, and must be known to be unknown: their rewards come as rewards.
         known = ~scored.rewards.isnan()
         makers["token_rewards"] = lambda: token_rewards
-        makers["rewards"] = lambda: None if bool(known.all()) else torch.where(known, 0.0, torch.nan)
+        makers["rewards"] = lambda: None if bool(known.all()) else torch.where(known, 0.0, torch.nan).tolist()
     elif coef > 0:
         warnings.warn(f"{entry.name} takes no rewards of tokens: the KL penalty is left out", stacklevel=4)
     given |= {name: makers[name]() for name in entry.inputs if name in makers}
     given = {name: value for name, value in given.items() if value is not None}
     missing = [name for name, needed in entry.inputs.items() if needed and name not in given]
     if missing:
-        raise ValueError(f"{entry.name}: got no {missing[0]!r}, which it needs; {_where(missing[0])}")
+        raise ValueError(f"{entry.name}: got no {missing[0]!r}, which it needs; {_advice(missing[0])}")
     if "values" in entry.inputs and "values" not in given:
         raise ValueError(f"{entry.name}: got no values, which it needs; give the maker a critic")
     if entry.name == "remax" and "baselines" not in given:
-        raise ValueError(f"{entry.name}: got no baselines, which it needs; {_where('baselines')}")
+        raise ValueError(f"{entry.name}: got no baselines, which it needs; {_advice('baselines')}")
     found = entry.call(given, options)
     return found, bool(options.get("whiten", entry.options.get("whiten", False)))
 
@@ -257,7 +276,7 @@ _SOURCES = {
 }
 
 
-def _where(name: str) -> str:
+def _advice(name: str) -> str:
     return _SOURCES.get(name) or f"put them into the prompts' info[{INFO_KEYS.get(name, name)!r}]"
 
 

@@ -7,6 +7,7 @@ how the rollout was cut; any other is asked batch by batch, with LightRFT's argu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from reprlib import repr as shortly
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rollbook.jagged import Rows
 from rollbook.making.whole import Whole
 from rollbook.progress import Progress, Stages
 from rollbook.replay_buffer import make_experience_batch, split_experience_batch
+from rollbook.rollout.engine import Engine
 from rollbook.vision import media_inputs
 
 
@@ -35,10 +37,19 @@ class Passes:
         teacher: Any = None,
         token_budget: int = 16384,
     ) -> None:
-        given = {"policy": actor, "reference": reference, "teacher": teacher, "values": critic}
-        self.models: dict[str, Any] = {
-            name: model for name, model in given.items() if model is not None and callable(model)
-        }
+        given = {"actor": actor, "initial_model": reference, "teacher": teacher, "critic": critic}
+        self.models: dict[str, Any] = {}
+        for name, model in given.items():
+            if model is None or (name == "actor" and isinstance(model, Engine)):
+                continue
+            if not callable(model):
+                raise ValueError(
+                    f"{name}: got {type(model).__name__} ({shortly(model)}), expected a model to call, or None"
+                )
+            if _is_bare(model):
+                maker = "rollbook.models.Critic" if name == "critic" else "rollbook.models.Actor"
+                raise ValueError(f"{name}: got {type(model).__name__}, a transformers model, expected {maker}(model)")
+            self.models[_STAGES[name]] = model
         self.token_budget = token_budget
 
     @property
@@ -75,7 +86,7 @@ class Passes:
         joined = None
         for name, model in self.models.items():
             with stages(name) as stage:
-                if hasattr(model, "token_stats") or hasattr(model, "token_values"):
+                if hasattr(type(model), "token_stats") or hasattr(type(model), "token_values"):
                     joined = _joined(batches) if joined is None else joined
                     found = self._planned(name, model, joined, entropy and name == "policy", stage)
                 else:
@@ -110,7 +121,7 @@ class Passes:
             raise ValueError(
                 "entropy: this actor does not give it, expected a rollbook.models.Actor, since entropies are asked for"
             )
-        if isinstance(model, torch.nn.Module):
+        if callable(getattr(model, "eval", None)):
             model.eval()
         rows: list[torch.Tensor] = []
         for batch in whole.batches:
@@ -122,6 +133,14 @@ class Passes:
                 part = Whole([_bare(batch, given.float())]).rows("action_log_probs")
                 rows += part or ()
         return (Rows(rows),)
+
+
+_STAGES = {"actor": "policy", "initial_model": "reference", "teacher": "teacher", "critic": "values"}
+
+
+def _is_bare(model: Any) -> bool:
+    """Whether it is a model of transformers by itself, which is called in another way."""
+    return hasattr(type(model), "prepare_inputs_for_generation")
 
 
 _FIELDS = {

@@ -13,17 +13,69 @@ from typing import Any
 
 import torch
 
-from rollbook.algorithms.registry import near
 from rollbook.batch import ExperienceBatch, Samples
 from rollbook.making.whole import Whole
 from rollbook.progress import Progress
 from rollbook.rewards.choose import as_reward
-from rollbook.rewards.recipes import lightrft_reward
-from rollbook.rewards.types import Reward, RewardInput, Scores
+from rollbook.rewards.functions import KNOWN
+from rollbook.rewards.recipes import Recipe, lightrft_reward
+from rollbook.rewards.types import Reward, RewardInput, Scores, WrongCount, is_reward
+from rollbook.rollout.types import Sample
+
+
+class Called(Reward):
+    """A reward model that is no module: a callable of (sequences, attention_mask), asked batch by batch, as LightRFT
+    does, with the tokens as they lie in the batch.
+
+    >>> from rollbook.batch import ExperienceBatch
+    >>> ones = torch.ones(2, 3)
+    >>> batch = ExperienceBatch(ones.long(), ones, *[None] * 4, ones.long(), ones.bool(), {})
+    >>> model = Called(lambda sequences, attention_mask: attention_mask.sum(1))
+    >>> inputs = [RewardInput(prompt="", response="a"), RewardInput(prompt="", response="b")]
+    >>> model.look([batch], inputs)
+    >>> model(inputs).rewards
+    [3.0, 3.0]
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.model = model
+        self._found: dict[int, float] = {}
+
+    def look(self, batches: Sequence[ExperienceBatch], inputs: Sequence[RewardInput]) -> None:
+        """Ask the model of all batches, whose rows `inputs` are."""
+        scores = [score for batch in batches for score in self._ask(batch)]
+        self._found = {id(one): score for one, score in zip(inputs, scores, strict=True)}
+
+    def _ask(self, batch: ExperienceBatch) -> list[float]:
+        padded = batch if batch.layout == "padded" else batch.pad()
+        mask = padded.attention_mask
+        found = self.model(padded.sequences, torch.ones_like(padded.sequences) if mask is None else mask)
+        if isinstance(found, Mapping):
+            key = next((key for key in ("score", "scores", "reward", "rewards") if key in found), None)
+            if key is None:
+                raise ValueError(f"reward_model: got a dict of {', '.join(map(str, found))} back, expected 'score'")
+            found = found[key]
+        scores = torch.as_tensor(found).detach().float().cpu().reshape(-1)
+        if len(scores) != len(batch):
+            raise WrongCount(f"reward_model: got {len(scores)} scores back, expected {len(batch)}, one for each sample")
+        return scores.tolist()
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+        """The scores of samples that were looked at."""
+        rewards = [self._found[id(one)] for one in inputs]
+        errors = [None if math.isfinite(score) else f"reward_model: gave {score}" for score in rewards]
+        return Scores(rewards=[score if math.isfinite(score) else math.nan for score in rewards], errors=errors)
 
 
 class Scorer:
     """One reward out of what LightRFT's maker can be given: a model or several, URLs, a function, a recipe.
+
+    - `reward_model`: a module (given the engine's own tokens), a callable of (sequences, attention_mask), whatever
+      `rollbook.rewards.as_reward` takes, or a list of these; an empty list: rules only.
+    - `reward_fn`: LightRFT's, called once with the scores of all models; or, without models, a function of a response.
+    - `recipe`: {label: [(type, key, weight), ...]}. Without a `reward_fn` it is worked out here: models by `label_map`
+      (or by name, in a mapping), rules by the names of the ready functions, or of those in a mapping `reward_fn`.
+    - `remote_rm_url`: a URL, a `.py` file, or several, whose scores a `reward_fn(list)` combines, else they are added.
 
     >>> scorer = Scorer(None, reward_fn=lambda response: len(response))
     >>> scorer.rewards([RewardInput(prompt="2+2=", response="four")]).rewards
@@ -45,39 +97,41 @@ class Scorer:
         tokenizer: Any = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.called: Callable[..., Any] | None = None
-        """A model that takes (sequences, attention_mask) and is no module: asked batch by batch, as LightRFT does."""
+        listed = isinstance(reward_model, (list, tuple))
+        some = reward_model is not None and not (listed and not reward_model)
+        models, self._called = _wrapped(reward_model) if some else (reward_model, [])
         self.source: Reward | None = None
-        lone = not isinstance(reward_model, (list, tuple, Mapping, Reward, torch.nn.Module, str))
         if remote_rm_url is not None and len(remote_rm_url):
-            if reward_model is not None and reward_model != []:
+            if some:
                 raise ValueError("reward_model: got one beside remote_rm_url, expected one of the two")
-            combine = {} if reward_fn is None else {"combine": reward_fn}
-            self.source = as_reward(remote_rm_url, **combine)
-        elif recipe is not None or label_map is not None or _is_lightrft(reward_fn):
-            models = [] if reward_model is None else reward_model
-            self.source = lightrft_reward(models, reward_fn, label_map, recipe, tokenizer)
+            self.source = _remote(remote_rm_url, reward_fn)
+        elif recipe is not None and (reward_fn is None or isinstance(reward_fn, Mapping)):
+            pad = getattr(tokenizer, "pad_token_id", None)
+            given = models if isinstance(models, (list, tuple, Mapping)) or models is None else [models]
+            self.source = Recipe(
+                recipe,
+                functions=reward_fn,
+                models=given,
+                label_map=label_map if some else None,
+                model_options={} if pad is None else {"pad_token_id": pad},
+            )
+        elif reward_fn is not None and (some or label_map is not None or recipe is not None or _is_lightrft(reward_fn)):
+            self.source = lightrft_reward([] if not some else models, reward_fn, label_map, recipe, tokenizer)
+        elif reward_fn is not None and listed and not _asks_for_samples(reward_fn):
+            self.source = lightrft_reward([], reward_fn, label_map, recipe, tokenizer)
         elif reward_fn is not None:
-            if reward_model is not None and reward_model != []:
-                raise ValueError(
-                    "reward_fn: got a function of responses beside a reward_model, expected LightRFT's "
-                    "reward_fn(model_reward_list, labels, queries, refs, label_map), or one of the two"
-                )
             self.source = as_reward(reward_fn)
-        elif reward_model is not None and lone and callable(reward_model) and _takes_sequences(reward_model):
-            self.called = reward_model
-        elif reward_model is not None and reward_model != []:
-            options = {"tokenizer": tokenizer} if isinstance(reward_model, (torch.nn.Module, list, tuple)) else {}
-            self.source = as_reward(reward_model, **options)
+        elif some:
+            plain = isinstance(models, torch.nn.Module)
+            self.source = lightrft_reward(models, tokenizer=tokenizer) if plain else as_reward(models)
 
     def score(self, many: Sequence[Samples], batches: Sequence[ExperienceBatch], bar: Progress | None = None) -> None:
         """Put `reward` (B,), float32, `reward_metrics` and `reward_error` into the `info` of each batch."""
-        if self.called is not None:
-            found = Scores(rewards=[score for batch in batches for score in self._ask(self.called, batch)])
-        else:
-            inputs = [one for samples, batch in zip(many, batches, strict=True) for one in self.inputs(samples, batch)]
-            failed = [one for batch in batches for one in (batch.info or {}).get("error") or [None] * len(batch)]
-            found = self._scored(inputs, failed)
+        inputs = [one for samples, batch in zip(many, batches, strict=True) for one in self.inputs(samples, batch)]
+        failed = [one for batch in batches for one in (batch.info or {}).get("error") or [None] * len(batch)]
+        for model in self._called:
+            model.look(batches, inputs)
+        found = self._scored(inputs, failed)
         whole = Whole(batches)
         rewards, metrics = found.to_tensors()
         whole.put_numbers("reward", rewards)
@@ -117,41 +171,42 @@ class Scorer:
         return Scores(rewards=rewards, metrics=metrics, errors=errors)
 
     def inputs(self, samples: Samples, batch: ExperienceBatch) -> list[RewardInput]:
-        """What the source is given of each sample: of an engine's what it says itself, else what the tokens say."""
+        """What the source is given of each sample: of an engine's what it says itself, else what the tokens say.
+
+        The text of a response is what the model wrote; its ids are all of the response's, a tool's among them.
+        """
         if samples.rollouts is not None:
-            return [
-                RewardInput.of(one if one.text is not None or self.tokenizer is not None else one.replace(text=""),
-                               self.tokenizer)
-                for one in samples.rollouts
-            ]  # fmt: skip
-        if self.tokenizer is None:
-            raise ValueError("tokenizer: got None, expected one, to read responses with")
+            return [RewardInput.of(_readable(one, self.tokenizer), self.tokenizer) for one in samples.rollouts]
         made = []
         for i, (row, mask) in enumerate(zip(*_responses(batch), strict=True)):
-            ids = row[len(row) - len(mask) :][mask].tolist()
+            response = row[len(row) - len(mask) :]
             prompt_ids = row[: len(row) - len(mask)].tolist()
             given = None if samples.prompts is None else samples.prompts[i]
             made.append(
                 RewardInput(
-                    prompt=given if isinstance(given, str) else self.tokenizer.decode(prompt_ids),
-                    response=self.tokenizer.decode(ids, skip_special_tokens=True),
+                    prompt=given if isinstance(given, str) else self._text(prompt_ids),
+                    response=self._text(response[mask.bool()].tolist(), skip_special_tokens=True),
                     reference=None if samples.references is None else samples.references[i],
                     label=None if samples.labels is None else samples.labels[i],
                     prompt_ids=prompt_ids,
-                    response_ids=ids,
+                    response_ids=response.tolist(),
                     eid=None if batch.ids is None else batch.ids[i],
                 )
             )
         return made
 
-    def _ask(self, model: Callable[..., Any], batch: ExperienceBatch) -> list[float]:
-        padded = batch if batch.layout == "padded" else batch.pad()
-        found = model(padded.sequences, padded.attention_mask)
-        found = found["score"] if isinstance(found, Mapping) else found
-        scores = torch.as_tensor(found).detach().float().cpu().reshape(-1)
-        if len(scores) != len(batch):
-            raise ValueError(f"reward_model: got {len(scores)} scores back, expected {len(batch)}, one for each sample")
-        return scores.tolist()
+    def _text(self, ids: list[int], **options: Any) -> str:
+        """Ids as text; none without a tokenizer, for sources that look at ids alone."""
+        if self.tokenizer is None:
+            return ""
+        if hasattr(self.tokenizer, "decode"):
+            return str(self.tokenizer.decode(ids, **options))
+        return str(self.tokenizer.batch_decode([ids], **options)[0])
+
+
+def _readable(one: Sample, tokenizer: Any) -> Sample:
+    """A sample with a text, if an empty one: without a tokenizer nobody can read it, and a source may not want to."""
+    return one if one.text is not None or tokenizer is not None else one.replace(text="")
 
 
 def _responses(batch: ExperienceBatch) -> tuple[Any, Any]:
@@ -160,34 +215,54 @@ def _responses(batch: ExperienceBatch) -> tuple[Any, Any]:
     return packed.sequences, packed.action_mask
 
 
-_LIGHTRFT = ("model_reward_list", "labels", "queries", "refs", "label_map")
+def _wrapped(given: Any) -> tuple[Any, list[Called]]:
+    """Reward models with those that are plain callables of tokens made rewards, and these."""
+    called: list[Called] = []
+
+    def wrap(one: Any) -> Any:
+        if is_reward(one) or isinstance(one, (torch.nn.Module, str, Mapping, list, tuple)) or not callable(one):
+            return one
+        if _asks_for_samples(one):
+            return one
+        called.append(Called(one))
+        return called[-1]
+
+    if isinstance(given, (list, tuple)):
+        made: Any = [wrap(one) for one in given]
+    elif isinstance(given, Mapping):
+        made = {key: wrap(one) for key, one in given.items()}
+    else:
+        made = wrap(given)
+    return made, called
+
+
+def _remote(urls: str | Sequence[str], reward_fn: Any) -> Reward:
+    if reward_fn is None:
+        return as_reward(urls)
+    if len(_names(reward_fn)) > 1:
+        raise ValueError(
+            f"reward_fn: got {', '.join(_names(reward_fn))} as parameters, expected one beside remote_rm_url: the list "
+            "of the URLs' scores"
+        )
+    return as_reward([urls] if isinstance(urls, str) else urls, combine=reward_fn)
 
 
 def _is_lightrft(function: Any) -> bool:
     """Whether a function has the arguments of LightRFT's `reward_fn`."""
-    if function is None or isinstance(function, Reward) or not callable(function):
-        return False
-    names = list(_parameters(function))
-    return any(name in names for name in ("model_reward_list", "label_map")) or (
-        len(names) >= 4 and "labels" in names and ("refs" in names or "queries" in names)
-    )
+    names = _names(function)
+    return "model_reward_list" in names or "label_map" in names
 
 
-def _takes_sequences(model: Any) -> bool:
-    """Whether a callable takes (sequences, attention_mask), as a reward model does."""
-    names = list(_parameters(model))
-    if len(names) < 2:
-        return False
-    if "mask" in names[1] or names[0] in ("sequences", "input_ids", "seq", "tokens"):
-        return True
-    raise ValueError(
-        f"reward_model: got a callable of {', '.join(names)}, expected (sequences, attention_mask)"
-        f"{near(names[0], ['sequences', 'input_ids'])}"
-    )
+def _asks_for_samples(function: Any) -> bool:
+    """Whether a callable's parameters are fields of a sample: then it is a function of responses."""
+    names = _names(function)
+    return isinstance(function, (str, Mapping)) or is_reward(function) or (bool(names) and names[0] in KNOWN)
 
 
-def _parameters(function: Any) -> Mapping[str, Any]:
+def _names(function: Any) -> list[str]:
+    """The parameters that a callable must be given by name or place."""
     try:
-        return inspect.signature(function).parameters
+        found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return {}
+        return []
+    return [one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.POSITIONAL_ONLY)]
