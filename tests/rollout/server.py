@@ -35,8 +35,8 @@ class Fault:
     """What goes wrong, `times` times, with requests whose JSON holds `match`.
 
     Kinds: `status` (with `status`, `headers`, `message`), `hang up` (in the middle of the reply), `garbage`, `choices`
-    (one too few), `nan`, `short` (a log-prob is missing), `no ids`, `no logprobs`, `reason` (an unknown one), `error`
-    (an event in a stream), `other prompt` (its ids are not those that were sent).
+    (one too few), `nan`, `positive`, `short` (a log-prob is missing), `no ids`, `no logprobs`, `reason` (an unknown
+    one), `error` (an event in a stream), `other prompt` (its ids are not those that were sent).
     """
 
     kind: str
@@ -146,6 +146,7 @@ class Server:
         self.faults: list[Fault] = []
         self.seen: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.times: list[float] = []
         self.keys: list[str | None] = []
         self.images: list[list[Any]] = []
         self.open = self.most = self.broken = 0
@@ -235,7 +236,9 @@ class Server:
     def fits(self, prompt: list[int], how: dict[str, Any]) -> None:
         if not prompt:
             raise Refused(400, "The prompt is empty")
-        if len(prompt) + how["max_tokens"] > self.context:
+        if self.dialect == "vllm":  # which gives as much as there is room for
+            how["max_tokens"] = min(how["max_tokens"], max(self.context - len(prompt), 0))
+        if len(prompt) + max(how["max_tokens"], 1) > self.context:
             raise Refused(
                 400, f"maximum context length is {self.context}, got {len(prompt)} and {how['max_tokens']} tokens"
             )
@@ -268,7 +271,8 @@ class Server:
             self.settings(body, seed=None if seed is None else seed + i * (self.dialect == "vllm"), forced=forced)
             for i in range(n)
         ]
-        self.fits(prompt, hows[0])
+        for how in hows:
+            self.fits(prompt, how)
         responses = [Response(self, prompt, how) for how in hows]
         if self.fault(body, "other prompt"):
             prompt = [1, *prompt]
@@ -327,6 +331,8 @@ class Server:
         values = [self.logprob(step) for step in steps]
         if values and self.fault(body, "nan"):
             values[-1] = float("nan")
+        if values and self.fault(body, "positive"):
+            values[-1] = 0.5
         if values and self.fault(body, "short"):
             values.pop()
         tokens = [self.tokenizer.decode([step.id]) for step in steps]
@@ -461,6 +467,7 @@ class _Handler(BaseHTTPRequestHandler):
             app.paths.append(self.path)
             if counted:
                 app.seen.append(body)
+                app.times.append(time.monotonic())
                 app.keys.append(self.headers.get("authorization"))
                 app.open += 1
                 app.most = max(app.most, app.open)

@@ -171,7 +171,7 @@ class Connection:
             if wait is None:
                 raise ServerError(f"{self.url}: {self.clean(str(passing))} (tried {tries} times)")
             again()
-            await asyncio.sleep(wait)
+            await asyncio.sleep(max(wait, passing.wait))
 
     def _http(self) -> httpx.AsyncClient:
         if self._client is None:

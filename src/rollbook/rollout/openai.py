@@ -177,6 +177,7 @@ class OpenAIEngine(Engine):
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
         ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         call = self._connection.submit(self._call(requests, cancel, ready.put))
+        call.add_done_callback(lambda _: ready.put(None))  # even of a call that was closed before it began
         try:
             while (item := ready.get()) is not None:
                 yield item
@@ -192,6 +193,7 @@ class OpenAIEngine(Engine):
                 here.call_soon_threadsafe(ready.put_nowait, item)
 
         call = self._connection.submit(self._call(requests, cancel, emit))
+        call.add_done_callback(lambda _: emit(None))
         try:
             while (item := await ready.get()) is not None:
                 yield item
@@ -199,7 +201,7 @@ class OpenAIEngine(Engine):
             call.cancel()
 
     async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Callable[[Any], Any]) -> None:
-        """Answer all requests; each (place, sample) is emitted as it finishes, and None after the last."""
+        """Answer all requests; each (place, sample) is emitted as it finishes."""
         server = asyncio.ensure_future(self._server())  # found once, or not, for all
         jobs = [Job(request, self._terms(), emit, cancel.held) for request in requests]
         tasks = [asyncio.ensure_future(self._one(job, server)) for job in jobs]
@@ -208,7 +210,6 @@ class OpenAIEngine(Engine):
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await _ended([*tasks, watch, server])
-            emit(None)
 
     def _terms(self) -> Terms:
         dialect = self._known.dialect if self._known is not None else Dialect()
@@ -300,8 +301,7 @@ class OpenAIEngine(Engine):
         async def attempt() -> None:
             pieces = [Piece(version=self.version) for _ in ks]
             for k, piece in zip(ks, pieces, strict=True):
-                if k not in told:  # one that was finished before a connection broke stays as it was
-                    job.parts[k][-1] = piece
+                job.parts[k][-1] = piece
 
             def tell() -> None:
                 for k, piece in zip(ks, pieces, strict=True):
