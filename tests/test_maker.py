@@ -629,3 +629,11 @@ def test_one_engine_may_sample_for_another_policy(actor: Actor, reference: Actor
     mask = batch.action_mask
     assert batch.extras is not None and (batch.extras["policy_versions"][mask] == 7).all()
     assert (batch.extras["logprobs"][mask] - batch.action_log_probs[mask]).abs().max() > 0.1
+
+
+def test_the_run_says_what_made_it(actor: Actor) -> None:
+    made = maker(actor)
+    run = made.run
+    assert (run.engine, run.seed) == ("transformers", 11) and len(run.tokenizer) == len(run.chat_template) == 16
+    (samples,) = made.generate_samples(PROMPTS, **OPTIONS)
+    assert {one.run_id for one in samples.rollouts or ()} == {made.engine.run.id}

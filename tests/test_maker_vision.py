@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from rollbook.algorithms import losses
 from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
@@ -193,3 +194,82 @@ def test_a_critic_sees_the_images_too() -> None:
     prompts = [Prompt(text="<image>same", images=[tiny.picture(colour)]) for colour in (RED, BLUE)]
     (batch,) = made.make_experience_list(prompts, **OPTIONS)
     assert batch.values[0, 0].item() != batch.values[2, 0].item()
+
+
+# --- videos, by a model with positions in space ----------------------------------------------------------------
+
+
+IMAGE, VIDEO, START, END = 100, 101, 102, 103
+
+
+def qwen() -> Any:
+    """A Qwen2.5-VL of two layers; its placeholders are expanded here, by the grid over 2 x 2 merged patches."""
+    text = {
+        "vocab_size": 120, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "eos_token_id": 2,
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "out_hidden_size": 32,
+        "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    made = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    for parameter in made.parameters():
+        parameter.data.mul_(4)
+    return made
+
+
+def clip(frames: int, height: int, width: int, token: int, seed: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """A prompt with one picture (or video) of so many patches, and its tensors."""
+    pixels = torch.randn(
+        frames * height * width, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(seed)
+    )  # two frames to a patch
+    grid = torch.tensor([[frames, height, width]])
+    ids = [5 + seed, START, *[token] * (frames * height * width // 4), END, 7]
+    names = ("pixel_values", "image_grid_thw") if token == IMAGE else ("pixel_values_videos", "video_grid_thw")
+    return ids, dict(zip(names, (pixels, grid), strict=True))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_videos_beside_images_and_text(packing: bool) -> None:
+    model = qwen()
+    actor = Actor(model)
+    video_ids, video = clip(2, 2, 4, VIDEO, 1)
+    image_ids, image = clip(1, 4, 2, IMAGE, 2)
+    prompts = [
+        Prompt(token_ids=video_ids, videos=video),
+        Prompt(token_ids=image_ids, images=image),
+        Prompt(token_ids=[9, 8, 7]),
+    ]
+    made = NaiveExperienceMaker(
+        actor, None, None, None, None, 64, None, reward_fn=lambda response_ids: float(response_ids[0] % 3),
+        config=MakerConfig(n_samples_per_prompt=2, seed=3, packing_samples=packing, advantage_estimator="group_norm"),
+    )  # fmt: skip
+    (batch,) = made.make_experience_list(prompts, max_new_tokens=5)
+    assert "error" not in batch.info, batch.info["error"]
+    items = _items(batch)
+    assert [one.pixel_values_videos is not None and len(one.pixel_values_videos) for one in items][:2] == [16, 16]
+    assert [one.pixel_values is not None and len(one.pixel_values) for one in items][2:4] == [8, 8]
+    packed = batch if packing else batch.pack()
+    for i, found in enumerate(packed.action_log_probs):
+        ids = packed.sequences[i].tolist()
+        media = [video, video, image, image, {}, {}][i]
+        kinds = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in ids]])
+        given = {**media, "mm_token_type_ids": kinds} if media else {}
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), **given).logits[0]
+        logits[:, list(actor.suppress)] = -torch.inf
+        spread = torch.log_softmax(logits, -1)
+        expected = [spread[t - 1, ids[t]].item() for t in range(len(ids) - len(found), len(ids))]
+        assert found.tolist() == pytest.approx(expected, abs=5e-5)
+        assert packed.extras["logprobs"][i].tolist() == pytest.approx(expected, abs=5e-5)

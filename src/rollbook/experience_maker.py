@@ -34,7 +34,7 @@ from rollbook.making.whole import Whole
 from rollbook.moving import pin_memory, to
 from rollbook.progress import Progress, Stages
 from rollbook.rollout.engine import Engine
-from rollbook.rollout.types import Prompt, Sample
+from rollbook.rollout.types import Prompt, RunInfo, Sample
 
 _HOT = 10.0
 """FIRE's temperature of the first token."""
@@ -118,6 +118,12 @@ class NaiveExperienceMaker:
         self._stages = Stages()
         self._max_new_tokens: int | None = None
         self._scored: estimating.Scored | None = None
+
+    @property
+    def run(self) -> RunInfo | None:
+        """What made the samples: engine, model, fingerprints of tokenizer and chat template, seed; `None` of an actor
+        that has LightRFT's `generate`, and says nothing of itself."""
+        return None if self.engine is None else dataclasses.replace(self.engine.run, seed=self.config.seed)
 
     def _own_engine(self) -> Engine | None:
         """The actor as an engine, if it is one or has one; else it is asked by LightRFT's `generate`."""

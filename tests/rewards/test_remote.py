@@ -320,7 +320,7 @@ def test_bytes_files_and_data_go_as_they_are(tmp_path: Path) -> None:
     for given in (raw, bytearray(raw), path, str(path), f"file://{path}", data, {"bytes": raw}, {"path": str(path)},
                   {"image": raw}, {"type": "image", "image": str(path)}):  # fmt: skip
         assert base64.b64decode(encoder.text(given)) == raw
-    for bad in ("http://elsewhere/a.png", "nothing.png", 3, {"a": 1}, np.zeros((2, 2, 3)), "data:image/png,abc"):
+    for bad in ("http://elsewhere/a.png", "nothing.png", 3, {"a": 1}, np.zeros((2, 3, 3)) - 1, "data:;base64,abc"):
         with pytest.raises(ValueError, match="image: got"):
             encoder.text(bad)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import base64
 import io
 import threading
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Literal
 
 import xxhash
 
 from rollbook.algorithms.registry import choice
+from rollbook.rollout.pictures import encoded, load_picture
 
 ImageFormat = Literal["jpeg", "png"]
 
@@ -23,8 +23,7 @@ _PLAIN = {"jpeg": ("L", "RGB"), "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;1
 
 
 class Encoder:
-    """Base64 texts of images: PIL images, paths and `file://` addresses, bytes, `data:` addresses, arrays (H, W, C),
-    and {"image": ...}, {"bytes": ...}, {"path": ...} of these.
+    """Base64 texts of images, of whatever `rollbook.rollout.pictures` reads.
 
     What has been seen is known by object and by content, as long as the encoder lives: the samples of a prompt share.
 
@@ -54,58 +53,24 @@ class Encoder:
             return made
 
     def _text(self, image: Any) -> str:
-        if isinstance(image, Mapping):
-            key = next((name for name in ("bytes", "image", "path", "url") if image.get(name) is not None), None)
-            if key is None:
-                raise ValueError(
-                    f"image: got a mapping with {', '.join(map(str, image))}, expected image, bytes or path"
-                )
-            return self._text(image[key])
-        if isinstance(image, str) and image.startswith("data:"):
-            head, comma, body = image.partition(",")
-            if not comma or not head.endswith(";base64"):
-                raise ValueError(f"image: got {head[:40]!r}, expected a data: address in base64")
-            return body
-        if isinstance(image, str) and image.startswith(("http://", "https://")):
-            raise ValueError(f"image: got the address {image[:80]!r}, expected the image itself: nothing is downloaded")
-        if isinstance(image, (str, Path)):
-            path = Path(str(image).removeprefix("file://"))
-            if not path.is_file():
-                raise ValueError(f"image: got {str(image)[:200]!r}, expected a file that is there")
-            image = path.read_bytes()
-        if isinstance(image, (bytes, bytearray, memoryview)):
-            return self._kept(bytes(image), bytes(image))
-        return self._of_pixels(image)
+        raw = encoded("image", image)
+        if raw is not None:
+            return self._kept(raw, lambda: raw)
+        picture = load_picture("image", image)
+        if picture.mode not in _PLAIN[self._format]:
+            picture = picture.convert("RGB")
+        palette = bytes(picture.getpalette() or ()) + repr(picture.info.get("transparency")).encode()
+        seen = f"{picture.mode} {picture.size} ".encode() + palette + picture.tobytes()
+        return self._kept(seen, lambda: self._saved(picture))
 
-    def _of_pixels(self, image: Any) -> str:
-        try:
-            from PIL import Image
-        except ImportError:
-            raise ImportError("images need Pillow: pip install 'rollbook[models]'") from None
-        if not isinstance(image, Image.Image):
-            if not hasattr(image, "__array__"):
-                raise ValueError(f"image: got {type(image).__name__}, expected an image, bytes, a path or an array")
-            import numpy as np
+    def _saved(self, picture: Any) -> bytes:
+        buffer = io.BytesIO()  # one for each image: a shared one would send the first again
+        picture.save(buffer, self._format.upper(), **({"quality": self._quality} if self._format == "jpeg" else {}))
+        return buffer.getvalue()
 
-            array = np.asarray(image)
-            if array.dtype != np.uint8:
-                raise ValueError(f"image: got an array of {array.dtype}, expected uint8 pixels (H, W, C)")
-            image = Image.fromarray(array)
-        if image.mode not in _PLAIN[self._format]:
-            image = image.convert("RGB")
-        palette = bytes(image.getpalette() or ()) + repr(image.info.get("transparency")).encode()
-        seen = f"{image.mode} {image.size} ".encode() + palette + image.tobytes()
+    def _kept(self, seen: bytes, data: Callable[[], bytes]) -> str:
         key = xxhash.xxh3_128_digest(seen)
         if key not in self._by_content:
-            buffer = io.BytesIO()  # one for each image: a shared one would send the first again
-            options = {"quality": self._quality} if self._format == "jpeg" else {}
-            image.save(buffer, self._format.upper(), **options)
-            return self._kept(seen, buffer.getvalue())
-        return self._by_content[key]
-
-    def _kept(self, seen: bytes, data: bytes) -> str:
-        key = xxhash.xxh3_128_digest(seen)
-        if key not in self._by_content:
-            self._by_content[key] = base64.b64encode(data).decode()
+            self._by_content[key] = base64.b64encode(data()).decode()
             self.encoded += 1
         return self._by_content[key]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rollbook.ids import EID
+from rollbook.rollout.pictures import source
 from rollbook.rollout.rendering import Drift, Drifts
 from rollbook.rollout.types import LogprobsKind
 
-_SOURCES = ("image", "image_url", "url", "path", "bytes")
 SpanKind = Literal["prompt", "model", "observation"]
 
 
@@ -91,8 +91,8 @@ def observed(message: Mapping[str, Any], beside: Iterator[Any]) -> Observed:
     bare = []
     for part in content:
         if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
-            own = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
-            image = own if own is not None else next(beside, None)
+            key = source(part)
+            image = part[key] if key is not None else next(beside, None)
             if image is None:
                 raise ValueError("images: got fewer than the messages have image parts, expected one for each")
             images.append(image)
@@ -242,7 +242,7 @@ def _plain_span(span: Span) -> dict[str, Any]:
 
 def _plain_turn(turn: Turn) -> dict[str, Any]:
     found = {**vars(turn), "pieces": [piece.number for piece in turn.pieces], "sampling": dict(turn.sampling)}
-    return {**found, "drift": None if turn.drift is None else asdict(turn.drift)}
+    return {**found, "drift": None if turn.drift is None else turn.drift.to_dict()}
 
 
 def from_plain(given: Mapping[str, Any]) -> list[Branch]:

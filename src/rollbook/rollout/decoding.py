@@ -223,19 +223,23 @@ class Runner:
         following = []
         for i, row in enumerate(rows):
             ids = row.tokens
-            found = torch.arange(len(ids)).expand(3, -1)
+            found, after = torch.arange(len(ids)).expand(3, -1), len(ids)
+            # Where text goes on after a video is the model's to say, and not one past the largest position: a token of
+            # text is put behind, so that sampling and training agree.
             if rope is not None and row.prepared.media:
                 asked = inspect.signature(rope).parameters
-                given: dict[str, Any] = {"attention_mask": torch.ones((1, len(ids)), dtype=torch.int64)}
+                longer = [*ids, self.padding]
+                given: dict[str, Any] = {"attention_mask": torch.ones((1, len(longer)), dtype=torch.int64)}
                 for name, value in row.prepared.media.items():
                     given[name] = value.cpu()
                     if name in BY_TOKEN:  # of the prompt: the response is text
-                        given[name] = torch.zeros((1, len(ids)), dtype=value.dtype)
+                        given[name] = torch.zeros((1, len(longer)), dtype=value.dtype)
                         given[name][0, : value.numel()] = value.reshape(-1)
                 given = {name: value for name, value in given.items() if name in asked}
-                found = rope(input_ids=torch.tensor([ids]), **given)[0].reshape(3, -1)
+                found = rope(input_ids=torch.tensor([longer]), **given)[0].reshape(3, -1)
+                after, found = int(found[0, -1]), found[:, :-1]
             positions[:, i, width - len(ids) :] = found
-            following.append(int(found.max()) + 1)
+            following.append(after)
         return (positions if rope is not None else positions[0]), torch.tensor(following)
 
 

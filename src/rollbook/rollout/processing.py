@@ -11,22 +11,16 @@ processed already go with token ids that hold their placeholders: `Prompt(token_
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-import numpy as np
 import torch
 
-from rollbook.media import SHARED, is_picture
+from rollbook.media import SHARED
+from rollbook.rollout.pictures import load_image, source
 from rollbook.rollout.types import Prompt, Sampling
 
-SOURCES = ("image", "path", "url", "bytes", "image_url", "video")
-"""Where a mapping, or a part of a message, may have an image or a video."""
 _TOKENS = ("input_ids", "attention_mask")
 _PLACEHOLDERS = {
     "image": ("image_token_id", "image_token_index"),
@@ -232,17 +226,13 @@ class Preparer:
 def _ready(prompt: Prompt) -> Mapping[str, Any] | None:
     """Media that are processed already, of images and of videos, or `None`."""
     ready = [
-        each for each in (*prompt.images, *prompt.videos) if isinstance(each, Mapping) and not _source(each) and each
+        each for each in (*prompt.images, *prompt.videos) if isinstance(each, Mapping) and not source(each) and each
     ]
     if not ready:
         return None
     if len(ready) != len(prompt.images) + len(prompt.videos):
         raise ValueError("prompt.images: got processed media among others, expected only such, or none")
     return {name: value for each in ready for name, value in each.items()}
-
-
-def _source(part: Mapping[str, Any]) -> str | None:
-    return next((name for name in SOURCES if part.get(name) is not None), None)
 
 
 def _parts(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
@@ -256,8 +246,8 @@ def _parts(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
         what = {"image": "image", "image_url": "image", "video": "video"}.get(kind or "")
         if what is None:
             return part
-        source = _source(part)
-        if source is None:
+        key = source(part)
+        if key is None:
             bare[what] += 1
             image = next(beside[what], None)
             if image is None:
@@ -265,7 +255,7 @@ def _parts(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
                     f"prompt.{what}s: got {bare[what] - 1}, expected one for each {what} part of the messages"
                 )
         else:
-            image = part[source]
+            image = part[key]
         inside[what].append(image)
         return {"type": what}
 
@@ -284,68 +274,3 @@ def _parts(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
             )
         inside[what] += left  # their places are marked in the messages' text
     return messages, inside["image"], inside["video"]
-
-
-def load_image(name: str, given: Any) -> Any:
-    """A PIL image in RGB, from whatever an image is given as; `name` is for the error.
-
-    >>> load_image("image", np.zeros((4, 6, 3), np.uint8)).size
-    (6, 4)
-    >>> load_image("image", 7)
-    Traceback (most recent call last):
-        ...
-    ValueError: image: got int, expected a picture, a path, a file address, bytes, an array or a tensor
-    """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError("images need Pillow: pip install 'rollbook[models]'") from error
-
-    try:
-        given = _held(given)
-        if isinstance(given, (np.ndarray, torch.Tensor)):
-            given = Image.fromarray(_pixels(name, given))
-        elif isinstance(given, (bytes, bytearray, memoryview)):
-            given = Image.open(io.BytesIO(given))
-        elif isinstance(given, Path):
-            given = Image.open(given)
-        if is_picture(given):
-            return given.convert("RGB")  # of a palette or with transparency too; it reads the file
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{name}: got an image that cannot be read: {error}") from error
-    what = f"{given[:60]!r}" if isinstance(given, str) else type(given).__name__
-    raise ValueError(f"{name}: got {what}, expected a picture, a path, a file address, bytes, an array or a tensor")
-
-
-def _held(given: Any) -> Any:
-    """What a mapping, or an address that needs no network, holds."""
-    while isinstance(given, Mapping) and _source(given) is not None:
-        given = given[_source(given)]
-    if isinstance(given, str):
-        address = urlsplit(given)
-        if address.scheme == "file":
-            given = Path(unquote(address.path))
-        elif address.scheme == "data":
-            head, _, data = given.partition(",")
-            given = base64.b64decode(data) if head.endswith(";base64") else unquote_to_bytes(data)
-        elif address.scheme not in ("http", "https"):
-            given = Path(given)
-    return given
-
-
-def _pixels(name: str, given: np.ndarray | torch.Tensor) -> np.ndarray:
-    array = given.detach().cpu().float().numpy() if isinstance(given, torch.Tensor) else given
-    if isinstance(given, torch.Tensor) and not given.dtype.is_floating_point:
-        array = given.cpu().numpy()
-    if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
-        array = np.moveaxis(array, 0, -1)
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[-1] not in (1, 3, 4)) or not array.size:
-        raise ValueError(f"{name}: got shape {list(array.shape)}, expected (height, width) and 1, 3 or 4 channels")
-    if array.dtype.kind == "f":
-        if not (array.min() >= 0 and array.max() <= 1):
-            raise ValueError(f"{name}: got floats from {array.min():g} to {array.max():g}, expected them from 0 to 1")
-        array = np.rint(array * 255)
-    if array.min() < 0 or array.max() > 255:
-        raise ValueError(f"{name}: got values from {array.min()} to {array.max()}, expected them from 0 to 255")
-    array = array.astype(np.uint8)
-    return np.ascontiguousarray(array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array)
