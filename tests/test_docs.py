@@ -148,4 +148,5 @@ def test_episodes_page() -> None:
         exec(code, scope)
     assert scope["asked"] == "6 * 7" and scope["record"].reward == 1.0
     assert [row.reward for row in scope["rows"]] == [1.0, 0.0]
-    assert scope["episode"].drift.counts["clean"] > 0
+    assert len(scope["records"]) == 8 and scope["loss"].value.isfinite()
+    assert scope["batch"].advantages.values.abs().max() > 0

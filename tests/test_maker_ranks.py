@@ -47,6 +47,7 @@ def found(tasks: list[list[int]]) -> dict[str, list[torch.Tensor]]:
 
 
 def worker(rank: int, parts: list[list[list[int]]], folder: str) -> None:
+    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=len(parts))
     try:
         torch.save(found(parts[rank]), f"{folder}/{rank}.pt")

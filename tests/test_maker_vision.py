@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from rollbook.algorithms import losses
 from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
@@ -199,53 +198,23 @@ def test_a_critic_sees_the_images_too() -> None:
 # --- videos, by a model with positions in space ----------------------------------------------------------------
 
 
-IMAGE, VIDEO, START, END = 100, 101, 102, 103
-
-
-def qwen() -> Any:
-    """A Qwen2.5-VL of two layers; its placeholders are expanded here, by the grid over 2 x 2 merged patches."""
-    text = {
-        "vocab_size": 120, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "eos_token_id": 2,
-    }  # fmt: skip
-    vision = {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "out_hidden_size": 32,
-        "fullatt_block_indexes": [0],
-    }  # fmt: skip
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    made = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
-    for parameter in made.parameters():
-        parameter.data.mul_(4)
-    return made
-
-
 def clip(frames: int, height: int, width: int, token: int, seed: int) -> tuple[list[int], dict[str, torch.Tensor]]:
     """A prompt with one picture (or video) of so many patches, and its tensors."""
     pixels = torch.randn(
         frames * height * width, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(seed)
     )  # two frames to a patch
     grid = torch.tensor([[frames, height, width]])
-    ids = [5 + seed, START, *[token] * (frames * height * width // 4), END, 7]
-    names = ("pixel_values", "image_grid_thw") if token == IMAGE else ("pixel_values_videos", "video_grid_thw")
+    ids = [5 + seed, tiny.START, *[token] * (frames * height * width // 4), tiny.END, 7]
+    names = ("pixel_values", "image_grid_thw") if token == tiny.IMAGE else ("pixel_values_videos", "video_grid_thw")
     return ids, dict(zip(names, (pixels, grid), strict=True))
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_videos_beside_images_and_text(packing: bool) -> None:
-    model = qwen()
+    model = tiny.qwen_vl()
     actor = Actor(model)
-    video_ids, video = clip(2, 2, 4, VIDEO, 1)
-    image_ids, image = clip(1, 4, 2, IMAGE, 2)
+    video_ids, video = clip(2, 2, 4, tiny.VIDEO, 1)
+    image_ids, image = clip(1, 4, 2, tiny.IMAGE, 2)
     prompts = [
         Prompt(token_ids=video_ids, videos=video),
         Prompt(token_ids=image_ids, images=image),
@@ -264,7 +233,7 @@ def test_videos_beside_images_and_text(packing: bool) -> None:
     for i, found in enumerate(packed.action_log_probs):
         ids = packed.sequences[i].tolist()
         media = [video, video, image, image, {}, {}][i]
-        kinds = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in ids]])
+        kinds = torch.tensor([[{tiny.IMAGE: 1, tiny.VIDEO: 2}.get(token, 0) for token in ids]])
         given = {**media, "mm_token_type_ids": kinds} if media else {}
         with torch.no_grad():
             logits = model(torch.tensor([ids]), **given).logits[0]

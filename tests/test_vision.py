@@ -7,48 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from rollbook import Experience
 from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch, from_experiences
 from rollbook.replay_buffer import make_experience_batch
-
-IMAGE, VIDEO, START, END = 100, 101, 102, 103
+from tests import tiny
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(0)
-    text = {
-        "vocab_size": 120,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": 14,
-        "out_hidden_size": 32,
-        "fullatt_block_indexes": [0],
-    }
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-    )
-    made = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
-    for parameter in made.parameters():
-        parameter.data.mul_(4)  # so that positions matter
-    return made
+    return tiny.qwen_vl()
 
 
 def sample(images: Sequence[tuple[int, int]], after: int, seed: int) -> BufferItem:
@@ -56,7 +24,7 @@ def sample(images: Sequence[tuple[int, int]], after: int, seed: int) -> BufferIt
     draw = torch.Generator().manual_seed(seed)
     tokens = [5 + seed]
     for height, width in images:
-        tokens += [START, *[IMAGE] * (height * width // 4), END]
+        tokens += [tiny.START, *[tiny.IMAGE] * (height * width // 4), tiny.END]
     tokens += torch.randint(1, 90, (after,), generator=draw).tolist()
     ids = torch.tensor(tokens)
     patches = sum(height * width for height, width in images)
@@ -68,7 +36,7 @@ def sample(images: Sequence[tuple[int, int]], after: int, seed: int) -> BufferIt
         attention_mask=torch.ones_like(ids),
         action_mask=torch.ones(after, dtype=torch.bool),
         info={},
-        media={"mm_token_type_ids": (ids == IMAGE).long()},
+        media={"mm_token_type_ids": (ids == tiny.IMAGE).long()},
     )
 
 
@@ -119,7 +87,9 @@ def test_text_alone_needs_nothing(model: Any) -> None:
 
 def test_types_of_tokens_are_laid_out_as_the_tokens_are() -> None:
     records = [
-        Experience(tokens=[1, IMAGE, 2, 3], prompt_length=3, multi_modal_inputs={"mm_token_type_ids": [[0, 1, 0]]}),
+        Experience(
+            tokens=[1, tiny.IMAGE, 2, 3], prompt_length=3, multi_modal_inputs={"mm_token_type_ids": [[0, 1, 0]]}
+        ),
         Experience(tokens=[4, 5]),
     ]
     padded, packed = from_experiences(records), from_experiences(records, packing_samples=True)

@@ -1,7 +1,7 @@
 """Real tokenizers and real models that are small enough to run in a test: nothing here is a mock.
 
 `words()` is a word-level tokenizer made from text, `bytes_()` a byte-level one; both have a chat template. `llama`,
-`qwen3`, `gpt2` and `llava` are transformers models with seeded random weights.
+`qwen3`, `gpt2`, `llava` and `qwen_vl` are transformers models with seeded random weights.
 """
 
 from __future__ import annotations
@@ -61,6 +61,21 @@ def bytes_() -> PreTrainedTokenizerFast:
     return _wrapped(inner)
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Logits are spread enough (range 0.2) for temperature and truncation to matter."""
+
+
 def _seeded(make: Any, seed: int, dtype: torch.dtype) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -68,44 +83,18 @@ def _seeded(make: Any, seed: int, dtype: torch.dtype) -> Any:
 
 
 def llama(vocab: int = 300, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
-    """A Llama of two layers; logits are spread enough (range 0.2) for temperature and truncation to matter."""
+    """A Llama of two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings: dict[str, Any] = {
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    return _seeded(lambda: LlamaForCausalLM(LlamaConfig(**settings | config)), seed, dtype)
+    made = LlamaConfig(**{"vocab_size": vocab, **SIZES, **config})
+    return _seeded(lambda: LlamaForCausalLM(made), seed, dtype)
 
 
 def qwen3(vocab: int = 300, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A Qwen3 of two layers, with tied embeddings."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    config = Qwen3Config(vocab_size=vocab, head_dim=8, tie_word_embeddings=True, **SIZES)
     return _seeded(lambda: Qwen3ForCausalLM(config), seed, dtype)
 
 
@@ -142,19 +131,7 @@ def llava(vocab: int | None = None, seed: int = 0, dtype: torch.dtype = torch.fl
     )
 
     tokenizer = bytes_()
-    text = LlamaConfig(
-        vocab_size=vocab or len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    text = LlamaConfig(vocab_size=vocab or len(tokenizer), **SIZES)
     vision = CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -186,6 +163,47 @@ def llava(vocab: int | None = None, seed: int = 0, dtype: torch.dtype = torch.fl
     )
     processor.chat_template = TEMPLATE
     return _seeded(lambda: LlavaForConditionalGeneration(config), seed, dtype), processor
+
+
+IMAGE, VIDEO, START, END = 100, 101, 102, 103
+"""The placeholders of `qwen_vl`, which its prompts hold expanded: one for each 2 x 2 patches of 14 x 14."""
+
+
+def qwen_vl(seed: int = 0) -> Any:
+    """A Qwen2.5-VL of two layers, whose images and videos have positions in space, with weights by which they count."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": 120,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+            "eos_token_id": 2,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": 14,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [0],
+        },
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    made = _seeded(lambda: Qwen2_5_VLForConditionalGeneration(config), seed, torch.float32)
+    for parameter in made.parameters():
+        parameter.data.mul_(4)
+    return made
 
 
 def picture(colour: tuple[int, int, int] = (255, 0, 0), size: int = 16) -> Any:

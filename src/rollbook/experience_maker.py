@@ -19,14 +19,15 @@ from rollbook.algorithms.aggregate import masked_mean
 from rollbook.algorithms.filters import clip_filter_like_weight_func
 from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.ranks import ALONE
-from rollbook.algorithms.registry import number, whole_number
+from rollbook.algorithms.registry import near, number, whole_number
 from rollbook.algorithms.shaping import RunningNorm
 from rollbook.batch import ExperienceBatch as Experience
 from rollbook.batch import ExperienceVL, Samples
+from rollbook.experiences import Experiences
 from rollbook.ids import EID
 from rollbook.jagged import Rows
 from rollbook.making import estimating
-from rollbook.making.collecting import batch_of, maker_sampling, prompts_of, samples_of
+from rollbook.making.collecting import batch_of, if_any, maker_sampling, prompts_of, samples_of
 from rollbook.making.config import MakerConfig
 from rollbook.making.passes import Passes
 from rollbook.making.scoring import Scorer
@@ -114,10 +115,11 @@ class NaiveExperienceMaker:
         self.reward_norm = RunningNorm(minus_mean=self.config.reward_running_norm_minus_mean) if running else None
         self.metrics: dict[str, float] = {}
         self.rollouts_made = 0
-        """How many rollouts there have been: the batch part of their samples' ids."""
+        """How many rollouts there have been: the batch part of their samples' ids. Set it when a run is resumed."""
         self._stages = Stages()
         self._max_new_tokens: int | None = None
         self._scored: estimating.Scored | None = None
+        self._samples: list[Samples] = []
 
     @property
     def run(self) -> RunInfo | None:
@@ -171,9 +173,13 @@ class NaiveExperienceMaker:
         columns = {name: options.pop(f"all_{name}", None) for name in ("labels", "references", "images", "videos")}
         for odd in ("images_num", "videos_num"):
             options.pop(odd, None)  # each prompt comes with its own
+        for name in options:
+            if name.startswith("all_"):
+                raise ValueError(f"{name}: there is no such column{near(name, [f'all_{known}' for known in columns])}")
         prompts = prompts_of(all_prompts, **columns)
         if not prompts:
             raise ValueError("all_prompts: got none, expected at least one prompt")
+        self.scorer.check(prompts)
         self._max_new_tokens = options.get("max_new_tokens", options.get("max_tokens", self._max_new_tokens))
         with self._stages("rollout") as stage:
             engine = self.engine
@@ -186,8 +192,9 @@ class NaiveExperienceMaker:
 
     def _batch_id(self) -> int | str:
         """The rollout's number; with several processes also this one's, since each has prompts of its own."""
-        ranks = estimating.ranks_here()
-        return self.rollouts_made if ranks is ALONE else f"{self.rollouts_made}.{ranks.rank}"
+        ranks, name = estimating.ranks_here(), self.config.batch_name
+        number: int | str = self.rollouts_made if ranks is ALONE else f"{self.rollouts_made}.{ranks.rank}"
+        return number if name is None else f"{name}-{number}"
 
     def _sampled(self, engine: Engine, prompts: list[Prompt], options: dict[str, Any], n: int) -> list[Samples]:
         """By an engine of `rollbook.rollout`: with its own ids, log-probs and reasons."""
@@ -270,9 +277,9 @@ class NaiveExperienceMaker:
                     response_length=action_mask.float().sum(dim=-1),
                     total_length=attention_mask.float().sum(dim=-1),
                     prompts=texts,
-                    labels=_entries([prompts[i].label for i, _ in part]),
+                    labels=if_any([prompts[i].label for i, _ in part]),
                     pad_len=None,
-                    references=_entries([prompts[i].reference for i, _ in part]),
+                    references=if_any([prompts[i].reference for i, _ in part]),
                     ids=[EID(batch=self._batch_id(), task=i, run=run) for i, run in part],
                 )
                 made.append(samples)
@@ -295,9 +302,8 @@ class NaiveExperienceMaker:
         batches = [batch_of(samples) for samples in many]
         with self._bar("log-probs", 1 if not self.passes.models else len(self.passes.models)) as bar:
             self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
-        with self._stages("reward") as stage, self._bar("reward", sum(map(len, batches))) as bar:
+        with self._stages("reward"), self._bar("reward", sum(map(len, batches))) as bar:
             self.scorer.score(many, batches, bar)
-            stage["tokens"] = int(sum(float(samples.response_length.sum()) for samples in many))
         for samples, batch in zip(many, batches, strict=True):
             self._measure_kl(batch)
             info = batch.info or {}
@@ -373,13 +379,16 @@ class NaiveExperienceMaker:
         As `generate_samples` takes them: a prompt or a list of them, labels, references, media, and the engine's
         options; `gamma` and `lambd` (1.0) are the estimator's. Batches have `micro_rollout_batch_size` samples, and
         `info` gains `return` (B,), the sum of a row's token rewards, and the share that was clipped, where there is a
-        bound; `num_actions` and `kl` go.
+        bound; `info["num_actions"]` and the field `kl` go.
         """
         self._stages = Stages()
         gamma = generate_kwargs.get("gamma", self.config.gamma)
         lambd = generate_kwargs.get("lambd", self.config.lambd)
-        greedy = self._greedy_rewards(all_prompts, generate_kwargs) if self._wants_greedy() else None
-        samples = self.generate_samples(all_prompts, **generate_kwargs)
+        estimating.check(self.config, self.passes.models)
+        self.scorer.need()
+        remax = self.config.advantage_estimator == "remax"
+        greedy = self._greedy_rewards(all_prompts, generate_kwargs) if remax else None
+        samples = self._samples = self.generate_samples(all_prompts, **generate_kwargs)
         if type(self).make_experience is NaiveExperienceMaker.make_experience:
             experiences = self._experiences(samples)
         else:  # a subclass has its own
@@ -402,8 +411,51 @@ class NaiveExperienceMaker:
             return [batch.pack() for batch in experiences]
         return experiences
 
-    def _wants_greedy(self) -> bool:
-        return self.config.advantage_estimator == "remax"
+    def make_records(self, all_prompts: Any, **generate_kwargs: Any) -> Experiences:
+        """The same experience as records, a row for each sample: what bytes, Parquet and a book take.
+
+        Each has what the engine said of it (texts, messages, log-probs, versions, sampling options), `reward`,
+        `policy_logprobs`, `advantages`, `returns`, the parts of its reward in `metrics`, and where there are models for
+        them the reference's log-probs and the critic's values as lists in `info` (`ref_logprobs`, `values`).
+
+        >>> from rollbook.rollout import ScriptedEngine
+        >>> maker = NaiveExperienceMaker(
+        ...     None, None, None, None, None, 16, None, reward_fn=lambda response_ids: float(response_ids[0] == 4),
+        ...     config=MakerConfig(n_samples_per_prompt=2, advantage_estimator="dr_grpo"),
+        ...     engine=ScriptedEngine({"1+1=": [[4, 2], [5, 2]]}),
+        ... )
+        >>> records = maker.make_records(["1+1="])
+        >>> records.values("reward"), [row.advantages.tolist() for row in records]
+        ([1.0, 0.0], [[0.5, 0.5], [-0.5, -0.5]])
+        """
+        if self.engine is None:
+            raise ValueError("engine: got None, expected one: an actor with LightRFT's generate keeps no records")
+        whole = Whole(self.make_experience_list(all_prompts, **generate_kwargs))
+        rows = [one.to_experience() for part in self._samples for one in part.rollouts or ()]
+        found: dict[str, list[Any]] = {"reward": whole.numbers("reward").tolist()}
+        fields = {"policy_logprobs": "action_log_probs", "advantages": "advantages", "returns": "returns"}
+        for name, field in {**fields, "action_mask": "action_mask"}.items():
+            column = whole.rows(field)
+            if column is not None:
+                found[name] = [row.clone() for row in column]
+        infos = {"ref_logprobs": whole.rows("base_action_log_probs"), "values": whole.rows("values")}
+        for i, row in enumerate(rows):
+            row.info.update({name: column[i].tolist() for name, column in infos.items() if column is not None})
+            error = (whole.entries("reward_error") or [None] * len(whole))[i]
+            if error is not None:
+                row.info["reward_error"] = error
+        at = 0
+        for batch in whole.batches:
+            parts = (batch.info or {}).get("reward_metrics") or {}
+            for k in range(len(batch)):
+                rows[at + k].metrics.update({name: float(values[k]) for name, values in parts.items()})
+            at += len(batch)
+        masks = found.pop("action_mask")
+        rows = [
+            row if row.action_mask is not None and torch.equal(row.action_mask, mask) else row.replace(action_mask=mask)
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+        return Experiences(rows).assign(**found)
 
     def _greedy_rewards(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> torch.Tensor:
         """ReMax's baseline of each prompt: the reward of its likeliest response."""
@@ -436,8 +488,16 @@ class NaiveExperienceMaker:
             "rollout/response_length": float(lengths.mean()),
             "reward/mean": float(known.mean()) if len(known) else math.nan,
             "reward/std": float(known.std(correction=0)) if len(known) else math.nan,
+            "reward/errors": float(sum(error is not None for error in whole.entries("reward_error") or ())),
             "kl/mean": float(whole.numbers("kl").mean()),
         }
+        parts = [(batch.info or {}).get("reward_metrics") or {} for batch in whole.batches]
+        for name in dict.fromkeys(name for part in parts for name in part):
+            values = torch.cat([part[name].float().cpu() for part in parts if name in part])
+            values = values[~values.isnan()]
+            means[f"reward/{name}"] = float(values.mean()) if len(values) else math.nan
+        cut = whole.entries("prompt_truncated_from") or []
+        means["rollout/prompts_cut"] = sum(length is not None for length in cut) / len(whole)
         ended = whole.entries("finish_reason")
         if ended is not None:
             means["rollout/truncated"] = sum(reason == "length" for reason in ended) / len(ended)
@@ -461,10 +521,6 @@ _FIRST = ("kl", "reward", "response_length", "total_length")
 def _chunks(items: list[Any], size: int | None) -> list[list[Any]]:
     step = size or max(len(items), 1)
     return [items[i : i + step] for i in range(0, len(items), step)]
-
-
-def _entries(values: list[Any]) -> list[Any] | None:
-    return None if all(value is None for value in values) else values
 
 
 def _home(batch: Experience) -> torch.device:

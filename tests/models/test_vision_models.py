@@ -32,11 +32,11 @@ def qwen_records() -> list[Experience]:
     for shapes, response in (([(4, 4)], 3), ([], 5), ([(4, 8), (8, 4)], 2), ([(4, 4)], 6)):
         tokens = [5 + response]
         for height, width in shapes:
-            tokens += [zoo.START, *[zoo.IMAGE] * (height * width // 4), zoo.END]
+            tokens += [tiny.START, *[tiny.IMAGE] * (height * width // 4), tiny.END]
         tokens.append(7)
         prompt = len(tokens)
         tokens += torch.randint(9, 90, (response,), generator=draw).tolist()
-        media: dict[str, Any] = {"mm_token_type_ids": (torch.tensor(tokens) == zoo.IMAGE).long()[None]}
+        media: dict[str, Any] = {"mm_token_type_ids": (torch.tensor(tokens) == tiny.IMAGE).long()[None]}
         if shapes:
             patches = sum(height * width for height, width in shapes)
             media["pixel_values"] = torch.randn(patches, 3 * 2 * 14 * 14, generator=draw)
@@ -45,7 +45,7 @@ def qwen_records() -> list[Experience]:
     return made
 
 
-MODELS = {"llava": (lambda: tiny.llava()[0], llava_records), "qwen": (zoo.qwen_vl, qwen_records)}
+MODELS = {"llava": (lambda: tiny.llava()[0], llava_records), "qwen": (tiny.qwen_vl, qwen_records)}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -54,7 +54,7 @@ def test_each_row_as_if_alone(name: str) -> None:
     actor = Actor(model, temperature=0.9)
     assert actor.head_path == "hidden" and actor.packs
     # Never sampled, never likely: the image, and what begins one.
-    assert set(actor.suppress) >= ({8} if name == "llava" else {zoo.IMAGE, zoo.VIDEO})
+    assert set(actor.suppress) >= ({8} if name == "llava" else {tiny.IMAGE, tiny.VIDEO})
     with torch.no_grad():
         want = [zoo.naive(model, one, 0.9, actor.suppress, **(one.multi_modal_inputs or {})) for one in records]
     for packed in (None, True):

@@ -12,25 +12,13 @@ import transformers
 from rollbook import Experience
 from tests import tiny
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+TEXT: dict[str, Any] = {"vocab_size": 300, **tiny.SIZES}
 
 
-def _made(config: Any, seed: int = 0, kind: Any = transformers.AutoModelForCausalLM) -> Any:
+def _made(config: Any) -> Any:
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return kind.from_config(config, dtype=torch.float32).eval()
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def gemma2() -> Any:
@@ -56,41 +44,6 @@ def gptj() -> Any:
     )  # fmt: skip
     model = _made(config)
     torch.nn.init.normal_(model.lm_head.bias, std=1.0, generator=torch.Generator().manual_seed(1))
-    return model
-
-
-IMAGE, VIDEO, START, END = 100, 101, 102, 103
-
-
-def qwen_vl() -> Any:
-    """Qwen2.5-VL, whose images have positions in space."""
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": 120,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": 14,
-            "out_hidden_size": 32,
-            "fullatt_block_indexes": [0],
-        },
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-    )
-    model = _made(config, kind=transformers.AutoModelForImageTextToText)
-    for parameter in model.parameters():
-        parameter.data.mul_(4)  # so that positions matter
     return model
 
 

@@ -313,12 +313,13 @@ def test_bytes_files_and_data_go_as_they_are(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     picture(5, 5).save(buffer, "WEBP")
     raw = buffer.getvalue()
-    path = tmp_path / "a.webp"
+    path = tmp_path / "a picture.webp"
     path.write_bytes(raw)
     data = "data:image/webp;base64," + base64.b64encode(raw).decode()
     encoder = Encoder()
-    for given in (raw, bytearray(raw), path, str(path), f"file://{path}", data, {"bytes": raw}, {"path": str(path)},
-                  {"image": raw}, {"type": "image", "image": str(path)}):  # fmt: skip
+    for given in (raw, bytearray(raw), path, str(path), path.as_uri(), data, {"bytes": raw, "path": "gone.webp"},
+                  {"path": str(path)}, {"image": raw}, {"type": "image", "image": str(path)},
+                  {"image_url": {"url": data}}):  # fmt: skip
         assert base64.b64decode(encoder.text(given)) == raw
     for bad in ("http://elsewhere/a.png", "nothing.png", 3, {"a": 1}, np.zeros((2, 3, 3)) - 1, "data:;base64,abc"):
         with pytest.raises(ValueError, match="image: got"):

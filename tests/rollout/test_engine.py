@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 from rollbook import EID, Experience
 from rollbook.retry import Backoff, asked_wait
 from rollbook.rollout import Cancel, Engine, Line, Prompt, RunInfo, Sample, Sampling, ScriptedEngine
-from rollbook.rollout.engine import in_thread
 from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
 from tests import tiny
 
@@ -245,7 +245,7 @@ def test_streams_in_an_event_loop(early):
     found = asyncio.run(run(cancel))
     assert len(found) == (3 if early else 30)
     assert cancel.requested is early  # a call that is over leaves its off-switch alone
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while early and not seen and time.monotonic() < until:
         time.sleep(0.01)
     assert bool(seen) is early
@@ -265,24 +265,6 @@ def test_async_calls_give_what_sync_ones_do():
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(Odd(broken).agenerate("a"))
-
-
-def test_in_thread_goes_on_while_nobody_looks_and_passes_errors_on():
-    def items():
-        yield 1
-        raise ValueError("here")
-
-    cancel = Cancel()
-    found = in_thread(items(), cancel)
-    assert next(found) == 1 and not cancel.requested
-    with pytest.raises(ValueError, match="here"):
-        next(found)
-    kept = Cancel()
-    assert list(in_thread(iter(range(5)), kept)) == list(range(5)) and not kept.requested
-    left = Cancel()
-    for _ in in_thread(iter(range(5)), left):
-        break
-    assert left.requested
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------
@@ -474,3 +456,82 @@ def test_a_run_is_named_by_its_make_up():
         len({run.id, *(RunInfo(**{**run.to_dict(), "cannot": (), name: "x"}).id for name in ("model", "tokenizer"))})
         == 3
     )
+
+
+def test_one_prompt_however_it_is_written() -> None:
+    made = ScriptedEngine([[7]])
+    message = {"role": "user", "content": "hi"}
+    for one in ("hi", message, [message], [5, 6], np.array([5, 6]), [np.int64(5), np.int64(6)], torch.tensor([5, 6])):
+        (sample,) = made.generate(one)
+        assert sample.prompt.messages in (None, (message,)) and sample.prompt.token_ids in (None, (5, 6))
+    for odd in (None, b"hi", 5):
+        with pytest.raises(ValueError, match="prompts: got"):
+            made.generate(odd)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"stop_token_ids": 2}, "stop_token_ids: got int, expected a list of token ids"),
+        ({"suppress": 5}, "suppress: got int"),
+        ({"stop": 5}, "stop: got 5, expected texts"),
+        ({"extra": 5}, "extra: got 5, expected a mapping"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_named(option: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Sampling(**option)
+
+
+def test_ids_may_come_from_numpy_and_torch() -> None:
+    made = Sampling(stop_token_ids=np.array([3, 4]), suppress=torch.tensor([5]))
+    assert made.stop_token_ids == (3, 4) and made.suppress == (5,)
+
+
+def test_a_sample_names_its_group_and_the_seed_that_was_asked_for() -> None:
+    one, two = ScriptedEngine([[7]]).generate("hi", n=2, seed=9, batch="b")
+    assert one.group_id == two.group_id == "b/0"
+    assert one.sampling["asked_seed"] == 9 and one.sampling["seed"] != two.sampling["seed"]
+
+
+def test_only_single_turns_are_played_again() -> None:
+    turn = Experience(eid={"batch": 0, "task": 1}, tokens=[1, 2, 3], prompt_length=1, logprobs=[-1, -2], group_size=4)
+    again = ScriptedEngine.replaying([turn]).generate(Prompt(token_ids=[1], eid=EID(0, 1)))[0]
+    assert again.group_size == 4 and again.to_experience().experience_type == "single_turn"
+    with pytest.raises(ValueError, match="script: got records, expected answers; ScriptedEngine.replaying"):
+        ScriptedEngine([turn])
+    known = ScriptedEngine.replaying([turn.replace(prompt_text="a")])
+    assert known.generate(Prompt(text="a", eid=EID(0, 1)))[0].error is None
+    assert "expected 'a', as 0/1 had" in (known.generate(Prompt(text="b", eid=EID(0, 1)))[0].error or "")
+    with pytest.raises(ValueError, match="got tokens that the model did not sample, expected a single turn"):
+        ScriptedEngine.replaying([turn.replace(action_mask=[True, False], experience_type="multi_turn")])
+    with pytest.raises(ValueError, match="got several of run 0/1/0, expected one"):
+        ScriptedEngine.replaying([turn, turn.replace(eid=EID(0, 1, 0, step=1))])
+
+
+def test_a_script_by_task_and_its_mistakes() -> None:
+    made = ScriptedEngine({7: [[4], [5]]})
+    assert [one.response_ids for one in made.generate(Prompt(text="x", eid=EID(0, 7)), n=2)] == [[4], [5]]
+    assert "empty list" in (ScriptedEngine([]).generate("x")[0].error or "")
+    wrong = ScriptedEngine([Line(ids=(1, 2), logprobs=(-1.0,))]).generate("x")[0]
+    assert wrong.error == "ValueError: answer: got 1 log-probs, expected 2, one for each token"
+    assert ScriptedEngine([torch.tensor([4, 5])]).generate("x")[0].response_ids == [4, 5]
+
+
+def test_a_records_options_sample_it_again() -> None:
+    seen = []
+    made = ScriptedEngine(lambda prompt, run: seen.append(run) or [7])
+    first = made.generate(Prompt(text="x", eid=EID(0, 1)), n=2, seed=9, temperature=0.5)[1]
+    again = made.generate(Prompt(text="x", eid=EID(0, 1)), first.sampling)[1]
+    assert again.sampling == first.sampling and again.eid == first.eid
+    record = first.to_experience()
+    assert Sampling.of({**record.sampling, "logprobs": "raw"}).seed == 9
+
+
+def test_an_engine_that_answers_twice_is_told() -> None:
+    def twice(requests: Any, cancel: Any) -> Any:
+        yield 0, sample_of(requests[0], 0)
+        yield 0, sample_of(requests[0], 0)
+
+    with pytest.raises(ValueError, match="Odd: gave place 0, which is not owed"):
+        Odd(twice).generate(["a", "b"])

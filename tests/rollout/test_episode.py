@@ -1158,3 +1158,13 @@ def test_whatever_is_forked_every_sampled_token_is_trained_once_after_what_the_m
         assert len(records) == 1
     if on_fork == "fork" and counts["forked"]:
         assert len(records) > 1
+
+
+def test_a_seed_repeats_an_episode_that_nobody_named() -> None:
+    engine = TransformersEngine(tiny.llama(len(tiny.bytes_())), tiny.bytes_())
+    found = []
+    for _ in range(2):
+        episode = Episode(engine, tiny.bytes_(), messages=[USER], sampling={"seed": 1, "max_tokens": 6})
+        episode.act()
+        found.append((list(episode.tokens), episode.experiences()[0].eid.tid))
+    assert found[0][0] == found[1][0] and found[0][1] != found[1][1]  # the same tokens, and another group

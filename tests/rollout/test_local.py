@@ -17,6 +17,7 @@ from rollbook.ids import EID
 from rollbook.rollout.engine import Cancel
 from rollbook.rollout.local import TransformersEngine
 from rollbook.rollout.types import Prompt, Sample, Sampling
+from tests import tiny
 from tests.tiny import SPECIAL, bytes_, gpt2, llama, llava, picture, qwen3, words
 
 PROMPTS = [[5, 9, 30], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [20], [40, 41, 42, 43, 44]]
@@ -519,7 +520,7 @@ def test_a_bad_prompt_fails_alone() -> None:
         [5, 300],
         [],
         "too long " * 10,
-        [1] * 250,
+        [1] * 256,
         Prompt(text="a<image>", images=[picture()]),
         "fine",
         [{"role": "user", "content": "hi"}],
@@ -539,7 +540,7 @@ def test_a_bad_prompt_fails_alone() -> None:
         (1, r"prompt[1]: got token 300, expected one below 300"),
         (2, "prompt: got no tokens"),
         (3, "got 90 tokens, expected at most 64"),
-        (4, "got 250 tokens and max_tokens 8, expected at most 256 together"),
+        (4, "got 256 tokens, expected fewer than 256, the model's positions"),
         (5, "expected none: no processor"),
         (8, "suppress[1]: got 300, expected an id below 300"),
         (9, "logits are NaN, infinite or all forbidden"),
@@ -550,6 +551,61 @@ def test_a_bad_prompt_fails_alone() -> None:
     assert len(want) == 2
     for one in samples:
         assert one.failed == (one.error is not None) and one.to_experience().eid == one.eid
+
+
+def test_positions_end_a_response_as_a_length_does() -> None:
+    sampler = engine()
+    for pause in (None, 3, 100):
+        sample = sampler.generate([[7] * 250], ignore_eos=True, pause_after=pause, seed=1)[0]
+        while sample.unfinished:
+            sample = sampler.generate(sample, pause_after=pause)[0]
+        assert sample.finish_reason == "length" and len(sample.response_ids) == 6 and sample.error is None
+
+
+def test_models_with_a_memory_of_another_kind_are_refused() -> None:
+    from transformers import MambaConfig, MambaForCausalLM, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    griffin = RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(
+            vocab_size=32, hidden_size=8, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, lru_width=8
+        )
+    )
+    with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM, which keeps what it has read in itself"):
+        TransformersEngine(griffin)
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, state_size=4))
+    with pytest.raises(ValueError, match="MambaForCausalLM, which keeps what it has read in cache_params, expected"):
+        TransformersEngine(mamba)
+
+
+def test_wrapped_models_are_the_models_inside() -> None:
+    plain = tiny.llama()
+    want = TransformersEngine(plain).generate([[5, 6]], max_tokens=4, seed=1, batch=0)[0].response_ids
+    compiled = torch.compile(plain)
+    parallel = torch.nn.Module()
+    parallel.module = plain
+    for wrapped in (compiled, parallel):
+        assert TransformersEngine(wrapped).generate([[5, 6]], max_tokens=4, seed=1, batch=0)[0].response_ids == want
+
+
+def test_going_on_under_other_options_is_recorded() -> None:
+    sampler = engine()
+    half = sampler.generate([[5, 6]], temperature=0.5, max_tokens=12, pause_after=4, ignore_eos=True, seed=1)[0]
+    whole = sampler.generate(half, {"temperature": 2.0})[0]
+    assert whole.sampling["temperature"] == 2.0 and whole.sampling["ignore_eos"] and whole.sampling["asked_seed"] == 1
+    assert whole.sampling["earlier"] == [{"tokens": 4, "temperature": 0.5}]
+    assert whole.response_ids[:4] == half.response_ids and whole.logprobs[:4] == half.logprobs
+    same = sampler.generate(half)[0]
+    assert "earlier" not in same.sampling
+    with pytest.raises(ValueError, match="n: got 2, expected 1"):
+        sampler.generate(half, n=2)
+
+
+def test_placeholders_without_media_are_an_error() -> None:
+    model, processor = tiny.llava()
+    sampler = TransformersEngine(model, processor=processor)
+    bare, fine = sampler.generate(["<image>hi", "hi"], max_tokens=2)
+    assert bare.error == "ValueError: prompt: got 1 placeholders of media, and no media, expected both or neither"
+    assert fine.error is None
 
 
 def test_prompts_that_are_cut_say_so() -> None:
@@ -789,44 +845,9 @@ def test_bfloat16_vision() -> None:
     assert torch.cat(gaps).mean() < 0.02
 
 
-START, END, PLACE = 102, 103, 100
-
-
 @pytest.fixture(scope="module")
 def qwen_vl() -> Any:
-    import transformers
-
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": 120,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-            "eos_token_id": 2,
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": 14,
-            "out_hidden_size": 32,
-            "fullatt_block_indexes": [0],
-        },
-        image_token_id=PLACE,
-        video_token_id=101,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        made = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
-    for parameter in made.parameters():
-        parameter.data.mul_(4)  # so that positions matter
-    return made
+    return tiny.qwen_vl()
 
 
 def pictured(images: list[tuple[int, int]], seed: int) -> Prompt:
@@ -834,7 +855,7 @@ def pictured(images: list[tuple[int, int]], seed: int) -> Prompt:
     draw = torch.Generator().manual_seed(seed)
     ids = [5 + seed]
     for height, width in images:
-        ids += [START, *[PLACE] * (height * width // 4), END]
+        ids += [tiny.START, *[tiny.IMAGE] * (height * width // 4), tiny.END]
     ids += [7 + seed, 9]
     patches = sum(height * width for height, width in images)
     media = {
@@ -847,18 +868,18 @@ def pictured(images: list[tuple[int, int]], seed: int) -> Prompt:
 @pytest.mark.parametrize("stride", [1, 16])
 def test_positions_in_space(qwen_vl: Any, stride: int, record_property: Any) -> None:
     prompts = [pictured(images, i) for i, images in enumerate(([(4, 4)], [], [(4, 8), (8, 4)], [(4, 4), (8, 8)]))]
-    sampler = TransformersEngine(qwen_vl)
+    sampler, places = TransformersEngine(qwen_vl), [tiny.IMAGE, tiny.VIDEO, tiny.START]
     sampler.runner.stride = stride
     how = Sampling(n=2, max_tokens=14, seed=5, ignore_eos=True)
     samples = sampler.generate(prompts, how)
     largest = 0.0
     for one in samples:
         assert one.error is None, one.error
-        assert one.sampling["suppress"] == [PLACE, 101, START] and not set(one.response_ids) & {PLACE, 101, START}
+        assert one.sampling["suppress"] == places and not set(one.response_ids) & {*places}
         qwen_vl.model.rope_deltas = None  # kept from call to call by the model
         media = dict(one.media or {})
         if media:
-            kinds = torch.tensor([[int(token == PLACE) for token in (*one.prompt_ids, *one.response_ids)]])
+            kinds = torch.tensor([[int(token == tiny.IMAGE) for token in (*one.prompt_ids, *one.response_ids)]])
             assert media["mm_token_type_ids"].tolist() == kinds[:, : len(one.prompt_ids)].tolist()
             media["mm_token_type_ids"] = kinds
         want = log_probs(full_logits(qwen_vl, one, **media), one, Sampling(), "processed")
@@ -882,7 +903,7 @@ def test_greedy_with_images_is_what_generate_gives(qwen_vl: Any) -> None:
         do_sample=False,
         max_new_tokens=10,
         **sample.media,
-        suppress_tokens=[PLACE, 101, START],
+        suppress_tokens=[tiny.IMAGE, tiny.VIDEO, tiny.START],
     )
     qwen_vl.model.rope_deltas = None
     assert sample.response_ids == want[0, ids.shape[1] :].tolist()

@@ -117,6 +117,7 @@ def test_every_kind_of_image(tmp_path: Path) -> None:
         address,
         {"image": red},
         {"bytes": encoded(red)},
+        {"bytes": encoded(red), "path": "gone.png"},
         {"type": "image_url", "image_url": {"url": address}},
         red.convert("RGBA"),
         red.quantize(4),

@@ -14,6 +14,7 @@ import torch
 
 from rollbook.batch import ExperienceBatch, Samples, from_experiences
 from rollbook.jagged import Rows, Spans
+from rollbook.models.sequences import end_to_end, sampling_of
 from rollbook.ragged import offsets_of
 from rollbook.rollout.types import Prompt, Sample, Sampling, as_media
 
@@ -67,8 +68,6 @@ def maker_sampling(options: Mapping[str, Any], prompt_max_len: int, **defaults: 
     >>> made.n, made.temperature, made.include_stop
     (4, 0.0, False)
     """
-    from rollbook.models.sequences import sampling_of
-
     given = {**defaults, **{_WORDS.get(name, name): value for name, value in options.items() if name not in _NOTHING}}
     return sampling_of(given, prompt_max_len, ())
 
@@ -84,38 +83,34 @@ def samples_of(rollouts: Sequence[Sample], *, pad_token_id: int = 0, packed: boo
     """
     if not rollouts:
         raise ValueError("rollouts: got none, expected at least one sample")
-    prompts = [list(one.prompt_ids) for one in rollouts]
-    responses = [list(one.response_ids) for one in rollouts]
-    sizes = torch.tensor([[len(p), len(r)] for p, r in zip(prompts, responses, strict=True)])
-    tokens = torch.tensor([t for p, r in zip(prompts, responses, strict=True) for t in (*p, *r)], dtype=torch.int64)
-    actions = torch.tensor([0 if one.failed else len(r) for one, r in zip(rollouts, responses, strict=True)])
+    # A slot at least: models and losses want a response axis, if only of padding.
+    tokens, spans, begin = end_to_end(rollouts, slots=1)
+    lengths, responses = torch.from_numpy(spans.lengths), [len(one.response_ids) for one in rollouts]
+    actions = [0 if one.failed else length for one, length in zip(rollouts, responses, strict=True)]
     shared: dict[str, Any] = {
-        "response_length": actions.float(),
-        "total_length": sizes.sum(1).float(),
+        "response_length": torch.tensor(actions, dtype=torch.float32),
+        "total_length": lengths.float(),
         "prompts": [_shown(one) for one in rollouts],
-        "labels": _column([one.prompt.label for one in rollouts]),
-        "references": _column([one.prompt.reference for one in rollouts]),
+        "labels": if_any([one.prompt.label for one in rollouts]),
+        "references": if_any([one.prompt.reference for one in rollouts]),
         "pad_len": None,
         "rollouts": list(rollouts),
     }
     if packed:
-        numbers = torch.repeat_interleave(torch.arange(1, len(rollouts) + 1), sizes.sum(1))
+        numbers = torch.repeat_interleave(torch.arange(1, len(rollouts) + 1), lengths)
         return Samples(
             sequences=tokens.unsqueeze(0),
             attention_mask=numbers.unsqueeze(0),
             action_mask=None,
-            num_actions=sizes[:, 1].clone(),
-            packed_seq_lens=sizes.sum(1),
+            num_actions=torch.tensor(responses),
+            packed_seq_lens=lengths,
             **shared,
         )
-    longest = int(sizes[:, 0].max())
-    slots = max(int(sizes[:, 1].max()), 1)  # models and losses want a response axis, if only of padding
-    spans = Spans(sizes.sum(1).numpy(), (longest - sizes[:, 0]).numpy(), longest + slots)
-    acting = Spans(actions.numpy(), torch.zeros_like(actions).numpy(), slots)
+    slots = spans.width - begin
     return Samples(
         sequences=spans.pad(tokens, pad_token_id),
         attention_mask=spans.mask(torch.int64),
-        action_mask=acting.mask(torch.bool),
+        action_mask=Spans(actions, [0] * len(actions), slots).mask(torch.bool),
         num_actions=slots,
         packed_seq_lens=None,
         **shared,
@@ -132,7 +127,8 @@ def _shown(one: Sample) -> Any:
     return prompt.messages if prompt.messages is not None else list(prompt.token_ids or ())
 
 
-def _column(values: list[Any]) -> list[Any] | None:
+def if_any(values: list[Any]) -> list[Any] | None:
+    """A column of `Samples`, unless there is nothing in it."""
     return None if all(value is None for value in values) else values
 
 

@@ -31,9 +31,10 @@ class MakerConfig:
     - `dynamic_sampling`: groups whose rewards are all equal are masked out.
     - `use_fire`: the first token at temperature 10. `high_entropy_token_ratio` above 0 records entropies.
 
-    Rollbook's own: `entropy` records entropies too; `token_budget` tokens are in one forward pass; `seed` makes
-    rollouts repeatable; `gamma`, `lambd` stand in where a call does not say; `progress` shows bars (`None`: on a
-    terminal).
+    Rollbook's own: `batch_name` stands before the rollout's number in ids, so that two makers (for training and for
+    evaluation) do not make the same; `entropy` records entropies too; `token_budget` tokens are in one forward pass;
+    `seed` makes rollouts repeatable; `gamma`, `lambd` stand in where a call does not say; `progress` shows bars
+    (`None`: on a terminal).
 
     >>> MakerConfig(advantage_estimator="rloo", n_samples_per_prompt=4).micro_rollout_batch_size is None
     True
@@ -65,6 +66,7 @@ class MakerConfig:
     use_fire: bool = False
     high_entropy_token_ratio: float = 0.0
     entropy: bool = False
+    batch_name: str | None = None
     estimator_options: Mapping[str, Any] = field(default_factory=dict)
     token_budget: int = 16384
     seed: int | None = None

@@ -12,6 +12,7 @@ and `info["reward"]` stays what the reward source said.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +67,8 @@ def over_rows(name: str) -> bool:
     if name in ("reinforce_plus_plus_baseline", "cpgd"):
         return name != "cpgd"
     tokens = ("token_rewards", "log_probs", "step_rewards")
-    return "rewards" in inputs and "groups" in inputs and not any(need in inputs for need in tokens)
+    by_token = any(need in inputs for need in tokens) or inputs.get("mask", False)
+    return "rewards" in inputs and "groups" in inputs and not by_token
 
 
 def score(
@@ -141,7 +143,36 @@ def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks:
     given = {name: value for name, value in given.items() if value is not None and name in entry.inputs}
     if "drop" in entry.options:
         given["mask"] = whole.rows("action_mask")
-    return entry.call(given, options)  # type: ignore[no-any-return]
+    return _as_advantages(entry.name, entry.call(given, options))
+
+
+def _as_advantages(name: str, found: Any) -> Advantages:
+    """What an estimator gave back; one of a user's own may give plain numbers."""
+    if isinstance(found, Advantages):
+        return found
+    if isinstance(found, Rows):
+        return Advantages(found.apply(torch.Tensor.float))
+    try:
+        return Advantages(torch.as_tensor(found).float())
+    except (TypeError, ValueError, RuntimeError):
+        got = type(found).__name__
+        raise ValueError(f"{name}: got {got} back, expected a number for each row, Rows, or Advantages") from None
+
+
+def check(config: MakerConfig, given: Mapping[str, Any]) -> None:
+    """Refuse an estimator that lacks a model, before anything is sampled.
+
+    >>> check(MakerConfig(advantage_estimator="gae"), {"values": None})
+    Traceback (most recent call last):
+        ...
+    ValueError: gae: got no values, which it needs; give the maker a critic
+    """
+    entry = ESTIMATORS[config.advantage_estimator]
+    needs = {"values": "values", "teacher_log_probs": "teacher"}
+    for name, model in needs.items():
+        if name in entry.inputs and given.get(model) is None:
+            shown = name if name == "values" else repr(name)
+            raise ValueError(f"{entry.name}: got no {shown}, which it needs; {_SOURCES[name]}")
 
 
 def finish(
@@ -260,15 +291,14 @@ def _over_tokens(
     missing = [name for name, needed in entry.inputs.items() if needed and name not in given]
     if missing:
         raise ValueError(f"{entry.name}: got no {missing[0]!r}, which it needs; {_advice(missing[0])}")
-    if "values" in entry.inputs and "values" not in given:
-        raise ValueError(f"{entry.name}: got no values, which it needs; give the maker a critic")
     if entry.name == "remax" and "baselines" not in given:
         raise ValueError(f"{entry.name}: got no baselines, which it needs; {_advice('baselines')}")
-    found = entry.call(given, options)
+    found = _as_advantages(entry.name, entry.call(given, options))
     return found, bool(options.get("whiten", entry.options.get("whiten", False)))
 
 
 _SOURCES = {
+    "values": "give the maker a critic",
     "teacher_log_probs": "give the maker a teacher",
     "necs": "put them into each batch's extras['necs']",
     "entropy": "set MakerConfig.entropy",
@@ -280,4 +310,4 @@ def _advice(name: str) -> str:
     return _SOURCES.get(name) or f"put them into the prompts' info[{INFO_KEYS.get(name, name)!r}]"
 
 
-__all__ = ["Scored", "finish", "over_rows", "ranks_here", "score"]
+__all__ = ["Scored", "check", "finish", "over_rows", "ranks_here", "score"]

@@ -15,6 +15,7 @@ import torch
 from rollbook.batch import ExperienceBatch
 from rollbook.jagged import Rows
 from rollbook.making.whole import Whole
+from rollbook.models.heads import device_of
 from rollbook.progress import Progress, Stages
 from rollbook.replay_buffer import make_experience_batch, split_experience_batch
 from rollbook.rollout.engine import Engine
@@ -56,11 +57,7 @@ class Passes:
     def device(self) -> torch.device:
         """Where batches are made: where the policy is."""
         policy = self.models.get("policy")
-        if isinstance(policy, torch.nn.Module):
-            first = next(policy.parameters(), None)
-            if first is not None:
-                return first.device
-        return torch.device("cpu")
+        return device_of(policy) if isinstance(policy, torch.nn.Module) else torch.device("cpu")
 
     @property
     def temperature(self) -> float | None:
@@ -123,16 +120,7 @@ class Passes:
             )
         if callable(getattr(model, "eval", None)):
             model.eval()
-        rows: list[torch.Tensor] = []
-        for batch in whole.batches:
-            given = _call(model, batch)
-            if batch.layout == "packed":
-                lengths = batch.action_cu_seqlens.diff().tolist()
-                rows += torch.split(given.reshape(-1).float().cpu(), lengths)
-            else:
-                part = Whole([_bare(batch, given.float())]).rows("action_log_probs")
-                rows += part or ()
-        return (Rows(rows),)
+        return (whole.of_each(lambda batch: _call(model, batch)),)
 
 
 _STAGES = {"actor": "policy", "initial_model": "reference", "teacher": "teacher", "critic": "values"}
@@ -157,8 +145,8 @@ def _joined(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
     return make_experience_batch(items, packing_samples=True)
 
 
-def _call(model: Any, batch: ExperienceBatch) -> torch.Tensor:
-    """A model with LightRFT's arguments, on one batch."""
+def _call(model: Any, batch: ExperienceBatch) -> torch.Tensor | Rows:
+    """What a model that is called with LightRFT's arguments says of one batch."""
     media = media_inputs(batch)
     if batch.layout == "packed":
         lengths = batch.cu_seqlens.diff().tolist()
@@ -174,22 +162,7 @@ def _call(model: Any, batch: ExperienceBatch) -> torch.Tensor:
     expected = tuple(batch.action_mask.shape) if batch.layout == "padded" else (1, len(batch.action_mask.values))
     if tuple(found.shape) != expected:
         raise ValueError(f"{type(model).__name__}: got shape {list(found.shape)} back, expected {list(expected)}")
-    return found
-
-
-def _bare(batch: ExperienceBatch, log_probs: torch.Tensor) -> ExperienceBatch:
-    return ExperienceBatch(
-        sequences=batch.sequences,
-        action_log_probs=log_probs,
-        base_action_log_probs=None,
-        values=None,
-        returns=None,
-        advantages=None,
-        attention_mask=batch.attention_mask,
-        action_mask=batch.action_mask,
-        info=None,
-        action_starts=batch.action_starts,
-    )
+    return found if batch.layout == "padded" else Rows(found[0], batch.action_mask.lengths)
 
 
 def _settled(name: str, rows: Rows, mask: Rows) -> Rows:

@@ -18,9 +18,9 @@ from rollbook.making.whole import Whole
 from rollbook.progress import Progress
 from rollbook.rewards.choose import as_reward
 from rollbook.rewards.functions import KNOWN
-from rollbook.rewards.recipes import Recipe, lightrft_reward
+from rollbook.rewards.recipes import LightRFTReward, Recipe, check_label, lightrft_reward
 from rollbook.rewards.types import Reward, RewardInput, Scores, WrongCount, is_reward
-from rollbook.rollout.types import Sample
+from rollbook.rollout.types import Prompt, Sample
 
 
 class Called(Reward):
@@ -148,11 +148,21 @@ class Scorer:
         if bar is not None:
             bar.advance(at)
 
-    def rewards(self, inputs: Sequence[RewardInput]) -> Scores:
-        """What the source says of samples; as many scores as samples, or an error."""
+    def need(self) -> Reward:
+        """The source, or an error where there is none."""
         if self.source is None:
             raise ValueError("reward: got no source, expected reward_model, remote_rm_url or reward_fn")
-        found = self.source(inputs)
+        return self.source
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse labels that a recipe does not have, before anything is sampled."""
+        if isinstance(self.source, (Recipe, LightRFTReward)) and self.source.recipe:
+            for i, prompt in enumerate(prompts):
+                check_label(RewardInput(prompt="", response="", label=prompt.label), i, self.source.recipe)
+
+    def rewards(self, inputs: Sequence[RewardInput]) -> Scores:
+        """What the source says of samples; as many scores as samples, or an error."""
+        found = self.need()(inputs)
         if len(found) != len(inputs):
             raise ValueError(f"reward: got {len(found)} scores back, expected {len(inputs)}, one for each sample")
         return found
@@ -178,7 +188,8 @@ class Scorer:
         if samples.rollouts is not None:
             return [RewardInput.of(_readable(one, self.tokenizer), self.tokenizer) for one in samples.rollouts]
         made = []
-        for i, (row, mask) in enumerate(zip(*_responses(batch), strict=True)):
+        packed = batch.pack()
+        for i, (row, mask) in enumerate(zip(packed.sequences, packed.action_mask, strict=True)):
             response = row[len(row) - len(mask) :]
             prompt_ids = row[: len(row) - len(mask)].tolist()
             given = None if samples.prompts is None else samples.prompts[i]
@@ -207,12 +218,6 @@ class Scorer:
 def _readable(one: Sample, tokenizer: Any) -> Sample:
     """A sample with a text, if an empty one: without a tokenizer nobody can read it, and a source may not want to."""
     return one if one.text is not None or tokenizer is not None else one.replace(text="")
-
-
-def _responses(batch: ExperienceBatch) -> tuple[Any, Any]:
-    """Each sample's tokens, and the mask of its response."""
-    packed = batch.pack()
-    return packed.sequences, packed.action_mask
 
 
 def _wrapped(given: Any) -> tuple[Any, list[Called]]:

@@ -6,7 +6,7 @@ in each batch as its own fields do, padded or packed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -60,14 +60,15 @@ class Whole:
                 value = _all_true(batch)
             if value is None:
                 return None
-            if spans is None:
-                packed = value if isinstance(value, Rows) else Rows(value)
-                parts.append(packed.values.detach().cpu())
-                lengths += packed.lengths
-            else:
-                parts.append(spans.unpad(value.detach().cpu()))
-                lengths += spans.lengths.tolist()
+            rows = _cut(value, spans)
+            parts.append(rows.values)
+            lengths += rows.lengths
         return Rows(torch.cat(parts), lengths)
+
+    def of_each(self, find: Callable[[ExperienceBatch], Any]) -> Rows:
+        """All rows of what a function finds of each batch: (B, A), or `Rows` of a packed one."""
+        found = [_cut(find(batch), spans) for batch, spans in zip(self.batches, self._spans, strict=True)]
+        return Rows(row for part in found for row in part)
 
     def put(self, name: str, rows: Rows) -> None:
         """Give each batch its rows of a response-axis field (`extras.NAME` for one that a batch has no name for)."""
@@ -143,6 +144,14 @@ class Whole:
         """[N] Which run each row is of; `None` without ids, where each row is one."""
         ids = self.ids()
         return None if ids is None else [run_id(eid) for eid in ids]
+
+
+def _cut(value: Any, spans: Spans | None) -> Rows:
+    """A response-axis field of one batch as rows on the CPU, without padding."""
+    if spans is not None:
+        return Rows(spans.unpad(value.detach().cpu()), spans.lengths.tolist())
+    rows = value if isinstance(value, Rows) else Rows(value)
+    return rows.apply(lambda values: values.detach().cpu())
 
 
 def _count(batch: ExperienceBatch) -> int:

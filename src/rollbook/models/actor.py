@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,28 +19,18 @@ from rollbook.algorithms._vocabulary import positive
 from rollbook.algorithms.registry import switch
 from rollbook.algorithms.tokens import TokenStats
 from rollbook.batch import ExperienceBatch
-from rollbook.jagged import Rows
 from rollbook.models.forward import Rowwise, slim
-from rollbook.models.heads import (
-    Head,
-    inputs_of,
-    keeps_apart,
-    kind_of,
-    packs_cheaply,
-    place_of,
-    run,
-    text_config,
-    unwrapped,
-)
+from rollbook.models.heads import Head, inputs_of, run, text_config, unwrapped
 from rollbook.models.loading import BASE, load_model, load_tokenizers
 from rollbook.models.lora import Reference, attach, has_adapters, save_base
 from rollbook.models.sequences import MEDIA, laid_out, media_of_rows, process_sequences, sampling_of
-from rollbook.models.slots import called_batch
+from rollbook.models.slots import called_batch, check_matrix
+from rollbook.models.wrapper import Wrapper, flat
 from rollbook.rollout.processing import placeholders
 from rollbook.rollout.types import Prompt, token_ids
 
 
-class Actor(nn.Module):
+class Actor(Wrapper):
     """A policy.
 
     - `model`: a module, a transformers configuration (random weights), a local folder or a name on the hub: causal
@@ -90,27 +80,15 @@ class Actor(nn.Module):
         self.processor = processor
         self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
         self._head: Head | None = None
-        self._packs: bool | None = None
         self._engine: Any = None
         if not self.trainable:
             self.requires_grad_(False).eval()
 
+    @property
+    def _inner(self) -> nn.Module:
+        return self.model
+
     # --- what it is ---------------------------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> Any:
-        """The transformers model's configuration."""
-        return unwrapped(self.model).config
-
-    @property
-    def device(self) -> torch.device:
-        """Where its first weights lie."""
-        return place_of(self.model)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its weights."""
-        return kind_of(self.model)
 
     @property
     def head(self) -> Head:
@@ -123,18 +101,6 @@ class Actor(nn.Module):
     def head_path(self) -> str:
         """`hidden`: from hidden states and the output layer's weight, or `logits`: from the model's own logits."""
         return self.head.path
-
-    @property
-    def packs(self) -> bool:
-        """Whether the model keeps packed samples apart; found out once, on a few tokens."""
-        if self._packs is None:
-            self._packs = keeps_apart(self.model)
-        return self._packs
-
-    @property
-    def packs_cheaply(self) -> bool:
-        """Whether it does, and attention over packed samples costs no more than over each alone."""
-        return packs_cheaply(self.model) and self.packs
 
     # --- scoring ------------------------------------------------------------------------------------------------------
 
@@ -168,14 +134,14 @@ class Actor(nn.Module):
             self._check_packs()
         how = self._tempered(temperature)
         found, output = self.head.stats(batch, media, temperature=how, entropy=entropy)
-        flat = [None if one is None else _flat(one) for one in found]
+        given = [None if one is None else flat(one) for one in found]
         if not return_output:
-            return flat[0]
+            return given[0]
         if isinstance(output, torch.Tensor):
             output = {"logits": output}
-        if flat[1] is not None:
-            output["action_entropy"] = flat[1]
-        return flat[0], output
+        if given[1] is not None:
+            output["action_entropy"] = given[1]
+        return given[0], output
 
     def token_stats(
         self, data: Any, *, entropy: bool = False, temperature: float | None = None, packed: bool | None = None
@@ -208,13 +174,6 @@ class Actor(nn.Module):
     def _tempered(self, asked: float | None) -> float:
         return self.temperature if asked is None else positive("temperature", asked, torch.float32)
 
-    def _check_packs(self) -> None:
-        if not self.packs:
-            raise ValueError(
-                "packed: the model does not keep packed samples apart: what it says of one depends on those before it; "
-                "give it a padded batch (batch.pad())"
-            )
-
     # --- generating ---------------------------------------------------------------------------------------------------
 
     @property
@@ -242,11 +201,7 @@ class Actor(nn.Module):
         nothing is taken (`num_beams=1`), what is not known refused. `engine` gives log-probs, versions and finish
         reasons, too.
         """
-        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
-            shown = (
-                f"shape {list(input_ids.shape)}" if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-            )
-            raise ValueError(f"input_ids: got {shown}, expected a tensor (B, P)")
+        check_matrix("input_ids", input_ids, "(B, P)")
         pad = kwargs.pop("pad_token_id", None)
         if pad is None:
             pad = self.pad_token_id
@@ -307,21 +262,6 @@ class Actor(nn.Module):
         for part in (self.processor, self.tokenizer):
             if part is not None:
                 part.save_pretrained(where)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Trade computing for memory in training; without reentry unless told otherwise, so that frozen parts do not
-        cut gradients off."""
-        given = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        unwrapped(self.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(given))
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Undo it."""
-        unwrapped(self.model).gradient_checkpointing_disable()
-
-
-def _flat(found: Any) -> torch.Tensor:
-    """(B, A) as it is; packed rows as (1, all actions)."""
-    return found.values.unsqueeze(0) if isinstance(found, Rows) else found
 
 
 def _suppressed(model: nn.Module, asked: Sequence[int]) -> tuple[int, ...]:

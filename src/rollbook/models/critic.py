@@ -17,29 +17,19 @@ from torch import nn
 
 from rollbook.algorithms.registry import choice
 from rollbook.batch import ExperienceBatch
-from rollbook.jagged import Rows
 from rollbook.models.actor import Actor
 from rollbook.models.forward import Rowwise, slim
-from rollbook.models.heads import (
-    inputs_of,
-    keeps_apart,
-    kind_of,
-    packs_cheaply,
-    place_of,
-    run,
-    text_config,
-    trunk_of,
-    unwrapped,
-)
+from rollbook.models.heads import inputs_of, run, text_config, trunk_of, unwrapped
 from rollbook.models.loading import VALUE_HEAD, load_model
 from rollbook.models.lora import has_adapters
 from rollbook.models.slots import Slots, called_batch
+from rollbook.models.wrapper import Wrapper, flat
 
 _HEADS = ("score", "classifier")
 """What transformers' classifiers call their head."""
 
 
-class Critic(nn.Module):
+class Critic(Wrapper):
     """A value head over a transformers model's trunk.
 
     - `model`: a module (a language model's trunk is used; of a classifier with one label, such as a reward model, the
@@ -92,34 +82,10 @@ class Critic(nn.Module):
         self.value_head.float()
         if device is not None:
             self.to(device)
-        self._packs: bool | None = None
 
     @property
-    def config(self) -> Any:
-        """The trunk's configuration."""
-        return self.trunk.config
-
-    @property
-    def device(self) -> torch.device:
-        """Where its first weights lie."""
-        return place_of(self.trunk)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the trunk's weights."""
-        return kind_of(self.trunk)
-
-    @property
-    def packs(self) -> bool:
-        """Whether the trunk keeps packed samples apart; found out once, on a few tokens."""
-        if self._packs is None:
-            self._packs = keeps_apart(self.trunk)
-        return self._packs
-
-    @property
-    def packs_cheaply(self) -> bool:
-        """Whether it does, and attention over packed samples costs no more than over each alone."""
-        return packs_cheaply(self.trunk) and self.packs
+    def _inner(self) -> nn.Module:
+        return self.trunk
 
     def forward(
         self,
@@ -132,8 +98,7 @@ class Critic(nn.Module):
     ) -> Any:
         """(B, A) or, packed, (1, all actions): values as LightRFT's critic gives them; arguments as `Actor.forward`."""
         found, output = self._values(called_batch(sequences, num_actions, attention_mask, packed_seq_lens), media)
-        flat = found.values.unsqueeze(0) if isinstance(found, Rows) else found
-        return (flat, output) if return_output else flat
+        return (flat(found), output) if return_output else flat(found)
 
     def token_values(self, data: Any) -> Any:
         """The value of every response slot of a batch, (B, A) or `Rows`, or of records, `Rows`; with gradients."""
@@ -143,10 +108,8 @@ class Critic(nn.Module):
         return rows.rows(self._values(rows.batch(None, packed=self.packs_cheaply, device=self.device))[0])
 
     def _values(self, batch: ExperienceBatch, media: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-        if batch.layout == "packed" and not self.packs:
-            raise ValueError(
-                "packed: the model does not keep packed samples apart; give it a padded batch (batch.pad())"
-            )
+        if batch.layout == "packed":
+            self._check_packs()
         slots = Slots.of(batch)
         output = run(self.trunk, inputs_of(self.trunk, batch, media))
         hidden = slots.pick(output[0])
@@ -161,15 +124,6 @@ class Critic(nn.Module):
         self.trunk.save_pretrained(os.fspath(folder), **options)  # type: ignore[operator]
         head = {name: value.detach().cpu().contiguous() for name, value in self.value_head.state_dict().items()}
         save_file(head, Path(folder) / VALUE_HEAD)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
-        """As `Actor.gradient_checkpointing_enable`."""
-        given = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        self.trunk.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(given))  # type: ignore[operator]
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Undo it."""
-        self.trunk.gradient_checkpointing_disable()  # type: ignore[operator]
 
 
 def _copied_trunk(actor: Actor) -> nn.Module:

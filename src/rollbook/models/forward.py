@@ -40,6 +40,9 @@ class Scores:
     Each is a `Ragged` column with a row for each record, or in the layout of the batch that was given. `stats`:
     `seconds` in all, `forward_seconds` in the model, `micro_batches`, `tokens` that were in them, `slots` that were
     scored, `padding` (the share of what was computed that was padding).
+
+    >>> Scores(stats={"tokens": 7.0}).entropy is None
+    True
     """
 
     log_probs: Any = None
@@ -91,7 +94,18 @@ def policy_log_probs(
 
 
 def reference_log_probs(reference: Any, data: Any, **options: Any) -> Scores:
-    """`policy_log_probs` of a reference model; an actor that has adapters is taken with them off."""
+    """`policy_log_probs` of a reference model; an actor that has adapters is taken with them off.
+
+    >>> from rollbook import Experience
+    >>> from transformers import LlamaConfig
+    >>> from rollbook.models import Actor
+    >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                           num_attention_heads=2, max_position_embeddings=16))
+    >>> records = [Experience(tokens=[1, 2, 3, 4], prompt_length=2)]
+    >>> now, then = policy_log_probs(actor, records), reference_log_probs(actor.reference(), records)
+    >>> now.log_probs[0].tolist() == then.log_probs[0].tolist()
+    True
+    """
     from rollbook.models.actor import Actor
     from rollbook.models.lora import has_adapters
 
@@ -109,7 +123,16 @@ def values(
     device: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """A critic's value of the state before every response token; all else as `policy_log_probs`."""
+    """A critic's value of the state before every response token; all else as `policy_log_probs`.
+
+    >>> from rollbook import Experience
+    >>> from transformers import LlamaConfig
+    >>> from rollbook.models import Critic
+    >>> critic = Critic(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                             num_attention_heads=2, max_position_embeddings=16))
+    >>> values(critic, [Experience(tokens=[1, 2, 3, 4], prompt_length=2)]).values[0].tolist()
+    [0.0, 0.0]
+    """
     if not hasattr(critic, "token_values"):
         raise ValueError(f"critic: got {type(critic).__name__}, expected a Critic")
 

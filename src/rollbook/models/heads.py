@@ -73,12 +73,12 @@ def text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def place_of(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
     """The device that a module's first parameter lies on."""
     return next((one.device for one in module.parameters()), torch.device("cpu"))
 
 
-def kind_of(module: nn.Module) -> torch.dtype:
+def dtype_of(module: nn.Module) -> torch.dtype:
     """The type of a module's first floating point parameter."""
     return next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
 
@@ -146,12 +146,12 @@ class Head:
             # Looked at, not measured: an adapter on it does nothing before the first step.
             named = f"{type(layer).__module__}.{type(layer).__qualname__}"
             return cls(model, "logits", f"the output layer is a {named}, not a plain one", suppress)
-        ids = probe_ids(inner, place_of(inner))
+        ids = probe_ids(inner, device_of(inner))
         with scoring(inner):
             hidden = run(trunk, {"input_ids": ids, "use_cache": False})
             logits = run(inner, {"input_ids": ids, "use_cache": False}).logits.float()
             plain = layer(hidden.last_hidden_state if hasattr(hidden, "last_hidden_state") else hidden[0]).float()
-        close = (1e-4 if kind_of(inner) in (torch.float32, torch.float64) else 2e-2) * float(logits.abs().max())
+        close = (1e-4 if dtype_of(inner) in (torch.float32, torch.float64) else 2e-2) * float(logits.abs().max())
         for scale, cap in _known(inner):
             found = plain * scale
             if cap is not None:
@@ -286,7 +286,7 @@ def keeps_apart(model: Any) -> bool:
     inner = trunk_of(model) or model
     if not hasattr(unwrapped(model), "config"):
         return False
-    device = place_of(inner)
+    device = device_of(inner)
     ids = probe_ids(unwrapped(model), device, 2 * _PROBE - 1)[0]
     first, second = ids[: _PROBE - 1], ids[_PROBE - 1 :]
 

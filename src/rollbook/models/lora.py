@@ -83,6 +83,14 @@ class Reference:
 
     It is called as the actor is, and gives no gradients. It has no parameters of its own; `train`, `eval` and `to` do
     nothing, since what it is, and where it lies, is the actor's affair.
+
+    >>> from transformers import LlamaConfig
+    >>> from rollbook.models import Actor
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                      num_attention_heads=2, max_position_embeddings=16)
+    >>> reference = Actor(config, lora={"r": 2, "target_modules": ["q_proj"]}).reference()
+    >>> reference(torch.tensor([[1, 5, 6, 7]]), num_actions=2).requires_grad, list(reference.parameters())
+    (False, [])
     """
 
     training = False

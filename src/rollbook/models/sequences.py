@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from rollbook.algorithms.registry import near, whole_number
+from rollbook.jagged import Spans
+from rollbook.models.slots import check_matrix
 from rollbook.rollout.processing import placeholders
-from rollbook.rollout.types import Sample, Sampling
+from rollbook.rollout.types import ALIASES, Sample, Sampling
 from rollbook.vision import BY_TOKEN
 
 # What calls to transformers carry along, with the values that ask for nothing else than is done here.
@@ -57,9 +59,7 @@ def process_sequences(
     >>> process_sequences(torch.tensor([[2, 5, 6, 7, 2, 2]]), 3, eos_token_id=2, pad_token_id=2)[1:]
     (tensor([[0, 1, 1, 1, 1, 0]]), tensor([[ True,  True, False]]))
     """
-    if not isinstance(sequences, torch.Tensor) or sequences.dim() != 2:
-        shown = f"shape {list(sequences.shape)}" if isinstance(sequences, torch.Tensor) else type(sequences).__name__
-        raise ValueError(f"sequences: got {shown}, expected a tensor (B, S)")
+    check_matrix("sequences", sequences, "(B, S)")
     width = sequences.shape[1]
     begin = whole_number("input_len", input_len)
     if begin > width:
@@ -84,16 +84,21 @@ def laid_out(
     for i, sample in enumerate(samples):
         if sample.failed:
             raise RuntimeError(f"sample {i} ({sample.eid}): {sample.error}")
-    before = max((len(one.prompt_ids) for one in samples), default=0)
-    after = max((len(one.response_ids) for one in samples), default=0)
-    sequences = torch.full((len(samples), before + after), pad_token_id, dtype=torch.int64)
-    attended = torch.zeros_like(sequences)
-    for row, mask, one in zip(sequences, attended, samples, strict=True):
-        start, stop = before - len(one.prompt_ids), before + len(one.response_ids)
-        row[start:stop] = torch.tensor([*one.prompt_ids, *one.response_ids], dtype=torch.int64)
-        mask[start:stop] = 1
-    sequences, attended = sequences.to(device), attended.to(device)
-    return sequences, attended, attended[:, before:].bool()
+    tokens, spans, before = end_to_end(samples)
+    attended = spans.mask(torch.int64).to(device)
+    return spans.pad(tokens, pad_token_id).to(device), attended, attended[:, before:].bool()
+
+
+def end_to_end(samples: Sequence[Sample], slots: int = 0) -> tuple[torch.Tensor, Spans, int]:
+    """(all tokens of samples, [total] int64; where each lies in a matrix in which prompts end and responses begin at
+    the same column; that column). There are at least `slots` columns for responses."""
+    prompts = [len(one.prompt_ids) for one in samples]
+    responses = [len(one.response_ids) for one in samples]
+    begin, end = max(prompts, default=0), max(responses, default=0)
+    lengths = [before + after for before, after in zip(prompts, responses, strict=True)]
+    spans = Spans(lengths, [begin - before for before in prompts], begin + max(end, slots))
+    ids = [token for one in samples for token in (*one.prompt_ids, *one.response_ids)]
+    return torch.tensor(ids, dtype=torch.int64), spans, begin
 
 
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", *BY_TOKEN)
@@ -166,8 +171,8 @@ def sampling_of(options: dict[str, Any], prompt_width: int, suppress: tuple[int,
             value = given.pop(name)
             if fine is not None and value not in fine:
                 raise ValueError(f"{name}: got {value!r}, expected {fine[0]!r} or nothing: there is no such thing here")
-    known = [*Sampling.__dataclass_fields__, "max_new_tokens", "min_new_tokens", "stop_strings", "max_length"]
-    known += ["num_return_sequences", "do_sample", "eos_token_id", "suppress_tokens"]
+    known = [*Sampling.__dataclass_fields__, *ALIASES]
+    known += ["max_length", "num_return_sequences", "do_sample", "eos_token_id", "suppress_tokens"]
     for name in given:
         if name not in known:
             raise ValueError(f"generate: option {name!r} is not known{near(name, known)}")

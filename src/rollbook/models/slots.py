@@ -105,9 +105,7 @@ def called_batch(
     >>> called_batch(torch.tensor([[1, 2, 3, 4]]), [1, 1], torch.tensor([[1, 1, 2, 2]]), [2, 2])
     ExperienceBatch(2 samples, packed, 4 tokens)
     """
-    if not isinstance(sequences, torch.Tensor) or sequences.dim() != 2:
-        shown = f"shape {list(sequences.shape)}" if isinstance(sequences, torch.Tensor) else type(sequences).__name__
-        raise ValueError(f"sequences: got {shown}, expected a tensor (B, S), or (1, tokens) if packed")
+    check_matrix("sequences", sequences, "(B, S), or (1, tokens) if packed")
     if attention_mask is not None and attention_mask.shape != sequences.shape:
         raise ValueError(
             f"attention_mask: got shape {list(attention_mask.shape)}, expected {list(sequences.shape)}, as sequences"
@@ -138,6 +136,19 @@ def called_batch(
             raise ValueError(f"num_actions[{i}]: got {actions}, expected at most its {length} tokens")
     mask = torch.ones(sum(counts), dtype=torch.bool, device=sequences.device)
     return ExperienceBatch.of({"sequences": Rows(sequences[0], lengths), "action_mask": Rows(mask, counts)}, Origin())
+
+
+def check_matrix(name: str, given: Any, expected: str) -> None:
+    """Refuse what is not a matrix.
+
+    >>> check_matrix("sequences", torch.zeros(3), "(B, S)")
+    Traceback (most recent call last):
+        ...
+    ValueError: sequences: got shape [3], expected a tensor (B, S)
+    """
+    if not isinstance(given, torch.Tensor) or given.dim() != 2:
+        shown = f"shape {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+        raise ValueError(f"{name}: got {shown}, expected a tensor {expected}")
 
 
 def _numbers(name: str, given: Any) -> list[int]:

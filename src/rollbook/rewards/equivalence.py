@@ -47,7 +47,7 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
     if multiprocessing.current_process().daemon:
         # Already in a process of a pool, which may not have processes of its own and whose limit holds here.
         return _verified(*arguments)
-    outcome = _processes().call(arguments, {}, time_limit)
+    outcome = _processes().call(arguments, time_limit)
     if outcome.fatal is not None:
         raise outcome.fatal(outcome.error)
     if outcome.error is not None:

@@ -126,7 +126,7 @@ def _by_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def parameters(function: Callable[..., Any], name: str, lists: bool | None) -> tuple[dict[str, str], bool, bool]:
     """({parameter: field}, whether it takes all by `**`, whether it takes lists); an unknown one is a `ValueError`."""
-    inner, bound = unwrapped(function)
+    inner, bound = without_partial(function)
     try:
         found = [p for p in inspect.signature(function).parameters.values() if p.name not in bound]
     except (TypeError, ValueError):
@@ -151,7 +151,7 @@ def parameters(function: Callable[..., Any], name: str, lists: bool | None) -> t
     return asked, everything, lists
 
 
-def unwrapped(function: Any) -> tuple[Any, set[str]]:
+def without_partial(function: Any) -> tuple[Any, set[str]]:
     """What is behind `functools.partial`, and the parameters that it has fixed."""
     bound: set[str] = set()
     while isinstance(function, functools.partial):
@@ -162,7 +162,7 @@ def unwrapped(function: Any) -> tuple[Any, set[str]]:
 
 def name_of(function: Any) -> str:
     """A function's own name, or that of its class."""
-    inner, _ = unwrapped(function)
+    inner, _ = without_partial(function)
     return str(getattr(inner, "__name__", None) or type(inner).__name__)
 
 
@@ -251,7 +251,7 @@ def _rows(what: str, value: Any, n: int) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Scorer:
+class Caller:
     """A function and how to read its result: what is sent to a process, and answers in plain floats."""
 
     function: Callable[..., Any]
@@ -328,15 +328,15 @@ class FunctionReward(Reward):
         choice("total", total, (None, "sum"))
         self.time_limit = None if time_limit is None else number("time_limit", time_limit, 1e-3, 1e9)
         self.on_error: OnError = check_on_error(on_error)
-        bare, _ = unwrapped(inner)
+        bare, _ = without_partial(inner)
         self._async = pool == "thread" and (
             inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(type(bare).__call__)
         )
         cores = os.cpu_count() or 1
         usual = 64 if self._async else cores if pool == "process" else 2 * cores
         self.workers = usual if workers is None else whole_number("workers", workers, 1)
-        self._scorer = Scorer(function, self.batched, total)
-        self._processes = Processes(self._scorer, self.workers) if pool == "process" else None
+        self._caller = Caller(function, self.batched, total)
+        self._processes = Processes(self._caller, self.workers) if pool == "process" else None
         self.waits = self._async or pool == "process"
 
     def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
@@ -346,9 +346,9 @@ class FunctionReward(Reward):
         chunks = self._chunks(inputs)
         processes, limit = self._processes, self.time_limit
         if processes is None:
-            calls = [functools.partial(self._scorer, len(c), g) for c, g in chunks]
+            calls = [functools.partial(self._caller, len(c), g) for c, g in chunks]
             return self._scores(inputs, chunks, in_threads(calls, self.workers, limit))
-        sent = [functools.partial(processes.call, (len(c), g), {}, limit) for c, g in chunks]
+        sent = [functools.partial(processes.call, (len(c), g), limit) for c, g in chunks]
         # The threads only wait for the processes, which keep the limit.
         outcomes = [found.value for found in _raised(self.name, in_threads(sent, self.workers, None))]
         return self._scores(inputs, chunks, outcomes)
@@ -364,7 +364,7 @@ class FunctionReward(Reward):
 
     async def _awaited(self, free: asyncio.Semaphore, n: int, given: dict[str, Any]) -> Outcome:
         async with free:
-            task = asyncio.ensure_future(_awaited(self._scorer.function(**given)))
+            task = asyncio.ensure_future(_awaited(self._caller.function(**given)))
             try:
                 done, _ = await asyncio.wait({task}, timeout=self.time_limit)
             except asyncio.CancelledError:
@@ -373,7 +373,7 @@ class FunctionReward(Reward):
             if not done:
                 task.cancel()
                 return timed_out(self.time_limit or 0.0)
-            return attempt(lambda: self._scorer.read(task.result(), n))
+            return attempt(lambda: self._caller.read(task.result(), n))
 
     def close(self) -> None:
         """End the processes."""

@@ -18,6 +18,7 @@ from rollbook.rollout.pictures import encoded, load_picture
 
 ImageFormat = Literal["jpeg", "png"]
 
+_SAVING: dict[str, dict[str, int]] = {"jpeg": {"quality": 95}, "png": {}}
 _PLAIN = {"jpeg": ("L", "RGB"), "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")}
 """The kinds of pixels that a format keeps; others (a palette or transparency in a JPEG) become RGB."""
 
@@ -32,10 +33,9 @@ class Encoder:
     ('cmF3', True)
     """
 
-    def __init__(self, format: ImageFormat = "jpeg", quality: int = 95) -> None:
+    def __init__(self, format: ImageFormat = "jpeg") -> None:
         choice("image_format", format, ("jpeg", "png"))
         self._format = format
-        self._quality = quality
         self._by_object: dict[int, tuple[Any, str]] = {}
         self._by_content: dict[bytes, str] = {}
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class Encoder:
 
     def _saved(self, picture: Any) -> bytes:
         buffer = io.BytesIO()  # one for each image: a shared one would send the first again
-        picture.save(buffer, self._format.upper(), **({"quality": self._quality} if self._format == "jpeg" else {}))
+        picture.save(buffer, self._format.upper(), **_SAVING[self._format])
         return buffer.getvalue()
 
     def _kept(self, seen: bytes, data: Callable[[], bytes]) -> str:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 
 from rollbook.algorithms.registry import choice, whole_number
+from rollbook.jagged import Spans
+from rollbook.models.heads import scoring
 from rollbook.rewards.types import (
     OnError,
     Reward,
@@ -113,20 +115,14 @@ class ModelReward(Reward):
                 scores.errors[i] = f"got {len(row)} tokens, expected at most {self.max_length} (max_length)"
             else:
                 fit.append(i)
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                for places in _batches([len(ids[i]) for i in fit], self.rows, self.tokens):
-                    some = [fit[k] for k in places]
-                    found = self._scored([ids[i] for i in some], [inputs[i] for i in some])
-                    for i, value in zip(some, found, strict=True):
-                        scores.rewards[i] = value
-                        if not isfinite(value):
-                            scores.errors[i] = f"gave {value}, expected a finite number"
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        with scoring(self.model):
+            for places in _batches([len(ids[i]) for i in fit], self.rows, self.tokens):
+                some = [fit[k] for k in places]
+                found = self._scored([ids[i] for i in some], [inputs[i] for i in some])
+                for i, value in zip(some, found, strict=True):
+                    scores.rewards[i] = value
+                    if not isfinite(value):
+                        scores.errors[i] = f"gave {value}, expected a finite number"
         for i, error in enumerate(scores.errors):
             if error is not None:
                 scores.errors[i] = f"{self.name}: {error}"
@@ -150,14 +146,11 @@ class ModelReward(Reward):
     def _scored(self, rows: Sequence[Sequence[int]], inputs: Sequence[RewardInput]) -> list[float]:
         held = next(chain(self.model.parameters(), self.model.buffers()), None)
         device = held.device if held is not None else torch.device("cpu")
-        width = max(map(len, rows))
-        sequences = torch.full((len(rows), width), self._pad, dtype=torch.int64)
-        mask = torch.zeros((len(rows), width), dtype=torch.int64)
-        for k, row in enumerate(rows):
-            start = 0 if self._side == "right" or self._last is not None else width - len(row)
-            sequences[k, start : start + len(row)] = torch.tensor(row, dtype=torch.int64)
-            mask[k, start : start + len(row)] = 1
-        sequences, mask = sequences.to(device), mask.to(device)
+        lengths = [len(row) for row in rows]
+        right = self._side == "right" or self._last is not None
+        spans = Spans(lengths, [0] * len(rows), max(lengths)) if right else Spans.right_aligned(lengths, max(lengths))
+        sequences = spans.pad(torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64), self._pad).to(device)
+        mask = spans.mask(torch.int64).to(device)
         if self._last is not None and self._score is None:
             # The classifier's own pooling looks for the last token that is not the pad token, which an end token
             # may be; the mask knows better.

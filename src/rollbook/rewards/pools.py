@@ -6,18 +6,26 @@ down is its own outcome, and the others are what they would have been.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import io
 import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
+import pickletools
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from rollbook.rewards.types import WrongCount
@@ -93,6 +101,9 @@ def in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: float | 
                 if running.pop(token, None) is None:
                     return  # given up, and replaced
                 outcomes[place] = outcome
+                if outcome.fatal is not None:  # it would be the outcome of all that is to come, too
+                    outcomes.update(dict.fromkeys(todo, outcome))
+                    todo.clear()
                 changed.notify()
 
     def open_lane() -> None:
@@ -122,13 +133,15 @@ def in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: float | 
 class Processes:
     """Processes that each hold one function and make one call at a time; `call` may be used from many threads.
 
-    They are started when first needed, by spawning (a trainer's threads and CUDA context do not survive a fork), and
-    live until `close`. One that runs over its limit is killed with all that it started, and another takes its place.
-    A function travels by its module and name, or by its file: it cannot be a lambda or a local one.
+    They are started when first needed, as fresh interpreters (a trainer's threads and CUDA context do not survive a
+    fork), and live until `close`. One that runs over its limit is killed with all that it started, and another takes
+    its place. A function travels by its module and name, or by its file: it cannot be a lambda or a local one. The main
+    program is not run again in them, unless the function is one of its own: then its work must stand under
+    `if __name__ == "__main__":`.
 
     >>> import math
     >>> with contextlib.closing(Processes(math.factorial, workers=1)) as pool:
-    ...     pool.call((5,), {}, limit=30.0)
+    ...     pool.call((5,), limit=30.0)
     Outcome(value=120, error=None, fatal=None)
     """
 
@@ -140,15 +153,19 @@ class Processes:
                 f"function: got one that cannot be sent to another process ({said(error)}), expected one at the top "
                 "level of a module, or pool='thread'"
             ) from None
+        if any(argument == "__main__" for _, argument, _ in pickletools.genops(self._function)):
+            problem = Main.here().problem
+            if problem is not None:
+                raise ValueError(f"function: got one of the main program, {problem}")
         self.workers = workers
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         self._alive: set[_Worker] = set()
-        self._starting = threading.Lock()
+        self._starting = threading.Lock()  # one loads its modules from disk, the next from memory
         for _ in range(workers):
             self._idle.put(None)
         self._finish = weakref.finalize(self, _kill_all, self._alive)
 
-    def call(self, arguments: tuple[Any, ...], options: dict[str, Any], limit: float | None) -> Outcome:
+    def call(self, arguments: tuple[Any, ...], limit: float | None) -> Outcome:
         """Make a call in the next process that is free; the limit counts from when it begins."""
         worker = self._idle.get()
         try:
@@ -159,7 +176,7 @@ class Processes:
                 with self._starting:
                     worker = _Worker(self._function)
                     self._alive.add(worker)
-            outcome = worker.call(arguments, options, limit)
+            outcome = worker.call(arguments, limit)
         finally:
             if worker is not None and not worker.fit:
                 self._drop(worker)
@@ -183,28 +200,95 @@ def _kill_all(workers: set[_Worker]) -> None:
 
 
 START_LIMIT = 180.0
-"""Seconds in which a process must have loaded its function: it imports the main program, and maybe torch."""
+"""Seconds in which a process must have loaded its function: it may import torch."""
+
+_GUARD = "`if __name__ == '__main__':`"
+_ELSE = "; put the function into a module of its own, or use pool='thread'"
+
+
+@dataclass(frozen=True)
+class Main:
+    """The main program, for a process that needs a function or a class of it: how to load it, or why that is not to be.
+
+    `how` is one of the entries of `multiprocessing.spawn.prepare`, which runs a program under another name.
+    """
+
+    how: tuple[str, str] | None = None
+    problem: str | None = None
+
+    @classmethod
+    def here(cls) -> Main:
+        """This process's main program."""
+        main = sys.modules["__main__"]
+        known = vars(main)
+        path, name = known.get("__file__"), getattr(known.get("__spec__"), "name", None)
+        if path is None or not Path(path).is_file():
+            return cls(problem=f"which has no file (a notebook, python -c, standard input) to load it from{_ELSE}")
+        if name is not None and name.rpartition(".")[2] == "__main__":
+            return cls(problem=f"{name}, which another process cannot import{_ELSE}")
+        try:
+            body = ast.parse(Path(path).read_bytes()).body
+        except (OSError, SyntaxError, ValueError) as error:
+            return cls(problem=f"{path}, which cannot be read ({said(error)}){_ELSE}")
+        guards = [range(one.lineno, (one.end_lineno or one.lineno) + 1) for one in body if _is_guard(one)]
+        if not guards:
+            why = f"{path}, which has no {_GUARD}, so that every process would do its work again; put that work there"
+            return cls(problem=f"{why}, or the function into a module of its own, or use pool='thread'")
+        return cls(("init_main_from_path", path) if name is None else ("init_main_from_name", name))
+
+
+def _is_guard(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and any(
+        isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
+    )
+
+
+class _Life:
+    """What a process is: its owner's, or one of a pool; and whether that one is just running the main program."""
+
+    inside = False
+    loading = False
+    main = Main()
+
+
+def inside() -> bool:
+    """Whether this is a process of a pool."""
+    return _Life.inside
 
 
 class _Worker:
     """One process, its pipe, and whether it can be used again."""
 
     def __init__(self, function: bytes) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, function), name="rollbook-reward", daemon=True)
-        self._process.start()
-        theirs.close()
+        if _Life.loading:
+            raise PoolError(f"the main program scores in processes as it is loaded, expected that under {_GUARD}")
         self.fit = False
+        self._pipe, theirs = multiprocessing.Pipe()
+        # Not by `multiprocessing`, whose processes begin by running the main program: a training script whose work
+        # stands under no guard would do it again in each of them.
+        program = "import sys; sys.path[:] = sys.argv[2:]; import rollbook.rewards.pools as p; p.serve(int(sys.argv[1]))"
+        places = [place for place in sys.path if isinstance(place, str)]
         try:
+            self._process = subprocess.Popen(
+                [multiprocessing.spawn.get_executable(), "-c", program, str(theirs.fileno()), *places],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # It is killed with what it starts, and an interrupt at the terminal is its owner's to handle. A process
+                # of a process stays in the session of the outer one, to be killed with that.
+                start_new_session=not _Life.inside,
+            )
+        except OSError as error:
+            self._pipe.close()
+            raise PoolError(f"a reward process did not start: {said(error)}") from None
+        finally:
+            theirs.close()
+        try:
+            self._pipe.send((sys.argv, Main.here(), function))
             if not self._pipe.poll(START_LIMIT):
                 raise PoolError(f"a reward process did not start within {START_LIMIT:g} s")
             problem = self._pipe.recv()
-        except EOFError:
-            problem = (
-                f"it ended with exit code {self._ended()}; a script that scores in processes begins its work under "
-                "`if __name__ == '__main__':`"
-            )
+        except (EOFError, OSError):
+            problem = f"it ended with exit code {self._ended()}"
         except BaseException:
             self.kill()
             raise
@@ -213,9 +297,9 @@ class _Worker:
             raise PoolError(f"a reward process could not load its function: {problem}")
         self.fit = True
 
-    def call(self, arguments: tuple[Any, ...], options: dict[str, Any], limit: float | None) -> Outcome:
+    def call(self, arguments: tuple[Any, ...], limit: float | None) -> Outcome:
         try:
-            sent = pickle.dumps((arguments, options))
+            sent = pickle.dumps(arguments)
         except Exception as error:
             return Outcome(error=f"its arguments cannot be sent to another process ({said(error)})")
         self.fit = False  # unless it answers
@@ -231,40 +315,61 @@ class _Worker:
 
     def alive(self) -> bool:
         """Whether it can take a call."""
-        return self.fit and self._process.is_alive()
+        return self.fit and self._process.poll() is None
 
     def _ended(self) -> int | None:
-        self._process.join(5.0)
-        return self._process.exitcode
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        return self._process.returncode
 
     def kill(self) -> None:
         """Kill the process and what it started."""
         self.fit = False
-        if self._process.pid is not None and self._process.is_alive():
+        if self._process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
-        self._process.join(5.0)
+        self._ended()
         self._pipe.close()
 
 
-def _serve(pipe: Any, function: bytes) -> None:
-    """A process's life: load the function, then answer calls until the pipe closes."""
-    with contextlib.suppress(OSError):
-        os.setsid()  # it is killed with what it starts, and an interrupt at the terminal is its owner's to handle
-    loaded = attempt(lambda: pickle.loads(function))
+class _Unpickler(pickle.Unpickler):
+    """Reads what is sent to a process; the main program is loaded when something of it is, and not before."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        main = _Life.main
+        if module in ("__main__", "__mp_main__") and main.problem is not None:
+            raise PoolError(f"got {name} of the main program, {main.problem}")
+        if module in ("__main__", "__mp_main__") and main.how is not None:
+            _Life.main, _Life.loading = Main(), True
+            try:
+                multiprocessing.spawn.prepare(dict([main.how]))
+            finally:
+                _Life.loading = False
+        return super().find_class(module, name)
+
+
+def serve(place: int) -> None:
+    """A process's life: load the function, then answer calls until the pipe, a descriptor, closes."""
+    pipe = Connection(place)
+    _Life.inside = True
+    sys.argv[:], _Life.main, function = pipe.recv()
+    loaded = attempt(lambda: _Unpickler(io.BytesIO(function)).load())
     pipe.send(loaded.error)
     if loaded.error is not None:
         return
     while True:
         try:
-            arguments, options = pickle.loads(pipe.recv_bytes())
+            arguments = _Unpickler(io.BytesIO(pipe.recv_bytes())).load()
         except EOFError:
             return
+        except PoolError as error:
+            pipe.send(Outcome(error=str(error), fatal=PoolError))
+            continue
         except Exception as error:
             pipe.send(Outcome(error=f"its arguments cannot be read in another process ({said(error)})"))
             continue
-        outcome = attempt(lambda: loaded.value(*arguments, **options))  # noqa: B023  called at once
+        outcome = attempt(lambda: loaded.value(*arguments))  # noqa: B023  called at once
         try:
             answer = pickle.dumps(outcome)
         except Exception as error:

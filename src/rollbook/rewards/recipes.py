@@ -341,9 +341,9 @@ class LightRFTReward(Reward):
     """A LightRFT user's own `reward_fn`, label map and recipe, with models or, where there are none, with rules alone.
 
     `reward_fn(model_reward_list=, labels=, queries=, refs=, label_map=)` is called once for all samples and gives
-    (rewards, metrics), or rewards. `queries` are the responses alone (upstream's had the prompt in front, which a
+    (rewards, metrics), or rewards. `queries` are the responses alone (LightRFT's have the prompt in front, which a
     pattern of the system prompt then satisfies). `model_reward_list` has one (B,) float32 tensor for each model. With
-    a recipe, a model runs only on the samples whose label needs it, and has 0 for the others, as upstream; labels that
+    a recipe, a model runs only on the samples whose label needs it, and has 0 for the others, as there; labels that
     the recipe does not have are an error. A sample for which a model has no score has no reward either.
     """
 
@@ -452,8 +452,7 @@ def lightrft_reward(
     """LightRFT's arguments as a reward: a module, or a list of them (an empty one: rules alone) and a `reward_fn`.
 
     One module without a `reward_fn` is that model's score; with one, it is a list of one. `tokenizer` is the policy's:
-    models are given its ids.
-    `options` go to each model (`rows`, `tokens`, `device`, ...).
+    models are given its ids. `options` go to each model (`rows`, `tokens`, `device`, ...).
 
     >>> def reward_fn(model_reward_list, labels, queries, refs, label_map):
     ...     right = [float(query == ref) for query, ref in zip(queries, refs)]

@@ -1,7 +1,8 @@
 """Reward models behind HTTP: LightRFT's request and reply, in batches, several at once, tried again where that helps.
 
-Invariant: a request's scores are its samples', one each, or an error is recorded for every one of them; only what may
-succeed is asked again; what was sent is never logged.
+Invariant: a request's scores are its samples', one each, or an error is recorded for every one of them (another number
+of scores than asked for is raised: there is no telling whose they are); only what may succeed is asked again; what was
+sent is never logged.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class RemoteReward(Reward):
     - `timeout`: seconds for one try, from connecting to the last byte. Connection errors, timeouts, replies that break
       off and the statuses in `rollbook.retry.RETRIED` are tried again, with the waits of `backoff` (or what a server
       asks for), at the next replica if there are several. Other statuses, and replies that make no sense, are not.
-    - A reply with a wrong number of scores fails all samples of its request; a score that is no finite number fails its
-      own sample. Integers become floats. `on_error`: as in `FunctionReward`.
+    - A score that is no finite number fails its own sample, a reply that makes no sense all samples of its request; a
+      wrong number of scores is raised. Integers become floats. `on_error`: as in `FunctionReward`.
     - Images are encoded once for each distinct one in a call, as `image_format` (`jpeg`, or `png` without loss); those
       that come as bytes or files are sent byte for byte. LightRFT's form, a list of images for each query, repeats what
       samples share. `dedupe_images=True` sends each once a request: `images` is then a flat table and `image_indices`

@@ -37,7 +37,14 @@ class WrongCount(ValueError):
 
 
 class RewardError(RuntimeError):
-    """A sample could not be scored, and `on_error="raise"` was asked for."""
+    """A sample could not be scored, and `on_error="raise"` was asked for.
+
+    >>> from rollbook.rewards import as_reward
+    >>> as_reward(lambda response: 1 / 0, on_error="raise")([RewardInput(prompt="", response="")])
+    Traceback (most recent call last):
+        ...
+    rollbook.rewards.types.RewardError: sample 0: <lambda>: ZeroDivisionError: division by zero
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,8 @@ class Work:
 class Row:
     """One sample on its way: `ids`, `logprobs` and `versions` of the response as far as it got.
 
-    `limit`: how many tokens it may have when this call is over. `suppress` is never sampled; `ends` (the model's own)
+    `limit`: how many tokens it may have when this call is over; `room`: how many the model has positions for.
+    `suppress` is never sampled; `ends` (the model's own)
     and `stop_ids` (asked for) end it, and so do `texts`.
     """
 
@@ -67,6 +68,7 @@ class Row:
     versions: list[int]
     kind: LogprobsKind | None
     limit: int
+    room: int
     suppress: tuple[int, ...]
     ends: frozenset[int]
     stop_ids: frozenset[int]
@@ -125,7 +127,9 @@ class Row:
             if text is not None:
                 return self, "stop", text
         if len(self.ids) >= self.limit:
-            return self, "abort" if self.request.pauses else "length", None
+            before = self.request.started
+            pause = (len(before.response_ids) if before is not None else 0) + self.request.budget
+            return self, "abort" if self.request.pauses and self.limit == pause < self.room else "length", None
         return None
 
     def due(self) -> int:
@@ -159,6 +163,12 @@ class Runner:
         self._device = torch.device(device) if device is not None else None
         parameters = inspect.signature(self.base.forward).parameters
         self.takes = frozenset(parameters)
+        if "past_key_values" not in self.takes or getattr(self.base, "_is_stateful", False):
+            own = next((name for name in ("cache_params", "state") if name in self.takes), "itself")
+            raise ValueError(
+                f"model: got {type(self.base).__name__}, which keeps what it has read in {own}, expected a model that "
+                "takes past_key_values"
+            )
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.rope = next((m.get_rope_index for m in self.base.modules() if hasattr(m, "get_rope_index")), None)
         """Gives the positions in space of a prompt with media, where the model has such."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Self
 
 from rollbook.algorithms.registry import whole_number
@@ -57,6 +57,11 @@ class Request:
     `eids` are its samples' ids, `seeds` their random streams; sample k's place among the call's results is
     `position + k`. `started` is an unfinished sample that is to go on (then there is one id). `pause_after` bounds the
     tokens of this call alone.
+
+    >>> request = Request(prompt=Prompt(text="hi"), sampling=Sampling(max_tokens=8), eids=(EID(batch=0, task=0),),
+    ...                   seeds=(1,), position=0, pause_after=3)
+    >>> request.budget, request.pauses
+    (3, True)
     """
 
     prompt: Prompt
@@ -80,8 +85,18 @@ class Request:
         return self.pause_after is not None and self.pause_after < self.sampling.max_tokens - done
 
     def options(self, k: int) -> dict[str, Any]:
-        """What sample k's record says of how it was sampled."""
-        return {**self.sampling.to_dict(), "seed": self.seeds[k]}
+        """What sample k's record says of how it was sampled: `seed` is its stream's, `asked_seed` the call's;
+        where it went on under other options, `earlier` has those that its first tokens were sampled with."""
+        made = {**self.sampling.to_dict(), "seed": self.seeds[k], "asked_seed": self.sampling.seed}
+        if self.started is None:
+            return made
+        before = self.started.sampling
+        made["asked_seed"] = before.get("asked_seed")
+        earlier = {name: value for name, value in before.items() if name in made and value != made[name]}
+        parts = list(before.get("earlier", ()))
+        if earlier and self.started.response_ids:
+            parts.append({"tokens": len(self.started.response_ids), **earlier})
+        return {**made, "earlier": parts} if parts else made
 
     def failed(self, k: int, error: BaseException | str, run_id: str | None, **known: Any) -> Sample:
         """Sample k, without a response, and why."""
@@ -110,7 +125,17 @@ class Engine(ABC):
     """Something that answers prompts. `version` is the policy's number, set by whoever changes the weights.
 
     An engine of one's own has `run` and `_run`, which yields (place, sample) as samples finish; the rest follows.
-    See `rollbook.rollout.ScriptedEngine`.
+
+    >>> class Echo(Engine):
+    ...     run = RunInfo(engine="echo", engine_version="1", model="none")
+    ...     def _run(self, requests, cancel):
+    ...         for request in requests:
+    ...             ids = list(request.prompt.token_ids)
+    ...             for k, eid in enumerate(request.eids):
+    ...                 yield request.position + k, Sample(
+    ...                     prompt=request.prompt, eid=eid, prompt_ids=ids, response_ids=ids[: request.budget])
+    >>> [sample.response_ids for sample in Echo().generate([[5, 6], [7]], max_tokens=1)]
+    [[5], [7]]
     """
 
     version: int = 0
@@ -219,7 +244,7 @@ class Engine(ABC):
         given = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(many)
         if len(given) != len(many):
             raise ValueError(f"sampling: got {len(given)} entries, expected {len(many)}, one for each prompt")
-        fresh = os.urandom(8).hex() if batch is None else batch
+        fresh = made_up_batch() if batch is None else batch
         made: list[Request] = []
         position = 0
         for task, (one, how) in enumerate(zip(many, given, strict=True)):
@@ -230,8 +255,7 @@ class Engine(ABC):
                 settings = Sampling.of(how, **options)
                 eid = prompt.eid if prompt.eid is not None else EID(batch=fresh, task=task, suffix="")
                 root = settings.seed if settings.seed is not None else int.from_bytes(os.urandom(8), "big")
-                named = prompt.eid is not None or batch is not None
-                eids, seeds = _runs(eid, settings.n, root, settings.seed is not None, named)
+                eids, seeds = _runs(eid, settings.n, root, settings.seed is not None)
                 request = Request(
                     prompt=prompt,
                     sampling=settings,
@@ -259,7 +283,8 @@ class Engine(ABC):
                 except Exception as raised:  # an engine's own failure is every unfinished sample's
                     error = raised
                     break
-                del owed[place]
+                if owed.pop(place, None) is None:
+                    raise ValueError(f"{type(self).__name__}: gave place {place}, which is not owed, or no more")
                 yield place, sample
             for place, (request, k) in list(owed.items()):
                 del owed[place]
@@ -300,46 +325,18 @@ class Engine(ABC):
                 cancel.request()
 
 
-def in_thread(items: Iterator[Any], cancel: Cancel, most: int = 0) -> Iterator[Any]:
-    """The items of an iterator that runs in a thread of its own, so that it goes on while they are looked at.
-
-    >>> list(in_thread(iter("abc"), Cancel()))
-    ['a', 'b', 'c']
-    """
-    ready: queue.Queue[Any] = queue.Queue(most)
-    done = object()
-
-    def work() -> None:
-        try:
-            for item in items:
-                ready.put((item, None))
-            ready.put((done, None))
-        except BaseException as error:
-            ready.put((done, error))
-
-    threading.Thread(target=work, name="rollbook-stream", daemon=True).start()
-    item = None
-    try:
-        while True:
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            if item is done:
-                return
-            yield item
-    finally:
-        if item is not done:
-            cancel.request()
-
-
 def _listed(prompts: Any) -> list[Any]:
     """A list of prompts, however a single one was written."""
     if isinstance(prompts, (str, Prompt, Sample)) or hasattr(prompts, "tolist"):
         return [prompts]
+    if isinstance(prompts, Mapping):
+        return [[prompts]]  # one message
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
+        raise ValueError(f"prompts: got {type(prompts).__name__}, expected a prompt or a list of them")
     many = list(prompts)
-    if many and isinstance(many[0], int):
+    if many and isinstance(many[0], Integral):
         return [many]  # one prompt's token ids
-    if many and isinstance(many[0], dict) and "role" in many[0]:
+    if many and isinstance(many[0], Mapping) and "role" in many[0]:
         return [many]  # one prompt's messages
     return many
 
@@ -349,8 +346,10 @@ def _continued(one: Sample, how: Any, options: dict[str, Any], pause_after: int 
         raise ValueError(
             f"sample {one.eid}: got one that is finished ({one.finish_reason}), expected an unfinished one"
         )
-    known = {name: value for name, value in one.sampling.items() if name in Sampling.__dataclass_fields__}
-    settings = Sampling.of({**known, "n": 1} if how is None else how, **options)
+    known = {name: value for name, value in one.sampling.items() if name in Sampling.__dataclass_fields__} | {"n": 1}
+    settings = Sampling.of(how if isinstance(how, Sampling) else {**known, **(how or {})}, **options)
+    if settings.n != 1:
+        raise ValueError(f"n: got {settings.n}, expected 1: sample {one.eid} goes on as one")
     if settings.max_tokens <= len(one.response_ids):
         raise ValueError(
             f"sample {one.eid}: max_tokens: got {settings.max_tokens}, expected more than the "
@@ -368,9 +367,15 @@ def _continued(one: Sample, how: Any, options: dict[str, Any], pause_after: int 
     )
 
 
-def _runs(eid: EID, n: int, root: int, repeatable: bool, named: bool) -> tuple[tuple[EID, ...], tuple[int, ...]]:
+def made_up_batch() -> str:
+    """A batch id for prompts that nobody gave one: random, and marked as such."""
+    return "~" + os.urandom(8).hex()
+
+
+def _runs(eid: EID, n: int, root: int, repeatable: bool) -> tuple[tuple[EID, ...], tuple[int, ...]]:
     """The ids and random streams of a task's n runs; with a seed they come out the same another time."""
     eids, seeds = [], []
+    named = not str(eid.batch).startswith("~")
     for run in range(n):
         one = eid.replace(run=eid.run + run, suffix="")
         # A batch id that nobody gave is made up for each call: with a seed, the call's samples must not depend on it.

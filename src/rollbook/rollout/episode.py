@@ -16,7 +16,7 @@ from rollbook.algorithms.registry import choice, number, whole_number
 from rollbook.ids import EID
 from rollbook.rollout import branches as parts
 from rollbook.rollout.branches import Branch, Observed, Turn
-from rollbook.rollout.engine import Cancel, Engine
+from rollbook.rollout.engine import Cancel, Engine, made_up_batch
 from rollbook.rollout.recording import Recorder
 from rollbook.rollout.rendering import Drifts
 from rollbook.rollout.tree import Asked, Next, Parse, Policy, Tree, of_one, renderer_for
@@ -456,7 +456,7 @@ def _engine(episode: Episode) -> Engine:
 def _own_id(eid: EID | None) -> EID:
     """An id whose branches are one run: without a batch and a task every record would be a run of its own."""
     made = eid if eid is not None else EID()
-    return made if made.batch != "" or made.task != "" else made.replace(batch=os.urandom(8).hex(), task=0)
+    return made if made.batch != "" or made.task != "" else made.replace(batch=made_up_batch(), task=0)
 
 
 def _reward(value: Any) -> float:

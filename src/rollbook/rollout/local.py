@@ -10,16 +10,18 @@ the batch once there are enough of them. A sample that goes on later is run thro
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from rollbook.algorithms.registry import whole_number
+from rollbook.models.heads import scoring
 from rollbook.rollout.choosing import COLDEST
 from rollbook.rollout.decoding import Batch, Finished, Row, Runner, Work
 from rollbook.rollout.engine import Cancel, Engine, Request
@@ -153,7 +155,7 @@ class TransformersEngine(Engine):
 
     def _advance(self, batch: Batch, cancel: Cancel) -> list[Finished]:
         """Sample tokens until rows finish, or others should have a turn. Nobody else uses the model meanwhile."""
-        with self._turns, torch.no_grad(), _evaluating(self.model), _attention(batch):
+        with self._turns, scoring(self.model), _attention(batch):
             for _ in range(_TURN):
                 finished = batch.step()
                 if finished or cancel.requested:
@@ -196,6 +198,11 @@ class TransformersEngine(Engine):
             if self.tokenizer is None:
                 raise ValueError(f"stop: got {list(how.stop)}, expected none: there is no tokenizer")
             texts = stops.setdefault(tuple(how.stop), StopTexts(how.stop, self._decode_all))
+        # What is left of the model's positions ends a response as `max_tokens` does.
+        positions = self.runner.positions
+        room = sys.maxsize if positions is None else positions - len(prepared.ids)
+        if before is not None and len(before.response_ids) >= room:
+            raise ValueError(f"sample {before.eid}: got one that fills the model's {positions} positions")
         return [
             Row(
                 request=request,
@@ -206,7 +213,8 @@ class TransformersEngine(Engine):
                 logprobs=list(before.logprobs or ()) if before is not None else [],
                 versions=list(before.versions or ()) if before is not None else [],
                 kind=kind,
-                limit=(len(before.response_ids) if before is not None else 0) + request.budget,
+                limit=min((len(before.response_ids) if before is not None else 0) + request.budget, room),
+                room=room,
                 suppress=tuple(sorted({*how.suppress, *self.runner.suppressed})),
                 ends=frozenset() if how.ignore_eos else self.ends,
                 stop_ids=frozenset(how.stop_token_ids),
@@ -230,10 +238,13 @@ class TransformersEngine(Engine):
             raise ValueError(
                 f"prompt[{wrong}]: got token {prepared.ids[wrong]}, expected one below {self.runner.vocabulary}"
             )
-        if self.runner.positions is not None and len(prepared.ids) + how.max_tokens > self.runner.positions:
+        bare = sum(token in self.runner.suppressed for token in prepared.ids) if not prepared.media else 0
+        if bare:
+            raise ValueError(f"prompt: got {bare} placeholders of media, and no media, expected both or neither")
+        if self.runner.positions is not None and len(prepared.ids) >= self.runner.positions:
             raise ValueError(
-                f"prompt: got {len(prepared.ids)} tokens and max_tokens {how.max_tokens}, expected at most "
-                f"{self.runner.positions} together, the model's positions"
+                f"prompt: got {len(prepared.ids)} tokens, expected fewer than {self.runner.positions}, the model's "
+                "positions"
             )
         return prepared
 
@@ -315,19 +326,6 @@ def _has_media(prompt: Prompt) -> bool:
     )
 
 
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model without dropout; modules that were training are again after it."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _attention(batch: Batch) -> AbstractContextManager[None]:
     """Attention for sequences that grow by a token. cuDNN plans its kernels for each length, which takes longer than
     the model's forward pass: not without a mask, where flash attention does as well; with one, lengths are rounded."""
@@ -342,10 +340,13 @@ def _attention(batch: Batch) -> AbstractContextManager[None]:
 
 
 def _model_of(given: Any) -> Any:
-    """The transformers model itself, or the one that a wrapper has as `.model`."""
+    """The transformers model itself, or the one inside: of an object with `.model`, compiled, or run in parallel."""
     from transformers import PreTrainedModel
 
     model = given
+    for name in ("_orig_mod", "module"):  # of torch.compile, of DistributedDataParallel
+        if isinstance(model, torch.nn.Module) and isinstance(inner := model._modules.get(name), torch.nn.Module):
+            model = inner
     # A transformers model and a PEFT one have a `.model` as well: their trunk.
     while not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config") and hasattr(model, "model"):
         model = model.model

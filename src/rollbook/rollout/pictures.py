@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-SOURCES = ("image", "path", "url", "bytes", "image_url", "video")
-"""Where a mapping, or a part of a message, may have an image or a video."""
+SOURCES = ("image", "bytes", "path", "url", "image_url", "video")
+"""Where a mapping, or a part of a message, may have an image or a video. Bytes come before a path: datasets of images
+give both, and the path is then a name without a file."""
 
 
 def source(part: Mapping[str, Any]) -> str | None:

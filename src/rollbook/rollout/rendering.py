@@ -108,7 +108,15 @@ class Renderer:
     conversation is its messages' contents, one after the other.
 
     `tools` are offered to the template, `options` are passed on to it (`enable_thinking`, ...).
-    """
+
+    >>> said = [{"role": "prompt", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    >>> Renderer(None, chat=False).text(said, generation=False)
+    '2+2=4'
+    >>> Renderer(None)
+    Traceback (most recent call last):
+        ...
+    ValueError: tokenizer: got NoneType without a chat template, expected one that has it, or a prompt of text or token ids instead of messages
+    """  # noqa: E501
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollbook.rollout.engine import Cancel, Engine, Request
 from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
-from rollbook.rollout.types import FinishReason, Prompt, RunInfo, Sample
+from rollbook.rollout.types import FinishReason, Prompt, RunInfo, Sample, token_ids
 
 if TYPE_CHECKING:
     from rollbook.experience import Experience
@@ -53,6 +53,10 @@ class ScriptedEngine(Engine):
     """
 
     def __init__(self, script: Script, tokenizer: Any = None, version: int = 0) -> None:
+        if isinstance(script, Sequence) and any(hasattr(one, "prompt_length") for one in script):
+            raise ValueError(
+                "script: got records, expected answers; ScriptedEngine.replaying(records) plays them again"
+            )
         self.script = script
         self.tokenizer = tokenizer
         self.version = version
@@ -73,7 +77,8 @@ class ScriptedEngine(Engine):
     def replaying(cls, experiences: Iterable[Experience], tokenizer: Any = None) -> ScriptedEngine:
         """An engine that answers each task as it was answered before: tokens, log-probs, versions, reasons and texts.
 
-        Prompts are matched by task id, and must have the recorded prompt's tokens if they are given as tokens.
+        Prompts are matched by task id, and must have the recorded prompt's tokens if they are given as tokens. Records
+        of several turns, or branches, are none that a sample could be.
 
         >>> from rollbook import Experience
         >>> old = Experience(eid={"batch": 0, "task": 1, "run": 0}, tokens=[5, 6, 7], prompt_length=2, logprobs=[-0.25])
@@ -82,7 +87,15 @@ class ScriptedEngine(Engine):
         >>> again[0].response_ids, again[0].logprobs
         ([7], [-0.25])
         """
-        recorded = {row.eid.rid: row for row in experiences}
+        recorded: dict[str, Experience] = {}
+        for row in experiences:
+            if recorded.setdefault(row.eid.rid, row) is not row:
+                raise ValueError(f"experiences: got several of run {row.eid.rid}, expected one: a run of one turn")
+            if row.finish_reason != "error" and row.action_mask is not None and not bool(row.action_mask.all()):
+                raise ValueError(
+                    f"experience {row.eid}: got tokens that the model did not sample, expected a single turn: a sample "
+                    "has no mask"
+                )
 
         def answer(prompt: Prompt, run: int) -> Any:
             if prompt.eid is None:
@@ -90,39 +103,48 @@ class ScriptedEngine(Engine):
             row = recorded.get(prompt.eid.replace(run=run).rid)
             if row is None:
                 raise ValueError(f"prompt.eid: run {prompt.eid.replace(run=run).rid} was not recorded")
+            if prompt.text is not None and row.prompt_text not in (None, prompt.text):
+                raise ValueError(
+                    f"prompt.text: got {prompt.text!r}, expected {row.prompt_text!r}, as {row.eid.tid} had"
+                )
             return row
 
         return cls(answer, tokenizer)
 
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+        run_id = self.run.id  # once: the fingerprint of a large tokenizer takes a while
         for request in requests:
             for k in range(len(request.eids)):
                 try:
-                    sample = self._answer(request, k, cancel)
+                    sample = self._answer(request, k, cancel, run_id)
                 except Exception as error:
-                    sample = request.failed(k, error, self.run.id)
+                    sample = request.failed(k, error, run_id)
                 yield request.position + k, sample
 
-    def _answer(self, request: Request, k: int, cancel: Cancel) -> Sample:
+    def _answer(self, request: Request, k: int, cancel: Cancel, run_id: str) -> Sample:
         eid = request.eids[k]
         prompt = request.prompt if request.prompt.eid is not None else request.prompt.replace(eid=eid)
         answer = self._look_up(prompt, eid.run)
         if isinstance(answer, BaseException):
             raise answer
         if hasattr(answer, "prompt_length"):
-            return self._recorded(request, k, answer)
+            return self._recorded(request, k, answer, run_id)
         line = answer if isinstance(answer, Line) else _line(answer)
         if line.error is not None:
-            return request.failed(k, line.error, self.run.id, prompt_ids=self._prompt_ids(request.prompt))
+            return request.failed(k, line.error, run_id, prompt_ids=self._prompt_ids(request.prompt))
         ids = list(line.ids if line.ids is not None else self._encode("answer", line.text))
         done = len(request.started.response_ids) if request.started is not None else 0
         stop = 0 if cancel.requested else done + request.budget
-        cut = len(ids) > stop
+        whole = len(ids)
+        cut = whole > stop
         reason: FinishReason = line.finish_reason
         if cut:
             reason = "abort" if request.pauses or cancel.requested else "length"
             ids = ids[:stop]
-        logprobs = list(line.logprobs if line.logprobs is not None else [-1.0] * len(ids))[: len(ids)]
+        logprobs = list(line.logprobs if line.logprobs is not None else [-1.0] * whole)
+        if len(logprobs) != whole:
+            raise ValueError(f"answer: got {len(logprobs)} log-probs, expected {whole}, one for each token")
+        logprobs = logprobs[: len(ids)]
         before = list(request.started.versions or ()) if request.started is not None else []
         text = line.text if line.text is not None and not cut else self._decode(ids)
         return Sample(
@@ -135,11 +157,11 @@ class ScriptedEngine(Engine):
             versions=before + [self.version] * (len(ids) - len(before)),
             text=text,
             sampling=request.options(k),
-            run_id=self.run.id,
+            run_id=run_id,
             group_size=request.started.group_size if request.started is not None else request.sampling.n,
         )
 
-    def _recorded(self, request: Request, k: int, row: Experience) -> Sample:
+    def _recorded(self, request: Request, k: int, row: Experience, run_id: str) -> Sample:
         tokens = row.tokens.tolist()
         prompt_ids, ids = tokens[: row.prompt_length], tokens[row.prompt_length :]
         asked = request.prompt.token_ids
@@ -149,6 +171,8 @@ class ScriptedEngine(Engine):
         versions = None if known is None else [known] * len(ids) if isinstance(known, int) else known.tolist()
         sampling = dict(row.sampling or {})
         kind: Any = sampling.pop("logprobs", None) or "processed"
+        stop_reason = sampling.pop("stop_reason", None)
+        sampling.pop("run", None)
         return Sample(
             prompt=request.prompt,
             eid=request.eids[k],
@@ -157,13 +181,14 @@ class ScriptedEngine(Engine):
             logprobs=None if row.logprobs is None else row.logprobs.tolist(),
             logprobs_kind=kind,
             finish_reason=row.finish_reason or "stop",  # type: ignore[arg-type]
+            stop_reason=stop_reason,
             error=row.info.get("error") or "recorded as failed" if row.finish_reason == "error" else None,
             versions=versions,
             text=row.response_text,
             prompt_text=row.prompt_text,
             sampling=sampling or request.options(k),
-            run_id=self.run.id,
-            group_size=request.sampling.n,
+            run_id=run_id,
+            group_size=row.group_size or request.sampling.n,
             media=row.multi_modal_inputs,
         )
 
@@ -171,13 +196,16 @@ class ScriptedEngine(Engine):
         if callable(self.script):
             return self.script(prompt, run)
         if isinstance(self.script, Mapping):
-            keys = [prompt.text, prompt.eid.tid if prompt.eid is not None else None, prompt.token_ids]
+            task = [] if prompt.eid is None else [prompt.eid.tid, prompt.eid.task]
+            keys = [prompt.text, *task, prompt.token_ids]
             key = next((key for key in keys if key is not None and key in self.script), None)
             if key is None:
-                raise ValueError(f"script: has no answer to {keys[0] or keys[1]!r}")
+                raise ValueError(f"script: has no answer to {next((key for key in keys if key), None)!r}")
             answers = self.script[key]
             several = isinstance(answers, (list, tuple)) and answers and not isinstance(answers[0], int)
             return answers[run % len(answers)] if several else answers
+        if not len(self.script):
+            raise ValueError("script: got an empty list, expected answers")
         answer = self.script[self._turn % len(self.script)]
         self._turn += 1
         return answer
@@ -207,4 +235,4 @@ class ScriptedEngine(Engine):
 def _line(answer: Any) -> Line:
     if isinstance(answer, str):
         return Line(text=answer)
-    return Line(ids=tuple(answer))
+    return Line(ids=token_ids("answer", answer))

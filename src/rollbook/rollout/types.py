@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rollbook.algorithms.registry import choice, near, number, switch, whole_number
@@ -104,12 +105,14 @@ class Prompt:
 
 def token_ids(name: str, given: Any) -> tuple[int, ...]:
     """Token ids as a tuple, or an error that names the first that is none."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
         raise ValueError(f"{name}: got {type(given).__name__}, expected a list of token ids")
     for i, one in enumerate(given):
-        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
+        if isinstance(one, bool) or not isinstance(one, Integral) or int(one) < 0:
             raise ValueError(f"{name}[{i}]: got {one!r}, expected a token id")
-    return tuple(given)
+    return tuple(int(one) for one in given)
 
 
 def as_media(name: str, given: Any) -> tuple[Any, ...]:
@@ -124,7 +127,18 @@ def as_media(name: str, given: Any) -> tuple[Any, ...]:
     return (given,)
 
 
-_ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
+ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
+"""Transformers' names for options of `Sampling`, which `Sampling.of` takes too."""
+
+
+_RECORDED = ("asked_seed", "earlier", "run", "stop_reason")
+"""What a sample's record has beside the options."""
+
+
+def _asked(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a mapping; of a sample's record, those that were asked for: the call's seed, not the stream's."""
+    made = {name: value for name, value in recorded.items() if name not in _RECORDED}
+    return made | {"seed": recorded["asked_seed"]} if "asked_seed" in recorded else made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +149,8 @@ class Sampling:
     - `temperature`: 0 takes the likeliest token. `top_p`, `top_k` (-1 or 0: all), `min_p` truncate.
     - `first_temperature`: of the first token alone (FIRE); the rest, and all else, as ever.
     - `stop`: texts, `stop_token_ids`: ids that end a response, beside the model's own; `ignore_eos` goes on past those.
-      The sampled tokens are kept whole; `include_stop` says whether `text` keeps the text that stopped it.
+      The sampled tokens are kept whole; `include_stop` says whether `text` keeps the text that stopped it (special
+      tokens are in no `text`).
     - `seed`: each sample has a stream of random numbers of its own, made from this and its id, so that what is sampled
       does not depend on what else is in the batch. `None`: another one with each call.
     - `suppress`: ids that are never sampled, such as an image's placeholder.
@@ -193,13 +208,16 @@ class Sampling:
         put(self, "min_p", number("min_p", self.min_p, 0, 1))
         top_k = whole_number("top_k", self.top_k, -1)
         put(self, "top_k", -1 if top_k == 0 else top_k)
+        if not isinstance(self.stop, (str, list, tuple, type(None))):
+            raise ValueError(f"stop: got {self.stop!r}, expected texts")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for i, text in enumerate(stop):
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop[{i}]: got {text!r}, expected a text that is not empty")
         put(self, "stop", stop)
         for name in ("stop_token_ids", "suppress"):
-            put(self, name, token_ids(name, list(getattr(self, name) or ())))
+            value = getattr(self, name)
+            put(self, name, () if value is None else token_ids(name, value))
         put(self, "include_stop", switch("include_stop", self.include_stop))
         put(self, "ignore_eos", switch("ignore_eos", self.ignore_eos))
         if self.seed is not None:
@@ -208,7 +226,9 @@ class Sampling:
             put(self, "max_prompt_tokens", whole_number("max_prompt_tokens", self.max_prompt_tokens, 1))
         choice("prompt_overflow", self.prompt_overflow, get_args(Overflow))
         choice("logprobs", self.logprobs, (*KINDS, None))
-        put(self, "extra", dict(self.extra))
+        if not isinstance(self.extra, (Mapping, type(None))):
+            raise ValueError(f"extra: got {self.extra!r}, expected a mapping of a server's options")
+        put(self, "extra", dict(self.extra or {}))
 
     @classmethod
     def of(cls, given: Sampling | Mapping[str, Any] | None = None, **options: Any) -> Sampling:
@@ -218,13 +238,13 @@ class Sampling:
         if not isinstance(base, Sampling):
             if not isinstance(base, Mapping):
                 raise ValueError(f"sampling: got {type(base).__name__}, expected Sampling or a mapping of its options")
-            changes, base = {**base, **changes}, cls()
+            changes, base = {**_asked(base), **changes}, cls()
         known = [f.name for f in dataclasses.fields(cls)]
         named = {}
         for name, value in changes.items():
-            if _ALIASES.get(name, name) not in known:
+            if ALIASES.get(name, name) not in known:
                 raise ValueError(f"sampling: option {name!r} is not known{near(name, known)}")
-            named[_ALIASES.get(name, name)] = value
+            named[ALIASES.get(name, name)] = value
         return dataclasses.replace(base, **named)
 
     def to_dict(self) -> dict[str, Any]:
@@ -321,6 +341,11 @@ class Sample:
                 f"error: got {self.error!r} with finish_reason {self.finish_reason!r}, expected both or none"
             )
         choice("logprobs_kind", self.logprobs_kind, (*KINDS, None))
+
+    @property
+    def group_id(self) -> str:
+        """The task that it is a run of: what the samples of one prompt have in common."""
+        return self.eid.tid
 
     @property
     def failed(self) -> bool:
