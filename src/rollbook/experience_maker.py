@@ -30,6 +30,7 @@ from rollbook.making import estimating
 from rollbook.making.collecting import batch_of, if_any, maker_sampling, prompts_of, samples_of
 from rollbook.making.config import MakerConfig
 from rollbook.making.passes import Passes
+from rollbook.making.recording import records_of
 from rollbook.making.scoring import Scorer
 from rollbook.making.whole import Whole
 from rollbook.moving import pin_memory, to
@@ -431,31 +432,7 @@ class NaiveExperienceMaker:
         if self.engine is None:
             raise ValueError("engine: got None, expected one: an actor with LightRFT's generate keeps no records")
         whole = Whole(self.make_experience_list(all_prompts, **generate_kwargs))
-        rows = [one.to_experience() for part in self._samples for one in part.rollouts or ()]
-        found: dict[str, list[Any]] = {"reward": whole.numbers("reward").tolist()}
-        fields = {"policy_logprobs": "action_log_probs", "advantages": "advantages", "returns": "returns"}
-        for name, field in {**fields, "action_mask": "action_mask"}.items():
-            column = whole.rows(field)
-            if column is not None:
-                found[name] = [row.clone() for row in column]
-        infos = {"ref_logprobs": whole.rows("base_action_log_probs"), "values": whole.rows("values")}
-        for i, row in enumerate(rows):
-            row.info.update({name: column[i].tolist() for name, column in infos.items() if column is not None})
-            error = (whole.entries("reward_error") or [None] * len(whole))[i]
-            if error is not None:
-                row.info["reward_error"] = error
-        at = 0
-        for batch in whole.batches:
-            parts = (batch.info or {}).get("reward_metrics") or {}
-            for k in range(len(batch)):
-                rows[at + k].metrics.update({name: float(values[k]) for name, values in parts.items()})
-            at += len(batch)
-        masks = found.pop("action_mask")
-        rows = [
-            row if row.action_mask is not None and torch.equal(row.action_mask, mask) else row.replace(action_mask=mask)
-            for row, mask in zip(rows, masks, strict=True)
-        ]
-        return Experiences(rows).assign(**found)
+        return records_of([one for part in self._samples for one in part.rollouts or ()], whole)
 
     def _greedy_rewards(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> torch.Tensor:
         """ReMax's baseline of each prompt: the reward of its likeliest response."""

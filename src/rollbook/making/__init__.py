@@ -6,4 +6,5 @@
 - `passes`: what actor, reference, teacher and critic say of every token.
 - `scoring`: the rewards, from whichever source there is.
 - `estimating`: rewards of rows -> rewards of tokens -> advantages, over the whole rollout.
+- `recording`: the samples as records, with what was found out about them.
 """

@@ -1,0 +1,64 @@
+"""A rollout's samples as records, with everything that was found out about them.
+
+Invariant: record i is of sample i, with its id; what the engine said of it stays as it is, and what was computed since
+lies beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rollbook.experience import Experience
+from rollbook.experiences import Experiences
+from rollbook.making.whole import Whole
+from rollbook.rollout.types import Sample
+
+_FIELDS = {"policy_logprobs": "action_log_probs", "advantages": "advantages", "returns": "returns"}
+"""A record's fields, and those of a batch that they come from."""
+_IN_INFO = {"ref_logprobs": "base_action_log_probs", "values": "values"}
+"""What a record has no field for, and keeps as a list in `info`."""
+
+
+def records_of(rollouts: Sequence[Sample], whole: Whole) -> Experiences:
+    """The records of an engine's samples, whose rows `whole` are.
+
+    >>> from rollbook.making.collecting import batch_of, samples_of
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> rollouts = ScriptedEngine([[7, 2]]).generate([[5], [6]])
+    >>> batch = batch_of(samples_of(rollouts))
+    >>> batch.info["reward"], batch.advantages = torch.tensor([1.0, 0.0]), torch.ones(2, 2)
+    >>> [(row.reward, row.advantages.tolist()) for row in records_of(rollouts, Whole([batch]))]
+    [(1.0, [1.0, 1.0]), (0.0, [1.0, 1.0])]
+    """
+    if len(rollouts) != len(whole):
+        raise ValueError(f"rollouts: got {len(rollouts)} samples, expected {len(whole)}, one for each row")
+    masks = whole.rows("action_mask")
+    rows = [_masked(one.to_experience(), None if masks is None else masks[i]) for i, one in enumerate(rollouts)]
+    for name, field in _IN_INFO.items():
+        for row, values in zip(rows, whole.rows(field) or (), strict=False):
+            row.info[name] = values.tolist()
+    for row, error in zip(rows, whole.entries("reward_error") or (), strict=False):
+        if error is not None:
+            row.info["reward_error"] = error
+    at = 0
+    for batch, size in zip(whole.batches, whole.sizes, strict=True):
+        for name, values in ((batch.info or {}).get("reward_metrics") or {}).items():
+            for row, value in zip(rows[at : at + size], values.tolist(), strict=True):
+                row.metrics[name] = value
+        at += size
+    found: dict[str, list[Any]] = {"reward": whole.numbers("reward").tolist()}
+    for name, field in _FIELDS.items():
+        column = whole.rows(field)
+        if column is not None:
+            found[name] = [values.clone() for values in column]
+    return Experiences(rows).assign(**found)
+
+
+def _masked(row: Experience, mask: torch.Tensor | None) -> Experience:
+    """A record with another mask, where the estimator or a filter left tokens out."""
+    if mask is None or (row.action_mask is not None and torch.equal(row.action_mask, mask.cpu())):
+        return row
+    return row.replace(action_mask=mask.cpu())
