@@ -425,8 +425,9 @@ def test_a_temperature_apart_from_the_actors_is_said() -> None:
     (batch,) = made.make_experience_list(["ab"], max_new_tokens=5)
     mask = batch.action_mask
     torch.testing.assert_close(batch.extras["logprobs"][mask], batch.action_log_probs[mask], rtol=0, atol=1e-4)
-    with pytest.warns(UserWarning, match=r"drawn at 1 and the actor's log-probs are at 0.7"):
+    with pytest.warns(UserWarning, match=r"drawn at 1 and the actor's log-probs are at 0.7") as said:
         made.make_experience_list(["ab"], max_new_tokens=5, temperature=1.0)
+    assert said[0].filename == __file__  # whose line it is
 
 
 def test_remax_with_another_number_of_samples() -> None:

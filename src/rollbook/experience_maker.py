@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ from rollbook.making.recording import records_of
 from rollbook.making.scoring import Scorer
 from rollbook.making.whole import Whole
 from rollbook.moving import pin_memory, to
-from rollbook.progress import Progress, Stages
+from rollbook.progress import Progress, Stages, advise
 from rollbook.rollout.engine import Engine
 from rollbook.rollout.types import Prompt, RunInfo, Sample
 
@@ -213,10 +212,9 @@ class NaiveExperienceMaker:
             defaults["temperature"] = trained
         sampling = maker_sampling(options, self.prompt_max_len, **defaults)
         if trained is not None and sampling.temperature not in (0, trained):
-            warnings.warn(
+            advise(
                 f"temperature: samples are drawn at {sampling.temperature:g} and the actor's log-probs are at "
-                f"{trained:g}; Actor(temperature={sampling.temperature:g}) makes them one",
-                stacklevel=4,
+                f"{trained:g}; Actor(temperature={sampling.temperature:g}) makes them one"
             )
         self._max_new_tokens = sampling.max_tokens
         named = [
@@ -231,7 +229,7 @@ class NaiveExperienceMaker:
                 bar.advance()
         rollouts = [found[rid] for rid in order]
         if rollouts and all(one.failed for one in rollouts):
-            warnings.warn(f"rollout: all {len(rollouts)} samples failed; the first: {rollouts[0].error}", stacklevel=4)
+            advise(f"rollout: all {len(rollouts)} samples failed; the first: {rollouts[0].error}")
         return [self._collected(part) for part in _chunks(rollouts, config.micro_rollout_batch_size)]
 
     def _collected(self, rollouts: list[Sample]) -> Samples:

@@ -1,12 +1,14 @@
-"""How far long work is, for people, and how long its stages took, for the metrics.
+"""How far long work is and what is odd about it, for people, and how long its stages took, for the metrics.
 
 Invariant: nothing is printed where nobody looks: without a terminal there is no bar. Times are wall-clock seconds.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -87,3 +89,20 @@ class Stages:
                 made[f"{name}/tokens"] = stage["tokens"]
                 made[f"{name}/tokens_per_second"] = stage["tokens"] / max(stage["seconds"], 1e-9)
         return made
+
+
+def advise(message: str) -> None:
+    """A warning that points at the line of whoever called into the library, however deep it is found out.
+
+    >>> with warnings.catch_warnings(record=True) as said:
+    ...     advise("mind the gap")
+    >>> str(said[0].message)
+    'mind the gap'
+    """
+    own, frame, level = os.path.dirname(__file__), sys._getframe(1), 2
+    # Torch's decorators stand between a method and its caller.
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(own) or frame.f_code.co_filename.endswith("_contextlib.py")
+    ):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

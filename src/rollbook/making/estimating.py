@@ -11,7 +11,6 @@ and `info["reward"]` stays what the reward source said.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,7 @@ from rollbook.algorithms.sources import INFO_KEYS
 from rollbook.jagged import Rows
 from rollbook.making.config import MakerConfig
 from rollbook.making.whole import Whole
+from rollbook.progress import advise
 
 NORMALISED = ("grpo",)
 """Estimators whose scores have deviation 1 already: `advantages_norm` leaves them alone."""
@@ -126,10 +126,9 @@ def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks:
     ids = whole.ids()
     groups = whole.groups(config.n_samples_per_prompt, ranks)
     if ranks is ALONE and len(set(groups)) == len(groups) > 1:
-        warnings.warn(
+        advise(
             f"{entry.name}: every group has one sample, and nothing to compare it with; n_samples_per_prompt is "
-            f"{config.n_samples_per_prompt}",
-            stacklevel=4,
+            f"{config.n_samples_per_prompt}"
         )
     given: dict[str, Any] = {
         "rewards": rewards,
@@ -210,7 +209,7 @@ def finish(
     metrics |= report.to_metrics("reward") | {"reward/missing_reward": float((~known).sum())}
     if over_rows(entry.name):
         if entry.name == "reinforce_plus_plus_baseline" and gamma != 1.0:
-            warnings.warn(f"gamma: got {gamma}, and reinforce_baseline takes 1.0", stacklevel=3)
+            advise(f"gamma: got {gamma}, and reinforce_baseline takes 1.0")
             gamma = 1.0
         counted = _where(mask, known)  # of a row without a reward nothing is known, its KL or not
         returns = cumulative_returns(token_rewards, counted, gamma=gamma)
@@ -285,7 +284,7 @@ def _over_tokens(
         makers["token_rewards"] = lambda: token_rewards
         makers["rewards"] = lambda: None if bool(known.all()) else torch.where(known, 0.0, torch.nan).tolist()
     elif coef > 0:
-        warnings.warn(f"{entry.name} takes no rewards of tokens: the KL penalty is left out", stacklevel=4)
+        advise(f"{entry.name} takes no rewards of tokens: the KL penalty is left out")
     given |= {name: makers[name]() for name in entry.inputs if name in makers}
     given = {name: value for name, value in given.items() if value is not None}
     missing = [name for name, needed in entry.inputs.items() if needed and name not in given]
