@@ -252,6 +252,21 @@ def test_gsm8k() -> None:
     assert gsm8k(r"<think>48 + 24</think> \boxed{71}", "72")["reward"] == pytest.approx(0.1)
     assert gsm8k(r"\boxed{72}", "72")["reward"] == pytest.approx(0.9)
     assert gsm8k("banana", "72")["reward"] == 0.0
+    work = "48 / 2 = 24, 48 + 24 = 72"
+    for response, accuracy, form in [
+        (f"{work}\n#### 72", 1, 0),
+        (f"<think>{work}</think>\n#### 72\n", 1, 1),
+        (f"<think>{work}</think> #### $1,072.00\nThank you", 0, 1),
+        (f"#### Step 1\n{work}\n#### 72", 1, 0),
+        (r"\boxed{71} #### 72", 0, 0),
+        (f"<think>{work}</think>\n#### Conclusion", 0, 0),
+        ("#### 71", 0, 0),
+        ("#### ", 0, 0),
+        ("72", 0, 0),
+    ]:
+        found = gsm8k(response, f"{work}\n#### 72")
+        assert (found["accuracy"], found["format"]) == (accuracy, form), response
+    assert gsm8k("#### 1,072", "#### 1072")["accuracy"] == 1.0
     scores = as_reward("gsm8k")([sample(good, prompt=r"<think> </think> \boxed{}", reference="72")])
     assert scores.rewards == [1.0] and scores.metrics == {"accuracy": [1.0], "format": [1.0]}
 

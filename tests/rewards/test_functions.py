@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID
-from rollbook.rewards import FunctionReward, RewardError, RewardInput, as_reward, batched
+from rollbook.rewards import FunctionReward, Limits, RewardError, RewardInput, as_reward, batched
 from rollbook.rewards.functions import FIELDS, FileFunction, parts_of
 from tests.rewards.helpers import as_told, doubled, later, process_id, sample, samples, two_at_most
 
@@ -409,6 +409,52 @@ def test_a_broken_file_says_so(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no"):
             as_reward(str(path))
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def scaled(response: str, scale: float, *, add: float = 0.0) -> float:
+    return scale * float(response) + add
+
+
+def test_a_functions_own_options_go_to_it(tmp_path: Path) -> None:
+    assert as_reward(scaled, scale=2, add=1, on_error=-5.0)(samples("3", "x")).rewards == [7.0, -5.0]
+    assert as_reward("length", unit="words", target=1, per_unit=0.25)(samples("a b c")).rewards == [-0.5]
+    path = tmp_path / "mine.py"
+    path.write_text("def reward_func(response, scale, add=0):\n    return scale * float(response) + add\n")
+    with contextlib.closing(as_reward(f"{path}:reward_func", scale=3, pool="process", workers=1)) as reward:
+        assert reward(samples("3")).rewards == [9.0]
+    both = as_reward([scaled, "length"], scale=2, unit="words", target=0, per_unit=0.5)
+    assert both(samples("3")).metrics == {"scaled": [6.0], "length": [-0.5]}
+
+
+def test_a_limit_of_the_functions_own_is_the_functions() -> None:
+    def told(response: str, *, time_limit: float = 1.0) -> float:
+        return time_limit
+
+    for limit, own, call in ((2.0, 2.0, 60.0), (90.0, 90.0, 100.0), (None, 1.0, None)):
+        reward = as_reward(told, time_limit=limit)
+        assert isinstance(reward, FunctionReward)
+        assert (reward(samples("a")).rewards, reward.time_limit) == ([own], call)
+    slow = "```python\nimport time\ntime.sleep(60)\n```"
+    scores = as_reward("code_match", time_limit=1.0)([sample(slow, reference={"inputs": [""], "outputs": [""]})])
+    assert scores.rewards == [0.0] and scores.metrics["timed_out"] == [1.0]
+    few = Limits(output=10)
+    flood = [sample("print('x' * 100)", reference={"inputs": [""], "outputs": ["x" * 100]})]
+    assert as_reward("code_match", limits=few)(flood).rewards == [0.0]
+
+
+def test_options_that_nobody_takes_or_two_do() -> None:
+    for source in (as_told, "code_match"):
+        with pytest.raises(ValueError, match="'timeout' is not one of FunctionReward; did you mean 'time_limit'"):
+            as_reward(source, timeout=3)
+    with pytest.raises(ValueError, match=r"option 'time_limit' is not one of RemoteReward; did you mean 'timeout'"):
+        as_reward("http://localhost:1", time_limit=3)
+    with pytest.raises(ValueError, match=r"did you mean 'scale'\?"):
+        as_reward(scaled, scal=3)
+    with pytest.raises(ValueError, match="option 'name' is one of FunctionReward and of the function"):
+        as_reward(lambda response, name="x": 1.0, name="mine")
 
 
 def test_options_are_checked() -> None:

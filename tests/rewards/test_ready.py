@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from rollbook.algorithms.penalties import length_penalty, repetition_penalty
-from rollbook.rewards import READY, as_reward, json_errors, json_match, length, math_match, repetition
+from rollbook.rewards import READY, as_reward, json_errors, json_match, json_schema, length, math_match, repetition
 from tests.rewards.helpers import sample
 
 
 def test_every_ready_function_is_there_and_has_an_example() -> None:
-    assert len(READY) == 11
+    assert len(READY) == 12
     for name, function in READY.items():
         assert function.__name__ == name and ">>>" in (function.__doc__ or "")
         as_reward(name).close()
@@ -33,7 +33,7 @@ import sys
 import rollbook.rewards
 from rollbook.rewards import *
 from rollbook.rewards import FunctionReward, RemoteReward, Recipe, as_reward, RewardInput
-from rollbook.rewards import math_match, code_match, json_match
+from rollbook.rewards import math_match, code_match, json_schema
 as_reward("numeric_match")([RewardInput(prompt="", response="5", reference="5")])
 heavy = ("httpx", "transformers", "PIL", "math_verify", "sympy", "jsonschema")
 print([name for name in heavy if name in sys.modules])
@@ -105,7 +105,14 @@ def test_a_missing_package_is_everybodys_error(monkeypatch: pytest.MonkeyPatch) 
     texts._validator.cache_clear()
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(ImportError, match=r"rollbook\[json\]"):
-        as_reward(json_match)([sample("{}", reference={"type": "object"})])
+        as_reward(json_schema)([sample("{}", reference={"type": "object"})])
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ImportError, match=r"rollbook\[remote\]"):
+        as_reward("http://localhost:1")([sample("")])
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.setattr("rollbook.rewards.pools._Life.inside", True)  # compared right here
+    with pytest.raises(ImportError, match=r"rollbook\[math\]"):
+        as_reward("math_match")([sample("1", reference="2")])
 
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
@@ -134,8 +141,8 @@ PERSON = {
         ("[" * 200_000, 0, 0),
     ],
 )
-def test_json_match(text: str, valid: int, parsed: int) -> None:
-    scores = json_match(text, PERSON)
+def test_json_schema(text: str, valid: int, parsed: int) -> None:
+    scores = json_schema(text, PERSON)
     assert (scores["reward"], scores["json"]) == (valid, parsed)
     assert (scores["errors"] == 0) == bool(valid)
 
@@ -147,11 +154,44 @@ def test_json_errors_say_where() -> None:
 
 
 def test_a_schema_for_all_samples_or_as_text() -> None:
-    fixed = functools.partial(json_match, schema=PERSON)
+    fixed = functools.partial(json_schema, schema=PERSON)
     assert as_reward(fixed)([sample('{"age": 3}'), sample("{}")]).rewards == [1.0, 0.0]
-    assert json_match('{"age": 3}', '{"type": "object"}')["reward"] == 1.0
-    for bad in (None, 3, [1], {"type": "no such type"}):
+    assert as_reward("json_schema", schema=PERSON)([sample('{"age": 3}'), sample("{}")]).rewards == [1.0, 0.0]
+    assert json_schema('{"age": 3}', '{"type": "object"}')["reward"] == 1.0
+    assert json_schema('{"age": 3}', {})["reward"] == 1.0 and json_schema("3", True)["reward"] == 1.0
+    for bad in (None, 3, [1], {"type": "no such type"}, {"a": 1}, {"title": "person"}, "{", {"Type": "object"}):
         with pytest.raises(ValueError, match="schema: got"):
+            json_schema("{}", bad)
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "score"),
+    [
+        ('{"z": 9}', {"a": 1}, 0),
+        ('{"a": 1}', {"a": 1}, 1),
+        ('{"b": [1.0, {"c": null}], "a": 1}', '{"a": 1.0, "b": [1, {"c": null}]}', 1),
+        ('So:\n```json\n{"a": 1}\n```', {"a": 1}, 1),
+        ('{"a": 1, "b": 2}', {"a": 1}, 0),
+        ('{"a": true}', {"a": 1}, 0),
+        ('{"a": [1, 2]}', {"a": [2, 1]}, 0),
+        ('{"a": [1, 2]}', {"a": (1, 2)}, 1),
+        ('{"a": 1', '{"a": 1}', 0),
+        ('{"a": 1, "a": 1}', {"a": 1}, 0),
+        ("NaN", float("nan"), 0),
+        ("3", 3, 1),
+        ("0.0", False, 0),
+        ("null", "null", 1),
+        ('"Paris"', "Paris", 1),
+        ("[" * 100_000, [], 0),
+    ],
+)
+def test_json_match(response: str, reference: Any, score: int) -> None:
+    assert json_match(response, reference) == score
+
+
+def test_what_json_match_cannot_compare_with() -> None:
+    for bad in (None, {"a": object()}, {1, 2}):
+        with pytest.raises(ValueError, match="reference: got"):
             json_match("{}", bad)
 
 

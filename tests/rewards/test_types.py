@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
-from rollbook import EID, Experience
-from rollbook.rewards import Reward, RewardInput, Scores
+from rollbook import EID, Experience, Experiences
+from rollbook.rewards import Reward, RewardInput, Scores, as_reward
 from rollbook.rewards.types import as_float, check_on_error, run_sync
 from rollbook.rollout import Prompt, Sample
+from tests.rewards.server import serve
 from tests.tiny import bytes_, words
 
 
@@ -82,6 +83,38 @@ def test_other_things_are_refused() -> None:
         RewardInput.of("text")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="response: got int"):
         RewardInput(prompt="", response=3)  # type: ignore[arg-type]
+
+
+def test_rewards_take_samples_and_records_and_inputs_alike() -> None:
+    sample = made(text="brown fox")
+    record = sample.to_experience()
+    given = [sample, record, RewardInput.of(sample)]
+
+    def right(response: str, reference: str) -> float:
+        return float(response == f"brown {reference}")
+
+    async def later(response: str, reference: str) -> float:
+        return right(response, reference)
+
+    class Width(torch.nn.Module):
+        def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return attention_mask.sum(1).float()
+
+    size = float(len(sample.prompt_ids) + len(sample.response_ids))
+    recipe = {"animals": [("exact_match", None, 1.0)]}
+    for source, score in ((right, 1.0), (later, 1.0), (Width(), size), ([right, later], 2.0), (recipe, 0.0)):
+        reward = as_reward(source)
+        some = given if source is not recipe else [sample, RewardInput.of(sample)]
+        assert reward(some).rewards == [score] * len(some)
+        assert asyncio.run(reward.score_async(some)).rewards == [score] * len(some)
+        for one in (sample, record, RewardInput.of(sample), "text", None):
+            with pytest.raises(ValueError, match=f"inputs: got a single {type(one).__name__}, expected a list of"):
+                reward(one)  # type: ignore[arg-type]
+    assert as_reward(right)(Experiences([record, record])).rewards == [1.0, 1.0]
+    with serve(lambda body: {"rewards": [len(body["queries"])] * len(body["queries"])}) as server:
+        assert as_reward(server.url)(given).rewards == [3.0] * 3
+    with pytest.raises(ValueError, match="sample: got int"):
+        as_reward(right)([3])
 
 
 def test_scores_are_float32_tensors() -> None:

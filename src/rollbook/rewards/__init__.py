@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from rollbook.rewards.sandbox import sandboxed as sandboxed
     from rollbook.rewards.texts import json_errors as json_errors
     from rollbook.rewards.texts import json_match as json_match
+    from rollbook.rewards.texts import json_schema as json_schema
     from rollbook.rewards.texts import length as length
     from rollbook.rewards.texts import repetition as repetition
     from rollbook.rewards.types import Reward as Reward
@@ -79,6 +80,7 @@ _HOMES = {
     "gsm8k": "answers",
     "json_errors": "texts",
     "json_match": "texts",
+    "json_schema": "texts",
     "last_number": "answers",
     "length": "texts",
     "lightrft_reward": "recipes",

@@ -292,11 +292,18 @@ def think_answer_format(response: str, *, opened: bool = False) -> float:
 def gsm8k(response: str, reference: Any, *, format_weight: float = 0.1) -> dict[str, float]:
     r"""GSM8K's usual reward: 0.9 for a right boxed answer and 0.1 for its form, with both as metrics.
 
-    The same as a recipe: {"gsm8k_rule": [("boxed_match", None, 0.9), ("think_boxed_format", None, 0.1)]}.
+    The same as a recipe: {"gsm8k_rule": [("boxed_match", None, 0.9), ("think_boxed_format", None, 0.1)]}; but in a
+    response without a box, a number behind its last `####`, the form of GSM8K's own solutions, counts as one.
 
     >>> gsm8k(r"<think>6 * 12</think> \boxed{72}", "#### 72"), gsm8k(r"\boxed{72}", "72")["reward"]
     ({'reward': 1.0, 'accuracy': 1.0, 'format': 1.0}, 0.9)
+    >>> gsm8k("6 * 12 = 72\n#### 72", "#### 72")["reward"], gsm8k("72", "#### 72")["reward"]
+    (0.9, 0.0)
     """
     share = number("format_weight", format_weight, 0, 1)
+    before, mark, after = response.rpartition("####")
+    answer = after.strip().partition("\n")[0]
+    if mark and boxed(response) is None and as_number(answer) is not None:
+        response = f"{before}\\boxed{{{answer}}}"
     accuracy, form = boxed_match(response, reference), think_boxed_format(response)
     return {"reward": (1 - share) * accuracy + share * form, "accuracy": accuracy, "format": form}

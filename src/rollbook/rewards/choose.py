@@ -10,11 +10,13 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollbook.algorithms.registry import near
-from rollbook.rewards.functions import FileFunction, FunctionReward, name_of
+from rollbook.algorithms.registry import near, number
+from rollbook.rewards.functions import KNOWN, FileFunction, FunctionReward, name_of
 from rollbook.rewards.recipes import Combined, Recipe
 from rollbook.rewards.remote import RemoteReward
 from rollbook.rewards.types import Reward, is_reward
@@ -29,6 +31,7 @@ _READY = {
     "math_match": "equivalence",
     "code_match": "programs",
     "json_match": "texts",
+    "json_schema": "texts",
     "length": "texts",
     "repetition": "texts",
 }
@@ -65,16 +68,20 @@ def as_reward(given: Any, **options: Any) -> Reward:
       a list of URLs with `replicas=True` is one reward behind several servers;
     - a `Reward`: itself.
 
-    `options` are those of the class; in a list each goes to the parts that take it.
+    `options` are those of the class and, for a function, whatever parameters it has that are nothing of a sample's; in
+    a list each goes to the parts that take it. A `time_limit` that the function has itself (`math_match`,
+    `code_match`) is the function's: the call then has 10 s more, and at least the usual 60.
 
     >>> from rollbook.rewards import RewardInput
     >>> sample = RewardInput(prompt="2 + 2 =", response="It is 4.", reference="4")
     >>> as_reward(["numeric_match", lambda response: len(response)], names=["right", "length"])([sample]).metrics
     {'right': [1.0], 'length': [8.0]}
+    >>> as_reward("length", unit="words", target=2, per_unit=0.5)([sample]).rewards
+    [-0.5]
     >>> as_reward("numeric_mach")
     Traceback (most recent call last):
         ...
-    ValueError: reward: got 'numeric_mach', expected a URL, a .py file, 'module:function', a model's folder or a ready function; did you mean 'numeric_match'? (exact_match, numeric_match, boxed_match, think_boxed_format, think_answer_format, gsm8k, math_match, code_match, json_match, length, repetition)
+    ValueError: reward: got 'numeric_mach', expected a URL, a .py file, 'module:function', a model's folder or a ready function; did you mean 'numeric_match'? (exact_match, numeric_match, boxed_match, think_boxed_format, think_answer_format, gsm8k, math_match, code_match, json_match, json_schema, length, repetition)
     """  # noqa: E501
     if is_reward(given):
         if options:
@@ -85,11 +92,12 @@ def as_reward(given: Any, **options: Any) -> Reward:
     if isinstance(given, Mapping) and not any(_is_lines(value) for value in given.values()):
         return _combined(list(given.values()), {"names": [str(name) for name in given], **options})
     kind, source = _kind(given)
-    known = _options(kind)
+    known = list(dict.fromkeys([*_options(kind), *_parameters(source)]))
     odd = next((name for name in options if name not in known), None)
     if odd is not None and not _takes_all(kind):
-        raise ValueError(f"reward: option {odd!r} is not one of {kind.__name__}{near(odd, known)}")
-    return kind(source, **options)
+        meant = _SAME.get(odd, odd)
+        raise ValueError(f"reward: option {odd!r} is not one of {kind.__name__}{near(meant, known)}")
+    return _made(kind, source, options)
 
 
 def _kind(given: Any) -> tuple[Callable[..., Reward], Any]:
@@ -129,6 +137,42 @@ def _is_url(given: Any) -> bool:
 
 def _options(kind: Callable[..., Any]) -> list[str]:
     return [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
+_SAME = {"timeout": "time_limit", "time_limit": "timeout"}
+"""What functions and servers call differently."""
+
+
+def _parameters(source: Any) -> list[str]:
+    """A function's parameters that are nothing of a sample's: its own options."""
+    if not callable(source) or _is_module(source):
+        return []
+    try:
+        found = inspect.signature(source.bare() if isinstance(source, FileFunction) else source).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [name for name in named if name not in KNOWN]
+
+
+def _made(kind: Callable[..., Reward], source: Any, options: Mapping[str, Any]) -> Reward:
+    """A reward of this class, where a function has its own options fixed."""
+    rest = dict(options)
+    own = {name: rest.pop(name) for name in _parameters(source) if name in rest}
+    both = [name for name in own if name in _options(kind)]
+    for name in both:
+        if name != "time_limit":
+            fixed = f"functools.partial({name_of(source)}, {name}=...) for the function's"
+            raise ValueError(f"reward: option {name!r} is one of {kind.__name__} and of the function, expected {fixed}")
+        if own[name] is None:
+            rest[name] = own.pop(name)  # the call's: a function's own limit is a number
+        else:
+            rest[name] = max(60.0, number(name, own[name], 1e-3, 1e9) + 10.0)
+    if isinstance(source, FileFunction):
+        source = replace(source, options={**source.options, **own})
+    elif own:
+        source = partial(source, **own)
+    return kind(source, **rest)
 
 
 def _takes_all(kind: Callable[..., Any]) -> bool:
@@ -186,9 +230,10 @@ def _part(one: Any, options: Mapping[str, Any], used: set[str]) -> Reward:
     if is_reward(one) or isinstance(one, (list, tuple)):
         return as_reward(one)
     kind, source = _kind(one)
-    mine = {name: value for name, value in options.items() if name in _options(kind)}
+    known = {*_options(kind), *_parameters(source)}
+    mine = {name: value for name, value in options.items() if name in known}
     used.update(mine)
-    return kind(source, **mine)
+    return _made(kind, source, mine)
 
 
 def _names(given: Sequence[Any]) -> list[str]:

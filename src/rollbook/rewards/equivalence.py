@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import multiprocessing
 import os
 import threading
 from typing import Any
 
 from rollbook.algorithms.registry import number
 from rollbook.rewards.answers import as_number, final_answer, plain, references
-from rollbook.rewards.pools import MissingExtra, Processes
+from rollbook.rewards.pools import MissingExtra, Processes, inside
 
 _pool: Processes | None = None
 _pool_lock = threading.Lock()
@@ -44,8 +43,7 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
     if answer is not None and any(_same(answer, one) for one in right):
         return 1.0
     arguments = (response, right, precision)
-    if multiprocessing.current_process().daemon:
-        # Already in a process of a pool, which may not have processes of its own and whose limit holds here.
+    if inside():  # a process of a pool, whose limit holds here
         return _verified(*arguments)
     outcome = _processes().call(arguments, time_limit)
     if outcome.fatal is not None:

@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,6 +28,7 @@ from rollbook.rewards.types import (
     Scores,
     WrongCount,
     as_float,
+    as_inputs,
     check_on_error,
     failed_score,
     run_sync,
@@ -82,8 +83,14 @@ class FileFunction:
 
     path: str
     name: str = "reward_func"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters that are fixed."""
 
     def load(self) -> Callable[..., Any]:
+        """The function with its options, to be called by names."""
+        return _by_place(functools.partial(self.bare(), **self.options) if self.options else self.bare())
+
+    def bare(self) -> Callable[..., Any]:
         """The function itself; the file is run once in each process."""
         path = Path(self.path).resolve()
         module_name = "_rollbook_reward_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
@@ -101,11 +108,12 @@ class FileFunction:
             except BaseException:
                 del sys.modules[module_name]
                 raise
-        found = vars(module).get(self.name)
+        found: Any = vars(module).get(self.name)
         if not callable(found):
             known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
             raise ValueError(f"reward file {self.path}: it has no function {self.name!r}{near(self.name, known)}")
-        return _by_place(found)
+        bare: Callable[..., Any] = found
+        return bare
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self.load()(*arguments, **options)
@@ -339,10 +347,11 @@ class FunctionReward(Reward):
         self._processes = Processes(self._caller, self.workers) if pool == "process" else None
         self.waits = self._async or pool == "process"
 
-    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> Scores:
         """Score samples, in their order."""
         if self._async:
             return run_sync(lambda: self.score_async(inputs))
+        inputs = as_inputs(inputs)
         chunks = self._chunks(inputs)
         processes, limit = self._processes, self.time_limit
         if processes is None:
@@ -350,13 +359,15 @@ class FunctionReward(Reward):
             return self._scores(inputs, chunks, in_threads(calls, self.workers, limit))
         sent = [functools.partial(processes.call, (len(c), g), limit) for c, g in chunks]
         # The threads only wait for the processes, which keep the limit.
-        outcomes = [found.value for found in _raised(self.name, in_threads(sent, self.workers, None))]
+        waited = _raised(self.name, in_threads(sent, self.workers, None))
+        outcomes = [found if found.value is None else found.value for found in waited]
         return self._scores(inputs, chunks, outcomes)
 
-    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> Scores:
         """The same for an event loop; an async function runs in that loop."""
         if not self._async:
             return await asyncio.to_thread(self, inputs)
+        inputs = as_inputs(inputs)
         chunks = self._chunks(inputs)
         free = asyncio.Semaphore(self.workers)
         outcomes = await asyncio.gather(*(self._awaited(free, len(c), g) for c, g in chunks))

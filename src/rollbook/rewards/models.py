@@ -23,6 +23,7 @@ from rollbook.rewards.types import (
     Reward,
     RewardInput,
     Scores,
+    as_inputs,
     check_on_error,
     failed_score,
     say_failures,
@@ -101,8 +102,9 @@ class ModelReward(Reward):
         self._last = _decoder_classifier(self.model)
         self.on_error: OnError = check_on_error(on_error)
 
-    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> Scores:
         """Score samples."""
+        inputs = as_inputs(inputs)
         scores = Scores(rewards=[nan] * len(inputs))
         if not inputs:
             return scores

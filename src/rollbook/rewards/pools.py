@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rollbook.rewards.types import WrongCount
@@ -160,7 +161,6 @@ class Processes:
         self.workers = workers
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         self._alive: set[_Worker] = set()
-        self._starting = threading.Lock()  # one loads its modules from disk, the next from memory
         for _ in range(workers):
             self._idle.put(None)
         self._finish = weakref.finalize(self, _kill_all, self._alive)
@@ -173,9 +173,8 @@ class Processes:
                 self._drop(worker)
                 worker = None
             if worker is None:
-                with self._starting:
-                    worker = _Worker(self._function)
-                    self._alive.add(worker)
+                worker = _Worker(self._function)
+                self._alive.add(worker)
             outcome = worker.call(arguments, limit)
         finally:
             if worker is not None and not worker.fit:
@@ -203,7 +202,7 @@ START_LIMIT = 180.0
 """Seconds in which a process must have loaded its function: it may import torch."""
 
 _GUARD = "`if __name__ == '__main__':`"
-_ELSE = "; put the function into a module of its own, or use pool='thread'"
+_ELSE = "move the function into a module of its own, or use pool='thread'"
 
 
 @dataclass(frozen=True)
@@ -217,23 +216,26 @@ class Main:
     problem: str | None = None
 
     @classmethod
-    def here(cls) -> Main:
-        """This process's main program."""
+    def here(cls, starting: bool = False) -> Main:
+        """This process's main program; `starting` a process, it must be at work under its guard."""
         main = sys.modules["__main__"]
         known = vars(main)
         path, name = known.get("__file__"), getattr(known.get("__spec__"), "name", None)
         if path is None or not Path(path).is_file():
-            return cls(problem=f"which has no file (a notebook, python -c, standard input) to load it from{_ELSE}")
+            return cls(problem=f"which has no file (a notebook, python -c, standard input) to load it from; {_ELSE}")
         if name is not None and name.rpartition(".")[2] == "__main__":
-            return cls(problem=f"{name}, which another process cannot import{_ELSE}")
+            return cls(problem=f"{name}, which another process cannot import; {_ELSE}")
         try:
             body = ast.parse(Path(path).read_bytes()).body
         except (OSError, SyntaxError, ValueError) as error:
-            return cls(problem=f"{path}, which cannot be read ({said(error)}){_ELSE}")
+            return cls(problem=f"{path}, which cannot be read ({said(error)}); {_ELSE}")
         guards = [range(one.lineno, (one.end_lineno or one.lineno) + 1) for one in body if _is_guard(one)]
         if not guards:
-            why = f"{path}, which has no {_GUARD}, so that every process would do its work again; put that work there"
-            return cls(problem=f"{why}, or the function into a module of its own, or use pool='thread'")
+            why = f"{path}, which has no {_GUARD} and would do its work again in every process"
+            return cls(problem=f"{why}; put that work there, {_ELSE}")
+        line = _line_of(main) if starting else None
+        if line is not None and not any(line in guard for guard in guards):
+            return cls(problem=f"{path}, whose line {line} is not under its {_GUARD} and would run again; {_ELSE}")
         return cls(("init_main_from_path", path) if name is None else ("init_main_from_name", name))
 
 
@@ -241,6 +243,16 @@ def _is_guard(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.If) and any(
         isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
     )
+
+
+def _line_of(main: ModuleType) -> int | None:
+    """The line that a main program is at, unless it has ended."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals is vars(main) and frame.f_code.co_name == "<module>":
+            return frame.f_lineno
+        frame = frame.f_back
+    return None
 
 
 class _Life:
@@ -266,7 +278,9 @@ class _Worker:
         self._pipe, theirs = multiprocessing.Pipe()
         # Not by `multiprocessing`, whose processes begin by running the main program: a training script whose work
         # stands under no guard would do it again in each of them.
-        program = "import sys; sys.path[:] = sys.argv[2:]; import rollbook.rewards.pools as p; p.serve(int(sys.argv[1]))"
+        program = (
+            "import sys; sys.path[:] = sys.argv[2:]; import rollbook.rewards.pools as p; p.serve(int(sys.argv[1]))"
+        )
         places = [place for place in sys.path if isinstance(place, str)]
         try:
             self._process = subprocess.Popen(
@@ -283,7 +297,7 @@ class _Worker:
         finally:
             theirs.close()
         try:
-            self._pipe.send((sys.argv, Main.here(), function))
+            self._pipe.send((sys.argv, Main.here(starting=True), function))
             if not self._pipe.poll(START_LIMIT):
                 raise PoolError(f"a reward process did not start within {START_LIMIT:g} s")
             problem = self._pipe.recv()

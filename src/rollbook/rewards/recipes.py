@@ -21,6 +21,7 @@ from rollbook.rewards.types import (
     Reward,
     RewardInput,
     Scores,
+    as_inputs,
     check_on_error,
     failed_score,
     is_reward,
@@ -118,12 +119,14 @@ class Combined(Reward):
         self.combine = combine
         self.waits = all(reward.waits for reward in self.rewards.values())
 
-    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> Scores:
         """Score samples."""
+        inputs = as_inputs(inputs)
         return self._sum(len(inputs), scored_together([(reward, inputs) for reward in self.rewards.values()]))
 
-    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> Scores:
         """The same for an event loop, all parts at once."""
+        inputs = as_inputs(inputs)
         return self._sum(len(inputs), await gathered([(reward, inputs) for reward in self.rewards.values()]))
 
     def close(self) -> None:
@@ -251,13 +254,15 @@ class Recipe(Reward):
             if not self.recipe[label]:
                 raise ValueError(f"recipe[{label!r}]: got no components, expected at least one")
 
-    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> Scores:
         """Score samples, each by its label's components."""
+        inputs = as_inputs(inputs)
         plan = self._plan(inputs)
         return self._made(inputs, plan, scored_together(self._jobs(inputs, plan)))
 
-    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> Scores:
         """The same for an event loop, all components at once."""
+        inputs = as_inputs(inputs)
         plan = self._plan(inputs)
         return self._made(inputs, plan, await gathered(self._jobs(inputs, plan)))
 
@@ -375,12 +380,14 @@ class LightRFTReward(Reward):
             found = [_line(label, line) for line in lines]
             self._needs[label] = {name for kind, name, weight in found if kind == "model" and weight != 0.0}
 
-    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> Scores:
         """Score samples."""
+        inputs = as_inputs(inputs)
         return self._made(inputs, scored_together(self._jobs(inputs)))
 
-    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> Scores:
         """The same for an event loop; `reward_fn` itself runs in a thread."""
+        inputs = as_inputs(inputs)
         found = await gathered(self._jobs(inputs))
         return await asyncio.to_thread(self._made, inputs, found)
 

@@ -25,6 +25,7 @@ from rollbook.rewards.types import (
     Scores,
     WrongCount,
     as_float,
+    as_inputs,
     check_on_error,
     failed_score,
     run_sync,
@@ -106,13 +107,14 @@ class RemoteReward(Reward):
         self._dedupe_images = switch("dedupe_images", dedupe_images)
         self.on_error: OnError = check_on_error(on_error)
 
-    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> Scores:
         """Score samples; works inside a running event loop, too, which then waits."""
         return run_sync(lambda: self.score_async(inputs))
 
-    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> Scores:
         """Score samples; the event loop goes on meanwhile."""
         httpx = _httpx()
+        inputs = as_inputs(inputs)
         encoder = Encoder(self._image_format)
         chunks = [range(i, min(i + self.batch_size, len(inputs))) for i in range(0, len(inputs), self.batch_size)]
         free = asyncio.Semaphore(self.concurrency)

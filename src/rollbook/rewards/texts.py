@@ -1,4 +1,4 @@
-"""Ready functions about the text itself: JSON that keeps a schema, length, repetition.
+"""Ready functions about the text itself: JSON that is a value or keeps a schema, length, repetition.
 
 Invariant: length and repetition are those of `rollbook.algorithms.penalties`; nothing is computed twice, in two ways.
 """
@@ -29,9 +29,8 @@ def json_errors(text: str, schema: Any = None, *, most: int = 10) -> list[str]:
     >>> json_errors('{"age": ')
     ['not JSON: Expecting value: line 1 column 9 (char 8)']
     """
-    blocks = _FENCE.findall(text)
     try:
-        value = json.loads(blocks[-1] if blocks else text, parse_constant=_no_constant, object_pairs_hook=_once)
+        value = _value(text)
     except (ValueError, RecursionError) as error:
         return [f"not JSON: {str(error)[:200]}"]
     if schema is None:
@@ -41,6 +40,12 @@ def json_errors(text: str, schema: Any = None, *, most: int = 10) -> list[str]:
     except RecursionError:
         return ["$: nested too deep to be checked"]
     return [f"{error.json_path}: {error.message[:200]}" for error in found[:most]]
+
+
+def _value(text: str) -> Any:
+    """The value of a text that is JSON, or whose last fenced block is."""
+    blocks = _FENCE.findall(text)
+    return json.loads(blocks[-1] if blocks else text, parse_constant=_no_constant, object_pairs_hook=_once)
 
 
 def _no_constant(name: str) -> Any:
@@ -67,22 +72,63 @@ def _validator(schema: str) -> Any:
         kind.check_schema(plain)
     except jsonschema.SchemaError as error:
         raise ValueError(f"schema: got one that is none: {error.message[:200]}") from None
+    if isinstance(plain, dict) and plain and not plain.keys() & kind.VALIDATORS.keys():
+        names = ", ".join(map(repr, list(plain)[:8]))
+        raise ValueError(f"schema: got the keys {names}, expected a JSON schema: none of them checks anything")
     return kind(plain, registry=Registry())
 
 
-def json_match(response: str, reference: Any = None, *, schema: Any = None) -> dict[str, float]:
+def json_match(response: str, reference: Any) -> float:
+    """1 if the response is JSON of the same value as the reference, else 0.
+
+    reference: a value, or its JSON text (a text that is no JSON stands for itself). Numbers are equal by their value
+    (`1` is `1.0`, `true` is neither), objects whatever the order of their keys. `json_schema` asks for a form instead.
+
+    >>> json_match('{"a": 1.0, "b": [true]}', {"b": [True], "a": 1}), json_match('{"z": 9}', '{"a": 1}')
+    (1.0, 0.0)
+    """
+    if reference is None:
+        raise ValueError("reference: got None, expected a value, or its JSON text ('null' for none)")
+    try:
+        right = json.loads(reference) if isinstance(reference, str) else json.loads(json.dumps(reference))
+    except TypeError as error:
+        raise ValueError(f"reference: got {type(reference).__name__}, expected what JSON can say ({error})") from None
+    except ValueError:
+        right = reference
+    try:
+        return float(_equal(_value(response), right))
+    except (ValueError, RecursionError):
+        return 0.0
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
+def json_schema(response: str, reference: Any = None, *, schema: Any = None) -> dict[str, float]:
     """1 if the response is JSON that keeps the schema, else 0; `json` (it is JSON at all) and `errors` are metrics.
 
-    schema: given once for all samples (`functools.partial(json_match, schema=...)`), else each sample's reference, a
+    schema: given once for all samples (`as_reward("json_schema", schema=...)`), else each sample's reference, a
     mapping or its JSON text. `json_errors` says what is wrong in words.
 
     >>> shape = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-    >>> json_match('{"age": 3}', shape), json_match('{"age": "three"}', shape)["reward"], json_match("three", shape)
+    >>> json_schema('{"age": 3}', shape), json_schema('{"age": "three"}', shape)["reward"], json_schema("three", shape)
     ({'reward': 1.0, 'json': 1.0, 'errors': 0.0}, 0.0, {'reward': 0.0, 'json': 0.0, 'errors': 1.0})
+    >>> json_schema('{"z": 9}', {"a": 1})
+    Traceback (most recent call last):
+        ...
+    ValueError: schema: got the keys 'a', expected a JSON schema: none of them checks anything
     """
     asked = schema if schema is not None else reference
     if isinstance(asked, str):
-        asked = json.loads(asked)
+        try:
+            asked = json.loads(asked)
+        except ValueError as error:
+            raise ValueError(f"schema: got {asked[:80]!r}, expected JSON ({error})") from None
     if not isinstance(asked, (dict, bool)):
         raise ValueError(f"schema: got {type(asked).__name__}, expected a JSON schema, or one as the reference")
     wrong = json_errors(response, asked)

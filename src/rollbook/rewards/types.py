@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan, nan
 from numbers import Number
@@ -161,6 +161,19 @@ class RewardInput:
         )
 
 
+def as_inputs(given: Any) -> list[RewardInput]:
+    """What a reward was called with, as its inputs: a list of `Sample`s, `Experience`s or `RewardInput`s.
+
+    >>> as_inputs(RewardInput(prompt="", response=""))
+    Traceback (most recent call last):
+        ...
+    ValueError: inputs: got a single RewardInput, expected a list of samples
+    """
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise ValueError(f"inputs: got a single {type(given).__name__}, expected a list of samples")
+    return [RewardInput.of(one) for one in given]
+
+
 def _content(message: Mapping[str, Any]) -> str:
     """A chat message's text: its content, or the text parts of it."""
     content = message.get("content")
@@ -243,11 +256,12 @@ class Reward(Protocol):
     waits: bool = False
     """Whether its time goes by waiting for somebody else, so that others may run meanwhile."""
 
-    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
-        """Score samples: one entry for each, in their order."""
+    def __call__(self, inputs: Sequence[Any]) -> Scores:
+        """Score samples: one entry for each, in their order. The rewards here take an engine's `Sample`s and
+        `Experience`s as well as `RewardInput`s, which is what the maker gives to all."""
         ...
 
-    async def score_async(self, inputs: Sequence[RewardInput]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> Scores:
         """The same for an event loop, which goes on meanwhile."""
         return await asyncio.to_thread(self, inputs)
 
