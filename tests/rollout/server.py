@@ -5,7 +5,8 @@ real tiny model, with a sampling loop of its own, and with faults on order.
         OpenAIEngine(server.url)
 
 `server.seen` are the requests that asked for samples, `server.most` the largest number of them that were open at once,
-`server.broken` how many streams lost their reader. `server.faults` are played in order: see `Fault`.
+`server.broken` how many streams lost their reader. `server.faults` are played in order: see `Fault`. `server.lacks` are
+paths that it does not have; with `stream` among them it answers in whole.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class Server:
         self.pace, self.weight_version = pace, version
         self.context = model.config.max_position_embeddings
         self.faults: list[Fault] = []
+        self.lacks: set[str] = set()
         self.seen: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.times: list[float] = []
@@ -184,6 +186,8 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
         """The reply, or if the body asks to stream, its events."""
+        if path in self.lacks:
+            raise Refused(404, "Not Found")
         if path == "/tokenize" and self.dialect != "openai":
             text = body.get("content", body.get("prompt"))
             if text is None and self.dialect == "vllm":
@@ -472,9 +476,10 @@ class _Handler(BaseHTTPRequestHandler):
                 app.open += 1
                 app.most = max(app.most, app.open)
         try:
-            self.reply(app, body)
-        except Refused as error:
-            self.whole(error.status, {"error": {"message": str(error)}})
+            try:
+                self.reply(app, body)
+            except Refused as error:
+                self.whole(error.status, {"error": {"message": str(error)}})
         except OSError:
             with app.counts:
                 app.broken += 1
@@ -488,12 +493,15 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None:
             self.whole(fault.status, {"error": {"message": fault.message}}, fault.headers)
             return
+        if "stream" in app.lacks:
+            body = {**body, "stream": False}
         events = app.post(self.path, body)
         if not body.get("stream"):
             found = json.dumps(next(events)).encode()
             if app.fault(body, "garbage"):
                 found = b"<html>" + found
             self.send_response(200)
+            self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(found)))
             self.end_headers()
             if app.fault(body, "hang up"):
@@ -541,13 +549,14 @@ def serve(
     kind: str | None = None,
     pace: float = 0.0,
     version: str | None = None,
+    port: int = 0,
 ) -> Iterator[Server]:
     """A server that runs until the block is left. `kind`: which log-probs it gives, if not its dialect's own; `pace`:
-    seconds for each token; `version`: the weights' version that its replies carry."""
+    seconds for each token; `version`: the weights' version that its replies carry; `port`: 0 takes a free one."""
     own = kind or {"sglang": "tempered"}.get(dialect, "raw")
     tokenizer = tokenizer or tiny.bytes_()
     app = Server(dialect, model or tiny.llama(len(tokenizer)), tokenizer, own, pace, version)
-    http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    http = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
     http.daemon_threads = False  # they are waited for: one that is in torch when Python ends takes it down
     http.app = app  # type: ignore[attr-defined]
     app.url = f"http://127.0.0.1:{http.server_address[1]}"

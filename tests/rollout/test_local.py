@@ -596,6 +596,10 @@ def test_going_on_under_other_options_is_recorded() -> None:
     assert whole.response_ids[:4] == half.response_ids and whole.logprobs[:4] == half.logprobs
     same = sampler.generate(half)[0]
     assert "earlier" not in same.sampling
+    asked = Sampling(temperature=0.5, max_tokens=12, ignore_eos=True, seed=1)
+    assert sampler.generate(half, asked)[0].response_ids == same.response_ids  # the same call's seed: the same stream
+    other = sampler.generate(half, seed=2)[0]
+    assert other.response_ids[:4] == half.response_ids and other.response_ids != same.response_ids
     with pytest.raises(ValueError, match="n: got 2, expected 1"):
         sampler.generate(half, n=2)
 

@@ -4,9 +4,13 @@ goes wrong stays with its samples, and what a server cannot give is said."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -227,6 +231,53 @@ def test_long_prompts_are_refused_or_cut(server, engine):
     assert list(fits.prompt_ids) == whole and "prompt_truncated_from" not in fits.info
 
 
+def test_a_tokenizer_counts_prompts_without_the_server(server):
+    server.faults.clear()
+    server.paths.clear()
+    whole = tiny.bytes_()("a long prompt")["input_ids"]
+    with OpenAIEngine(server.url, tokenizer=tiny.bytes_()) as engine:
+        how = {"max_tokens": 3, "prompt_overflow": "left"}
+        cut, short, chat = engine.generate(["a long prompt", "ab", CHAT], max_prompt_tokens=6, **how)
+        assert list(cut.prompt_ids) == whole[-6:] and list(short.prompt_ids) == tiny.bytes_()("ab")["input_ids"]
+        assert list(chat.prompt_ids) == rendered(CHAT)[-6:]
+        assert chat.info["prompt_truncated_from"] == len(rendered(CHAT)) and "prompt_truncated_from" not in short.info
+        assert set(server.paths) == {"/v1/completions"}
+        (fits,) = engine.generate([Prompt(messages=CHAT, tools=TOOLS)], max_prompt_tokens=200, max_tokens=3)
+        assert list(fits.prompt_ids) == rendered(CHAT, TOOLS) and server.paths[-1] == "/v1/chat/completions"
+    with serve("openai", tokenizer=tiny.words()) as plain:
+        with OpenAIEngine(plain.url, tokenizer=tiny.words(), retokenize=True) as engine:
+            how = {"max_tokens": 3, "suppress": range(9), "max_prompt_tokens": 50}
+            text, chat = engine.generate(["the quick fox", CHAT], **how)
+            assert plain.seen[0]["prompt"] == list(text.prompt_ids) and "retokenized" in text.info
+            assert not chat.failed and "messages" in plain.seen[1]
+        with OpenAIEngine(plain.url) as engine:
+            (one,) = engine.generate(["the quick fox"], max_tokens=3, max_prompt_tokens=50)
+            assert "max_prompt_tokens: it needs a tokenizer" in one.error and "/tokenize" in one.error
+
+
+def test_a_server_without_tokenize_counts_by_its_reply(server, engine):
+    server.lacks = {"/tokenize"}
+    try:
+        how = {"max_tokens": 3, "max_prompt_tokens": 12, "prompt_overflow": "right"}
+        short, chat, long = engine.generate(["short", CHAT, "long" * 10], **how)
+        again = engine.generate(["once more"], **how)[0]
+    finally:
+        server.lacks = set()
+    assert not short.failed and not again.failed and list(short.prompt_ids) == tiny.bytes_()("short")["input_ids"]
+    assert server.paths.count("/tokenize") <= 3 and server.paths[-1] == "/v1/completions"
+    for one in (chat, long):
+        assert "expected at most max_prompt_tokens (12)" in one.error, one.error
+        assert "needs a tokenizer or a server with /tokenize" in one.error
+        assert f"POST {server.url}/tokenize: status 404: Not Found" in one.error
+    with serve("sglang") as own:
+        own.lacks = {"/tokenize"}
+        with OpenAIEngine(own.url) as bare, OpenAIEngine(own.url, tokenizer=tiny.bytes_()) as able:
+            (one,) = bare.generate(["text"], max_tokens=3)
+            assert f"POST {own.url}/tokenize: status 404" in one.error and "a tokenizer can make them" in one.error
+            (one,) = able.generate(["text"], max_tokens=3)
+            assert list(one.prompt_ids) == tiny.bytes_()("text")["input_ids"] and not one.failed
+
+
 # --- kinds of log-probs -----------------------------------------------------------------------------------------------
 
 
@@ -352,6 +403,40 @@ def test_pause_and_go_on(server, engine):
     assert len({body["seed"] for body in server.seen}) == 3 and len(third.response_ids) == 20
 
 
+def test_records_have_the_seed_that_was_sent(server, engine):
+    how = {"max_tokens": 9, "ignore_eos": True, "batch": 0}
+    (free,) = engine.generate(["seed"], **how, pause_after=3)
+    assert free.sampling["seed"] is free.sampling["asked_seed"] is None
+    (on,) = engine.generate([free])
+    assert on.sampling["seed"] is None and "earlier" not in on.sampling
+    (hot,) = engine.generate([free], temperature=0.5)
+    assert hot.sampling["earlier"] == [{"tokens": 3, "temperature": 1.0}] and hot.sampling["temperature"] == 0.5
+    how["n"] = 2
+    server.seen.clear()
+    seeded = engine.generate(["seed"], **how, seed=7, pause_after=3)
+    assert [one.sampling["seed"] - server.seen[0]["seed"] for one in seeded] == [0, 1]
+    for one in (*seeded, *engine.generate(seeded)):
+        assert one.sampling["asked_seed"] == 7 and one.sampling["seed"] == seeded[one.eid.run].sampling["seed"]
+        assert not any("seed" in part for part in one.sampling.get("earlier", ()))
+        assert Sampling.of(one.sampling).seed == 7
+    # Of what failed, and of what did not begin, too.
+    cancel = Cancel()
+    cancel.request()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begins = engine.generate(["seed"], **how, seed=7, cancel=cancel)
+        gc.collect()
+    assert all(one.unfinished and one.sampling["seed"] is not None for one in begins)
+    assert [one.response_ids for one in engine.generate(begins)] == [
+        one.response_ids for one in engine.generate(begins)
+    ]
+    server.faults = [Fault("status", times=2, status=400)]
+    (lost, *_) = engine.generate(["seed"], **how)
+    assert lost.failed and lost.sampling["seed"] is None
+    (lost, other) = engine.generate(["seed"], **how, seed=7)
+    assert lost.failed and other.sampling["seed"] == seeded[1].sampling["seed"]
+
+
 def test_the_end_of_the_context_is_no_pause(server, engine):
     (one,) = engine.generate([[30] * 250], max_tokens=20, ignore_eos=True, pause_after=10)
     assert len(one.response_ids) == 6 and one.finish_reason == "length"
@@ -465,15 +550,29 @@ def test_what_may_pass_is_tried_again(server, engine, fault, stream):
 def test_tries_end(server, engine):
     server.faults = [Fault("status", times=100, status=503, message="overloaded")]
     (one,) = engine.generate(["never"], max_tokens=3)
-    assert one.failed and "status 503: overloaded" in one.error and "tried 4 times" in one.error
-    assert len(server.seen) == 4
+    assert one.error == f"POST {server.url}/v1/completions: status 503: overloaded (tried 4 times)"
+    assert len(server.seen) == 4 and one.metrics["retries"] == 3
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_refusals_are_final(server, engine, status):
     server.faults = [Fault("status", status=status, message="not like this")]
     (one,) = engine.generate(["no"], max_tokens=3)
-    assert one.failed and one.error == f"status {status}: not like this" and len(server.seen) == 1
+    assert one.error == f"POST {server.url}/v1/completions: status {status}: not like this" and len(server.seen) == 1
+    assert one.metrics["retries"] == 0
+
+
+def test_retries_are_those_of_the_sample():
+    with serve("sglang") as server, OpenAIEngine(server.url, backoff=QUICK) as engine:
+        seeds = [one.sampling["seed"] for one in engine.generate([[30, 31]], n=3, max_tokens=2, seed=1, batch=0)]
+        server.faults = [Fault("status", times=2, match=str(seeds[1]), status=503)]
+        server.faults.append(Fault("status", times=9, match=str(seeds[2]), status=503))
+        samples = engine.generate([[30, 31]], n=3, max_tokens=2, seed=1, batch=0)
+        assert [one.metrics["retries"] for one in samples] == [0, 2, 3]
+        assert [one.failed for one in samples] == [False, False, True]
+        server.faults = [Fault("status", times=2, match="hello", status=503)]
+        (one,) = engine.generate(["hello"], max_tokens=2)  # /tokenize is asked for its ids
+        assert one.metrics["retries"] == 2 and server.paths[-4:] == ["/tokenize"] * 3 + ["/generate"]
 
 
 @pytest.mark.parametrize(
@@ -484,8 +583,8 @@ def test_refusals_are_final(server, engine, status):
         ("nan", "got nan, expected a log-probability"),
         ("positive", "got 0.5, expected a log-probability"),
         ("short", "logprobs: got 29, expected 30, one for each id"),
-        ("no ids", "vllm did not give the token ids of the response"),
-        ("no logprobs", "vllm did not give the log-probs"),
+        ("no ids", "(return_token_ids); or give the engine a tokenizer and retokenize=True"),
+        ("no logprobs", "vLLM gives them when it is asked (logprobs)"),
         ("reason", "finish_reason: got 'because'"),
         ("other prompt", "other ids than the 2 that were sent"),
     ],
@@ -497,6 +596,27 @@ def test_bad_replies_are_recorded(server, engine, kind, words):
     assert len(server.seen) == 1 and list(samples[0].prompt_ids) == [30, 31]
     record = samples[0].to_experience()
     assert words in record.info["error"] and not record.action_mask.any()
+
+
+def test_ids_made_from_texts_are_recorded_as_such_whatever_the_dialect(server):
+    with serve(tokenizer=tiny.words()) as words, OpenAIEngine(words.url, tokenizer=tiny.words()) as engine:
+        how = {"max_tokens": 4, "suppress": range(9), "seed": 1, "batch": 0}
+        (want,) = engine.generate(["the quick fox"], **how)
+        words.faults = [Fault("no ids", times=9)]
+        assert "give the engine retokenize=True" in engine.generate(["the quick fox"], **how)[0].error
+        engine.retokenize = True
+        (one,) = engine.generate(["the quick fox"], **how)
+        assert one.response_ids == want.response_ids and list(one.prompt_ids) == list(want.prompt_ids)
+        assert one.info == {"retokenized": True} and want.info == {}
+
+
+def test_whole_replies_to_requests_for_streams(server, engine):
+    server.lacks = {"stream"}
+    try:
+        (one,) = engine.stream(["whole"], max_tokens=5, ignore_eos=True)
+    finally:
+        server.lacks = set()
+    assert len(one.response_ids) == 5 and one.metrics["retries"] == 0 and server.seen[0]["stream"]
 
 
 @pytest.mark.parametrize(("kind", "words"), [("garbage", "not JSON"), ("nan", "got nan"), ("error", "the engine died")])
@@ -540,13 +660,33 @@ def test_no_server():
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with OpenAIEngine(url, backoff=Backoff(tries=2, first=0.01)) as engine:
         samples = engine.generate([[30 + i] for i in range(50)], max_tokens=3)
-        assert all(one.failed and "ConnectError" in one.error and "tried 2 times" in one.error for one in samples)
+        assert all(f"GET {url}/v1/models: ConnectError" in one.error for one in samples)
+        assert all("tried 2 times" in one.error and one.metrics["retries"] == 1 for one in samples)
         assert engine.run.engine_version == "unknown" and samples[0].run_id == engine.run.id
         with pytest.raises(TimeoutError, match="not ready after 0.3 s"):
             engine.health(0.3)
     with serve() as server, OpenAIEngine(server.url) as engine:
         engine.health(10)
         assert engine.run.engine == "vllm"
+
+
+def test_a_server_that_comes_later_is_known_for_what_it_is():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with OpenAIEngine(f"http://127.0.0.1:{port}", "tiny", backoff=Backoff(tries=1)) as engine:
+        assert "ConnectError" in engine.generate([[30]], max_tokens=3)[0].error
+        with serve(port=port):
+            assert not engine.generate([[30]], max_tokens=3)[0].failed and engine.run.engine == "vllm"
+
+
+def test_a_repr_says_where_and_what_but_no_secret(server):
+    server.faults.clear()
+    url = server.url.replace("//", "//user:pass-word-1@")
+    with OpenAIEngine(url, api_key="sk-secret-1", headers={"x-team": "secret-2"}) as engine:
+        assert repr(engine) == f"OpenAIEngine('{server.url}', model=None, dialect='auto')"
+        engine.generate([[30]], max_tokens=2)
+        assert repr(engine) == f"OpenAIEngine('{server.url}', model='tiny', dialect='vllm')"
 
 
 def test_secrets_and_payloads_stay_out_of_errors(server):
@@ -573,6 +713,62 @@ def test_nothing_is_left_open(server):
         engine.close()
         assert threading.active_count() <= before + 1  # the server's own, of a connection that closes
         assert "after close()" in engine.generate(["closed"], max_tokens=2)[0].error
+
+
+def test_an_engine_that_nobody_holds_ends_its_thread(server):
+    def threads():
+        return [one for one in threading.enumerate() if one.name == "rollbook-http"]
+
+    before = len(threads())
+    engine = OpenAIEngine(server.url)
+    engine.generate(["close"], max_tokens=2)
+    stream = engine.stream(["a", "b"], max_tokens=200, ignore_eos=True)
+    next(stream)
+    assert len(threads()) == before + 1
+    del stream, engine
+    gc.collect()
+    assert eventually(lambda: len(threads()) == before)
+
+
+LEFT = """
+import asyncio
+from rollbook.rollout import OpenAIEngine
+engine = OpenAIEngine({url!r})
+stream = engine.stream([[30], [31]], [dict(max_tokens=n, ignore_eos=True) for n in (2, 200)])
+print(len(next(stream).response_ids))
+asyncio.base_events.kept = stream  # until that module is taken apart
+"""
+
+
+def test_a_program_that_ends_in_the_middle_of_a_stream_ends_quietly():
+    with serve(pace=0.02) as server:
+        done = subprocess.run(
+            [sys.executable, "-W", "always", "-c", LEFT.format(url=server.url)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+        assert eventually(lambda: server.open == 0 and server.broken == 1)
+
+
+def test_a_forked_process_is_told(server, engine):
+    engine.generate([[30]], max_tokens=2)
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, str(engine.generate([[30]], max_tokens=2)[0].error).encode())
+            engine.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"got a call in a forked process" in os.read(reader, 1000)
+    os.close(reader)
+    os.close(writer)
+    assert not engine.generate([[30]], max_tokens=2)[0].failed
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -651,6 +847,9 @@ def test_an_unfinished_sample_with_images_says_why_it_cannot_go_on(engine):
     assert part.unfinished and len(part.response_ids) == 3
     (one,) = engine.generate([part])
     assert one.failed and "only ids can be sent" in one.error and one.response_ids == part.response_ids
+    content = [{"type": "image", "image": spotted((2, 2), (0, 0))}, {"type": "text", "text": "what?"}]
+    (part,) = engine.generate(Prompt(messages=[{"role": "user", "content": content}]), max_tokens=9, pause_after=3)
+    assert "only ids can be sent" in engine.generate([part])[0].error  # an image in a message is one, too
     (long,) = engine.generate(prompt, max_tokens=2, max_prompt_tokens=5)
     assert "expected at most max_prompt_tokens (5)" in long.error
 

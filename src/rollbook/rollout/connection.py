@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import json
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -26,7 +27,11 @@ Found = TypeVar("Found")
 
 
 class ServerError(RuntimeError):
-    """A server's refusal, or its silence after all tries."""
+    """A server's refusal, with its HTTP `status`, or its silence after all tries."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class BadReply(ServerError):
@@ -36,13 +41,15 @@ class BadReply(ServerError):
 class Again(Exception):
     """What may succeed when it is asked again, and how long the server asks to wait."""
 
-    def __init__(self, text: str, wait: float = 0.0) -> None:
+    def __init__(self, text: str, wait: float = 0.0, status: int | None = None) -> None:
         super().__init__(text)
         self.wait = wait
+        self.status = status
 
 
 class Connection:
-    """A server at `url`. The loop and its thread begin with the first request.
+    """A server at `url`. The loop and its thread begin with the first request, and end with `close`, with the last
+    reference to this, or with the program, whichever is first.
 
     >>> connection = Connection("http://user:word@127.0.0.1:8000/v1/", concurrency=2)
     >>> connection.url, connection.clean("a word for user")
@@ -77,7 +84,8 @@ class Connection:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._client: httpx.AsyncClient | None = None
+        self._clients: list[httpx.AsyncClient] = []  # one, once it is needed
+        self._ended: weakref.finalize[Any, Connection] | None = None
         self._slots: asyncio.Semaphore | None = None
         self._closed = False
 
@@ -89,32 +97,24 @@ class Connection:
             if self._closed:
                 work.close()
                 raise ValueError("engine: got a call after close(), expected a new engine")
-            if self._loop is None:
+            if self._loop is None or self._thread is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="rollbook-http", daemon=True)
+                self._thread = threading.Thread(target=_running, args=(self._loop,), name="rollbook-http", daemon=True)
                 self._thread.start()
+                # Not a method: it must not keep this alive. It runs before modules are taken apart at the end of the
+                # program, when what is under way could no longer be ended.
+                self._ended = weakref.finalize(self, _end, self._loop, self._thread, self._clients)
+            elif not self._thread.is_alive():
+                work.close()
+                raise ValueError("engine: got a call in a forked process or at its end, expected an engine made there")
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """End what is under way, close the connections and join the thread."""
         with self._lock:
-            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
             self._closed = True
-        if loop is None or thread is None:
-            return
-
-        async def end() -> None:
-            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
-            if self._client is not None:
-                await self._client.aclose()
-
-        asyncio.run_coroutine_threadsafe(end(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        if self._ended is not None:
+            self._ended()  # once
 
     # --- requests, in the loop ----------------------------------------------------------------------------------------
 
@@ -122,39 +122,56 @@ class Connection:
         """Words that may be recorded."""
         return scrubbed(text, self._secrets)
 
-    async def json(self, path: str, body: Mapping[str, Any] | None = None, once: bool = False) -> Any:
-        """A small question's answer: a GET, or a POST of `body`; `once`: not tried again."""
+    async def json(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        once: bool = False,
+        again: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """A small question's answer: a GET, or a POST of `body`; `once` and `again`: see `tried`."""
 
         async def attempt() -> Any:
             async with self.opened(path, body) as response:
                 return parsed(await response.aread())
 
-        return await self.tried(attempt, once=once)
+        return await self.tried(attempt, again, once)
 
     @contextlib.asynccontextmanager
     async def opened(
         self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> AsyncIterator[httpx.Response]:
-        """A reply of status 200, to be read in whole or as it comes; another status is raised."""
+        """A reply of status 200, to be read in whole or as it comes; another status is raised.
+
+        What is raised, here or by the reader, names the method and the URL.
+        """
+        import httpx
+
         client = self._http()
         method = "GET" if body is None else "POST"
+        where = f"{method} {self.url}{path}"
         limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        async with client.stream(method, path, json=body, **limit) as response:
-            if response.status_code != 200:
-                raw = await response.aread()
-                try:
-                    said: Any = json.loads(raw)
-                except ValueError:
-                    said = raw.decode("utf-8", "replace")
-                raise refused(response.status_code, said, asked_wait(response.headers))
-            yield response
+        try:
+            async with client.stream(method, path, json=body, **limit) as response:
+                if response.status_code != 200:
+                    raw = await response.aread()
+                    try:
+                        said: Any = json.loads(raw)
+                    except ValueError:
+                        said = raw.decode("utf-8", "replace")
+                    raise refused(response.status_code, said, asked_wait(response.headers))
+                yield response
+        except httpx.RequestError as error:
+            raise Again(f"{where}: {type(error).__name__}: {error}".rstrip(": ")) from None
+        except (Again, ServerError) as error:
+            error.args = (f"{where}: {error}",)
+            raise
 
     async def tried(
         self, attempt: Callable[[], Awaitable[Found]], again: Callable[[], None] = lambda: None, once: bool = False
     ) -> Found:
-        """What `attempt` gives, if need be after several tries; `again` is called before each further one."""
-        import httpx
-
+        """What `attempt` gives, if need be after several tries; `again` is called before each further one. `once`:
+        after one."""
         if self._slots is None:
             self._slots = asyncio.Semaphore(self.concurrency)
         waits, tries = iter(()) if once else self.backoff.waits(), 0
@@ -163,29 +180,60 @@ class Connection:
             try:
                 async with self._slots:
                     return await attempt()
-            except httpx.TransportError as error:
-                passing = Again(f"{type(error).__name__}: {error}")
             except Again as error:
                 passing = error
             wait = next(waits, None)
             if wait is None:
-                raise ServerError(f"{self.url}: {self.clean(str(passing))} (tried {tries} times)")
+                times = f" (tried {tries} times)" if tries > 1 else ""
+                raise ServerError(f"{self.clean(str(passing))}{times}", passing.status)
             again()
             await asyncio.sleep(max(wait, passing.wait))
 
     def _http(self) -> httpx.AsyncClient:
-        if self._client is None:
+        if not self._clients:
             import httpx
 
             most = self.concurrency + 1
-            self._client = httpx.AsyncClient(
-                base_url=self.url,
-                headers=self._headers,
-                auth=self._auth,
-                limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
-                timeout=httpx.Timeout(self.timeout, pool=None),
+            self._clients.append(
+                httpx.AsyncClient(
+                    base_url=self.url,
+                    headers=self._headers,
+                    auth=self._auth,
+                    limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+                    timeout=httpx.Timeout(self.timeout, pool=None),
+                )
             )
-        return self._client
+        return self._clients[0]
+
+
+def _running(loop: asyncio.AbstractEventLoop) -> None:
+    """A connection's thread."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, clients: list[httpx.AsyncClient]) -> None:
+    """End what is under way in a loop, close its connections, and wait for its thread."""
+    if not thread.is_alive():  # in a forked process, where it never ran
+        return
+
+    async def end() -> None:
+        try:
+            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+            for client in clients:
+                await client.aclose()
+            await asyncio.sleep(0)  # those that wait for a task hear of its end
+        finally:
+            loop.stop()
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
+    if threading.current_thread() is not thread:  # the last reference may be that of a task
+        thread.join()
 
 
 async def events(response: httpx.Response) -> AsyncIterator[Any]:
@@ -215,12 +263,13 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def refused(status: Any, said: Any, wait: float) -> Exception:
-    """The error for a status that is not 200: one to try again, or one that is final."""
+    """The error for a status that is not 200 (`None`: a reply that does not say it): one to try again, or final."""
     for _ in range(3):  # servers put their words at various depths
         if isinstance(said, Mapping):
             said = next((said[key] for key in ("error", "message", "detail") if said.get(key)), str(dict(said)))
-    text = f"status {status}: {said}"
-    return Again(text, wait) if status in RETRIED else ServerError(text)
+    known = status if isinstance(status, int) else None
+    text = str(said) if status is None else f"status {status}: {said}"
+    return Again(text, wait, known) if status in RETRIED else ServerError(text, known)
 
 
 def parsed(data: bytes) -> Any:

@@ -49,6 +49,16 @@ def chat_messages(prompt: Prompt, allow_urls: bool = False) -> list[dict[str, An
     return messages
 
 
+def shows(prompt: Prompt) -> bool:
+    """Whether parts of a prompt's messages are something else than text.
+
+    >>> shows(Prompt(messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]))
+    False
+    """
+    contents = [message.get("content") for message in prompt.messages or ()]
+    return any(part.get("type") != "text" for parts in contents if isinstance(parts, (list, tuple)) for part in parts)
+
+
 def _part(kind: str, url: str) -> dict[str, Any]:
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 

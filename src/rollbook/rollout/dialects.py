@@ -39,7 +39,8 @@ class Ask:
 @dataclass
 class Piece:
     """What has come in of one sample. R tokens so far: `ids` [R] and `logprobs` [R], or none; `tokens` are their texts,
-    which name them only where a server gives no ids. `spans`: (version, start, end) of the policies that sampled them.
+    which name them only where a server gives no ids; `retokenized` says that `ids` were made from texts. `spans`:
+    (version, start, end) of the policies that sampled them.
     """
 
     version: int = 0
@@ -53,6 +54,7 @@ class Piece:
     prompt_ids: list[int] | None = None
     prompt_count: int | None = None
     spans: list[tuple[int, int, int]] = field(default_factory=list)
+    retokenized: bool = False
 
     def more(self, ids: Any, logprobs: Any, text: Any) -> None:
         """Take in further tokens."""
@@ -121,7 +123,9 @@ class Dialect:
         "token ids: plain OpenAI replies have none (retokenize=True maps texts back to ids, and records it)",
         "say which distribution log-probs are of: state it with logprobs_kind=",
     )
-    remedy: ClassVar[str] = "serve the model with vLLM or SGLang, or give a tokenizer and retokenize=True"
+    ids_from: ClassVar[str] = "serve the model with vLLM or SGLang, which do"
+    """Where ids are to be had, for the error of a reply that has none; `logprobs_from` likewise."""
+    logprobs_from: ClassVar[str] = "serve the model with vLLM or SGLang, which do"
 
     def check(self, sampling: Sampling) -> None:
         """Refuse options that this server has no word for."""
@@ -287,7 +291,8 @@ class VLLM(Dialect):
         "log-probs of another kind than the server's --logprobs-mode (raw unless logprobs_kind= says otherwise)",
         "go on with a prompt that has images: only token ids are sent again",
     )
-    remedy = "vLLM gives them from 0.10.2 on (return_token_ids)"
+    ids_from = "vLLM gives them from 0.10.2 on (return_token_ids)"
+    logprobs_from = "vLLM gives them when it is asked (logprobs), unless extra= or a proxy takes that out"
     interval = 8
     """Tokens of one event of a stream: fewer cost both sides more than they are worth, since a cancel loses less than
     this; servers that do not know the option send each token."""
@@ -329,7 +334,8 @@ class TransformersServe(Dialect):
         "token ids, and log-probs: replies have none, and requests for them are ignored",
         "prompts as token ids: they are refused, so that nothing unfinished can go on",
     )
-    remedy = "serve the model with vLLM or SGLang, or use TransformersEngine in this process"
+    ids_from = "serve the model with vLLM or SGLang, which do, or use TransformersEngine in this process"
+    logprobs_from = ids_from
 
     def together(self, sampling: Sampling) -> bool:
         return False

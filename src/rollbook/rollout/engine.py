@@ -92,7 +92,9 @@ class Request:
             return made
         before = self.started.sampling
         made["asked_seed"] = before.get("asked_seed")
-        earlier = {name: value for name, value in before.items() if name in made and value != made[name]}
+        earlier = {
+            name: value for name, value in before.items() if name in made and value != made[name] and name != "n"
+        }
         parts = list(before.get("earlier", ()))
         if earlier and self.started.response_ids:
             parts.append({"tokens": len(self.started.response_ids), **earlier})
@@ -355,7 +357,9 @@ def _continued(one: Sample, how: Any, options: dict[str, Any], pause_after: int 
             f"sample {one.eid}: max_tokens: got {settings.max_tokens}, expected more than the "
             f"{len(one.response_ids)} it has"
         )
-    seed = one.sampling.get("seed")
+    seed, asked = one.sampling.get("seed"), one.sampling.get("asked_seed")
+    if settings.seed not in (None, seed, asked):
+        seed = _runs(one.eid, 1, settings.seed, True)[1][0]  # another stream from here on
     return Request(
         prompt=one.prompt,
         sampling=settings,

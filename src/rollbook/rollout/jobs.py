@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollbook.rollout.connection import BadReply, ServerError
@@ -28,13 +28,16 @@ REASONS: dict[str, FinishReason] = {
 
 @dataclass(frozen=True)
 class Opening:
-    """How a prompt goes to the server: as `text`, `ids` or `messages`. `prompt_ids`: those that are known before."""
+    """How a prompt goes to the server: as `text`, `ids` or `messages`. `prompt_ids`: those that are known before;
+    `made_here`: by our tokenizer, though messages are sent. `uncut`: why it could not be counted and cut before."""
 
     text: str | None = None
     ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_ids: list[int] | None = None
     truncated_from: int | None = None
+    made_here: bool = False
+    uncut: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,20 @@ class Job:
         self.stream = stream
         self.opening = Opening()
         self.parts: list[list[Piece]] = [[] for _ in request.eids]
-        self.seeds: list[int | None] = [None for _ in request.eids]
+        seeded = request.sampling.seed is not None
+        self.seeds: list[int | None] = [seed if seeded else None for seed in request.seeds]  # those that are sent
         self.owed = set(range(len(request.eids)))
         self.done = len(request.started.response_ids) if request.started is not None else 0
-        self.retries = 0
+        self.retries = [0 for _ in request.eids]
+        self._prompt_made = False
         self._said: str | None = None
         self._emit = emit
         self._start = time.monotonic()
 
-    def tried_again(self) -> None:
-        """Count a retry."""
-        self.retries += 1
+    def tried_again(self, ks: Iterable[int] | None = None) -> None:
+        """Count a further try, on behalf of samples `ks`, or of all."""
+        for k in range(len(self.retries)) if ks is None else ks:
+            self.retries[k] += 1
 
     def finish(self, k: int, aborted: bool = False) -> None:
         """Give sample k as far as it came, or say what is wrong with it."""
@@ -81,10 +87,11 @@ class Job:
     def fail(self, error: BaseException, ks: Iterable[int]) -> None:
         """Give samples that have no response, and why."""
         text = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
-        known: dict[str, Any] = {"metrics": self._metrics()}
+        known: dict[str, Any] = {}
         if self.request.started is None and self.opening.prompt_ids is not None:
             known["prompt_ids"] = self.opening.prompt_ids
         for k in ks:
+            known |= {"metrics": self._metrics(k), "sampling": self._options(k)}
             self._give(k, self.request.failed(k, self.terms.clean(text), self.terms.run_id, **known))
 
     def _give(self, k: int, sample: Sample) -> None:
@@ -92,8 +99,13 @@ class Job:
             self.owed.remove(k)
             self._emit((self.request.position + k, sample))
 
-    def _metrics(self) -> dict[str, float]:
-        return {"retries": float(self.retries), "seconds": time.monotonic() - self._start}
+    def _metrics(self, k: int) -> dict[str, float]:
+        return {"retries": float(self.retries[k]), "seconds": time.monotonic() - self._start}
+
+    def _options(self, k: int) -> dict[str, Any]:
+        """How sample k was sampled, by the seed that was sent, or none, rather than by that of its stream."""
+        sent: Any = tuple(self.seeds)
+        return replace(self.request, seeds=sent).options(k)
 
     # --- ids ----------------------------------------------------------------------------------------------------------
 
@@ -112,17 +124,21 @@ class Job:
             return said
         if opening.prompt_ids is not None:
             if counted is not None and counted != len(opening.prompt_ids):
-                raise BadReply(f"prompt_tokens: got {counted}, but the server's template has {len(opening.prompt_ids)}")
+                whose = "the tokenizer's" if opening.made_here else "the server's"
+                raise BadReply(f"prompt_tokens: got {counted}, but {whose} template has {len(opening.prompt_ids)}")
+            self._prompt_made = opening.made_here
             return opening.prompt_ids
         if self.terms.retokenize:
+            self._prompt_made = True
             return rendered(self.terms, self.request.prompt)
-        raise BadReply(self._missing("prompt's token ids"))
+        raise BadReply(self._no_ids("prompt's token ids"))
 
     def ids(self, piece: Piece) -> list[int]:
         """A piece's ids, made from its texts only where that is allowed and needed."""
         if piece.ids is None:
             if not self.terms.retokenize:
-                raise BadReply(self._missing("token ids of the response"))
+                raise BadReply(self._no_ids("token ids of the response"))
+            piece.retokenized = True
             piece.ids = self._encoded(piece.text)
             if piece.tokens:
                 piece.ids = [one for token in piece.tokens for one in self._encoded(token)]
@@ -135,8 +151,12 @@ class Job:
     def _encoded(self, text: str) -> list[int]:
         return list(self.terms.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _missing(self, what: str) -> str:
-        return f"{self.terms.dialect.name} did not give the {what}: {self.terms.dialect.remedy}"
+    def _no_ids(self, what: str) -> str:
+        dialect, given = self.terms.dialect, "" if self.terms.tokenizer is not None else "a tokenizer and "
+        return (
+            f"{dialect.name} did not give the {what}: {dialect.ids_from}; or give the engine {given}retokenize=True, "
+            "which makes them from texts"
+        )
 
     # --- samples ---------------------------------------------------------------------------------------------------
 
@@ -151,7 +171,8 @@ class Job:
             new = self.ids(piece)
             if how.logprobs is not None:
                 if piece.logprobs is None and new:
-                    raise BadReply(self._missing("log-probs (logprobs=None asks for none)"))
+                    name, hint = self.terms.dialect.name, self.terms.dialect.logprobs_from
+                    raise BadReply(f"{name} did not give the log-probs (logprobs=None asks for none): {hint}")
                 if len(piece.logprobs or ()) != len(new):
                     raise BadReply(f"logprobs: got {len(piece.logprobs or ())}, expected {len(new)}, one for each id")
                 logprobs += piece.logprobs or ()
@@ -176,10 +197,12 @@ class Job:
             prompt_ids = self.prompt_ids() if pieces else self.opening.prompt_ids or []
         most = how.max_prompt_tokens
         if most is not None and before is None and len(prompt_ids) > most:  # of one with images it is known only now
-            raise ValueError(f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({most})")
+            raise ValueError(
+                f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({most}){self.opening.uncut}"
+            )
         text = self._text(k, ids)
         info: dict[str, Any] = dict(before.info) if before is not None else {}
-        if self.terms.retokenize and not self.terms.dialect.gives_ids:
+        if self._prompt_made or any(piece.retokenized for piece in pieces):
             info["retokenized"] = True
         if self.opening.truncated_from is not None:
             info["prompt_truncated_from"] = self.opening.truncated_from
@@ -204,11 +227,11 @@ class Job:
             versions=versions if len(versions) == len(ids) else None,
             text=text,
             prompt_text=self._prompt_text(prompt_ids),
-            sampling={**request.options(k), "seed": self.seeds[k]},
+            sampling=self._options(k),
             run_id=self.terms.run_id,
             group_size=before.group_size if before is not None else how.n,
             message=message if reason != "abort" else None,
-            metrics=self._metrics(),
+            metrics=self._metrics(k),
             info=info,
         )
 

@@ -5,10 +5,11 @@ Invariant: a prompt goes to these as token ids, so that what is recorded is what
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rollbook.retry import RETRIED
 from rollbook.rollout.connection import BadReply, Connection, ServerError
 from rollbook.rollout.dialects import VLLM, Ask, Dialect, Json, Piece, TransformersServe, whole
 from rollbook.rollout.types import LogprobsKind, Sampling
@@ -36,7 +37,8 @@ class SGLang(Dialect):
         "sample the same again by a seed, unless the server runs with --enable-deterministic-inference",
         "log-probs after truncation, or before temperature",
     )
-    remedy = "SGLang gives them by /generate"
+    ids_from = "SGLang gives them by /generate, which a server or a proxy of another kind may lack"
+    logprobs_from = "SGLang gives them by /generate (return_logprob)"
 
     def together(self, sampling: Sampling) -> bool:
         return False
@@ -124,7 +126,8 @@ class LlamaCpp(Dialect):
         "the prompt ids of a prompt with images",
         "log-probs of another kind than raw",
     )
-    remedy = "llama.cpp gives them from the end of 2024 on (return_tokens, n_probs)"
+    ids_from = "llama.cpp gives them from the end of 2024 on (return_tokens)"
+    logprobs_from = "llama.cpp gives them from the end of 2024 on (n_probs)"
 
     def together(self, sampling: Sampling) -> bool:
         return False
@@ -202,8 +205,9 @@ class Server:
     version: str
 
 
-async def find(connection: Connection, name: str, model: str | None) -> Server:
-    """Which server this is, by what only its kind answers; `name` says it unless it is `auto`."""
+async def find(connection: Connection, name: str, model: str | None, again: Callable[[], None]) -> Server:
+    """Which server this is, by what only its kind answers; `name` says it unless it is `auto`. `again` is called before
+    each further try."""
 
     async def asked(path: str) -> dict[str, Any]:
         try:
@@ -212,8 +216,15 @@ async def find(connection: Connection, name: str, model: str | None) -> Server:
             return {}
         return said if isinstance(said, dict) else {}
 
-    # A server whose model is named need not list it; some cannot.
-    listed = await connection.json("/v1/models") if model is None else await asked("/v1/models")
+    try:
+        listed = await connection.json("/v1/models", again=again)
+    except ServerError as error:
+        # A server whose model is named need not list it; some cannot. But of one that is not there, or not yet, nothing
+        # is known, and it must not be taken for a plain one from now on.
+        absent = not isinstance(error, BadReply) and error.status in (None, *RETRIED - {500})
+        if model is None or absent:
+            raise
+        listed = {}
     entries = listed.get("data") if isinstance(listed, dict) else None
     first = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
     model = model or first.get("id")

@@ -10,14 +10,15 @@ import asyncio
 import hashlib
 import queue
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 from rollbook.algorithms.registry import choice, number, switch
 from rollbook.retry import Backoff
 from rollbook.rollout.connection import Again, BadReply, Connection, ServerError, events, parsed
-from rollbook.rollout.content import chat_messages
+from rollbook.rollout.content import chat_messages, shows
 from rollbook.rollout.dialects import Ask, Dialect, Piece
 from rollbook.rollout.engine import Cancel, Engine, Request
 from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
@@ -36,6 +37,8 @@ class OpenAIEngine(Engine):
       `transformers-serve`, `openai`) says it instead. `model` defaults to the first that the server lists.
     - `render`: who turns texts and chats into ids: the `server` (and the ids that it says it used are recorded), or we
       (`local`, with `tokenizer`), and ids are sent. No special tokens are added to a text.
+    - `max_prompt_tokens` is counted by `tokenizer` if there is one (a text then goes as those ids), else by the
+      server's `/tokenize`; where that is missing too, only by the reply, and a prompt that is too long is an error.
     - n samples of a prompt are one request where the server seeds each of them (vLLM), so that images go over once;
       else n requests. With a seed each sample's own is sent and recorded; without one none is, which is faster.
     - `generate` asks for whole replies. With a `Cancel` of one's own, and in `stream`, replies are streamed: a cancel
@@ -50,11 +53,15 @@ class OpenAIEngine(Engine):
     - `allow_urls=True` lets image URLs through, for the server to fetch.
     - `Sampling.extra` goes into the request as it is, over all else; a `None` there takes a word out.
 
-    It can be used from threads and from any event loop: requests run in a loop of its own. Close it when done.
+    It can be used from threads and from any event loop: requests run in a loop of its own, which `close()` ends, and
+    so does the end of a `with` block, of the last reference to the engine, and of the program. Nothing can be asked of
+    it after that.
 
-    >>> with OpenAIEngine("http://127.0.0.1:8000/v1", concurrency=8) as engine:
-    ...     engine.url
-    'http://127.0.0.1:8000'
+    >>> with OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", api_key="sk-1", concurrency=8) as engine:
+    ...     engine  # and engine.generate(["2+2="], max_tokens=8)
+    OpenAIEngine('http://127.0.0.1:8000', model='tiny', dialect='auto')
+    >>> engine = OpenAIEngine("http://127.0.0.1:8000")  # without a block
+    >>> engine.close()
     """
 
     def __init__(
@@ -100,6 +107,12 @@ class OpenAIEngine(Engine):
         self._fingerprints = (tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer))
         self._known: Server | None = None
         self._finding: asyncio.Lock | None = None
+        self._untold: ServerError | None = None  # why /tokenize cannot be asked, once that is known
+
+    def __repr__(self) -> str:
+        known = self._known
+        model, dialect = (self.model, self.dialect) if known is None else (known.model, known.dialect.name)
+        return f"{type(self).__name__}({self.url!r}, model={model!r}, dialect={dialect!r})"
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
@@ -159,13 +172,13 @@ class OpenAIEngine(Engine):
             await asyncio.sleep(wait)
             wait = min(wait * 1.5, 2.0)
 
-    async def _server(self) -> Server:
-        """Which server this is: asked once, and kept."""
+    async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
+        """Which server this is: asked once, and kept; `again` is called before each further try."""
         if self._finding is None:
             self._finding = asyncio.Lock()
         async with self._finding:
             if self._known is None:
-                self._known = await find(self._connection, self.dialect, self.model)
+                self._known = await find(self._connection, self.dialect, self.model, again)
         return self._known
 
     def close(self) -> None:
@@ -202,8 +215,13 @@ class OpenAIEngine(Engine):
 
     async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Callable[[Any], Any]) -> None:
         """Answer all requests; each (place, sample) is emitted as it finishes."""
-        server = asyncio.ensure_future(self._server())  # found once, or not, for all
         jobs = [Job(request, self._terms(), emit, cancel.held) for request in requests]
+
+        def again() -> None:
+            for job in jobs:
+                job.tried_again()
+
+        server = asyncio.ensure_future(self._server(again))  # found once, or not, for all
         tasks = [asyncio.ensure_future(self._one(job, server)) for job in jobs]
         watch = asyncio.ensure_future(_watch(cancel, tasks))
         try:
@@ -232,16 +250,16 @@ class OpenAIEngine(Engine):
     async def _answer(self, server: Server, job: Job) -> None:
         request, dialect, how = job.request, server.dialect, job.request.sampling
         dialect.check(how)
-        job.opening = await self._opening(server, job)
         count = len(request.eids)
         together = dialect.together(how) and count > 1
         if how.seed is not None:
             base = min(request.seeds[0], dialect.largest_seed - count)
             own = [seed % (dialect.largest_seed + 1) for seed in request.seeds]
             job.seeds = [dialect.seed_of(base, k) for k in range(count)] if together else list(own)
+        job.opening = await self._opening(server, job)
         work = self._warm if how.first_temperature is not None and not job.done else self._plain
         strands = [list(range(count))] if together else [[k] for k in range(count)]
-        await _all(_guarded(job, ks, work(server, job, ks)) for ks in strands)
+        await _all(_guarded(job, ks, partial(work, server, job, ks)) for ks in strands)
 
     async def _plain(self, server: Server, job: Job, ks: list[int]) -> None:
         how = job.request.sampling
@@ -264,7 +282,7 @@ class OpenAIEngine(Engine):
 
         ask = self._ask(server, job, ks, job.opening, 1, how.first_temperature or 0.0, 0)
         await self._exchange(server, job, ks, ask, lambda k: None)
-        await _all(_guarded(job, [k], follow(k)) for k in ks)
+        await _all(_guarded(job, [k], partial(follow, k)) for k in ks)
 
     def _ask(
         self, server: Server, job: Job, ks: list[int], opening: Opening, length: int, temperature: float, at: int
@@ -310,23 +328,25 @@ class OpenAIEngine(Engine):
                         finished(k)
 
             async with self._connection.opened(dialect.path(ask), body) as response:
-                if body.get("stream"):
+                # Some servers, and proxies, answer in whole whatever was asked.
+                whole = response.headers.get("content-type", "").startswith("application/json")
+                if body.get("stream") and not whole:
                     async for event in events(response):
                         dialect.fold(event, pieces)
                         tell()
                 else:
                     dialect.read(parsed(await response.aread()), pieces)
                     tell()
-            if any(piece.finish is None for piece in pieces):
-                raise Again("the reply broke off before its end")
+                if any(piece.finish is None for piece in pieces):
+                    raise Again("the reply broke off before its end")
 
-        await self._connection.tried(attempt, job.tried_again)
+        await self._connection.tried(attempt, lambda: job.tried_again(ks))
 
     # --- from a prompt to what is sent --------------------------------------------------------------------------------
 
     async def _opening(self, server: Server, job: Job) -> Opening:
         prompt, how, dialect, before = job.request.prompt, job.request.sampling, server.dialect, job.request.started
-        pictured = bool(prompt.images or prompt.videos)
+        pictured = bool(prompt.images or prompt.videos) or shows(prompt)
         if before is not None and job.done:
             if pictured:
                 raise ValueError("prompt.images: got an unfinished sample with images, of which only ids can be sent")
@@ -343,10 +363,16 @@ class OpenAIEngine(Engine):
         if ids is None and (self.render == "local" or (chat and dialect.chats == "local")):
             ids = rendered(job.terms, prompt)
         ours = ids is not None
+        made_here, uncut = False, ""
         if ours:
             self._sends_ids(dialect, "prompt.token_ids" if prompt.token_ids is not None else "render='local'")
         elif how.max_prompt_tokens is not None or dialect.tokenizes:
-            ids = await self._tokenized(server, job)
+            # Where it goes as ids in any case, they are the server's.
+            made_here = not dialect.tokenizes and self._renders(chat)
+            ids = rendered(job.terms, prompt) if made_here else await self._tokenized(server, job)
+            ours = made_here and not chat and dialect.takes_ids
+            if ids is None:
+                uncut = f": to cut it, max_prompt_tokens needs a tokenizer or a server with /tokenize ({self._untold})"
         cut = None
         if ids is not None and how.max_prompt_tokens is not None and len(ids) > how.max_prompt_tokens:
             most, side = how.max_prompt_tokens, how.prompt_overflow
@@ -357,25 +383,50 @@ class OpenAIEngine(Engine):
             ids = ids[-most:] if side == "left" else ids[:most]
         by_chat = dialect.chats == "server" or (dialect.chats == "template" and prompt.tools is not None)
         if chat and by_chat and not ours and cut is None:
-            return Opening(messages=chat_messages(prompt, self.allow_urls), prompt_ids=ids)
+            known = ids if self.retokenize or not made_here else None
+            messages = chat_messages(prompt, self.allow_urls)
+            return Opening(messages=messages, prompt_ids=known, made_here=made_here, uncut=uncut)
         if ids is None or not (ours or cut or dialect.tokenizes):
-            return Opening(text=prompt.text)
+            return Opening(text=prompt.text, uncut=uncut)
         return Opening(ids=ids, prompt_ids=ids, truncated_from=cut)
 
     def _sends_ids(self, dialect: Dialect, what: str) -> None:
         if not dialect.takes_ids:
-            raise ValueError(f"{what}: {dialect.name} servers take no token ids; {dialect.remedy}")
+            raise ValueError(f"{what}: {dialect.name} servers take no token ids; {dialect.ids_from}")
 
-    async def _tokenized(self, server: Server, job: Job) -> list[int]:
-        """The ids of a text or a chat: by the server's own word, or by the tokenizer's where it has none."""
-        prompt = job.request.prompt
-        if not server.dialect.gives_ids:
-            return rendered(job.terms, prompt)
+    def _renders(self, chat: bool) -> bool:
+        """Whether the tokenizer can make a prompt's ids; of a chat it needs a template."""
+        return self.tokenizer is not None and (not chat or bool(getattr(self.tokenizer, "chat_template", None)))
+
+    async def _tokenized(self, server: Server, job: Job) -> list[int] | None:
+        """The ids of a text or a chat by the server's own word; `None` if it has none to say, and can do without."""
+        prompt, dialect = job.request.prompt, server.dialect
+        if not dialect.gives_ids:
+            raise ValueError(
+                f"max_prompt_tokens: it needs a tokenizer (of a chat, one with a template) or a server with /tokenize, "
+                f"which {dialect.name} servers do not have"
+            )
         chat: dict[str, Any] = {}
         if prompt.messages is not None:
             chat["messages"] = chat_messages(prompt, self.allow_urls)
             chat |= {} if prompt.tools is None else {"tools": list(prompt.tools)}
-        tokens = await server.dialect.tokenized(server.model, prompt.text, chat, self._connection.json)
+
+        async def ask(path: str, body: Mapping[str, Any]) -> Any:
+            return await self._connection.json(path, body, again=job.tried_again)
+
+        try:
+            if self._untold is not None:
+                raise self._untold
+            tokens = await dialect.tokenized(server.model, prompt.text, chat, ask)
+        except ServerError as error:
+            if error.status not in (404, 405):
+                raise
+            self._untold = error
+            if not dialect.tokenizes:
+                return None
+            if self._renders(bool(chat)):
+                return rendered(job.terms, prompt)
+            raise ServerError(f"{error}; {dialect.name} takes ids: a tokenizer can make them here") from None
         if not isinstance(tokens, list) or any(not isinstance(one, int) for one in tokens):
             raise BadReply(f"/tokenize: got {str(tokens)[:80]}, expected a list of token ids")
         return tokens
@@ -408,9 +459,9 @@ async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _guarded(job: Job, ks: list[int], work: Coroutine[Any, Any, None]) -> None:
+async def _guarded(job: Job, ks: list[int], work: Callable[[], Awaitable[None]]) -> None:
     """Work on samples `ks`, whose failure is theirs alone."""
     try:
-        await work
+        await work()  # made here: a coroutine that is cancelled before it begins would be one that nobody awaited
     except (ServerError, ValueError) as error:
         job.fail(error, ks)
