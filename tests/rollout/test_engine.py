@@ -416,7 +416,7 @@ def test_a_record_keeps_everything(sample):
 # --- small parts ------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 8), st.floats(0, 10), st.floats(1, 5), st.floats(0, 20), st.floats(0, 1))
+@given(st.integers(1, 8), st.just(0.0) | st.floats(1e-6, 10), st.floats(1, 5), st.floats(0, 20), st.floats(0, 1))
 def test_waits_grow_and_are_bounded(tries, first, factor, most, jitter):
     waits = list(Backoff(tries=tries, first=first, factor=factor, most=most, jitter=jitter).waits())
     assert len(waits) == tries - 1
