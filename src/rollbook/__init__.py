@@ -9,8 +9,9 @@ Public names load when they are first used, so that `import rollbook` is quick a
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollbook._lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.batch import ExperienceBatch as ExperienceBatch
@@ -55,16 +56,4 @@ _MODULES = (
 
 __all__ = ["EID", "CustomField", "Experience", "ExperienceBatch", "Experiences", "WireError", "__version__"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"rollbook.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-    if name in _MODULES:
-        return importlib.import_module(f"rollbook.{name}")
-    raise AttributeError(f"module 'rollbook' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})
+__getattr__, __dir__ = lazily(__name__, _HOMES, _MODULES)

@@ -5,8 +5,9 @@ Invariant: importing this imports none of them; a function that needs a package 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollbook._lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.adapters.torch_data import ExperienceDataset as ExperienceDataset
@@ -27,8 +28,4 @@ _HOMES = {
 
 __all__ = ["ExperienceDataset", "experiences_from_verl", "from_trl", "from_verl", "to_trl", "to_verl"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"rollbook.adapters.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'rollbook.adapters' has no attribute {name!r}")
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -20,8 +20,9 @@ tensor([ 0.7071, -0.7071,  0.0000])
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollbook._lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.algorithms.advantages import ESTIMATORS as ESTIMATORS
@@ -75,14 +76,4 @@ __all__ = [
     "whiten",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"rollbook.algorithms.{_HOMES[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"rollbook.algorithms.{name}")
-    raise AttributeError(f"module 'rollbook.algorithms' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})
+__getattr__, __dir__ = lazily(__name__, _HOMES, _MODULES)

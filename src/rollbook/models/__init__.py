@@ -12,8 +12,9 @@ Names load when they are first used; transformers and peft load when a model is 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollbook._lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.models.actor import Actor as Actor
@@ -38,10 +39,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'rollbook.models' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"rollbook.models.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -20,8 +20,9 @@ Names load when they are first used: neither torch nor httpx is needed before.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollbook._lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.rewards.answers import as_number as as_number
@@ -94,14 +95,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'rollbook.rewards' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"rollbook.rewards.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -9,8 +9,9 @@ Names load when they are first used; only the transformers engine needs torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollbook._lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.rollout.engine import Cancel as Cancel
@@ -51,10 +52,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'rollbook.rollout' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"rollbook.rollout.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollbook.rollout.pictures import load_image, source
 from rollbook.rollout.types import Prompt
 
 _MARKS = {
@@ -21,7 +22,6 @@ _MARKS = {
     "gif": b"GIF8",
     "webp": b"RIFF",
 }
-_SOURCES = ("path", "url", "bytes")
 _PAYLOAD = re.compile(r"(data:[\w./+-]+;base64,)?[A-Za-z0-9+/=_-]{120,}")
 
 
@@ -66,7 +66,7 @@ def _part(kind: str, url: str) -> dict[str, Any]:
 def _filled(name: str, part: Mapping[str, Any], allow_urls: bool) -> dict[str, Any]:
     """A message's part, with the image that it holds itself, if any, as a URL; the URLs that it has are checked."""
     for kind, encode in (("image", image_url), ("video", video_url)):
-        if part.get("type") == kind and any(part.get(source) is not None for source in (kind, *_SOURCES)):
+        if part.get("type") == kind and source(part) is not None:
             return _part(kind, encode(f"{name}.{kind}", part, allow_urls))
         inner = part.get(f"{kind}_url")
         url = inner.get("url") if isinstance(inner, Mapping) else inner
@@ -104,15 +104,9 @@ def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
     'data:image/png;base64,iVBORyBhbmQgc28gb24='
     """
     image = _inner(image)
-    if hasattr(image, "__array_interface__") and not hasattr(image, "save"):
-        from PIL import Image
-
-        image = Image.fromarray(image)
-    if hasattr(image, "save") and hasattr(image, "convert"):
+    if hasattr(image, "convert") or hasattr(image, "__array__"):  # a PIL image; an array or a tensor
         made = io.BytesIO()
-        whole = image.convert("RGBA") if image.mode == "P" else image  # a palette may have a transparent colour
-        plain = whole if whole.mode == "RGB" else whole.convert("RGB")
-        plain.save(made, "PNG")
+        load_image(name, image).save(made, "PNG")
         return _data("image/png", made.getvalue())
     if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
         return _as_given(name, image, allow_urls)
@@ -170,6 +164,6 @@ def _as_given(name: str, url: str, allow_urls: bool) -> str:
 
 def _inner(given: Any) -> Any:
     """What a mapping holds, else what was given."""
-    if not isinstance(given, Mapping):
-        return given
-    return next((given[key] for key in ("image", "video", *_SOURCES) if given.get(key) is not None), given)
+    while isinstance(given, Mapping) and (key := source(given)) is not None:
+        given = given[key]
+    return given

@@ -127,8 +127,7 @@ class Row:
             if text is not None:
                 return self, "stop", text
         if len(self.ids) >= self.limit:
-            before = self.request.started
-            pause = (len(before.response_ids) if before is not None else 0) + self.request.budget
+            pause = self.request.done + self.request.budget
             return self, "abort" if self.request.pauses and self.limit == pause < self.room else "length", None
         return None
 

@@ -107,7 +107,6 @@ class Dialect:
     name: ClassVar[str] = "openai"
     takes_ids: ClassVar[bool] = True
     gives_ids: ClassVar[bool] = False
-    gives_logprobs: ClassVar[bool] = True
     chats: ClassVar[str] = "server"
     """Who renders a chat: the `server`, its `template` endpoint for prompts that go as ids, or we (`local`)."""
     tokenizes: ClassVar[bool] = False
@@ -328,7 +327,6 @@ class TransformersServe(Dialect):
 
     name = "transformers-serve"
     takes_ids = False
-    gives_logprobs = False
     words = frozenset()
     cannot = (
         "token ids, and log-probs: replies have none, and requests for them are ignored",

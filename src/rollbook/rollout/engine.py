@@ -73,16 +73,20 @@ class Request:
     pause_after: int | None = None
 
     @property
+    def done(self) -> int:
+        """How many tokens its response had before this call."""
+        return 0 if self.started is None else len(self.started.response_ids)
+
+    @property
     def budget(self) -> int:
         """How many tokens this call may sample for each of its samples."""
-        left = self.sampling.max_tokens - (len(self.started.response_ids) if self.started is not None else 0)
+        left = self.sampling.max_tokens - self.done
         return left if self.pause_after is None else min(left, self.pause_after)
 
     @property
     def pauses(self) -> bool:
         """Whether the call's budget, rather than `max_tokens`, is what ends a response that does not end itself."""
-        done = len(self.started.response_ids) if self.started is not None else 0
-        return self.pause_after is not None and self.pause_after < self.sampling.max_tokens - done
+        return self.pause_after is not None and self.pause_after < self.sampling.max_tokens - self.done
 
     def options(self, k: int) -> dict[str, Any]:
         """What sample k's record says of how it was sampled: `seed` is its stream's, `asked_seed` the call's;
@@ -96,8 +100,8 @@ class Request:
             name: value for name, value in before.items() if name in made and value != made[name] and name != "n"
         }
         parts = list(before.get("earlier", ()))
-        if earlier and self.started.response_ids:
-            parts.append({"tokens": len(self.started.response_ids), **earlier})
+        if earlier and self.done:
+            parts.append({"tokens": self.done, **earlier})
         return {**made, "earlier": parts} if parts else made
 
     def failed(self, k: int, error: BaseException | str, run_id: str | None, **known: Any) -> Sample:
@@ -389,6 +393,16 @@ def _runs(eid: EID, n: int, root: int, repeatable: bool) -> tuple[tuple[EID, ...
         seeds.append(int.from_bytes(digest[:8], "big") >> 1)
         eids.append(one.replace(suffix=digest[8:].hex() if repeatable else os.urandom(8).hex()))
     return tuple(eids), tuple(seeds)
+
+
+def derived(seed: int, what: object) -> int:
+    """A seed of another stream of random numbers, for one part of what `seed` is for.
+
+    >>> derived(1, "turn 2") == derived(1, "turn 2") != derived(1, "turn 3")
+    True
+    """
+    digest = hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _unlike(requests: Sequence[Request]) -> None:

@@ -65,7 +65,7 @@ class Job:
         seeded = request.sampling.seed is not None
         self.seeds: list[int | None] = [seed if seeded else None for seed in request.seeds]  # those that are sent
         self.owed = set(range(len(request.eids)))
-        self.done = len(request.started.response_ids) if request.started is not None else 0
+        self.done = request.done
         self.retries = [0 for _ in request.eids]
         self._prompt_made = False
         self._said: str | None = None

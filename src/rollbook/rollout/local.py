@@ -213,7 +213,7 @@ class TransformersEngine(Engine):
                 logprobs=list(before.logprobs or ()) if before is not None else [],
                 versions=list(before.versions or ()) if before is not None else [],
                 kind=kind,
-                limit=min((len(before.response_ids) if before is not None else 0) + request.budget, room),
+                limit=min(request.done + request.budget, room),
                 room=room,
                 suppress=tuple(sorted({*how.suppress, *self.runner.suppressed})),
                 ends=frozenset() if how.ignore_eos else self.ends,

@@ -7,7 +7,6 @@ said so, which the sample then records; what a server cannot give is an error or
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import queue
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from rollbook.retry import Backoff
 from rollbook.rollout.connection import Again, BadReply, Connection, ServerError, events, parsed
 from rollbook.rollout.content import chat_messages, shows
 from rollbook.rollout.dialects import Ask, Dialect, Piece
-from rollbook.rollout.engine import Cancel, Engine, Request
+from rollbook.rollout.engine import Cancel, Engine, Request, derived
 from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout.jobs import Job, Opening, Terms, rendered
 from rollbook.rollout.natives import DIALECTS, Server, find
@@ -290,8 +289,7 @@ class OpenAIEngine(Engine):
         """A request for samples `ks`, which have `at` tokens so far."""
         seed = job.seeds[ks[0]]
         if seed is not None and at:  # other random numbers than those that were used for the tokens so far
-            digest = hashlib.blake2b(f"{seed}/{at}".encode(), digest_size=8).digest()
-            seed = (int.from_bytes(digest, "big") >> 1) % (server.dialect.largest_seed + 1)
+            seed = derived(seed, at) % (server.dialect.largest_seed + 1)
         return Ask(
             model=server.model,
             sampling=job.request.sampling,

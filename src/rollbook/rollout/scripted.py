@@ -133,8 +133,7 @@ class ScriptedEngine(Engine):
         if line.error is not None:
             return request.failed(k, line.error, run_id, prompt_ids=self._prompt_ids(request.prompt))
         ids = list(line.ids if line.ids is not None else self._encode("answer", line.text))
-        done = len(request.started.response_ids) if request.started is not None else 0
-        stop = 0 if cancel.requested else done + request.budget
+        stop = 0 if cancel.requested else request.done + request.budget
         whole = len(ids)
         cut = whole > stop
         reason: FinishReason = line.finish_reason

@@ -6,13 +6,13 @@ before it is never changed, and where the model was given something else, it is 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rollbook.ids import EID
 from rollbook.rollout.branches import Branch, Span, SpanKind, Turn, from_plain, messages_of, plain, row_id
+from rollbook.rollout.engine import derived
 from rollbook.rollout.fingerprints import template_fingerprint
 from rollbook.rollout.rendering import Drift, Renderer, compare
 from rollbook.rollout.types import Prompt, Sample, Sampling
@@ -140,8 +140,7 @@ class Tree:
             return Asked(self._unfinished(branch, begun, prompt), settings, branch.state, following)
         if settings.seed is not None:
             # A stream for each turn (and by their ids each branch): one for all would draw the same numbers in each.
-            digest = hashlib.blake2b(f"{settings.seed}/{len(branch.turns)}".encode(), digest_size=8).digest()
-            settings = replace(settings, seed=int.from_bytes(digest, "big") >> 1)
+            settings = replace(settings, seed=derived(settings.seed, len(branch.turns)))
         return Asked(prompt, settings, branch.state, following)
 
     def _no_room(self, branch: Branch, prompt: Prompt, settings: Sampling) -> Sample:

@@ -1,0 +1,37 @@
+"""Names of a package that load when they are first used, so that importing the package is quick.
+
+Invariant: a name is the same object each time, and is looked for in one module alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def lazily(
+    package: str, homes: Mapping[str, str], modules: Sequence[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's `__getattr__` and `__dir__`: `homes` says in which of its modules each name is.
+
+    >>> get, names = lazily("rollbook", {"EID": "ids"}, ["ids"])
+    >>> get("EID").__name__, [name for name in names() if not name.startswith("__")]
+    ('EID', ['EID', 'ids'])
+    """
+
+    def get(name: str) -> Any:
+        if name in homes:
+            value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+            setattr(sys.modules[package], name, value)
+            return value
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def names() -> list[str]:
+        own = (name for name in vars(sys.modules[package]) if name.startswith("__"))
+        return sorted({*homes, *modules, *own})
+
+    return get, names
