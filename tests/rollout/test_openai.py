@@ -848,7 +848,8 @@ def test_an_unfinished_sample_with_images_says_why_it_cannot_go_on(engine):
     (one,) = engine.generate([part])
     assert one.failed and "only ids can be sent" in one.error and one.response_ids == part.response_ids
     content = [{"type": "image", "image": spotted((2, 2), (0, 0))}, {"type": "text", "text": "what?"}]
-    (part,) = engine.generate(Prompt(messages=[{"role": "user", "content": content}]), max_tokens=9, pause_after=3)
+    shown = Prompt(messages=[{"role": "user", "content": content}])
+    (part,) = engine.generate(shown, max_tokens=9, ignore_eos=True, pause_after=3)
     assert "only ids can be sent" in engine.generate([part])[0].error  # an image in a message is one, too
     (long,) = engine.generate(prompt, max_tokens=2, max_prompt_tokens=5)
     assert "expected at most max_prompt_tokens (5)" in long.error
