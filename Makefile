@@ -49,4 +49,4 @@ compat:  ## the tests on another Python and torch (downloads that torch from the
 	.compat/bin/python -m pytest
 
 clean:
-	rm -rf $(VENV) .compat .bench .vllm build dist src/*.egg-info
+	rm -rf $(VENV) .compat .bench .vllm .postgres build dist src/*.egg-info

@@ -15,6 +15,7 @@ from rollbook._lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.batch import ExperienceBatch as ExperienceBatch
+    from rollbook.book.opening import open as open
     from rollbook.custom_field import CustomField as CustomField
     from rollbook.errors import WireError as WireError
     from rollbook.experience import Experience as Experience
@@ -30,11 +31,13 @@ _HOMES = {
     "ExperienceBatch": "batch",
     "Experiences": "experiences",
     "WireError": "errors",
+    "open": "book.opening",
 }
 _MODULES = (
     "adapters",
     "algorithms",
     "batch",
+    "book",
     "collate",
     "draw",
     "experience",
@@ -54,6 +57,6 @@ _MODULES = (
     "wire",
 )
 
-__all__ = ["EID", "CustomField", "Experience", "ExperienceBatch", "Experiences", "WireError", "__version__"]
+__all__ = ["EID", "CustomField", "Experience", "ExperienceBatch", "Experiences", "WireError", "__version__", "open"]
 
 __getattr__, __dir__ = lazily(__name__, _HOMES, _MODULES)

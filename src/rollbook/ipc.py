@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rollbook import arrow
 from rollbook.errors import WireError
+from rollbook.fields import observe
 
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 END_BYTES = len(END)
@@ -244,18 +245,8 @@ def keeps(kind: pa.DataType, depth: int = _MAX_DEPTH) -> bool:
 def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int) -> pa.RecordBatch:
     """The one record batch of the stream in `stored`, which begins at byte `at` of the data."""
     body = memoryview(stored.data)
-    flat, kind, header, batch_start = _message(body, 0, at)
-    if kind != _SCHEMA:
-        raise WireError("the Arrow stream does not begin with a schema", at)
-    if flat.value(flat.root(), 3, "<q"):
-        raise WireError("the Arrow schema has a body", at)
-    try:
-        schema = _SchemaReader(flat, max_columns).schema(header)
-    except (pa.ArrowException, TypeError, OverflowError) as error:
-        raise WireError(f"the Arrow schema describes what cannot be: {error}", at) from None
-    if count or len(schema):
-        arrow.check_schema(schema)
-    stop = _check_batch(body, batch_start, schema, count, at)
+    schema, arrays, batch_start = _schema(body, count, max_columns, at)
+    stop = _check_batch(body, batch_start, arrays, count, at)
     if bytes(body[stop:]) != END:
         raise WireError("the Arrow stream does not end behind its one record batch", at + stop)
     buffer = pa.py_buffer(stored)
@@ -267,7 +258,40 @@ def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int)
     return batch
 
 
-def _check_batch(body: memoryview, start: int, schema: pa.Schema, count: int, at: int) -> int:
+_checked: dict[tuple[bytes, int], tuple[pa.Schema, tuple[int, int]]] = {}
+"""Schemas that were read and checked, by their bytes: frames of one writer have the same, and reading one takes longer
+than all else that a small frame needs. A change of the field table forgets them."""
+_MOST_CHECKED, _LARGEST_CHECKED = 64, 16 << 10
+observe(_checked.clear)
+
+
+def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa.Schema, tuple[int, int], int]:
+    """The stream's schema, how many arrays and buffers it asks for, and where the next message begins."""
+    size = struct.unpack_from("<i", body, 4)[0] if len(body) >= 8 else 0
+    key = (bytes(body[: 8 + size]), max_columns) if 0 < size <= min(_LARGEST_CHECKED, len(body) - 8) else None
+    if key is not None and count and key in _checked:
+        return *_checked[key], 8 + size
+    flat, kind, header, batch_start = _message(body, 0, at)
+    if kind != _SCHEMA:
+        raise WireError("the Arrow stream does not begin with a schema", at)
+    if flat.value(flat.root(), 3, "<q"):
+        raise WireError("the Arrow schema has a body", at)
+    try:
+        schema = _SchemaReader(flat, max_columns).schema(header)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        raise WireError(f"the Arrow schema describes what cannot be: {error}", at) from None
+    if count or len(schema):
+        arrow.check_schema(schema)
+    counted = [_counts(field.type) for field in schema]
+    wanted = sum(nodes for nodes, _ in counted), sum(buffers for _, buffers in counted)
+    if key is not None and count:
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked[key] = schema, wanted
+    return schema, wanted, batch_start
+
+
+def _check_batch(body: memoryview, start: int, wanted: tuple[int, int], count: int, at: int) -> int:
     """Compare the record batch's metadata with the schema and the bytes; returns where the message stops."""
     flat, kind, header, data = _message(body, start, at)
     if kind != _RECORD_BATCH:
@@ -283,14 +307,10 @@ def _check_batch(body: memoryview, start: int, schema: pa.Schema, count: int, at
     if rows != count:
         raise WireError(f"the header states {count} records, the Arrow record batch {rows}", at + start)
     nodes, buffers = flat.pairs(header, 1), flat.pairs(header, 2)
-    wanted_nodes, wanted_buffers = 0, 0
-    for field in schema:
-        more = _counts(field.type)
-        wanted_nodes, wanted_buffers = wanted_nodes + more[0], wanted_buffers + more[1]
-    if len(nodes) != wanted_nodes or len(buffers) != wanted_buffers:
+    if (len(nodes), len(buffers)) != wanted:
         raise WireError(
             f"the Arrow record batch has {len(nodes)} arrays and {len(buffers)} buffers, "
-            f"its schema {wanted_nodes} and {wanted_buffers}",
+            f"its schema {wanted[0]} and {wanted[1]}",
             at + start,
         )
     # A node's length is bounded by the body: an entry takes a bit at least, or none at all in a null array.

@@ -1,0 +1,71 @@
+"""The book: a durable store of experience with leases, samplers, staleness, revisions, a ledger and SQL.
+
+`rollbook.open` opens one; the parts here are what its settings are made of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollbook._lazy import lazily
+
+if TYPE_CHECKING:
+    from rollbook.book.admission import Appended as Appended
+    from rollbook.book.book import Book as Book
+    from rollbook.book.consumers import Settings as Settings
+    from rollbook.book.errors import BackPressure as BackPressure
+    from rollbook.book.errors import BookError as BookError
+    from rollbook.book.errors import Conflict as Conflict
+    from rollbook.book.errors import Damaged as Damaged
+    from rollbook.book.errors import LeaseLost as LeaseLost
+    from rollbook.book.errors import NewerLayout as NewerLayout
+    from rollbook.book.errors import NotABook as NotABook
+    from rollbook.book.errors import QuotaExceeded as QuotaExceeded
+    from rollbook.book.errors import ReadOnly as ReadOnly
+    from rollbook.book.leasing import Lease as Lease
+    from rollbook.book.limits import MaxAge as MaxAge
+    from rollbook.book.limits import MaxSize as MaxSize
+    from rollbook.book.limits import MaxUses as MaxUses
+    from rollbook.book.limits import MinSize as MinSize
+    from rollbook.book.limits import SamplesToInserts as SamplesToInserts
+    from rollbook.book.opening import open as open
+    from rollbook.book.reports import Counts as Counts
+    from rollbook.book.samplers import Balanced as Balanced
+    from rollbook.book.samplers import EasyToHard as EasyToHard
+    from rollbook.book.samplers import First as First
+    from rollbook.book.samplers import Last as Last
+    from rollbook.book.samplers import NewestPolicy as NewestPolicy
+    from rollbook.book.samplers import Priority as Priority
+    from rollbook.book.samplers import Proportional as Proportional
+    from rollbook.book.samplers import Uniform as Uniform
+
+_HOMES = {
+    **dict.fromkeys(
+        (
+            "BackPressure",
+            "BookError",
+            "Conflict",
+            "Damaged",
+            "LeaseLost",
+            "NewerLayout",
+            "NotABook",
+            "QuotaExceeded",
+            "ReadOnly",
+        ),
+        "errors",
+    ),
+    **dict.fromkeys(
+        ("Balanced", "EasyToHard", "First", "Last", "NewestPolicy", "Priority", "Proportional", "Uniform"), "samplers"
+    ),
+    **dict.fromkeys(("MaxAge", "MaxSize", "MaxUses", "MinSize", "SamplesToInserts"), "limits"),
+    "Appended": "admission",
+    "Book": "book",
+    "Counts": "reports",
+    "Lease": "leasing",
+    "Settings": "consumers",
+    "open": "opening",
+}
+
+__all__ = sorted(_HOMES)
+
+__getattr__, __dir__ = lazily(__name__, _HOMES)

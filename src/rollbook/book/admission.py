@@ -1,0 +1,437 @@
+"""Admission: how records come into a book.
+
+Invariant: bytes are on the shelf before the ledger speaks of them, and the ledger speaks of all records of an append or
+of none. The same record again changes nothing; another one under its id is refused before anything is written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollbook.book import attachments, consumers, digests, groups, kinds, reports, revising, tags, work
+from rollbook.book.consumers import Consumer
+from rollbook.book.errors import BackPressure, BookError, Conflict, QuotaExceeded
+from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.shelves import Place
+from rollbook.experiences import Experiences, from_rows
+from rollbook.wire import encode
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+
+TAGS = ", ".join(tags.Tags._fields)
+_INSERT = (
+    f"INSERT INTO records (seq, {TAGS}, evaluation, admitted, revision, whole, core, segment, start, size, slot, "
+    f"bytes, gone) VALUES ({', '.join('?' * (1 + len(tags.Tags._fields) + 11))})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """What an append did: how many records are new, how many were there already, how many of those got new fields."""
+
+    admitted: int = 0
+    known: int = 0
+    revised: int = 0
+    stale: int = 0
+    """Of the admitted ones, how many were too old for some consumer as they came."""
+
+    def __add__(self, other: Appended) -> Appended:
+        return Appended(
+            self.admitted + other.admitted,
+            self.known + other.known,
+            self.revised + other.revised,
+            self.stale + other.stale,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Records on their way in, with what the ledger will say of them."""
+
+    many: Experiences
+    digests: digests.Digests
+    tags: Sequence[tags.Tags]
+    evaluation: bool
+
+    def take(self, indices: list[int]) -> Coming:
+        kept = digests.Digests(*([column[i] for i in indices] for column in self.digests))
+        return Coming(self.many.take(indices), kept, [self.tags[i] for i in indices], self.evaluation)
+
+
+def as_many(given: Any) -> Experiences:
+    """One record, some, or columns, as columns."""
+    if isinstance(given, Experiences):
+        return given
+    from rollbook.experience import Experience
+
+    if isinstance(given, Experience):
+        return from_rows([given], copy=False)
+    if isinstance(given, (str, bytes, dict)) or not isinstance(given, Iterable):
+        raise ValueError(f"append: got {type(given).__name__}, expected an Experience, several, or Experiences")
+    return from_rows(list(given), copy=False)
+
+
+def append(
+    book: Book, given: Any, *, evaluation: bool, author: str, timeout: float | None
+) -> tuple[Appended, Sequence[str]]:
+    """See `Book.append`; also the ids of the records that are new."""
+    many = as_many(given)
+    if not len(many):
+        return Appended(), ()
+    coming = Coming(many, digests.digests(many), tags.tags(many), evaluation)
+    coming, doubled = _once(coming)
+    end = None if timeout is None else time.monotonic() + timeout
+    revised = Appended()
+    while True:
+        with book.ledger.read() as tx:
+            fresh, known, revisions = _sorted_out(tx, coming)
+            _check_tokenizer(tx, book)
+            held = _held(tx, coming, len(fresh))
+        if revisions:
+            # Once they are written they are known, by their digests.
+            revised += revising.add(book, coming, revisions, author)
+            continue
+        result = revised + Appended(known=known + doubled - revised.revised)
+        if not fresh:
+            return result, ()
+        if held is None:
+            new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
+            done = _commit(book, new, _store(book, new))
+            if done is not None:
+                return result + done, [tag.uid for tag in new.tags]
+            # Another writer came in between: look again.
+        else:
+            _wait(held, end)
+
+
+def _once(coming: Coming) -> tuple[Coming, int]:
+    """Each id once: the same record twice in one append counts once."""
+    first: dict[str, int] = {}
+    for i, tag in enumerate(coming.tags):
+        j = first.setdefault(tag.uid, i)
+        if coming.digests.whole[i] != coming.digests.whole[j]:
+            raise Conflict(f"append: records {j} and {i} are different and have the same id {tag.uid!r}")
+    doubled = len(coming.tags) - len(first)
+    return (coming.take(list(first.values())), doubled) if doubled else (coming, 0)
+
+
+def _sorted_out(tx: Transaction, coming: Coming) -> tuple[list[int], int, list[tuple[int, int]]]:
+    """Which records are new, how many are known, and which known ones (index, number) may bring new fields."""
+    place = {tag.uid: i for i, tag in enumerate(coming.tags)}
+    fresh = dict.fromkeys(place.values())
+    known = 0
+    revisions = []
+    for marks, part in chunks(list(place)):
+        for seq, uid, whole, evaluation, gone in tx.all(
+            f"SELECT seq, uid, whole, evaluation, gone FROM records WHERE uid IN ({marks})", part
+        ):
+            i = place[uid]
+            if gone == "rewound":
+                continue
+            del fresh[i]
+            if bool(evaluation) != coming.evaluation:
+                raise Conflict(
+                    f"{uid}: got it for {_purpose(coming.evaluation)}, it is there for {_purpose(evaluation)}"
+                )
+            if whole is not None and bytes(whole) == coming.digests.whole[i]:
+                known += 1
+            elif gone is not None:
+                raise Conflict(f"{uid}: got a record under the id of one that is gone ({gone})")
+            elif tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, coming.digests.whole[i])):
+                known += 1
+            else:
+                revisions.append((i, seq))
+    return list(fresh), known, revisions
+
+
+def _purpose(evaluation: Any) -> str:
+    return "evaluation" if evaluation else "training"
+
+
+def _check_tokenizer(tx: Transaction, book: Book) -> None:
+    if book.tokenizer is None:
+        return
+    row = tx.one("SELECT value FROM meta WHERE key = 'tokenizer'")
+    if row is not None and row[0] != book.tokenizer:
+        raise BookError(f"tokenizer: got {book.tokenizer!r}, the book's records were made with {row[0]!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where an append's bytes were put: one frame, and the media that the book did not have."""
+
+    frame: Place
+    media: dict[str, Place]
+    uses: Sequence[tuple[str, ...]]
+
+
+def _store(book: Book, coming: Coming) -> Stored:
+    lifted = attachments.lift(coming.many)
+    wanted = _unknown(book, list(lifted.blobs))
+    frame = encode(lifted.stripped)
+    size = len(frame) + sum(len(lifted.blobs[key].data) for key in wanted)
+    if book.quota is not None:
+        _check_quota(book, size)
+    places = book.shelf.put([frame, *(lifted.blobs[key].data for key in wanted)])
+    return Stored(places[0], dict(zip(wanted, places[1:], strict=True)), lifted.uses)
+
+
+def _unknown(book: Book, hashes: list[str]) -> list[str]:
+    if not hashes:
+        return []
+    known: set[str] = set()
+    with book.ledger.read() as tx:
+        for marks, part in chunks(hashes):
+            known.update(row[0] for row in tx.all(f"SELECT hash FROM media WHERE hash IN ({marks})", part))
+    return [key for key in hashes if key not in known]
+
+
+def _check_quota(book: Book, size: int) -> None:
+    from rollbook.book.compaction import make_room
+
+    have = sum(book.shelf.segments().values())
+    if have + size > book.quota and not make_room(book, size):  # type: ignore[operator]
+        raise QuotaExceeded(
+            f"quota: the book has {sum(book.shelf.segments().values())} bytes and would get {size} more, expected at "
+            f"most {book.quota}; nothing that could be removed was left"
+        )
+
+
+def _numbers(coming: Coming, key: str) -> list[float | None]:
+    """A sampler's number of each record, from its tags if it is one of them."""
+    if key in tags.Tags._fields:
+        found = [getattr(tag, key) for tag in coming.tags]
+        return [float(value) if isinstance(value, (int, float)) else None for value in found]
+    return tags.numbers(coming.many, key)
+
+
+def _held(tx: Transaction, coming: Coming, count: int) -> str | None:
+    """Why a limiter holds these records back, if one does."""
+    if coming.evaluation or not count:
+        return None
+    return next(filter(None, (_held_back(consumer, count) for consumer in consumers.all_consumers(tx))), None)
+
+
+def _commit(book: Book, coming: Coming, stored: Stored) -> Appended | None:
+    """Write the ledger; `None` if other writers changed what is new, or filled what a limiter leaves."""
+    values: dict[str, list[float | None]] = {}
+    with book.ledger.write() as tx:
+        for marks, part in chunks([tag.uid for tag in coming.tags]):
+            if tx.one(f"SELECT 1 FROM records WHERE (gone IS NULL OR gone <> 'rewound') AND uid IN ({marks})", part):
+                return None
+        if not all(
+            book.shelf.has(name) for name in {stored.frame.segment, *(p.segment for p in stored.media.values())}
+        ):
+            return None
+        if any(not tx.one("SELECT 1 FROM media WHERE hash = ?", (key,)) for key in _borrowed(stored)):
+            return None  # A medium that was known has been removed meanwhile.
+        listening = [] if coming.evaluation else consumers.all_consumers(tx)
+        for consumer in listening:
+            if _held_back(consumer, len(coming.tags)):
+                return None
+            key = consumer.settings.sampler.key
+            if key is not None and key not in values:
+                values[key] = _numbers(coming, key)
+        base = _insert(tx, coming, stored)
+        stale = 0
+        announced = book.announced(tx)
+        for consumer in listening:
+            stale = max(stale, _offer(tx, consumer, coming, base, values, announced))
+        columns = kinds.kinds_of(coming.many) - book.known_kinds
+        if columns:
+            tx.many("INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(columns))
+        if book.tokenizer is not None:
+            tx.run("INSERT INTO meta (key, value) VALUES ('tokenizer', ?) ON CONFLICT DO NOTHING", (book.tokenizer,))
+    book.known_kinds |= columns
+    return Appended(admitted=len(coming.tags), stale=stale)
+
+
+def _borrowed(stored: Stored) -> list[str]:
+    return list({key for keys in stored.uses for key in keys if key not in stored.media})
+
+
+def _held_back(consumer: Consumer, count: int) -> str | None:
+    ratio = consumer.settings.ratio
+    if ratio is None or ratio.inserts_left(consumer.inserts, consumer.samples) >= count:
+        return None
+    if count > ratio.append_size:
+        raise BackPressure(
+            f"append: got {count} records at once, consumer {consumer.name!r} lets at most append_size = "
+            f"{ratio.append_size} in; append them in smaller pieces"
+        )
+    return (
+        f"consumer {consumer.name!r} has {consumer.inserts} records and took {consumer.samples}: {count} more would "
+        f"pass its ratio of {ratio.ratio:g} by more than {ratio.slack:g}"
+    )
+
+
+def _wait(why: str, end: float | None) -> None:
+    if end is not None and time.monotonic() >= end:
+        raise BackPressure(f"append: held back until the time was up, nothing was written: {why}")
+    time.sleep(0.01)
+
+
+def _insert(tx: Transaction, coming: Coming, stored: Stored | None, gone: str | None = None) -> int:
+    """The records' rows; the number of the first."""
+    # A rewound record's id is free again: the new one takes a number of its own.
+    uids = [tag.uid for tag in coming.tags]
+    for marks, part in chunks(uids):
+        for seq, uid in tx.all(f"SELECT seq, uid FROM records WHERE gone = 'rewound' AND uid IN ({marks})", part):
+            tx.run("UPDATE records SET uid = ? WHERE seq = ?", (f"{uid}~{seq}", seq))
+    base = int(tx.one("SELECT COALESCE(MAX(seq), 0) + 1 FROM records")[0])
+    count = len(uids)
+    place = (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
+    share = 0 if stored is None else -(-stored.frame.length // count)
+    tx.many(
+        _INSERT,
+        [
+            (
+                base + i,
+                *coming.tags[i],
+                int(coming.evaluation),
+                tx.now,
+                0,
+                coming.digests.whole[i],
+                coming.digests.core[i],
+                *place,
+                None if stored is None else i,
+                share,
+                gone,
+            )
+            for i in range(count)
+        ],
+    )
+    if stored is not None and stored.uses:
+        # Another writer may have brought the same medium: its place stays, this one's bytes are left to compaction.
+        tx.many(
+            "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            [(key, p.segment, p.offset, p.length) for key, p in stored.media.items()],
+        )
+        tx.many(
+            "INSERT INTO media_uses (hash, seq) VALUES (?, ?)",
+            [(key, base + i) for i, keys in enumerate(stored.uses) for key in keys],
+        )
+    reports.admitted(tx, coming.evaluation, count)
+    detail = {"evaluation": True} if coming.evaluation else None
+    work.record(tx, [work.Event("admitted", base + i, detail=detail) for i in range(count)])
+    return base
+
+
+def _offer(
+    tx: Transaction,
+    consumer: Consumer,
+    coming: Coming,
+    base: int,
+    values: dict[str, list[float | None]],
+    announced: int | None,
+) -> int:
+    """The records' rows for one consumer; how many were too old."""
+    settings = consumer.settings
+    key = settings.sampler.key
+    numbers = values[key] if key is not None else [None] * len(coming.tags)
+    floor = work.floor_of(announced, settings.max_staleness)
+    made = []
+    stale = 0
+    for i, (tag, value) in enumerate(zip(coming.tags, numbers, strict=True)):
+        old = floor is not None and tag.version_min is not None and tag.version_min < floor
+        stale += old
+        made.append(new_row(consumer, base + i, tag.gid, tag.version_min, value, "stale" if old else None))
+    work.enter(tx, consumer, made)
+    work.keep_size(tx, consumer)
+    consumers.save(tx, consumer)
+    return stale
+
+
+def new_row(
+    consumer: Consumer, seq: int, gid: str, version: int | None, value: float | None, dropped: str | None
+) -> work.Row:
+    """A record as a consumer first has it."""
+    sampler = consumer.settings.sampler
+    item = consumer.item(seq, 0, version, value)
+    state = work.WAITING if dropped is None else work.DROPPED
+    rank = sampler.rank(item, consumer.state) if dropped is None else 0.0
+    return work.Row(seq, gid, state, dropped, rank, value, sampler.weight(item), version, 0, 0, None, None)
+
+
+def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | None) -> int:
+    """See `Book.fail`."""
+    from rollbook.experience import Experience
+
+    rows = [Experience(eid=eid, tokens=[0, 0], group_size=group_size) for eid in eids]
+    many = from_rows(rows)
+    found = [tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0) for tag in tags.tags(many)]
+    coming = Coming(many, digests.digests(many), found, False)
+    with book.ledger.write() as tx:
+        known: set[str] = set()
+        for marks, part in chunks([tag.uid for tag in found]):
+            sql = f"SELECT uid FROM records WHERE (gone IS NULL OR gone <> 'rewound') AND uid IN ({marks})"
+            known.update(row[0] for row in tx.all(sql, part))
+        fresh = [i for i, tag in enumerate(found) if tag.uid not in known]
+        if not fresh:
+            return 0
+        coming = coming.take(fresh)
+        base = _insert(tx, coming, None, gone=reason)
+        for consumer in consumers.all_consumers(tx):
+            work.enter(
+                tx,
+                consumer,
+                [new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(coming.tags)],
+            )
+            consumers.save(tx, consumer)
+    return len(fresh)
+
+
+def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
+    """Offer a new consumer all that is in the book for training."""
+    floor = work.floor_of(book.announced(tx), consumer.settings.max_staleness)
+    last = 0
+    while True:
+        found = tx.all(
+            "SELECT seq, gid, version_min, gone FROM records WHERE evaluation = 0 AND seq > ? ORDER BY seq LIMIT 1000",
+            (last,),
+        )
+        if not found:
+            break
+        key = consumer.settings.sampler.key
+        stored = [row[0] for row in found if row[3] is None]
+        numbers = dict(zip(stored, book.numbers(tx, stored, key), strict=True)) if key is not None else {}
+        made = []
+        for seq, gid, version, gone in found:
+            old = floor is not None and version is not None and version < floor
+            made.append(new_row(consumer, seq, gid, version, numbers.get(seq), gone or ("stale" if old else None)))
+        work.enter(tx, consumer, made)
+        last = found[-1][0]
+    work.keep_size(tx, consumer)
+    consumers.save(tx, consumer)
+
+
+def rerank(tx: Transaction, consumer: Consumer, book: Book) -> None:
+    """Rank all that waits anew, for a sampler or a seed that has changed, and hold the new bounds."""
+    sampler = consumer.settings.sampler
+    last = 0
+    while True:
+        found = work.rows(
+            tx, "consumer = ? AND seq > ? AND state <> 'dropped' ORDER BY seq LIMIT 1000", (consumer.id, last)
+        )
+        if not found:
+            break
+        seqs = [row.seq for row in found]
+        values = [None] * len(seqs) if sampler.key is None else book.numbers(tx, seqs, sampler.key)
+        moves = []
+        for row, value in zip(found, values, strict=True):
+            item = consumer.item(row.seq, row.uses, row.version, value)
+            rank = sampler.rank(item, consumer.state)
+            moves.append((row, row._replace(value=value, weight=sampler.weight(item), rank=rank)))
+        work.change(tx, consumer, moves, [])
+        last = seqs[-1]
+    if consumer.grouped:
+        tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
+        consumer.state.pop("ready", None)
+        groups.build(tx, consumer)
+    work.forget_stale(tx, consumer, work.floor_of(book.announced(tx), consumer.settings.max_staleness))
+    work.keep_size(tx, consumer)
+    consumers.save(tx, consumer)

@@ -1,0 +1,63 @@
+"""What rows were before they changed, since the last checkpoint: what going back needs, and no more.
+
+Invariant: for every kept checkpoint, a row of `work` or `groups` that was there then is now as it was, or the first
+value that it had after that checkpoint, or after a later one, stands here. Without a checkpoint nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.schema import TABLES
+
+WORK, GROUPS = "work", "groups"
+COLUMNS = {table: [column.split()[0] for column in TABLES[table][:-1]] for table in (WORK, GROUPS)}
+_LISTED = {table: ", ".join(names) for table, names in COLUMNS.items()}
+NEEDED = (
+    "(seq > (SELECT MIN(seq) FROM checkpoints) OR "
+    "seq IN (SELECT seq FROM work_before WHERE state IN ('waiting', 'cooling', 'leased')))"
+)
+"""Of `records`: whose bytes a kept checkpoint may need again, whatever became of them since: those that were not done
+with at one of the checkpoints, and those that came after the oldest."""
+
+
+def note(tx: Transaction, table: str, consumer: int, key: str, values: Sequence[Any]) -> None:
+    """Keep rows as they are, which are about to change, unless they have changed since the last checkpoint already."""
+    listed = ", ".join(f"now.{name}" for name in COLUMNS[table])
+    for marks, part in chunks(values):
+        # What came after the checkpoint was nothing then.
+        tx.run(
+            f"INSERT INTO {table}_before (checkpoint, {_LISTED[table]}) SELECT point.event, {listed} "
+            f"FROM {table} AS now CROSS JOIN (SELECT event, seq FROM checkpoints ORDER BY event DESC LIMIT 1) AS point "
+            f"WHERE now.consumer = ? AND now.{key} IN ({marks}) AND now.seq <= point.seq ON CONFLICT DO NOTHING",
+            (consumer, *part),
+        )
+
+
+def merge(tx: Transaction, checkpoint: int) -> None:
+    """Hand what is kept for a checkpoint that is forgotten to the one before it, which may need it."""
+    older = tx.one("SELECT event, seq FROM checkpoints WHERE event < ? ORDER BY event DESC LIMIT 1", (checkpoint,))
+    for table, listed in _LISTED.items():
+        if older is not None:
+            tx.run(
+                f"INSERT INTO {table}_before (checkpoint, {listed}) SELECT {int(older[0])}, {listed} "
+                f"FROM {table}_before WHERE checkpoint = ? AND seq <= ? ON CONFLICT DO NOTHING",
+                (checkpoint, older[1]),
+            )
+        tx.run(f"DELETE FROM {table}_before WHERE checkpoint = ?", (checkpoint,))
+
+
+def put_back_groups(tx: Transaction, checkpoint: int, consumer: int) -> list[str]:
+    """Groups as they were at the checkpoint; those that had changed."""
+    changing = ", ".join(f"{name} = excluded.{name}" for name in COLUMNS[GROUPS][2:])
+    mine = (checkpoint, consumer)
+    tx.run(
+        f"INSERT INTO groups ({_LISTED[GROUPS]}) SELECT {_LISTED[GROUPS]} FROM groups_before "
+        f"WHERE checkpoint = ? AND consumer = ? ON CONFLICT (consumer, gid) DO UPDATE SET {changing}",
+        mine,
+    )
+    found = tx.all("SELECT gid FROM groups_before WHERE checkpoint = ? AND consumer = ? ORDER BY seq, gid", mine)
+    tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", mine)
+    return [gid for (gid,) in found]

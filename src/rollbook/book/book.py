@@ -1,0 +1,540 @@
+"""`Book`: records between those who make them and those who train on them.
+
+Invariant: nothing is lost, acknowledged twice or dropped without a reason: what a method returned is in the ledger, and
+what it raised changed nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rollbook.algorithms.registry import number, whole_number
+from rollbook.book import (
+    admission,
+    checkpoints,
+    compaction,
+    consumers,
+    leasing,
+    reading,
+    reports,
+    revising,
+    selecting,
+    snapshots,
+    tags,
+    work,
+)
+from rollbook.book.admission import Appended
+from rollbook.book.checkpoints import Checkpoint, Rewound
+from rollbook.book.compaction import Compacted
+from rollbook.book.consumers import Consumer, Settings
+from rollbook.book.errors import BookError, ReadOnly
+from rollbook.book.leasing import Lease
+from rollbook.book.ledger import Ledger, Transaction, chunks
+from rollbook.book.selecting import Selection
+from rollbook.book.shelves import Shelf
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from rollbook.book.sql_columns import Result
+    from rollbook.book.writer import Writer
+    from rollbook.experience import Experience
+    from rollbook.experiences import Experiences
+    from rollbook.ids import EID
+
+TRAIN = "train"
+"""The consumer group that is meant where none is named."""
+
+
+def uid_of(given: str | EID | Experience) -> str:
+    """The id, from an id or from what has one."""
+    if isinstance(given, str):
+        return given
+    found = getattr(getattr(given, "eid", given), "uid", None)
+    if not isinstance(found, str):
+        raise ValueError(f"uid: got {type(given).__name__}, expected an id, an EID or an Experience")
+    return found
+
+
+def uids_of(given: Any) -> list[str]:
+    """Several ids, from one or many."""
+    if isinstance(given, str) or hasattr(given, "uid") or hasattr(given, "eid"):
+        return [uid_of(given)]
+    return list(dict.fromkeys(uid_of(each) for each in given))
+
+
+class Book:
+    """A durable, replayable, queryable store of experience; made by `rollbook.open`.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> group = [rollbook.Experience(eid={"batch": 0, "task": 1, "run": r}, tokens=[1, 2, 3 + r], reward=float(r),
+    ...                              group_size=2) for r in range(2)]
+    >>> book.append(group)
+    Appended(admitted=2, known=0, revised=0, stale=0)
+    >>> book.append(group).known
+    2
+    >>> with book.lease(1, by="group") as lease:
+    ...     print(lease.experiences.values("reward"))
+    ...     _ = lease.ack(step=1)
+    [0.0, 1.0]
+    >>> [event.kind for event in book.history(group[0].eid.uid)]
+    ['admitted', 'leased', 'trained']
+    >>> book.counts()
+    Counts(consumer='train', admitted=2, waiting=0, leased=0, trained=2, dropped={}, evaluation=0)
+    """
+
+    def __init__(
+        self,
+        url: str,
+        ledger: Ledger,
+        shelf: Shelf,
+        *,
+        read_only: bool = False,
+        tokenizer: str | None = None,
+        quota: int | None = None,
+    ) -> None:
+        self.url = url
+        self.ledger = ledger
+        self.shelf = shelf
+        self.read_only = read_only
+        self.tokenizer = tokenizer
+        self.quota = quota
+        self.appends = itertools.count(os.urandom(1)[0])
+        """Counts appends, from anywhere: programs that append once and end look after small segments now and then too."""
+        self.known_kinds: set[tuple[str, str]] = set()
+        """Columns and their types that the ledger is known to have noted."""
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        """Have the consumer group "train" there, with these settings."""
+        if self.read_only:
+            if settings:
+                raise ReadOnly(f"{self.url}: opened for reading, and got settings ({', '.join(settings)})")
+            return
+        self.consumer(TRAIN, **settings)
+
+    def _writable(self, what: str) -> None:
+        if self.read_only:
+            raise ReadOnly(f"{what}: {self.url} was opened for reading (mode 'r')")
+
+    # --- bringing ---------------------------------------------------------------------------------------------
+
+    def append(
+        self,
+        experiences: Experience | Iterable[Experience],
+        *,
+        evaluation: bool = False,
+        author: str = "",
+        timeout: float | None = None,
+    ) -> Appended:
+        """Admit records; durable when it returns, all of them or none.
+
+        The same record again changes nothing, whatever was revised since. A known id with fields that were missing
+        (advantages, returns, a reward, new keys of `info`) is a revision by `author`; with anything else different it
+        is a `Conflict`. `evaluation=True`: kept beside, never leased for training. While a consumer's limiter holds
+        inserts back this waits, at most `timeout` seconds, and then raises `BackPressure`.
+        """
+        self._writable("append")
+        if timeout is not None:
+            number("timeout", timeout, 0.0)
+        done = admission.append(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
+        compaction.after_append(self)
+        return done
+
+    async def aappend(self, experiences: Experience | Iterable[Experience], **options: Any) -> Appended:
+        """`append` without blocking the event loop."""
+        return await asyncio.to_thread(lambda: self.append(experiences, **options))
+
+    def writer(
+        self, *, delay: float = 0.05, batch: int = 256, most: int = 4096, evaluation: bool = False, author: str = ""
+    ) -> Writer:
+        """A streaming writer: small appends are gathered for at most `delay` seconds, or until `batch` records are
+        together, and admitted as one."""
+        self._writable("writer")
+        from rollbook.book.writer import Writer
+
+        return Writer(self, delay=delay, batch=batch, most=most, evaluation=evaluation, author=author)
+
+    def fail(self, eids: EID | Sequence[EID], reason: str = "failed", *, group_size: int | None = None) -> int:
+        """Tombstones: runs that gave no record (a crash, a filter) and count for their group; how many are new."""
+        self._writable("fail")
+        if not isinstance(reason, str) or not reason:
+            raise ValueError(f"reason: got {reason!r}, expected a word that says why")
+        listed = [eids] if hasattr(eids, "uid") else list(eids)
+        return admission.tombstones(self, listed, reason, group_size) if listed else 0
+
+    def drop(self, uids: Any, reason: str = "filtered", *, consumer: str | None = None) -> int:
+        """Give up records that wait or rest, for one consumer or for all; they still count for their groups."""
+        self._writable("drop")
+        if not isinstance(reason, str) or not reason:
+            raise ValueError(f"reason: got {reason!r}, expected a word that says why")
+        seqs = reading.numbers_of(self, uids_of(uids))
+        count = 0
+        with self.ledger.write() as tx:
+            for each in consumers.all_consumers(tx):
+                if consumer in (None, each.name):
+                    found = [r for r in work.rows_of(tx, each, seqs) if r.state in (work.WAITING, work.COOLING)]
+                    work.drop(tx, each, found, reason)
+                    consumers.save(tx, each)
+                    count += len(found)
+        return count
+
+    # --- taking -----------------------------------------------------------------------------------------------
+
+    def consumer(self, name: str = TRAIN, *, change: bool = False, **settings: Any) -> Settings:
+        """A consumer group: made with these settings (see `Settings`) if it is new; its settings.
+
+        Other settings for a group that exists are refused, unless `change=True`: then they hold for everybody, and all
+        that waits is ranked anew.
+        """
+        with self.ledger.read() as tx:
+            found = consumers.find(tx, name)
+        if found is not None and all(getattr(found.settings, key, None) == value for key, value in settings.items()):
+            found.settings.changed(settings)  # refuses names that are none
+            return found.settings
+        self._writable("consumer")
+        with self.ledger.write() as tx:
+            found = consumers.find(tx, name)
+            if found is None:
+                return self.make_consumer(tx, name, settings).settings
+            new = found.settings.changed(settings)
+            if new != found.settings and not change:
+                names = [key for key in settings if getattr(new, key) != getattr(found.settings, key)]
+                raise BookError(
+                    f"consumer {name!r}: {names[0]}: got {getattr(new, names[0])!r}, the book has "
+                    f"{getattr(found.settings, names[0])!r}; change=True changes it for everybody"
+                )
+            consumers.configure(tx, found, new)
+            admission.rerank(tx, found, self)
+            return new
+
+    def make_consumer(self, tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
+        """A new consumer group, offered all that is in the book for training."""
+        made = consumers.make(tx, name, Settings().changed(dict(settings or {})))
+        admission.enrol(tx, made, self)
+        return made
+
+    def lease(
+        self,
+        n: int,
+        *,
+        by: str = "experience",
+        consumer: str = TRAIN,
+        timeout: float = 0.0,
+        max_staleness: int | None = None,
+        seconds: float | None = None,
+    ) -> Lease:
+        """Claim `n` records, or (`by="group"`) `n` whole groups with all that waits of them.
+
+        Waits up to `timeout` seconds until all are there, then takes what there is: `lease.short` says why it is less.
+        `max_staleness` overrides the consumer's bound; what is older is dropped as stale, for good. `seconds`: how long
+        the lease lives without progress. A consumer that does not exist yet is made.
+        """
+        self._writable("lease")
+        return leasing.lease(self, leasing.wanted(consumer, n, by, max_staleness, seconds, timeout), timeout)
+
+    async def alease(
+        self,
+        n: int,
+        *,
+        by: str = "experience",
+        consumer: str = TRAIN,
+        timeout: float = 0.0,
+        max_staleness: int | None = None,
+        seconds: float | None = None,
+    ) -> Lease:
+        """`lease` without blocking the event loop; a wait that is cancelled has claimed nothing."""
+        self._writable("lease")
+        asked = leasing.wanted(consumer, n, by, max_staleness, seconds, timeout)
+        return await leasing.alease(self, asked, timeout)
+
+    # --- the policy's version -----------------------------------------------------------------------------------
+
+    def announce(self, version: int) -> None:
+        """Say which policy version is trained now: what consumers' staleness bounds count from. It never falls."""
+        self._writable("announce")
+        whole_number("version", version)
+        with self.ledger.write() as tx:
+            now = self.announced(tx)
+            if now is not None and version < now:
+                raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
+            if now == version:
+                return
+            self.set_announced(tx, version)
+            work.record(tx, [work.Event("announced", detail={"version": version})])
+            for consumer in consumers.all_consumers(tx):
+                floor = work.floor_of(version, consumer.settings.max_staleness)
+                work.forget_stale(tx, consumer, floor)
+                consumers.save(tx, consumer)
+
+    def announced(self, tx: Transaction) -> int | None:
+        """The version that was announced last."""
+        row = tx.one("SELECT value FROM meta WHERE key = 'policy_version'")
+        return None if row is None else int(row[0])
+
+    def set_announced(self, tx: Transaction, version: int | None) -> None:
+        """Write the announced version, or none."""
+        tx.run("DELETE FROM meta WHERE key = 'policy_version'")
+        if version is not None:
+            tx.run("INSERT INTO meta (key, value) VALUES ('policy_version', ?)", (str(version),))
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version that was announced last."""
+        with self.ledger.read() as tx:
+            return self.announced(tx)
+
+    # --- changing -----------------------------------------------------------------------------------------------
+
+    def revise(
+        self,
+        uid: str | EID | Experience | Mapping[str, Mapping[str, Any]],
+        *,
+        author: str,
+        reason: str | None = None,
+        retrain: bool = False,
+        **fields: Any,
+    ) -> int:
+        """Change what comes late (reward, advantages, `info` ...) of a record, or of many: `{uid: {field: value}}`.
+
+        Who did it and when stands in the ledger. Dicts are merged. `retrain=True`: records that were trained or dropped
+        wait again. Returns how many records changed.
+
+        >>> import rollbook
+        >>> book = rollbook.open("memory:")
+        >>> record = rollbook.Experience(tokens=[1, 2, 3])
+        >>> _ = book.append(record)
+        >>> book.revise(record, reward=1.0, author="ana", reason="looks right")
+        1
+        >>> book[record.eid.uid].reward, book.history(record.eid.uid)[-1].detail["author"]
+        (1.0, 'ana')
+        """
+        self._writable("revise")
+        if not isinstance(author, str) or not author:
+            raise ValueError(f"author: got {author!r}, expected who makes the revision")
+        if isinstance(uid, Mapping):
+            if fields:
+                raise ValueError(f"revise: got {', '.join(fields)} beside a mapping, expected one of the two")
+            changes = {uid_of(key): dict(value) for key, value in uid.items()}
+        else:
+            changes = {uid_of(uid): fields}
+        if not all(changes.values()):
+            raise ValueError("revise: got no field to change")
+        return revising.revise(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
+
+    def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
+        """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes."""
+        self._writable("redact")
+        return revising.redact(self, uids_of(uids), list(fields), author=author, reason=reason)
+
+    def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
+        """Remove records; the ledger keeps their ids, so that they are not admitted again. The next compaction removes
+        the bytes."""
+        self._writable("delete")
+        return revising.delete(self, uids_of(uids), author=author, reason=reason)
+
+    # --- points to go back to ------------------------------------------------------------------------------------
+
+    def checkpoint(self, name: str | None = None, *, keep: int | None = None) -> str:
+        """Name this point, for a trainer to save with its weights; the name.
+
+        A name that another point has is refused; the same point again changes nothing. `keep`: forget all checkpoints
+        but the newest so many. What the oldest one needs is not removed.
+        """
+        self._writable("checkpoint")
+        return checkpoints.make(self, name, keep)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints that are kept, oldest first."""
+        return checkpoints.listed(self)
+
+    def forget(self, name: str) -> None:
+        """Forget a checkpoint; nothing is kept for its sake any more."""
+        self._writable("forget")
+        checkpoints.forget(self, name)
+
+    def rewind(self, name: str, *, later: str = "keep") -> Rewound:
+        """Go back to a checkpoint: acknowledgements that came after it are void, and their records are offered again.
+
+        Every consumer is as it was (its settings, its counters, each record's uses and place), and so is the announced
+        version. The next leases are those that followed the checkpoint the first time. Living leases end, and what they
+        held waits.
+        Records that came later wait (`later="keep"`) or are dropped as "rewound" and their ids are free again
+        (`later="drop"`); consumers made later begin anew; later checkpoints are forgotten. Revisions stay, and what was
+        deleted stays deleted.
+
+        >>> import rollbook
+        >>> book = rollbook.open("memory:")
+        >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
+        >>> saved = book.checkpoint()
+        >>> book.lease(1).ack(step=1)
+        1
+        >>> book.rewind(saved).acks, book.counts().waiting, book.trained()
+        (1, 1, {})
+        """
+        self._writable("rewind")
+        return checkpoints.rewind(self, name, later)
+
+    def trained(self, consumer: str = TRAIN) -> dict[str, list[int | None]]:
+        """The optimizer steps in which each record was trained on, by id: acknowledgements that no rewind voided."""
+        return checkpoints.trained(self, consumer)
+
+    def fork(self, name: str, url: str | os.PathLike[str], **options: Any) -> Book:
+        """Start another run from a checkpoint: a new book at `url` with all as it was then; this one stays as it is.
+
+        What came after the checkpoint is not in it, except revisions and deletions of what came before.
+        `options`: those of `rollbook.open` that say how the new book is kept.
+        """
+        return snapshots.copy(self, url, name, options)
+
+    def snapshot(self, url: str | os.PathLike[str], **options: Any) -> Book:
+        """Copy the book as it is at one moment to an empty `url`, of any kind, while others go on writing; the copy.
+
+        Leases that live now are void in the copy. `options`: those of `rollbook.open` that say how the copy is kept.
+
+        >>> import rollbook
+        >>> book = rollbook.open("memory:")
+        >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
+        >>> copy = book.snapshot("memory:")
+        >>> _ = book.append([rollbook.Experience(tokens=[4, 5, 6])])
+        >>> len(book), len(copy)
+        (2, 1)
+        """
+        return snapshots.copy(self, url, None, options)
+
+    # --- looking ------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, uid: str | EID) -> Experience:
+        """The record as it is now."""
+        return reading.fetch(self, reading.numbers_of(self, [uid_of(uid)]))[0]
+
+    def get(self, uids: Any) -> Experiences:
+        """Records by id, in this order."""
+        return reading.fetch(self, reading.numbers_of(self, uids_of(uids)))
+
+    def __contains__(self, uid: object) -> bool:
+        with self.ledger.read() as tx:
+            return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (uid_of(uid),)))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        """How many records were admitted, for training and evaluation."""
+        with self.ledger.read() as tx:
+            return int(tx.one("SELECT COALESCE(SUM(n), 0) FROM tallies WHERE consumer = 0")[0])
+
+    def __bool__(self) -> bool:
+        return True
+
+    def numbers(self, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:
+        """One number of each record, from the ledger if it has it, else from the record."""
+        if key in tags.Tags._fields:
+            found: dict[int, Any] = {}
+            for marks, part in chunks(seqs):
+                found.update(tx.all(f"SELECT seq, {key} FROM records WHERE seq IN ({marks})", part))
+            return [None if found[seq] is None else float(found[seq]) for seq in seqs]
+        where = reading.locate(tx, seqs)
+        return tags.numbers(reading.gather(self, [where[seq] for seq in seqs]), key) if seqs else []
+
+    def where(self, *conditions: tuple[str, str, Any], **equal: Any) -> Selection:
+        """The records that meet all conditions: `("reward", ">", 0.5)`, `("info.level", "in", [1, 2])`, `task="a"`.
+
+        Columns are those of the ledger (`rollbook.book.selecting.LEDGER_COLUMNS`), texts and numbers of a record, and
+        entries of `info` and `metrics` as `info.NAME`.
+        """
+        return Selection(self, selecting.conditions(conditions, equal))
+
+    def scan(
+        self, columns: Sequence[str] | None = None, *conditions: tuple[str, str, Any], rows: int = 1024, **equal: Any
+    ) -> Iterator[pa.RecordBatch]:
+        """Arrow batches of some columns (all, if none are named) of the records that meet all conditions.
+
+        Memory is that of a batch, of at most `rows` rows; columns that are not named are not touched, and those of
+        mapped segments are not copied. They are checked as far as it is needed to be safe; `book.get` checks all.
+        """
+        return self.where(*conditions, **equal).scan(columns, rows)
+
+    def sql(
+        self,
+        query: str,
+        parameters: Sequence[Any] | Mapping[str, Any] | None = None,
+        *,
+        memory: str | int = "1GB",
+        seconds: float = 60.0,
+    ) -> Result:
+        """DuckDB's answer to one reading statement over the tables `experiences`, `events` (also called `ledger`),
+        `work`, `leases`, `revisions`, `checkpoints` and `media`; `.arrow()`, `.pandas()`, `.polars()` or `.rows()`.
+
+        >>> import rollbook
+        >>> book = rollbook.open("memory:")
+        >>> for i in range(4):
+        ...     _ = book.append(rollbook.Experience(eid={"task": i % 2}, tokens=[1, 2, i], reward=i / 4))
+        >>> book.sql("select tid, avg(reward) mean, max(len(tokens)) longest from experiences group by 1 order by 1")
+        tid  mean  longest
+        /0   0.25        3
+        /1    0.5        3
+        """
+        from rollbook.book import tables
+
+        return tables.sql(self, query, parameters, memory, seconds)
+
+    def counts(self, consumer: str = TRAIN) -> reports.Counts:
+        """How far a consumer is: admitted = waiting + leased + trained + dropped, by reason."""
+        return reports.counts(self, consumer)
+
+    def history(self, uid: str | EID | Experience) -> list[reports.Entry]:
+        """Every event of one record, in order."""
+        return reports.history(self, uid_of(uid))
+
+    def keep_rates(
+        self, by: str = "length", edges: Sequence[float] | None = None, consumer: str = TRAIN
+    ) -> list[reports.KeepRate]:
+        """How many of the records of each length, or reward, were trained on."""
+        return reports.keep_rates(self, consumer, by, edges)
+
+    def now(self) -> float:
+        """The database's clock, in seconds since 1970."""
+        with self.ledger.read() as tx:
+            return float(tx.now)
+
+    # --- keeping house --------------------------------------------------------------------------------------------
+
+    def compact(self, *, garbage: float = 0.5, small: int = compaction.SMALL, grace: float = 3600.0) -> Compacted:
+        """Remove bytes that nobody needs and merge small segments, beside readers and writers.
+
+        Written anew are segments of which more than the share `garbage` is not needed, those that hold deleted or
+        redacted bytes, and those below `small` bytes where there are many. Segments that nothing points to, as a crash
+        leaves them, are removed when they are met again `grace` seconds after they were noticed. Records that every
+        consumer dropped, too old or too many, lose their bytes, unless a checkpoint needs them or `keep_stale` keeps
+        them; trained ones keep theirs until a quota asks for room.
+
+        >>> import rollbook
+        >>> book = rollbook.open("memory:")
+        >>> records = [rollbook.Experience(tokens=[1, 2, 3 + i]) for i in range(4)]
+        >>> _ = book.append(records)
+        >>> _ = book.delete(records[:3], author="ana")
+        >>> done = book.compact()
+        >>> done.records, done.removed, done.after < done.before
+        (1, 1, True)
+        """
+        self._writable("compact")
+        return compaction.compact(self, garbage=garbage, small=small, grace=grace)
+
+    # --- ending -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End writing and let go of files; what was returned is safe in any case."""
+        self.shelf.close()
+        self.ledger.close()
+
+    def __enter__(self) -> Book:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Book({self.url!r})"

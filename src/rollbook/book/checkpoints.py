@@ -1,0 +1,425 @@
+"""Checkpoints: named points that go with a trainer's weights, and the way back to them.
+
+Invariant: after a rewind every consumer is as it was at the checkpoint, and what it takes next is what it took then.
+Nothing is erased: what is undone stands in the ledger as voided, and the acknowledgements of a record that are not
+voided are as many as its uses. Facts stay: revisions, redactions and deletions are not undone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollbook.algorithms.registry import choice, whole_number
+from rollbook.book import admission, before, consumers, groups, revising, work
+from rollbook.book.consumers import Consumer, Settings
+from rollbook.book.errors import Conflict
+from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.windows import reached
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+
+_PIECE = 1000
+_UNVOIDED = (
+    "NOT EXISTS (SELECT 1 FROM events AS undone WHERE undone.seq = done.seq AND undone.kind = 'voided' "
+    "AND undone.consumer = done.consumer AND undone.lease = done.lease AND undone.id > done.id)"
+)
+"""Of an acknowledgement `done`: a lease acknowledges a record once, so the lease says which one was voided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A named point of a book.
+
+    >>> import rollbook
+    >>> with rollbook.open("memory:") as book:
+    ...     _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
+    ...     _ = book.checkpoint("step-100")
+    ...     [(point.name, point.records, point.policy_version) for point in book.checkpoints()]
+    [('step-100', 1, None)]
+    """
+
+    name: str
+    made: float
+    """Seconds since 1970, by the database's clock."""
+    event: int
+    """The number of the ledger's event that made it: what has a larger one came later."""
+    records: int
+    """The number of the last record that was admitted before it."""
+    policy_version: int | None
+    """The version that was announced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    """What a rewind did."""
+
+    checkpoint: str
+    acks: int
+    """Acknowledgements that were voided."""
+    leases: int
+    """Leases that were ended; their holders get `LeaseLost`."""
+    later: int
+    """Records that came after the checkpoint, and were kept or dropped."""
+    forgotten: tuple[str, ...]
+    """Later checkpoints: what they speak of is void."""
+
+
+class Point(NamedTuple):
+    """A checkpoint as a transaction sees it."""
+
+    name: str
+    event: int
+    seq: int
+    made: float
+    state: dict[str, Any]
+
+
+def points(tx: Transaction) -> list[Point]:
+    """Every checkpoint, oldest first."""
+    found = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
+    return [Point(*row[:4], json.loads(row[4])) for row in found]
+
+
+def find(tx: Transaction, name: str) -> Point:
+    """The checkpoint of this name."""
+    row = tx.one("SELECT name, event, seq, made, state FROM checkpoints WHERE name = ?", (name,))
+    if row is None:
+        known = [repr(each) for (each,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
+        raise KeyError(f"checkpoint: got {name!r}, the book has {', '.join(known) or 'none'}")
+    return Point(*row[:4], json.loads(row[4]))
+
+
+# --- making and forgetting ----------------------------------------------------------------------------------------
+
+
+def make(book: Book, name: str | None, keep: int | None) -> str:
+    """See `Book.checkpoint`."""
+    if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 200):
+        raise ValueError(f"checkpoint: got {name!r}, expected a name of 1 to 200 characters")
+    if keep is not None:
+        whole_number("keep", keep, 1)
+    with book.ledger.write() as tx:
+        state = json.dumps(_state(tx, book))
+        if not _is_there(tx, name, state):
+            name = _make(tx, name, state)
+        if keep is not None:
+            for old in points(tx)[:-keep]:
+                _forget(tx, old)
+        reached("during checkpoint")
+    return str(name)
+
+
+def _is_there(tx: Transaction, name: str | None, state: str) -> bool:
+    """Whether a checkpoint of this name says the very same; one that says something else is in the way."""
+    if name is None:
+        return False
+    row = tx.one("SELECT event, state FROM checkpoints WHERE name = ?", (name,))
+    if row is None:
+        return False
+    last = tx.one("SELECT MAX(id) FROM events")[0]
+    if row != (last, state):
+        raise Conflict(
+            f"checkpoint: got {name!r}, which is the name of another point, {last - row[0]} events ago; expected a new "
+            "name, or book.forget first"
+        )
+    return True
+
+
+def _make(tx: Transaction, name: str | None, state: str) -> str:
+    last = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
+    while name is None:
+        last += 1
+        name = f"checkpoint-{last}"
+        if tx.one("SELECT 1 FROM checkpoints WHERE name = ?", (name,)):
+            name = None
+    work.record(tx, [work.Event("checkpoint", reason=name)])
+    # The event is the checkpoint's own: no two have the same, and all that comes later has a larger number.
+    event, seq = tx.one("SELECT (SELECT MAX(id) FROM events), (SELECT COALESCE(MAX(seq), 0) FROM records)")
+    tx.run(
+        "INSERT INTO checkpoints (name, event, seq, made, state) VALUES (?, ?, ?, ?, ?)",
+        (name, event, seq, tx.now, state),
+    )
+    return name
+
+
+def _state(tx: Transaction, book: Book) -> dict[str, Any]:
+    return {
+        "policy_version": book.announced(tx),
+        "consumers": [
+            {
+                "id": each.id,
+                "settings": each.settings.to_json(),
+                "state": each.state,
+                "grouped": each.grouped,
+                "inserts": each.inserts,
+                "samples": each.samples,
+                "floor": each.floor,
+            }
+            for each in consumers.all_consumers(tx)
+        ],
+    }
+
+
+def listed(book: Book) -> list[Checkpoint]:
+    """See `Book.checkpoints`."""
+    with book.ledger.read() as tx:
+        found = points(tx)
+    return [Checkpoint(p.name, p.made, p.event, p.seq, p.state["policy_version"]) for p in found]
+
+
+def forget(book: Book, name: str) -> None:
+    """See `Book.forget`."""
+    with book.ledger.write() as tx:
+        _forget(tx, find(tx, name))
+
+
+def _forget(tx: Transaction, point: Point) -> None:
+    tx.run("DELETE FROM checkpoints WHERE event = ?", (point.event,))
+    before.merge(tx, point.event)
+    work.record(tx, [work.Event("forgotten", reason=point.name)])
+
+
+# --- going back ---------------------------------------------------------------------------------------------------
+
+
+def rewind(book: Book, name: str, later: str) -> Rewound:
+    """See `Book.rewind`."""
+    choice("later", later, ("keep", "drop"))
+    with book.ledger.write() as tx:
+        done = undo(tx, book, find(tx, name), later)
+        reached("during rewind")
+    return done
+
+
+def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
+    """Put everything back to the checkpoint, within a transaction."""
+    # Newest first: each hands what it kept to the one before it, until all lies with this checkpoint.
+    forgotten = [each for each in reversed(points(tx)) if each.event > point.event]
+    for each in forgotten:
+        _forget(tx, each)
+    book.set_announced(tx, point.state["policy_version"])
+    acks = _void_acks(tx, point)
+    leases = void_leases(tx, point.name)
+    came = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
+    if later == "drop":
+        _let_go(tx, point.seq)
+    kept = {each["id"]: each for each in point.state["consumers"]}
+    revised = _revised(tx, point)
+    for consumer in consumers.all_consumers(tx):
+        if consumer.id in kept:
+            _put_back(tx, book, consumer, kept[consumer.id], point, revised)
+        else:
+            _begin_anew(tx, book, consumer)
+        consumers.save(tx, consumer)
+    done = Rewound(point.name, acks, leases, came, tuple(each.name for each in reversed(forgotten)))
+    told = {"event": point.event, "acks": acks, "leases": leases, later: came, "forgotten": list(done.forgotten)}
+    work.record(tx, [work.Event("rewound", reason=point.name, detail=told)])
+    return done
+
+
+def _void_acks(tx: Transaction, point: Point) -> int:
+    return tx.run(
+        "INSERT INTO events (time, seq, consumer, kind, reason, step, lease, detail) "
+        f"SELECT {tx.now!r}, done.seq, done.consumer, 'voided', ?, done.step, done.lease, "
+        '\'{"what": "trained", "event": \' || done.id || \'}\' '
+        f"FROM events AS done WHERE done.id > ? AND done.kind = 'trained' AND {_UNVOIDED} ORDER BY done.id",
+        (point.name, point.event),
+    )
+
+
+def void_leases(tx: Transaction, reason: str) -> int:
+    """End every living lease, whoever holds it; its rows are the caller's to free."""
+    tx.run(
+        "INSERT INTO events (time, seq, consumer, kind, reason, lease, detail) "
+        f"SELECT {tx.now!r}, seq, consumer, 'voided', ?, lease, '{{\"what\": \"leased\"}}' FROM work "
+        "WHERE lease IS NOT NULL ORDER BY consumer, seq",
+        (reason,),
+    )
+    return tx.run("UPDATE leases SET state = 'voided' WHERE state = 'active'")
+
+
+def _let_go(tx: Transaction, seq: int) -> None:
+    """Records that came after the checkpoint are gone, and their ids are free; what was deleted stays deleted."""
+    tx.run(
+        "UPDATE records SET gone = 'rewound', segment = NULL, start = NULL, size = NULL, slot = NULL, bytes = 0 "
+        "WHERE seq > ? AND (gone IS NULL OR gone <> 'deleted')",
+        (seq,),
+    )
+    tx.run("DELETE FROM media_uses WHERE seq > ?", (seq,))
+
+
+def _revised(tx: Transaction, point: Point) -> list[int]:
+    """Records of the checkpoint that were revised since and are still there."""
+    found = tx.all(
+        "SELECT seq FROM records WHERE gone IS NULL AND seq <= ? AND seq IN "
+        "(SELECT seq FROM events WHERE id > ? AND kind IN ('revised', 'redacted')) ORDER BY seq",
+        (point.seq, point.event),
+    )
+    return [seq for (seq,) in found]
+
+
+def _begin_anew(tx: Transaction, book: Book, consumer: Consumer) -> None:
+    """A consumer that was made after the checkpoint: its settings stay, and it has taken nothing yet."""
+    for table in ("work", "groups", "tallies", "work_before", "groups_before"):
+        tx.run(f"DELETE FROM {table} WHERE consumer = ?", (consumer.id,))
+    consumer.state, consumer.grouped, consumer.floor = {}, False, None
+    consumer.inserts = consumer.samples = 0
+    admission.enrol(tx, consumer, book)
+
+
+def _put_back(
+    tx: Transaction, book: Book, consumer: Consumer, was: dict[str, Any], point: Point, revised: Sequence[int]
+) -> None:
+    settings = Settings.from_json(was["settings"])
+    if settings != consumer.settings:
+        consumers.configure(tx, consumer, settings)
+    # Groups are put back as they were, not made again from their members as each of those changes.
+    consumer.grouped = False
+    consumer.state = was["state"]
+    lost = _put_back_rows(tx, consumer, point)
+    gids = dict.fromkeys(row.gid for rows in lost.values() for row in rows)
+    gids.update(dict.fromkeys(free_leased(tx, consumer)))
+    mine = (point.event, consumer.id)
+    kept = "FROM work_before WHERE checkpoint = ? AND consumer = ? AND state"
+    held = tx.one(f"SELECT COUNT(*) {kept} = 'leased'", mine)[0]
+    # Rows that are now as they were need not be kept. Those that were leased wait now: that is not what they were.
+    tx.run(f"DELETE {kept} <> 'leased'", mine)
+    consumer.inserts, consumer.samples, consumer.floor = was["inserts"], was["samples"] - held, was["floor"]
+    if was["grouped"]:
+        tx.run("DELETE FROM groups WHERE consumer = ? AND seq > ?", (consumer.id, point.seq))
+        gids = dict.fromkeys([*before.put_back_groups(tx, *mine), *gids])
+    else:
+        tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
+        tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", mine)
+    for reason, rows in lost.items():
+        work.drop(tx, consumer, rows, reason)
+    gids.update(dict.fromkeys(_follow_revisions(tx, book, consumer, point, revised)))
+    later = _offer_later(tx, book, consumer, point)
+    consumer.grouped = was["grouped"]
+    if consumer.grouped:
+        groups.refresh(tx, consumer, dict.fromkeys([*gids, *later]))
+    if later:
+        work.keep_size(tx, consumer)
+
+
+def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str, list[work.Row]]:
+    """Rows as they were at the checkpoint, leased ones as waiting; those whose bytes are gone since, by the reason."""
+    lost: dict[str, list[work.Row]] = {}
+    last = 0
+    while True:
+        found = tx.all(
+            f"SELECT {work.COLUMNS} FROM work_before WHERE checkpoint = ? AND consumer = ? AND seq > ? "
+            f"ORDER BY seq LIMIT {_PIECE}",
+            (point.event, consumer.id, last),
+        )
+        if not found:
+            return lost
+        then = {row.seq: row for row in (work.Row(*each) for each in found)}
+        gone: dict[int, str] = {}
+        for marks, part in chunks(list(then)):
+            gone.update(tx.all(f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND seq IN ({marks})", part))
+        moves, events = [], []
+        for now in work.rows_of(tx, consumer, list(then)):
+            new = _freed(then[now.seq])
+            if new.seq in gone and new.state in (work.WAITING, work.COOLING):
+                lost.setdefault(gone[new.seq], []).append(new)
+            if new != now:
+                moves.append((now, new))
+            if now.state == work.DROPPED != new.state:
+                told = {"what": work.DROPPED, "why": now.reason}
+                events.append(work.Event("voided", now.seq, consumer.id, point.name, detail=told))
+        work.change(tx, consumer, moves, events)
+        last = found[-1][0]
+
+
+def _freed(row: work.Row) -> work.Row:
+    return row._replace(state=work.WAITING, lease=None) if row.state == work.LEASED else row
+
+
+def free_leased(tx: Transaction, consumer: Consumer) -> list[str]:
+    """Have all leased rows wait again, at the place they had; their groups."""
+    found = work.rows(tx, "lease IS NOT NULL AND consumer = ? ORDER BY seq", (consumer.id,))
+    work.change(tx, consumer, [(row, _freed(row)) for row in found], [])
+    consumer.samples -= len(found)
+    return list(dict.fromkeys(row.gid for row in found))
+
+
+def _follow_revisions(
+    tx: Transaction, book: Book, consumer: Consumer, point: Point, revised: Sequence[int]
+) -> list[str]:
+    """Revisions are facts: a record that was revised after the checkpoint has the numbers that it has now, and waits
+    if that was asked. The groups of those."""
+    returned = {
+        seq
+        for (seq,) in tx.all(
+            "SELECT DISTINCT seq FROM events WHERE id > ? AND kind = 'returned' AND consumer = ?",
+            (point.event, consumer.id),
+        )
+    }
+    key = consumer.settings.sampler.key
+    for again in (False, True):
+        seqs = [seq for seq in revised if (seq in returned) == again]
+        for start in range(0, len(seqs), _PIECE):
+            piece = seqs[start : start + _PIECE]
+            values = None if key is None else book.numbers(tx, piece, key)
+            revising.follow(tx, consumer, piece, values, again)
+    return [row.gid for row in work.rows_of(tx, consumer, revised)]
+
+
+def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
+    """Records that came after the checkpoint, as if they came now: those that were kept wait. Their groups."""
+    floor = work.floor_of(book.announced(tx), consumer.settings.max_staleness)
+    key = consumer.settings.sampler.key
+    gids: dict[str, None] = {}
+    last = point.seq
+    while True:
+        found = work.rows(tx, f"consumer = ? AND seq > ? ORDER BY seq LIMIT {_PIECE}", (consumer.id, last))
+        if not found:
+            return list(gids)
+        seqs = [row.seq for row in found]
+        gone: dict[int, str | None] = {}
+        for marks, part in chunks(seqs):
+            gone.update(tx.all(f"SELECT seq, gone FROM records WHERE seq IN ({marks})", part))
+        stored = [seq for seq in seqs if gone[seq] is None]
+        numbers = {} if key is None else dict(zip(stored, book.numbers(tx, stored, key), strict=True))
+        inserts = consumer.inserts
+        moves, events = [], []
+        for now in found:
+            old = floor is not None and now.version is not None and now.version < floor
+            why = gone[now.seq] or ("stale" if old else None)
+            new = admission.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
+            moves.append((now, new))
+            inserts += new.state != work.DROPPED
+            if new.state == work.DROPPED and (now.state, now.reason) != (new.state, new.reason):
+                events.append(work.Event(work.DROPPED, now.seq, consumer.id, why))
+            elif now.state == work.DROPPED != new.state:
+                told = {"what": work.DROPPED, "why": now.reason}
+                events.append(work.Event("voided", now.seq, consumer.id, point.name, detail=told))
+        work.change(tx, consumer, moves, events)
+        consumer.inserts = inserts
+        gids.update(dict.fromkeys(row.gid for row in found))
+        last = seqs[-1]
+
+
+# --- proof --------------------------------------------------------------------------------------------------------
+
+
+def trained(book: Book, name: str) -> dict[str, list[int | None]]:
+    """See `Book.trained`."""
+    with book.ledger.read() as tx:
+        consumer = consumers.find(tx, name)
+        if consumer is None:
+            raise KeyError(f"consumer: got {name!r}, which is not in the book")
+        found = tx.all(
+            "SELECT records.uid, done.step FROM events AS done JOIN records ON records.seq = done.seq "
+            f"WHERE done.kind = 'trained' AND done.consumer = ? AND {_UNVOIDED} ORDER BY done.id",
+            (consumer.id,),
+        )
+    steps: dict[str, list[int | None]] = {}
+    for uid, step in found:
+        steps.setdefault(uid, []).append(step)
+    return steps

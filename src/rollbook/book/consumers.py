@@ -1,0 +1,218 @@
+"""Consumers: a consumer group's settings and state, as the ledger keeps them.
+
+Invariant: the ledger's settings are the only ones. Whoever names other settings for a consumer that exists is told so,
+and changes them for everybody or for nobody.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from rollbook.algorithms.registry import near, number, switch, whole_number
+from rollbook.book.ledger import Transaction
+from rollbook.book.limits import LIMITERS, REMOVERS, MaxAge, MaxSize, MaxUses, MinSize, SamplesToInserts, check_together
+from rollbook.book.samplers import SAMPLERS, First, Item, Priority, Sampler, State, built, described
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one consumer group takes records.
+
+    >>> Settings().max_uses, Settings(sampler=Priority()).max_uses
+    (1, None)
+    """
+
+    sampler: Sampler = field(default_factory=First)
+    removers: tuple[Any, ...] = ()
+    limiters: tuple[Any, ...] = ()
+    max_staleness: int | None = None
+    """How many policy versions behind the announced one a record's oldest token may be."""
+    keep_stale: bool = False
+    """Whether the bytes of records that are too old are kept for inspection."""
+    group_size: int | None = None
+    """How many runs make a group whose records do not say so."""
+    partial_after: float | None = None
+    """Seconds after which an incomplete group is handed out as it is; `None`: never."""
+    lease_seconds: float = 300.0
+    """How long a lease lives without progress."""
+    max_attempts: int | None = None
+    """How often a record may be given back before it is dropped."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (
+            type(self.sampler).__name__ not in SAMPLERS
+            or type(self.sampler) is not SAMPLERS[type(self.sampler).__name__]
+        ):
+            raise ValueError(f"sampler: got {self.sampler!r}, expected one of {', '.join(SAMPLERS)}")
+        for name, kinds in (("removers", REMOVERS), ("limiters", LIMITERS)):
+            given = getattr(self, name)
+            parts = given if isinstance(given, (list, tuple)) else (given,)
+            for part in parts:
+                if type(part) not in kinds.values():
+                    raise ValueError(f"{name}: got {part!r}, expected any of {', '.join(kinds)}")
+            object.__setattr__(self, name, tuple(parts))
+        if self.max_staleness is not None:
+            whole_number("max_staleness", self.max_staleness)
+        switch("keep_stale", self.keep_stale)
+        if self.group_size is not None:
+            whole_number("group_size", self.group_size, 1)
+        if self.partial_after is not None:
+            number("partial_after", self.partial_after, 0.0)
+        if not number("lease_seconds", self.lease_seconds, 0.0, 1e9) > 0:
+            raise ValueError(f"lease_seconds: got {self.lease_seconds!r}, expected a number above 0")
+        if self.max_attempts is not None:
+            whole_number("max_attempts", self.max_attempts, 1)
+        whole_number("seed", self.seed, -(1 << 63))
+        check_together(self.removers, self.limiters, self.max_uses, self.group_size, self.partial_after is not None)
+
+    def _part(self, kind: type) -> Any:
+        return next((part for part in (*self.removers, *self.limiters) if type(part) is kind), None)
+
+    @property
+    def max_uses(self) -> int | None:
+        """After how many acknowledgements a record is done; `None`: the sampler alone decides."""
+        part = self._part(MaxUses)
+        if part is not None:
+            uses: int | None = part.uses
+            return uses
+        if isinstance(self.sampler, Priority):
+            return None
+        return 1
+
+    @property
+    def max_size(self) -> MaxSize | None:
+        part: MaxSize | None = self._part(MaxSize)
+        return part
+
+    @property
+    def max_age(self) -> float | None:
+        part = self._part(MaxAge)
+        return None if part is None else float(part.seconds)
+
+    @property
+    def min_size(self) -> int:
+        part = self._part(MinSize)
+        return 0 if part is None else int(part.size)
+
+    @property
+    def ratio(self) -> SamplesToInserts | None:
+        part: SamplesToInserts | None = self._part(SamplesToInserts)
+        return part
+
+    def to_json(self) -> str:
+        """As the ledger keeps it."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain["sampler"] = described(self.sampler)
+        plain["removers"] = [described(part) for part in self.removers]
+        plain["limiters"] = [described(part) for part in self.limiters]
+        return json.dumps(plain, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """Back from the ledger; a part that this version does not know is refused."""
+        plain = json.loads(text)
+        known = {f.name for f in fields(cls)}
+        if not isinstance(plain, dict) or not known.issuperset(plain):
+            raise ValueError(f"a consumer's settings: got {text[:200]!r}, expected only {', '.join(sorted(known))}")
+        plain["sampler"] = built(SAMPLERS, "sampler", plain["sampler"])
+        plain["removers"] = tuple(built(REMOVERS, "remover", part) for part in plain["removers"])
+        plain["limiters"] = tuple(built(LIMITERS, "limiter", part) for part in plain["limiters"])
+        return cls(**plain)
+
+    def changed(self, options: dict[str, Any]) -> Settings:
+        """These settings with some of them replaced."""
+        known = {f.name: f for f in fields(self)}
+        for name in options:
+            if name not in known:
+                raise ValueError(f"consumer: {name!r} is none of its settings{near(name, known)}")
+        return replace(self, **options)
+
+
+_parsed = lru_cache(maxsize=64)(Settings.from_json)
+
+
+@dataclass
+class Consumer:
+    """A consumer group as one transaction sees it."""
+
+    id: int
+    name: str
+    settings: Settings
+    state: State
+    grouped: bool
+    inserts: int
+    samples: int
+    floor: int | None
+    """Waiting records whose oldest token is older than this version have been dropped."""
+    generation: int
+    saved: tuple[Any, ...] = ()
+    """What the ledger has, so that nothing is written that has not changed."""
+
+    def as_saved(self) -> tuple[Any, ...]:
+        """The values that a transaction may change, as the ledger keeps them."""
+        state = json.dumps(self.state)
+        return state, int(self.grouped), self.inserts, self.samples, self.floor, self.generation
+
+    def item(self, seq: int, uses: int, version: int | None, value: float | None) -> Item:
+        return Item(seq, self.settings.seed, uses, version, value)
+
+
+_COLUMNS = "id, name, settings, state, grouped, inserts, samples, floor, generation"
+
+
+def _consumer(row: Any) -> Consumer:
+    id_, name, settings, state, grouped, inserts, samples, floor, generation = row
+    found = Consumer(
+        id_, name, _parsed(settings), json.loads(state), bool(grouped), inserts, samples, floor, generation
+    )
+    found.saved = (state, grouped, inserts, samples, floor, generation)
+    return found
+
+
+def all_consumers(tx: Transaction) -> list[Consumer]:
+    """Every consumer of the book, in the order they were made."""
+    return [_consumer(row) for row in tx.all(f"SELECT {_COLUMNS} FROM consumers ORDER BY id")]
+
+
+def find(tx: Transaction, name: str) -> Consumer | None:
+    """The consumer of this name."""
+    row = tx.one(f"SELECT {_COLUMNS} FROM consumers WHERE name = ?", (name,))
+    return None if row is None else _consumer(row)
+
+
+def make(tx: Transaction, name: str, settings: Settings) -> Consumer:
+    """A new consumer; its waiting room is empty until `work.enrol` fills it."""
+    if not isinstance(name, str) or not name or len(name) > 200:
+        raise ValueError(f"consumer: got {name!r}, expected a name of 1 to 200 characters")
+    number_ = tx.one("SELECT COALESCE(MAX(id), 0) + 1 FROM consumers")[0]
+    tx.run(
+        f"INSERT INTO consumers (made, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, 0, 0, NULL, 0)",
+        (tx.now, number_, name, settings.to_json(), "{}"),
+    )
+    return Consumer(number_, name, settings, {}, False, 0, 0, None, 0)
+
+
+def save(tx: Transaction, consumer: Consumer) -> None:
+    """Write back what a transaction changed."""
+    now = consumer.as_saved()
+    if now != consumer.saved:
+        tx.run(
+            "UPDATE consumers SET state = ?, grouped = ?, inserts = ?, samples = ?, floor = ?, generation = ? "
+            "WHERE id = ?",
+            (*now, consumer.id),
+        )
+        consumer.saved = now
+
+
+def configure(tx: Transaction, consumer: Consumer, settings: Settings) -> None:
+    """Other settings for everybody; a sampler's state does not outlive it."""
+    if settings.sampler != consumer.settings.sampler:
+        consumer.state = {key: value for key, value in consumer.state.items() if key == "ready"}
+    consumer.settings = settings
+    consumer.generation += 1
+    tx.run("UPDATE consumers SET settings = ? WHERE id = ?", (settings.to_json(), consumer.id))
+    save(tx, consumer)

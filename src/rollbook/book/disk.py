@@ -1,0 +1,330 @@
+"""The file operations that a folder book is built from, in one place that tests replace to take power or space away.
+
+Invariant: what was appended and synced, in a file whose folder was synced, is there after a power loss; every error of
+the system is an `OSError` of its own kind that names the path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MOUNTS = Path("/proc/self/mountinfo")
+_AT_ONCE = 1024  # buffers that one writev takes; POSIX promises 16, Linux and macOS take 1,024
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+
+NETWORK = frozenset(
+    re.findall(
+        r"\S+",
+        "afs beegfs ceph cifs coda davfs dfs glusterfs gpfs lizardfs lustre mmfs moosefs ncpfs nfs nfs3 nfs4 orangefs "
+        "panfs prl_fs pvfs2 quobyte smb2 smb3 smbfs vboxsf vmhgfs wekafs",
+    )
+)
+"""File systems of other machines: their locks and shared memory are not one kernel's, which SQLite's log needs."""
+NETWORK_FUSE = frozenset(
+    re.findall(
+        r"\S+",
+        "alluxio-fuse beegfs blobfuse blobfuse2 ceph-fuse cfs curlftpfs cvmfs2 davfs davfs2 gcsfuse geesefs glusterfs "
+        "goofys hdfs hf-mount juicefs lizardfs mfs moosefs mount-s3 mountpoint-s3 quobyte rclone s3backer s3fs s3ql "
+        "seaweedfs smbnetfs sshfs vmhgfs-fuse weed",
+    )
+)
+"""Programs that show another machine's files through FUSE, as the mount's type or its source names them."""
+
+
+class File:
+    """A file open for appending; closed, and with that unlocked, at the latest when nobody refers to it any more."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self.fd = fd
+        self.path = path
+
+    def close(self) -> None:
+        """Close it; again is nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self.close()
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # Calls on a descriptor know no path.
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
+class Disk:
+    """What a book asks of a file system.
+
+    >>> import tempfile
+    >>> disk = Disk()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = disk.create(f"{folder}/log")
+    ...     disk.append(file, [b"one, ", b"two"])
+    ...     disk.sync(file)
+    ...     disk.sync_folder(folder)
+    ...     disk.write_atomic(f"{folder}/name", b"demo")
+    ...     sorted(disk.sizes(folder).items())
+    8
+    [('log', 8), ('name', 4)]
+    """
+
+    def make_folder(self, path: str) -> None:
+        """Make the folder and those above it, as far as they are missing, so that they stay."""
+        if not os.path.isdir(path):
+            above = os.path.dirname(os.path.abspath(path))
+            self.make_folder(above)
+            with suppress(FileExistsError):
+                self.mkdir(path)
+            self.sync_folder(above)
+
+    def mkdir(self, path: str) -> None:
+        """Make one folder; lasting once the folder above is synced."""
+        os.mkdir(path)
+
+    def create(self, path: str) -> File:
+        """Make a file that was not there, open for appending."""
+        return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666), path)
+
+    def append(self, file: File, pieces: Sequence[bytes | memoryview]) -> int:
+        """Write all pieces behind the file's end; how many bytes they are."""
+        written = 0
+        with _naming(file.path):
+            for at in range(0, len(pieces), _AT_ONCE):
+                left = [piece for piece in pieces[at : at + _AT_ONCE] if len(piece)]
+                while left:
+                    # A call may write less: a signal came, the disk is nearly full, or the pieces are over 2 GiB.
+                    took = os.writev(file.fd, left)
+                    written += took
+                    while left and took >= len(left[0]):
+                        took -= len(left.pop(0))
+                    if took:
+                        left[0] = memoryview(left[0])[took:]
+        return written
+
+    def sync(self, file: File) -> None:
+        """Wait until the file's bytes and its length are on the disk. After an error the bytes may be lost even though
+        a second call would succeed: the kernel forgets which pages it could not write."""
+        with _naming(file.path):
+            if _FULL_SYNC is not None:
+                fcntl.fcntl(file.fd, _FULL_SYNC)  # fsync of macOS leaves the bytes in the drive's own memory
+            else:
+                os.fdatasync(file.fd)
+
+    def sync_folder(self, path: str) -> None:
+        """Wait until the folder's entries are on the disk: without it a new file may be gone after a power loss."""
+        with _naming(path):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file within its folder, over what is there; lasting once the folder is synced."""
+        os.replace(source, target)
+
+    def unlink(self, path: str) -> None:
+        """Take a file's entry away; lasting once the folder is synced. Who has the file open keeps it."""
+        os.unlink(path)
+
+    def write_atomic(self, path: str, data: bytes | memoryview) -> None:
+        """Have a file hold exactly `data`: at any moment, and after a crash, it is as it was before or as it is now."""
+        folder, name = os.path.split(os.path.abspath(path))
+        file = self.create(os.path.join(folder, f".{name}.{os.urandom(8).hex()}.tmp"))
+        try:
+            try:
+                self.append(file, [data])
+                self.sync(file)
+            finally:
+                file.close()
+            self.rename(file.path, path)
+        except BaseException:
+            with suppress(OSError):
+                self.unlink(file.path)
+            raise
+        self.sync_folder(folder)
+
+    def remove(self, path: str) -> None:
+        """Remove a file for good."""
+        self.unlink(path)
+        self.sync_folder(os.path.dirname(os.path.abspath(path)))
+
+    def open_read(self, path: str) -> int:
+        """A descriptor to read a plain file by; a symbolic link, a pipe or a device raises `OSError` at once."""
+        # Opening a pipe would wait for a writer; O_NONBLOCK is without effect on plain files.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "Not a plain file", path)
+        return fd
+
+    def is_plain(self, path: str) -> bool:
+        """Whether a plain file is there; what a symbolic link leads to is not."""
+        try:
+            return stat.S_ISREG(os.lstat(path).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The plain files in a folder and how many bytes each has, in order of their names; links are left out."""
+        found = {}
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                # A file may go while they are listed.
+                with suppress(FileNotFoundError):
+                    if entry.is_file(follow_symlinks=False):
+                        found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return dict(sorted(found.items()))
+
+    def try_lock(self, fd: int, shared: bool = False) -> bool:
+        """Take the file's lock unless somebody has it, or, `shared`, unless somebody has it alone. It belongs to the
+        open file: it ends when the last descriptor is closed, by whatever death, and another opening of the same file
+        in this process does not have it."""
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def free(self, path: str) -> int:
+        """Bytes that this user may still write on the file system of `path`."""
+        with _naming(path):
+            found = os.statvfs(path)
+            return found.f_bavail * found.f_frsize
+
+    def network_file_system(self, path: str) -> str | None:
+        """The name of the network file system that `path` is or would be on; `None` for a local one.
+
+        Where the system has no table of mounts (anything but Linux) it is always `None`.
+        """
+        try:
+            table = MOUNTS.read_text(errors="surrogateescape")
+        except OSError:
+            return None
+        return network_mount(os.path.realpath(path), table)
+
+
+# --- memory that is mapped ------------------------------------------------------------------------------------------
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+_SMALL = 64 << 10  # copying this much is quicker than a map of its own and the faults of its pages
+_MOST_MAPS = 1 << 14  # of the 65,530 that Linux allows a process, which malloc and every library need too
+_live: dict[int, int] = {}  # address and length of every map that somebody still sees
+
+
+class _Map:
+    """A private, writable map of a file's bytes, unmapped when the last view of it goes.
+
+    Python's own maps each keep a descriptor open; a reader that holds a thousand frames would use up its limit.
+    """
+
+    __slots__ = ("__array_interface__", "_address", "_length")
+
+    def __init__(self, fd: int, start: int, stop: int) -> None:
+        skip = start % mmap.ALLOCATIONGRANULARITY
+        self._length = stop - start + skip
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        self._address = _mmap(None, self._length, access, mmap.MAP_PRIVATE, fd, start - skip)
+        if self._address == _FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        _live[self._address] = self._length
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (stop - start,),
+            "data": (self._address + skip, False),
+        }
+
+    def __del__(self, _munmap: Any = _munmap, _live: dict[int, int] = _live) -> None:
+        if _live.pop(self._address, 0):
+            _munmap(self._address, self._length)
+
+
+def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
+    """Bytes of an open file as writable memory of their own, fewer at its end; a map where that is worth it.
+
+    A map must be asked for only within the file, and of a file that nobody cuts: touching what is not there kills.
+    """
+    if mapped and stop - start >= _SMALL and len(_live) < _MOST_MAPS:
+        try:
+            return np.asarray(_Map(fd, start, stop)).data
+        except OSError as error:
+            # Others may have used the maps up; some file systems have none at all.
+            if error.errno not in (errno.ENOMEM, errno.ENODEV):
+                raise
+    memory = np.empty(stop - start, dtype=np.uint8).data
+    got = 0
+    while got < len(memory):
+        step = os.preadv(fd, [memory[got:]], start + got)
+        if not step:
+            break
+        got += step
+    return memory[:got]
+
+
+# --- mounts ---------------------------------------------------------------------------------------------------------
+
+
+def network_mount(path: str, table: str) -> str | None:
+    """The network file system that the absolute `path` is on, by a table as /proc/self/mountinfo shows it, or `None`.
+
+    >>> table = '''25 1 8:1 / / rw - ext4 /dev/sda1 rw
+    ... 31 25 0:40 / /shared\\\\040runs rw shared:1 - nfs4 host:/runs rw,vers=4.2
+    ... 32 31 8:2 / /shared\\\\040runs/fast rw - xfs /dev/sdb rw'''
+    >>> network_mount("/shared runs/demo", table), network_mount("/shared runs/fast/demo", table)
+    ('nfs4', None)
+    """
+    longest, found = -1, None
+    for line in table.splitlines():
+        before, dash, after = line.partition(" - ")
+        fields, kinds = before.split(" "), after.split(" ")
+        if not dash or len(fields) < 5 or len(kinds) < 2:
+            continue
+        point = _unescape(fields[4])
+        inside = point.rstrip("/") + "/"
+        # Of several on the same point the last one covers the others.
+        if len(point) >= longest and (path + "/").startswith(inside):
+            longest, found = len(point), _network(kinds)
+    return found
+
+
+def _network(kinds: list[str]) -> str | None:
+    kind, source, options = kinds[0], kinds[1], kinds[-1].split(",")
+    if kind == "9p":
+        # Virtual machines and sandboxes show their host's files by this protocol, over no network.
+        return kind if {"trans=tcp", "trans=rdma"} & set(options) else None
+    family, _, program = kind.partition(".")
+    if family in ("fuse", "fuseblk"):
+        name = program or _unescape(source)
+        return kind if name.lower() in NETWORK_FUSE else None
+    return kind if kind.lower() in NETWORK else None
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,48 @@
+"""What a book refuses, each refusal a type of its own.
+
+Invariant: an error raised before a commit changed nothing; every message names the field or the id, what was found and
+what was expected.
+"""
+
+from __future__ import annotations
+
+from rollbook.errors import WireError
+
+
+class BookError(ValueError):
+    """Anything a book refuses; the types below say what."""
+
+
+class NotABook(BookError):
+    """The place holds no book, or not one that this version can open."""
+
+
+class NewerLayout(NotABook):
+    """The book was written by a newer version, whose layout is not known here: it is refused, never guessed."""
+
+
+class Conflict(BookError):
+    """Another record stands under the same id."""
+
+
+class LeaseLost(BookError):
+    """The lease expired, was taken back or is finished: its records may be another's, and nothing was changed."""
+
+
+class BackPressure(BookError):
+    """A limiter holds inserts back, and still did when the time was up; nothing was written."""
+
+
+class QuotaExceeded(BookError):
+    """The book would grow past its quota; nothing was written."""
+
+
+class ReadOnly(BookError):
+    """The book was opened for reading."""
+
+
+class Damaged(BookError, WireError):
+    """Bytes of the book are not what the ledger says they are."""
+
+    def __init__(self, message: str, offset: int | None = None) -> None:
+        WireError.__init__(self, message, offset)

@@ -1,0 +1,225 @@
+"""The ledger's database: SQLite in a folder or in memory, PostgreSQL on a server, behind four verbs.
+
+Invariant: a write transaction is alone (SQLite's immediate transaction, an advisory lock in PostgreSQL): whoever reads
+inside one and then writes has read what is true when it commits. Statements are written once, with `?` for a value, and
+use only what both databases mean alike.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollbook.book.errors import BookError, Damaged, NotABook
+from rollbook.book.windows import reached
+
+BUSY_SECONDS = 120.0
+"""How long a writer waits for the others before it gives up."""
+IN_ONE = 500
+"""How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
+
+
+class Transaction(Protocol):
+    """What statements are run through."""
+
+    now: float
+    """The database's clock when the transaction began, in seconds since 1970."""
+
+    def run(self, sql: str, values: Sequence[Any] = ()) -> int:
+        """Run one statement; how many rows it changed."""
+
+    def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+        """Run one statement for each row of values."""
+
+    def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Every row of the answer."""
+
+    def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
+        """The first row of the answer, or `None`."""
+
+
+class Ledger(Protocol):
+    """A database that keeps a book's ledger."""
+
+    dialect: str
+
+    def write(self) -> Any:
+        """A context that gives a `Transaction` that no other writer runs beside; commits unless it is left by error."""
+
+    def read(self) -> Any:
+        """A context that gives a `Transaction` that sees one state of the book."""
+
+    def close(self) -> None: ...
+
+
+def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Sequence[Any]]]:
+    """`values` in pieces, each with the question marks of an `IN (...)`.
+
+    >>> [(marks, list(part)) for marks, part in chunks([1, 2, 3], 2)]
+    [('?,?', [1, 2]), ('?', [3])]
+    """
+    for start in range(0, len(values), size):
+        part = values[start : start + size]
+        yield ",".join("?" * len(part)), part
+
+
+class _SQLiteTransaction:
+    def __init__(self, connection: sqlite3.Connection, now: float) -> None:
+        self.connection = connection
+        self.now = now
+
+    def run(self, sql: str, values: Sequence[Any] = ()) -> int:
+        return self.connection.execute(sql, values).rowcount
+
+    def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+        self.connection.executemany(sql, rows)
+
+    def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        return self.connection.execute(sql, values).fetchall()
+
+    def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
+        return self.connection.execute(sql, values).fetchone()
+
+
+_left_behind: list[sqlite3.Connection] = []
+"""Connections of a parent process: closing one in the child would release the parent's locks."""
+
+
+class SQLiteLedger:
+    """SQLite, in a file with a write-ahead log and a full sync at every commit, or (`path=None`) in memory.
+
+    >>> ledger = SQLiteLedger(None)
+    >>> with ledger.write() as tx:
+    ...     _ = tx.run("CREATE TABLE t (x INTEGER)")
+    ...     tx.many("INSERT INTO t VALUES (?)", [(1,), (2,)])
+    >>> with ledger.read() as tx:
+    ...     tx.all("SELECT x FROM t ORDER BY x")
+    [(1,), (2,)]
+    >>> ledger.close()
+    """
+
+    dialect = "sqlite"
+
+    def __init__(self, path: Path | None, *, read_only: bool = False, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self.read_only = read_only
+        self.clock = clock
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._connection = self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        if self.path is None:
+            connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        else:
+            mode = "ro" if self.read_only else "rwc"
+            try:
+                connection = sqlite3.connect(
+                    f"{self.path.resolve().as_uri()}?mode={mode}",
+                    uri=True,
+                    isolation_level=None,
+                    check_same_thread=False,
+                    timeout=0,
+                )
+            except sqlite3.OperationalError as error:
+                raise NotABook(f"{self.path}: the ledger cannot be opened: {error}") from None
+        try:
+            # Names of functions in a stranger's schema (views, triggers, indices) are not called.
+            connection.execute("PRAGMA trusted_schema=OFF")
+            connection.execute("PRAGMA cell_size_check=ON")
+            if self.path is not None and not self.read_only:
+                self._patiently(connection, "PRAGMA journal_mode=WAL")
+                connection.execute("PRAGMA synchronous=FULL")
+            connection.execute("PRAGMA mmap_size=0")
+            connection.execute("PRAGMA cache_size=-16384")
+        except sqlite3.DatabaseError as error:
+            connection.close()
+            raise self._explained(error) from error
+        return connection
+
+    def _explained(self, error: sqlite3.DatabaseError) -> Exception:
+        text = str(error)
+        if isinstance(error, sqlite3.OperationalError) and ("disk is full" in text or "disk I/O" in text):
+            return OSError(f"{self.path}: {text}")
+        if isinstance(error, sqlite3.OperationalError) and "readonly" in text:
+            return OSError(f"{self.path}: the ledger cannot be written: {text}")
+        if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)):
+            return error
+        if "malformed" in text or "not a database" in text or "corrupt" in text:
+            return Damaged(
+                f"{self.path}: the ledger is damaged ({text}); `rollbook check --repair` recovers what it can"
+            )
+        return error
+
+    def _patiently(self, connection: sqlite3.Connection, sql: str) -> None:
+        """Run a statement that others may hold up, looking again often: SQLite's own wait sleeps up to 100 ms."""
+        end = time.monotonic() + BUSY_SECONDS
+        pause = 0.0002
+        while True:
+            try:
+                connection.execute(sql)
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) and "busy" not in str(error):
+                    raise
+                if time.monotonic() > end:
+                    raise BookError(f"{self.path}: other writers held the ledger for {BUSY_SECONDS:g} s") from None
+            time.sleep(pause * (0.5 + random.random()))
+            pause = min(pause * 1.5, 0.005)
+
+    def _current(self) -> sqlite3.Connection:
+        if self._closed:
+            raise BookError("the book is closed")
+        if self._pid != os.getpid():
+            if self.path is None:
+                raise BookError("memory: a book in memory does not follow into a forked process")
+            _left_behind.append(self._connection)
+            self._lock = threading.RLock()
+            self._pid = os.getpid()
+            self._connection = self._connect()
+        return self._connection
+
+    @contextmanager
+    def write(self) -> Iterator[_SQLiteTransaction]:
+        yield from self._transaction("BEGIN IMMEDIATE")
+
+    @contextmanager
+    def read(self) -> Iterator[_SQLiteTransaction]:
+        yield from self._transaction("BEGIN")
+
+    def _transaction(self, begin: str) -> Iterator[_SQLiteTransaction]:
+        connection = self._current()
+        with self._lock:
+            try:
+                self._patiently(connection, begin)
+                try:
+                    yield _SQLiteTransaction(connection, self.clock())
+                    if begin != "BEGIN":
+                        reached("before commit")
+                    connection.execute("COMMIT")
+                except BaseException:
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+                    raise
+            except sqlite3.DatabaseError as error:
+                explained = self._explained(error)
+                if explained is error:
+                    raise
+                raise explained from error
+        if begin != "BEGIN":
+            reached("after commit")
+
+    def close(self) -> None:
+        """Close the connection; what was committed is safe in any case."""
+        if not self._closed and self._pid == os.getpid():
+            with self._lock:
+                self._connection.close()
+        self._closed = True

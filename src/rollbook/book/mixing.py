@@ -1,0 +1,195 @@
+"""A mix: one lease over several books, or several consumers of one, by ratio.
+
+Invariant: over time the shares are exact, not only in the mean: what rounding owes a part is carried to the next lease,
+and the debt lies in the first part's ledger, so that a restart goes on with it. Each part's records are leased and
+acknowledged in its own book.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rollbook.algorithms.registry import number, whole_number
+from rollbook.book.leasing import Lease
+from rollbook.experiences import Experiences
+
+if TYPE_CHECKING:
+    from rollbook.batch import ExperienceBatch
+    from rollbook.book.book import Book
+    from rollbook.experience import Experience
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source of a mix: a book, its share, and the consumer group that is leased from."""
+
+    book: Book
+    share: float
+    consumer: str = "train"
+    by: str = "experience"
+
+
+class MixedLease:
+    """The leases of all parts, as one: records in the order of the parts."""
+
+    def __init__(self, leases: Sequence[Lease]) -> None:
+        self.leases = tuple(leases)
+        """One per part, in order; some may be empty."""
+
+    @property
+    def experiences(self) -> Experiences:
+        """The records of all parts."""
+        return Experiences.concat([lease.experiences for lease in self.leases])
+
+    @property
+    def sources(self) -> list[int]:
+        """For each record, the number of its part: expert data can be told from rollouts."""
+        return [i for i, lease in enumerate(self.leases) for _ in range(len(lease))]
+
+    @property
+    def uids(self) -> list[str]:
+        return [uid for lease in self.leases for uid in lease.uids]
+
+    @property
+    def short(self) -> str:
+        """What some part could not give, and why."""
+        return "; ".join(f"part {i}: {lease.short}" for i, lease in enumerate(self.leases) if lease.short)
+
+    def batch(self, **options: Any) -> ExperienceBatch:
+        """All records as one batch."""
+        return self.experiences.batch(**options)
+
+    def renew(self, seconds: float | None = None) -> None:
+        """Start the time of every part anew."""
+        for lease in self.leases:
+            if lease:
+                lease.renew(seconds)
+
+    def ack(self, step: int | None = None) -> int:
+        """Acknowledge every part. A part whose lease is lost raises `LeaseLost`; those before it are acknowledged, the
+        others are not, and `leases` tells which."""
+        return sum(lease.ack(step) for lease in self.leases if lease)
+
+    def nack(self, reason: str = "given back") -> int:
+        """Give every part back."""
+        return sum(lease.nack(reason) for lease in self.leases if lease)
+
+    def __len__(self) -> int:
+        return sum(len(lease) for lease in self.leases)
+
+    def __bool__(self) -> bool:
+        return any(self.leases)
+
+    def __iter__(self) -> Iterator[Experience]:
+        for lease in self.leases:
+            yield from lease
+
+    def __repr__(self) -> str:
+        return f"MixedLease({' + '.join(str(len(lease)) for lease in self.leases)} records)"
+
+    def __enter__(self) -> MixedLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for lease in self.leases:
+            lease.__exit__(kind, error, trace)
+
+
+class Mix:
+    """Leases from several books by ratio, such as expert data beside rollouts.
+
+    >>> import rollbook
+    >>> rollouts, expert = rollbook.open("memory:"), rollbook.open("memory:")
+    >>> for book in (rollouts, expert):
+    ...     _ = book.append([rollbook.Experience(tokens=[1, 2, i]) for i in range(40)])
+    >>> mix = Mix([Part(rollouts, 0.75), Part(expert, 0.25)])
+    >>> for _ in range(2):
+    ...     with mix.lease(10) as lease:
+    ...         print(lease)
+    ...         _ = lease.ack()
+    MixedLease(8 + 2 records)
+    MixedLease(7 + 3 records)
+    """
+
+    def __init__(self, parts: Sequence[Part], name: str = "mix") -> None:
+        self.parts = tuple(parts)
+        self.name = name
+        """Under which the first part's book keeps what is owed."""
+        if not self.parts:
+            raise ValueError("parts: got none, expected at least one")
+        for i, part in enumerate(self.parts):
+            if not number(f"parts[{i}].share", part.share, 0.0, 1e9) > 0:
+                raise ValueError(f"parts[{i}].share: got {part.share!r}, expected a number above 0")
+        self._total = sum(part.share for part in self.parts)
+
+    @property
+    def owed(self) -> list[float]:
+        """How many records each part is behind (or ahead of) its share."""
+        with self.parts[0].book.ledger.read() as tx:
+            row = tx.one("SELECT value FROM meta WHERE key = ?", (f"mix:{self.name}",))
+        found = json.loads(row[0]) if row is not None else []
+        return found if len(found) == len(self.parts) else [0.0] * len(self.parts)
+
+    def shares(self, n: int, owed: Sequence[float]) -> list[int]:
+        """How many of `n` each part gives: what it is owed and its share, rounded so that the sum is `n`."""
+        wanted = [debt + n * part.share / self._total for debt, part in zip(owed, self.parts, strict=True)]
+        given = [max(int(want), 0) for want in wanted]
+        order = sorted(range(len(wanted)), key=lambda i: given[i] - wanted[i])
+        for i in order[: max(n - sum(given), 0)]:
+            given[i] += 1
+        while sum(given) > n:
+            given[max(range(len(given)), key=lambda i: given[i] - wanted[i] if given[i] else -1e18)] -= 1
+        return given
+
+    def lease(
+        self, n: int, *, timeout: float = 0.0, max_staleness: int | None = None, seconds: float | None = None
+    ) -> MixedLease:
+        """Lease `n` records (or groups) in all. What one part cannot give is not taken from another: `short` says so,
+        and the part is not owed for it."""
+        whole_number("n", n, 1)
+        end = time.monotonic() + timeout
+        owed = self.owed
+        given = self.shares(n, owed)
+        leases: list[Lease] = []
+        try:
+            for part, count in zip(self.parts, given, strict=True):
+                if count:
+                    left = max(end - time.monotonic(), 0.0)
+                    leases.append(
+                        part.book.lease(
+                            count,
+                            by=part.by,
+                            consumer=part.consumer,
+                            timeout=left,
+                            max_staleness=max_staleness,
+                            seconds=seconds,
+                        )
+                    )
+        except BaseException:
+            for lease in leases:
+                lease.nack("another part of the mix failed")
+            raise
+        self._note(n, owed, given)
+        return MixedLease(leases)
+
+    def _note(self, n: int, owed: Sequence[float], given: Sequence[int]) -> None:
+        debts = [
+            debt + n * part.share / self._total - count
+            for debt, part, count in zip(owed, self.parts, given, strict=True)
+        ]
+        with self.parts[0].book.ledger.write() as tx:
+            tx.run(
+                "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+                (f"mix:{self.name}", json.dumps([round(debt, 9) for debt in debts])),
+            )
+
+    def acks(self) -> Mapping[int, int]:
+        """How many records of each part were trained on."""
+        return {i: part.book.counts(part.consumer).trained for i, part in enumerate(self.parts)}

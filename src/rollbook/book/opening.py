@@ -1,0 +1,163 @@
+"""Opening: from an address to a ledger and a shelf.
+
+Invariant: what an opener did not name is never followed: a book cannot send its reader to another place. A folder on a
+network file system, a newer layout and a place that is no book are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from rollbook.algorithms.registry import choice, whole_number
+from rollbook.book import schema
+from rollbook.book.book import Book
+from rollbook.book.disk import Disk
+from rollbook.book.errors import BookError, NotABook
+from rollbook.book.ledger import Ledger, SQLiteLedger
+from rollbook.book.shelves import FolderShelf, MemoryShelf, Shelf
+
+LEDGER = "ledger.sqlite"
+MODES = ("a", "r+", "r")
+
+
+def open(
+    url: str | os.PathLike[str],
+    mode: str = "a",
+    *,
+    tokenizer: Any = None,
+    quota: int | None = None,
+    data: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    segment_bytes: int = 256 << 20,
+    clock: Callable[[], float] | None = None,
+    disk: Disk | None = None,
+    **settings: Any,
+) -> Book:
+    """Open a book, or make it.
+
+    `url` is a folder (`runs/demo`), `memory:`, or `postgresql://user@host/database` (`?schema=NAME` for more than one
+    book in a database). `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
+    its fingerprint): a book takes records of one tokenizer. `quota`: the most bytes its data may take. `data`: for
+    PostgreSQL, a folder or an object store (any fsspec address) for the data instead of the database. `settings`: those
+    of the consumer group "train" (see `Book.consumer`). `clock` replaces the database's clock in simulations, `disk`
+    the file operations in trials.
+
+    >>> import rollbook
+    >>> with rollbook.open("memory:") as book:
+    ...     book.append([rollbook.Experience(tokens=[1, 2, 3])]).admitted
+    1
+    """
+    choice("mode", mode, MODES)
+    if quota is not None:
+        whole_number("quota", quota, 1)
+    whole_number("segment_bytes", segment_bytes, 1)
+    address = os.fspath(url)
+    read_only = mode == "r"
+    if not isinstance(address, str) or not address:
+        raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
+    ledger: Ledger
+    shelf: Shelf
+    if address.startswith(("postgresql://", "postgres://")):
+        ledger, shelf = _postgres(address, mode, data, storage_options or {}, clock)
+    else:
+        if data is not None:
+            raise ValueError(f"data: got {data!r}, expected None: only a book in PostgreSQL keeps its data elsewhere")
+        if address == "memory:":
+            if mode != "a":
+                raise NotABook(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
+            ledger = SQLiteLedger(None, clock=clock or time.time)
+            shelf = MemoryShelf(segment_bytes)
+            schema.prepare(ledger, create=True, where="memory:", meta={})
+        elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
+            raise ValueError(f"url: got {address!r}, expected a folder, 'memory:' or 'postgresql://...'")
+        else:
+            ledger, shelf = _folder(Path(address), mode, segment_bytes, clock, disk or Disk())
+    book = Book(address, ledger, shelf, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
+    try:
+        book.start(settings)
+    except BaseException:
+        book.close()
+        raise
+    return book
+
+
+def _fingerprint(tokenizer: Any) -> str | None:
+    if tokenizer is None or isinstance(tokenizer, str):
+        return tokenizer
+    from rollbook.rollout.fingerprints import tokenizer_fingerprint
+
+    found = tokenizer_fingerprint(tokenizer)
+    if found is None:
+        raise ValueError(
+            f"tokenizer: got {type(tokenizer).__name__}, of which no fingerprint can be taken; pass a text"
+        )
+    return found
+
+
+def _folder(
+    folder: Path, mode: str, segment_bytes: int, clock: Callable[[], float] | None, disk: Disk
+) -> tuple[Ledger, Shelf]:
+    path = folder / LEDGER
+    if path.is_symlink():
+        raise NotABook(f"{folder}: its ledger is a symbolic link, which could lead anywhere")
+    if mode != "a" and not path.exists():
+        raise NotABook(f"{folder}: there is no book here (no {LEDGER})")
+    if folder.exists() and not folder.is_dir():
+        raise NotABook(f"{folder}: got a file, expected a folder")
+    if mode == "a":
+        disk.make_folder(str(folder))
+    remote = disk.network_file_system(str(folder))
+    if remote is not None:
+        raise BookError(
+            f"{folder}: the folder is on {remote}, where locks and syncs cannot be trusted; expected a local disk "
+            "(postgresql:// is for books that many machines share)"
+        )
+    new = not path.exists()
+    ledger = SQLiteLedger(path, read_only=mode == "r", clock=clock or time.time)
+    try:
+        schema.prepare(ledger, create=mode != "r", where=str(folder), meta={})
+        if new:
+            disk.sync_folder(str(folder))
+        return ledger, FolderShelf(str(folder), disk, segment_bytes)
+    except BaseException:
+        ledger.close()
+        raise
+
+
+def _postgres(
+    url: str, mode: str, data: str | None, options: Mapping[str, Any], clock: Callable[[], float] | None
+) -> tuple[Ledger, Shelf]:
+    from rollbook.book.postgres import PostgresLedger, shown
+    from rollbook.book.postgres_shelf import PostgresShelf
+
+    parts = urlsplit(url)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    name = next((value for key, value in query if key == "schema"), "rollbook")
+    if not name.isidentifier() or len(name) > 63:
+        raise ValueError(f"schema: got {name!r}, expected a name of letters, digits and underscores")
+    plain = urlunsplit(parts._replace(query=urlencode([pair for pair in query if pair[0] != "schema"])))
+    ledger = PostgresLedger(plain, name, read_only=mode == "r", clock=clock)
+    try:
+        if mode == "a":
+            ledger.make_schema()
+        where = shown(url)
+        schema.prepare(ledger, create=mode == "a", where=where, meta={"data": data or ""})
+        with ledger.read() as tx:
+            kept = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
+        if kept != (data or ""):
+            raise BookError(
+                f"{where}: its data lies in {kept or 'the database'}; got data={data!r}, expected data={kept or None!r}"
+            )
+        if data is None:
+            return ledger, PostgresShelf(ledger.fresh, name)
+        from rollbook.book.objects import ObjectShelf
+
+        return ledger, ObjectShelf(data, options)
+    except BaseException:
+        ledger.close()
+        raise

@@ -1,0 +1,164 @@
+"""Reading: records by number, by id, by condition and by column.
+
+Invariant: a reader asks the ledger where a record lies and then the shelf; where compaction has moved it in between, it
+asks again. What it hands out is memory of the reader's own, and its size is that of what was asked for, not the book's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from rollbook.book import attachments
+from rollbook.book.errors import BookError, Damaged
+from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.shelves import MissingSegment, Place
+from rollbook.errors import WireError
+from rollbook.experiences import Experiences
+from rollbook.fields import owner
+from rollbook.wire import decode
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+
+Result = TypeVar("Result")
+_ATTEMPTS = 20
+Location = tuple[int, str | None, int, int, int, str | None]
+"""seq, segment, start, size, slot, why it is gone"""
+
+
+class Frames:
+    """The frames that were decoded last, whole; rows are gathered from them, never handed out as views."""
+
+    def __init__(self, book: Book, most: int = 64) -> None:
+        self.book = book
+        self.most = most
+        self._kept: OrderedDict[Place, Experiences] = OrderedDict()
+
+    def get(self, place: Place, verify: bool = True) -> Experiences:
+        """The frame at a place."""
+        found = self._kept.get(place)
+        if found is None:
+            found = read_frame(self.book, place, verify)
+            self._kept[place] = found
+            while len(self._kept) > self.most:
+                self._kept.popitem(last=False)
+        else:
+            self._kept.move_to_end(place)
+        return found
+
+
+def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
+    """A frame as it lies there, media still references; `MissingSegment` if compaction moved it."""
+    view = book.shelf.get(place)
+    try:
+        return decode(view, verify=verify, private=book.shelf.private)
+    except WireError as error:
+        raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
+
+
+def locate(tx: Transaction, seqs: Sequence[int]) -> dict[int, Location]:
+    """Where records lie."""
+    found: dict[int, Location] = {}
+    for marks, part in chunks(seqs):
+        for row in tx.all(f"SELECT seq, segment, start, size, slot, gone FROM records WHERE seq IN ({marks})", part):
+            found[row[0]] = row
+    return found
+
+
+def retried(book: Book, seqs: Sequence[int], read: Callable[[dict[int, Location]], Result]) -> Result:
+    """What `read` makes of the records' places; where compaction has moved some in between, of their new ones."""
+    for _ in range(_ATTEMPTS):
+        with book.ledger.read() as tx:
+            where = locate(tx, seqs)
+        for seq in seqs:
+            if seq not in where:
+                raise BookError(f"record number {seq}: there is none in the book")
+            if where[seq][1] is None:
+                raise BookError(f"record number {seq}: its bytes are gone ({where[seq][5] or 'never stored'})")
+        try:
+            return read(where)
+        except MissingSegment as missing:
+            gone = missing
+    raise Damaged(f"{gone}: a segment that the ledger speaks of; see `rollbook check`") from None
+
+
+def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
+    """These records, in this order."""
+    if not seqs:
+        return Experiences()
+
+    def read(where: dict[int, Location]) -> Experiences:
+        many = gather(book, [where[seq] for seq in seqs], verify)
+        return restore(book, many) if media else many
+
+    return retried(book, seqs, read)
+
+
+def only_fields(many: Experiences, fields: Collection[str]) -> Experiences:
+    """The columns of some fields alone: enough to gather and to hand on as Arrow, not to make rows of."""
+    parts = {
+        name: c for name, c in many.columns.items() if (found := owner(name)) is not None and found[0].name in fields
+    }
+    return Experiences._of(parts, len(many))
+
+
+def gather(
+    book: Book, where: Sequence[Location], verify: bool = True, only: Collection[str] | None = None
+) -> Experiences:
+    """Records from the frames they lie in, each frame decoded once; with `only`, the columns of these fields."""
+    frames: OrderedDict[Place, list[int]] = OrderedDict()
+    for i, (_, segment, start, size, _, _) in enumerate(where):
+        frames.setdefault(Place(str(segment), start, size), []).append(i)
+    cache = Frames(book) if len(frames) > 1 else None
+    parts = []
+    order: list[int] = []
+    for place, indices in frames.items():
+        many = read_frame(book, place, verify) if cache is None else cache.get(place, verify)
+        if only is not None:
+            many = only_fields(many, only)
+        slots = [where[i][4] for i in indices]
+        if max(slots) >= len(many):
+            raise Damaged(
+                f"segment {place.segment}, byte {place.offset}: {len(many)} records, expected {max(slots) + 1}"
+            )
+        # A whole frame in order is private memory as it is; anything else is gathered.
+        whole = slots == list(range(len(many)))
+        parts.append(many if whole else many.take(slots))
+        order += indices
+    joined = parts[0] if len(parts) == 1 else Experiences.concat(parts)
+    if order == list(range(len(order))):
+        return joined
+    back = np.empty(len(order), dtype=np.int64)
+    back[order] = np.arange(len(order))
+    return joined.take(back)
+
+
+def restore(book: Book, many: Experiences) -> Experiences:
+    """Media in the place of their references."""
+    wanted = {key for keys in attachments.references(many) for key in keys}
+    if not wanted:
+        return many
+    places: dict[str, Place] = {}
+    with book.ledger.read() as tx:
+        for marks, part in chunks(sorted(wanted)):
+            for key, segment, start, size in tx.all(
+                f"SELECT hash, segment, start, size FROM media WHERE hash IN ({marks})", part
+            ):
+                places[key] = Place(segment, start, size)
+    return attachments.restore(many, lambda key: book.shelf.get(places[key]))
+
+
+def numbers_of(book: Book, uids: Sequence[str]) -> list[int]:
+    """The numbers of records by id, in order; an unknown id is an error."""
+    found: dict[str, int] = {}
+    with book.ledger.read() as tx:
+        for marks, part in chunks(list(dict.fromkeys(uids))):
+            found.update(tx.all(f"SELECT uid, seq FROM records WHERE uid IN ({marks})", part))
+    for uid in uids:
+        if uid not in found:
+            raise KeyError(f"uid: got {uid!r}, which is not in the book")
+    return [found[uid] for uid in uids]

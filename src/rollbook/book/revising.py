@@ -1,0 +1,302 @@
+"""Revisions: rewards and feedback that come late, redaction and deletion.
+
+Invariant: a revision says who made it, when and what it changed, and replaces the record as it was when the revision
+was made: of two at once, the later one is made on top of the earlier. What was sampled (tokens, log-probs, messages)
+is never revised, only redacted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollbook.algorithms.registry import near
+from rollbook.book import additions, attachments, consumers, digests, kinds, reading, tags, work
+from rollbook.book.consumers import Consumer
+from rollbook.book.errors import BookError, Conflict
+from rollbook.book.ledger import Transaction, chunks
+from rollbook.equality import same
+from rollbook.experiences import from_rows
+from rollbook.fields import FIELDS
+from rollbook.wire import encode
+
+if TYPE_CHECKING:
+    from rollbook.book.admission import Appended, Coming
+    from rollbook.book.book import Book
+    from rollbook.experience import Experience
+
+Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
+"""From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""
+_TRIES = 50
+
+
+def rewrite(
+    book: Book,
+    seqs: Sequence[int],
+    change: Change,
+    *,
+    kind: str,
+    author: str,
+    reason: str | None,
+    given: Sequence[bytes] | None = None,
+    retrain: bool = False,
+) -> int:
+    """Replace records by what `change` makes of them; how many it changed."""
+    for _ in range(_TRIES):
+        with book.ledger.read() as tx:
+            before = _revisions(tx, seqs)
+        rows = reading.fetch(book, seqs).rows()
+        made: list[tuple[int, int, Experience, Experience, Sequence[str]]] = []
+        for i, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
+            found = change(row, i)
+            if found is not None:
+                made.append((i, seq, row, *found))
+        if not made:
+            return 0
+        many = from_rows([new for _, _, _, new, _ in made])
+        lifted = attachments.lift(many)
+        blobs = list(lifted.blobs)
+        places = book.shelf.put([encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)])
+        media = dict(zip(blobs, places[1:], strict=True))
+        found_tags = tags.tags(many)
+        values: dict[str, list[float | None]] = {}
+        with book.ledger.write() as tx:
+            if _revisions(tx, seqs) != before or not book.shelf.has(places[0].segment):
+                continue  # Somebody else revised one of them meanwhile: on top of that, then.
+            if kind == "redacted":
+                to_purge(tx, [seq for _, seq, *_ in made])
+            share = -(-places[0].length // len(made))
+            for slot, (i, seq, old, new, names) in enumerate(made):
+                n = before[seq] + 1
+                tag = found_tags[slot]
+                changed = ", ".join(
+                    f"{name} = ?"
+                    for name in (*tags.Tags._fields, "revision", "segment", "start", "size", "slot", "bytes")
+                )
+                tx.run(
+                    f"UPDATE records SET {changed} WHERE seq = ?",
+                    (*tag, n, places[0].segment, places[0].offset, places[0].length, slot, share, seq),
+                )
+                tx.run(
+                    "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (seq, n, tx.now, author, reason, ",".join(names), None if given is None else given[i]),
+                )
+                tx.run("DELETE FROM media_uses WHERE seq = ?", (seq,))
+                uses = lifted.uses[slot] if lifted.uses else ()
+                for key in uses:
+                    place = media[key]
+                    tx.run(
+                        "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                        (key, place.segment, place.offset, place.length),
+                    )
+                    tx.run("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", (key, seq))
+                detail: dict[str, Any] = {"author": author, "fields": list(names), "revision": n}
+                if kind == "revised":
+                    detail["was"] = {name: _scalar(old, name) for name in names if _scalar(old, name) is not None}
+                    detail["is"] = {name: _scalar(new, name) for name in names if _scalar(new, name) is not None}
+                work.record(tx, [work.Event(kind, seq, reason=reason, detail=detail)])
+            tx.many(
+                "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(kinds.kinds_of(many))
+            )
+            for consumer in consumers.all_consumers(tx):
+                ranked_by = consumer.settings.sampler.key
+                if ranked_by is not None and ranked_by not in values:
+                    values[ranked_by] = tags.numbers(many, ranked_by)
+                follow(tx, consumer, [seq for _, seq, *_ in made], values.get(ranked_by or ""), retrain)
+        return len(made)
+    raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
+
+
+def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for marks, part in chunks(seqs):
+        found.update(tx.all(f"SELECT seq, revision FROM records WHERE seq IN ({marks})", part))
+    return found
+
+
+def _scalar(row: Experience, name: str) -> Any:
+    """A number or a text as an event can hold it; of anything else, nothing."""
+    head, _, key = name.partition(".")
+    value = getattr(row, head)
+    if key:
+        value = value.get(key)
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= 200) else None
+
+
+def follow(
+    tx: Transaction, consumer: Consumer, seqs: Sequence[int], values: Sequence[float | None] | None, retrain: bool
+) -> None:
+    """Let a consumer know of the new numbers, and have the records wait again if that is asked."""
+    known = dict(zip(seqs, values, strict=True)) if values is not None else {}
+    sampler = consumer.settings.sampler
+    moves = []
+    events = []
+    for row in work.rows_of(tx, consumer, seqs):
+        new = row
+        if row.seq in known and known[row.seq] != row.value:
+            item = consumer.item(row.seq, row.uses, row.version, known[row.seq])
+            new = new._replace(value=item.value, weight=sampler.weight(item))
+            if row.state == work.WAITING:
+                new = new._replace(rank=sampler.rank(item, consumer.state))
+        if retrain and row.state in (work.TRAINED, work.DROPPED):
+            item = consumer.item(row.seq, row.uses, row.version, new.value)
+            rank = sampler.rank(item, consumer.state)
+            new = new._replace(state=work.WAITING, reason=None, rank=rank, until=None)
+            events.append(work.Event("returned", row.seq, consumer.id, "revised"))
+        if new != row:
+            moves.append((row, new))
+    work.change(tx, consumer, moves, events)
+    consumers.save(tx, consumer)
+
+
+# --- what users ask for -------------------------------------------------------------------------------------------
+
+
+def add(book: Book, coming: Coming, revisions: Sequence[tuple[int, int]], author: str) -> Appended:
+    """Late fields that came with a record the book has already."""
+    from rollbook.book.admission import Appended
+
+    indices = [i for i, _ in revisions]
+    rows = coming.many.take(indices).rows()
+
+    def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
+        addition = additions.changed(old, rows[i])
+        if addition.conflict is not None:
+            raise Conflict(
+                f"{old.eid.uid}: got another record under the same id; {addition.conflict}; "
+                "append only adds what is missing, book.revise changes what is there"
+            )
+        return (addition.merged, addition.added) if addition.added else None
+
+    digest = [coming.digests.whole[i] for i in indices]
+    seqs = [seq for _, seq in revisions]
+    revised = rewrite(book, seqs, change, kind="revised", author=author, reason="append", given=digest)
+    if revised < len(seqs):
+        _remember(book, seqs, digest, author)
+    return Appended(revised=revised)
+
+
+def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:
+    """Note the digests of records that brought nothing new, so that they are known at once the next time."""
+    with book.ledger.write() as tx:
+        for seq, whole in zip(seqs, digest, strict=True):
+            if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, whole)) is None:
+                n = tx.one("SELECT COALESCE(MIN(n), 0) FROM revisions WHERE seq = ? AND n <= 0", (seq,))[0] - 1
+                tx.run(
+                    "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (seq, n, tx.now, author, "append", "", whole),
+                )
+
+
+def revise(
+    book: Book, changes: Mapping[str, Mapping[str, Any]], *, author: str, reason: str | None, retrain: bool
+) -> int:
+    """See `Book.revise`."""
+    allowed = [name for name, field in FIELDS.items() if digests.is_late(field)]
+    for uid, fields in changes.items():
+        for name in fields:
+            if name not in allowed:
+                raise ValueError(f"revise: {uid}: {name!r} is none of the fields that come late{near(name, allowed)}")
+    listed = list(changes.values())
+
+    def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
+        wanted = {
+            name: {**getattr(old, name), **value} if FIELDS[name].kind == "json" else value
+            for name, value in listed[i].items()
+        }
+        new = old.replace(**wanted)
+        names = [name for name in wanted if not same(getattr(old, name), getattr(new, name))]
+        return (new, names) if names else None
+
+    seqs = reading.numbers_of(book, list(changes))
+    return rewrite(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain)
+
+
+REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
+"""What can be blanked; `info`, `metrics` and `multi_modal_inputs` too, and single keys of them as `info.NAME`."""
+
+
+def redact(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: str, reason: str | None) -> int:
+    """See `Book.redact`."""
+    known = (*REDACTABLE, "info", "metrics", "multi_modal_inputs")
+    for name in fields:
+        head, dot, _ = name.partition(".")
+        if head not in known or (dot and head not in known[len(REDACTABLE) :]):
+            raise ValueError(f"redact: {name!r} is none of the fields that can be blanked{near(name, list(known))}")
+
+    def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
+        blank: dict[str, Any] = {}
+        for name in fields:
+            head, dot, key = name.partition(".")
+            if dot:
+                blank[head] = {k: v for k, v in (blank.get(head) or getattr(old, head) or {}).items() if k != key}
+            else:
+                blank[head] = {} if FIELDS[head].always else None
+        new = old.replace(**blank)
+        heads = {name: name.partition(".")[0] for name in fields}
+        names = [name for name, head in heads.items() if not same(getattr(old, head), getattr(new, head))]
+        return (new, names) if names else None
+
+    seqs = reading.numbers_of(book, uids)
+    done = rewrite(book, seqs, change, kind="redacted", author=author, reason=reason)
+    _scrub(book, seqs)
+    return done
+
+
+def to_purge(tx: Transaction, seqs: Sequence[int]) -> None:
+    """Note the segments that hold bytes which must go, however few: the next compaction writes them anew."""
+    for marks, part in chunks(seqs):
+        for table, condition in (
+            ("records", f"seq IN ({marks}) AND segment IS NOT NULL"),
+            ("media", f"hash IN (SELECT hash FROM media_uses WHERE seq IN ({marks}))"),
+        ):
+            tx.run(
+                f"INSERT INTO purges (segment, since) SELECT DISTINCT segment, {tx.now!r} FROM {table} "
+                f"WHERE {condition} ON CONFLICT DO NOTHING",
+                part,
+            )
+
+
+def _scrub(book: Book, seqs: Sequence[int]) -> None:
+    """Values that events quote of a record are not kept longer than the record's own."""
+    with book.ledger.write() as tx:
+        for marks, part in chunks(seqs):
+            tx.run(f"UPDATE events SET detail = NULL WHERE kind = 'revised' AND seq IN ({marks})", part)
+
+
+def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) -> int:
+    """See `Book.delete`."""
+    seqs = reading.numbers_of(book, uids)
+    count = 0
+    with book.ledger.write() as tx:
+        fresh = []
+        for marks, part in chunks(seqs):
+            fresh += [
+                row[0]
+                for row in tx.all(
+                    f"SELECT seq FROM records WHERE seq IN ({marks}) AND (gone IS NULL OR gone <> 'deleted')", part
+                )
+            ]
+        to_purge(tx, fresh)
+        for seq in fresh:
+            tx.run(
+                "UPDATE records SET gone = 'deleted', segment = NULL, start = NULL, size = NULL, slot = NULL, "
+                "bytes = 0, reward = NULL, scored = 0 WHERE seq = ?",
+                (seq,),
+            )
+            tx.run("DELETE FROM media_uses WHERE seq = ?", (seq,))
+            work.record(tx, [work.Event("deleted", seq, reason=reason, detail={"author": author})])
+            count += 1
+        for consumer in consumers.all_consumers(tx):
+            found = [
+                row
+                for row in work.rows_of(tx, consumer, fresh)
+                if row.state in (work.WAITING, work.COOLING, work.LEASED)
+            ]
+            work.drop(tx, consumer, found, "deleted")
+            consumers.save(tx, consumer)
+    _scrub(book, fresh)
+    return count

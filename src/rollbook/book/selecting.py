@@ -1,0 +1,325 @@
+"""Selecting: records by condition, as ids, as records, or as Arrow batches of some columns.
+
+Invariant: conditions on what the ledger knows are answered by the ledger, before any byte of a record is read; the
+others are checked on the columns they name, frame by frame. Memory is that of a piece, whatever the book's size.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rollbook import arrow
+from rollbook.algorithms.registry import near, whole_number
+from rollbook.book import reading, tags
+from rollbook.book.ledger import Transaction
+from rollbook.experiences import Experiences
+from rollbook.fields import FIELDS
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+
+LEDGER_COLUMNS = (*tags.Tags._fields, "seq", "evaluation", "admitted", "revision", "bytes", "gone")
+"""What a condition can ask the ledger for."""
+Condition = tuple[str, str, Any]
+_TESTS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_SQL = {"=": "=", "==": "=", "!=": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
+OPERATORS = (*_TESTS, "in", "not in", "is", "is not")
+PIECE = 1024
+
+
+def conditions(given: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
+    """Conditions as users give them: `("reward", ">", 0.5)`, and `task="a"` for `("task", "=", "a")`."""
+    found: list[Condition] = []
+    for each in (
+        *given,
+        *((name, "in" if isinstance(value, (list, tuple, set)) else "=", value) for name, value in equal.items()),
+    ):
+        if not isinstance(each, tuple) or len(each) != 3 or not isinstance(each[0], str):
+            raise ValueError(f"where: got {each!r}, expected (column, operator, value)")
+        name, test, value = each
+        if test not in OPERATORS:
+            raise ValueError(f"where: {name}: got operator {test!r}, expected one of {', '.join(OPERATORS)}")
+        head = name.split(".")[0]
+        if name not in LEDGER_COLUMNS and head not in FIELDS:
+            raise ValueError(f"where: {name!r} is no column{near(name, [*LEDGER_COLUMNS, *FIELDS])}")
+        if test in ("in", "not in"):
+            value = list(value)
+        elif test in ("is", "is not"):
+            if value is not None:
+                raise ValueError(f"where: {name}: got {test} {value!r}, expected {test} None")
+        elif value is None:
+            if test not in ("=", "==", "!="):
+                raise ValueError(f"where: {name}: got {test} None, expected 'is' or 'is not'")
+            test = "is" if test in ("=", "==") else "is not"
+        if (
+            head not in ("info", "metrics")
+            and name not in LEDGER_COLUMNS
+            and FIELDS[head].kind not in ("text", "number", "integer")
+        ):
+            raise ValueError(
+                f"where: {name!r} is a {FIELDS[head].kind}; conditions are on numbers and texts, book.sql on all"
+            )
+        found.append((name, test, value))
+    return found
+
+
+def in_ledger(asked: Sequence[Condition]) -> tuple[str, list[Any]]:
+    """The SQL of the conditions that the ledger answers."""
+    parts: list[str] = []
+    values: list[Any] = []
+    for name, test, value in asked:
+        if name not in LEDGER_COLUMNS:
+            continue
+        if name in ("batch", "task"):
+            value = [str(each) for each in value] if isinstance(value, list) else None if value is None else str(value)
+        elif name == "evaluation" and value is not None:
+            value = [int(each) for each in value] if isinstance(value, list) else int(value)
+        if test in ("is", "is not"):
+            parts.append(f"{name} {test.upper()} NULL")
+        elif test in ("in", "not in"):
+            if not value:
+                parts.append("1 = 0" if test == "in" else "1 = 1")
+                continue
+            parts.append(f"{name} {test.upper()} ({','.join('?' * len(value))})")
+            values += value
+        else:
+            parts.append(f"{name} {_SQL[test]} ?")
+            values.append(value)
+    return " AND ".join(parts) or "1 = 1", values
+
+
+class Selection:
+    """The records that meet some conditions, read when they are asked for; made by `book.where`.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, i], reward=i / 4, info={"i": i}) for i in range(5)])
+    >>> good = book.where(("reward", ">", 0.4), ("info.i", "<", 4))
+    >>> good.count(), [record.reward for record in good]
+    (2, [0.5, 0.75])
+    """
+
+    def __init__(self, book: Book, asked: Sequence[Condition], order: str = "seq") -> None:
+        self._book = book
+        self._asked = list(asked)
+        self._order = order
+
+    def where(self, *given: Condition, **equal: Any) -> Selection:
+        """These records, narrowed."""
+        return Selection(self._book, [*self._asked, *conditions(given, equal)], self._order)
+
+    @property
+    def _late(self) -> list[Condition]:
+        return [each for each in self._asked if each[0] not in LEDGER_COLUMNS]
+
+    def count(self) -> int:
+        """How many there are."""
+        if not self._late:
+            sql, values = in_ledger(self._asked)
+            with self._book.ledger.read() as tx:
+                return int(tx.one(f"SELECT COUNT(*) FROM records WHERE {sql}", values)[0])
+        return sum(len(piece) for piece in self._pieces())
+
+    def uids(self) -> list[str]:
+        """Their ids, in the order of admission."""
+        return [uid for piece in self._pieces() for _, uid, *_ in piece]
+
+    def experiences(self) -> Experiences:
+        """All of them at once."""
+        return Experiences.concat(list(self.batches()))
+
+    def batches(self, rows: int = PIECE) -> Iterator[Experiences]:
+        """Records piece by piece; those whose bytes are gone are left out."""
+        for piece in self._pieces(whole_number("rows", rows, 1)):
+            seqs = [seq for seq, _, segment, *_ in piece if segment is not None]
+            if seqs:
+                yield reading.fetch(self._book, seqs)
+
+    def __iter__(self) -> Iterator[Any]:
+        for piece in self.batches():
+            yield from piece
+
+    def scan(self, columns: Sequence[str] | None = None, rows: int = PIECE) -> Iterator[pa.RecordBatch]:
+        """Arrow batches of some columns; see `Book.scan`."""
+        whole_number("rows", rows, 1)
+        return scan(self._book, self, columns, rows)
+
+    def _pieces(self, rows: int = PIECE) -> Iterator[list[Any]]:
+        """(seq, uid, segment, start, size, slot, gone) of the records that meet all conditions."""
+        sql, values = in_ledger(self._asked)
+        last = 0
+        while True:
+            with self._book.ledger.read() as tx:
+                found = tx.all(
+                    "SELECT seq, uid, segment, start, size, slot, gone FROM records "
+                    f"WHERE seq > ? AND {sql} ORDER BY seq LIMIT ?",
+                    (last, *values, rows),
+                )
+            if not found:
+                return
+            last = found[-1][0]
+            kept = found
+            for condition in self._late:
+                kept = self._filtered(kept, condition)
+            if kept:
+                yield kept
+            if len(found) < rows:
+                return
+
+    def _filtered(self, piece: list[Any], condition: Condition) -> list[Any]:
+        stored = [row for row in piece if row[2] is not None]
+        if not stored:
+            return []
+        values = dict(
+            zip([row[0] for row in stored], _values(self._book, [row[0] for row in stored], condition[0]), strict=True)
+        )
+        return [row for row in stored if _meets(values[row[0]], condition)]
+
+    def __repr__(self) -> str:
+        shown = " and ".join(f"{name} {test} {value!r}" for name, test, value in self._asked)
+        return f"Selection({self._book.url!r}, {shown or 'all'})"
+
+
+def _values(book: Book, seqs: list[int], name: str) -> list[Any]:
+    head, dot, key = name.partition(".")
+    many = reading.fetch(book, seqs, verify=False, media=False)
+    found = many.values(head)
+    return [None if value is None else value.get(key) for value in found] if dot else found
+
+
+def _meets(value: Any, condition: Condition) -> bool:
+    _, test, wanted = condition
+    if test == "is":
+        return value is None
+    if test == "is not":
+        return value is not None
+    if value is None:
+        return False
+    try:
+        if test == "in":
+            return value in wanted
+        if test == "not in":
+            return value not in wanted
+        return bool(_TESTS[test](value, wanted))
+    except TypeError:
+        return False
+
+
+# --- columns --------------------------------------------------------------------------------------------------------
+
+
+def checked_columns(columns: Sequence[str] | None) -> list[str] | None:
+    """Names of columns: of the ledger, or fields of a record."""
+    if columns is None:
+        return None
+    for name in columns:
+        if not isinstance(name, str) or (name not in LEDGER_COLUMNS and name not in FIELDS):
+            raise ValueError(
+                f"columns: got {name!r}, expected names of columns{near(str(name), [*LEDGER_COLUMNS, *FIELDS])}"
+            )
+    return list(dict.fromkeys(columns))
+
+
+def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: int) -> Iterator[pa.RecordBatch]:
+    """Batches with what the ledger has of the columns from the ledger, and the rest from the frames: a batch a frame,
+    so that columns of mapped segments are not copied."""
+    wanted = checked_columns(columns)
+    names = [*LEDGER_COLUMNS, *(name for name in FIELDS if name not in LEDGER_COLUMNS)] if wanted is None else wanted
+    from_ledger = [name for name in names if name in LEDGER_COLUMNS]
+    from_frames = [name for name in names if name not in LEDGER_COLUMNS]
+    for piece in selection._pieces(rows):
+        if from_frames:
+            for _, run in groupby((row for row in piece if row[2] is not None), key=lambda row: row[2:5]):
+                yield _batch(book, [row[0] for row in run], names, from_ledger, from_frames)
+        else:
+            yield _batch(book, [row[0] for row in piece], names, from_ledger, from_frames)
+
+
+def _batch(
+    book: Book, seqs: list[int], names: list[str], from_ledger: list[str], from_frames: list[str]
+) -> pa.RecordBatch:
+    arrays: dict[str, pa.Array] = {}
+    if from_ledger:
+        with book.ledger.read() as tx:
+            arrays |= ledger_arrays(tx, from_ledger, seqs)
+    if from_frames:
+        arrays |= frame_arrays(book, seqs, from_frames)
+    made = {
+        name: array
+        for field in names
+        for name, array in arrays.items()
+        if name == field or name.startswith(f"{field}__")
+    }
+    return pa.RecordBatch.from_arrays(list(made.values()), names=list(made))
+
+
+LEDGER_TYPES: dict[str, pa.DataType] = {
+    **dict.fromkeys(
+        ("uid", "gid", "batch", "task", "suffix", "finish_reason", "truncate_status", "kind", "parent", "gone"),
+        pa.large_string(),
+    ),
+    **dict.fromkeys(("reward", "admitted"), pa.float64()),
+    **dict.fromkeys(
+        (
+            "run",
+            "step",
+            "scored",
+            "length",
+            "prompt_tokens",
+            "response_tokens",
+            "trained_tokens",
+            "version_min",
+            "version_max",
+            "group_size",
+            "seq",
+            "revision",
+            "bytes",
+        ),
+        pa.int64(),
+    ),
+    "evaluation": pa.bool_(),
+}
+
+
+def ledger_arrays(tx: Transaction, names: Sequence[str], seqs: Sequence[int]) -> dict[str, pa.Array]:
+    """Columns of the ledger, of records whose numbers rise."""
+    chosen = ["seq", *names, *(["scored"] if "reward" in names else [])]
+    found = tx.all(
+        f"SELECT {', '.join(chosen)} FROM records WHERE seq >= ? AND seq <= ? ORDER BY seq", (seqs[0], seqs[-1])
+    )
+    if len(found) != len(seqs):
+        wanted = set(seqs)
+        found = [row for row in found if row[0] in wanted]
+    arrays = {}
+    for i, name in enumerate(names, 1):
+        column = [row[i] for row in found]
+        if name == "reward":
+            column = [float("nan") if row[-1] == tags.NOT_A_NUMBER else row[i] for row in found]
+        elif name == "evaluation":
+            column = [bool(value) for value in column]
+        arrays[name] = pa.array(column, LEDGER_TYPES[name])
+    return arrays
+
+
+def frame_arrays(book: Book, seqs: list[int], fields: Sequence[str], portable: bool = False) -> dict[str, pa.Array]:
+    """Columns of frames, these fields' and their sides', as Arrow arrays; `portable` as Parquet has them."""
+
+    def read(where: dict[int, reading.Location]) -> dict[str, pa.Array]:
+        many = reading.gather(book, [where[seq] for seq in seqs], verify=False, only=fields)
+        found = arrow.to_arrays(many.columns, portable)
+        return {**{name: pa.nulls(len(seqs)) for name in fields if name not in found}, **found}
+
+    return reading.retried(book, seqs, read)

@@ -1,0 +1,498 @@
+"""Shelves: where a book's bytes lie, in segments that only grow, behind one small protocol.
+
+Invariant: when `put` returns, its bytes stay, whatever crashes; what `get` returns is private memory, so that nothing a
+reader does to it reaches the shelf or another reader; a segment's name, which may come from a hostile ledger, leads to
+plain files of the shelf's own folder and nowhere else.
+
+A segment is a header of 64 bytes, then parts, each beginning at a multiple of 64. All numbers little-endian:
+
+    0   8  magic            8d 52 42 53 45 47 0d 0a
+    8   4  version          1
+    12  4  header length    64
+    16  40 reserved         0
+    56  8  header checksum  xxh3-64 of bytes 0 to 55
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import xxhash
+
+from rollbook.algorithms.registry import whole_number
+from rollbook.book.disk import Disk, File, read_private
+from rollbook.book.errors import Damaged, NewerLayout
+from rollbook.book.windows import reached
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAGIC = b"\x8dRBSEG\r\n"
+VERSION = 1
+ALIGN = 64
+_HEAD = struct.Struct("<8sII40x")
+_CHECKSUM = struct.Struct("<Q")
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.rbs", re.ASCII)
+
+
+class MissingSegment(LookupError):
+    """The segment is not on the shelf: it was removed, and what it held lies elsewhere if the ledger still knows it."""
+
+
+class SegmentBusy(RuntimeError):
+    """The segment cannot be removed: a living writer still appends to it."""
+
+
+class WriterStopped(RuntimeError):
+    """A write or a sync failed before: what is on the disk is not known, so nothing more is written until reopening."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where bytes lie: `length` bytes from byte `offset` of a segment.
+
+    >>> Place("0000019a4b1c2d3e-0123456789abcdef.rbs", 64, 1024).stop
+    1088
+    """
+
+    segment: str
+    offset: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.length
+
+
+class Shelf(Protocol):
+    """What a book asks of the place where its bytes lie.
+
+    Between a `put` and the commit of the ledger that points to it, nobody else knows that the bytes are wanted. A book
+    therefore looks with `has`, inside the transaction that commits, whether they are still there, and a remover takes
+    segments away inside a transaction of its own: of the two, the later one sees what the earlier one did.
+    """
+
+    private: bool
+    """Whether views from `get` are writable memory of their own."""
+
+    def put(self, parts: Sequence[Buffer]) -> list[Place]:
+        """Write all parts, with one write and one sync; durable when it returns. Threads may call it at once."""
+
+    def get(self, place: Place) -> memoryview:
+        """The bytes there. `MissingSegment` if the segment is gone, `Damaged` if it is too short or no segment."""
+
+    def has(self, segment: str) -> bool:
+        """Whether the segment is there."""
+
+    def segments(self) -> dict[str, int]:
+        """Every segment there, oldest first, and how many bytes it has."""
+
+    def busy(self, segment: str) -> bool:
+        """Whether a living writer, of this or another process, may still append to it."""
+
+    def seal(self) -> None:
+        """End the open segment; the next `put` starts another."""
+
+    def remove(self, segment: str) -> None:
+        """Remove a segment, `SegmentBusy` if it has a writer; one that is gone already is no error."""
+
+    def close(self) -> None:
+        """End writing. Views that were handed out stay."""
+
+
+# --- what all shelves share -----------------------------------------------------------------------------------------
+
+
+def header() -> bytes:
+    """The first 64 bytes of a segment."""
+    head = _HEAD.pack(MAGIC, VERSION, ALIGN)
+    return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+
+
+def check_header(head: bytes, segment: str) -> None:
+    """Refuse a file that is no segment, a damaged one, or one that a newer version wrote."""
+    if len(head) < ALIGN:
+        raise Damaged(f"segment {segment}: the header is cut short: {len(head)} of {ALIGN} bytes", len(head))
+    magic, version, length = _HEAD.unpack_from(head)
+    if magic != MAGIC:
+        raise Damaged(f"segment {segment}: magic {magic!r} is not that of a segment, {MAGIC!r}", 0)
+    if version > VERSION:
+        raise NewerLayout(f"segment {segment}: layout {version} is newer than {VERSION}, which this version knows")
+    if head != header():
+        raise Damaged(f"segment {segment}: the header (version {version}, length {length}) is damaged", 8)
+
+
+def new_name() -> str:
+    """A name that no other segment has; later ones sort behind."""
+    return f"{time.time_ns():016x}-{os.urandom(8).hex()}.rbs"
+
+
+def is_name(text: object) -> bool:
+    """Whether it is a name as `new_name` makes them: no folder, no dots but the suffix's.
+
+    >>> is_name(new_name()), is_name("../" + new_name()), is_name("..")
+    (True, False, False)
+    """
+    return isinstance(text, str) and _NAME.fullmatch(text) is not None
+
+
+def check_name(segment: str) -> str:
+    """The name, if it is one."""
+    if not is_name(segment):
+        raise Damaged(f"segment {segment!r} is not a segment's name (16 hex digits, '-', 16 hex digits, '.rbs')")
+    return segment
+
+
+def check_place(place: Place) -> Place:
+    """The place, if it can be one of any segment."""
+    check_name(place.segment)
+    # SQLite keeps whatever it is given, text in a column of numbers too.
+    whole = type(place.offset) is int and type(place.length) is int
+    if not whole or place.offset < ALIGN or place.length < 0:
+        raise Damaged(f"segment {place.segment}: no part lies at byte {place.offset!r} with {place.length!r} bytes")
+    return place
+
+
+def too_short(place: Place, size: int) -> Damaged:
+    return Damaged(f"segment {place.segment}: a part reaches to byte {place.stop}, the segment has {size}", size)
+
+
+def lay_out(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[bytes | memoryview]]:
+    """Where each part lies, counted from the first, with its length; and the pieces to write: parts, zeros between."""
+    places: list[tuple[int, int]] = []
+    pieces: list[bytes | memoryview] = []
+    at = 0
+    for part in parts:
+        view = memoryview(part)
+        if not view.c_contiguous:
+            raise ValueError("parts: got a strided buffer, expected contiguous bytes")
+        padding = -view.nbytes % ALIGN
+        places.append((at, view.nbytes))
+        pieces += [view.cast("B") if view.nbytes else b"", bytes(padding)]
+        at += view.nbytes + padding
+    return places, pieces
+
+
+# --- segments that are files ----------------------------------------------------------------------------------------
+
+
+def open_segment(disk: Disk, path: str) -> int:
+    """A descriptor of a segment that is a file. `MissingSegment`, or `Damaged` if it is no plain file."""
+    try:
+        return disk.open_read(path)
+    except FileNotFoundError:
+        raise MissingSegment(os.path.basename(path)) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EINVAL, errno.ENXIO):
+            raise Damaged(f"{path}: a link, a pipe or a device, expected a plain file") from None
+        raise
+
+
+def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryview:
+    """A place of a segment that is a file: mapped where that is worth it and the file is one that nobody cuts.
+
+    Every call opens, checks and closes the file: nothing is kept that could hold a removed file's space, and no two
+    calls share memory, so that a tensor changed in place is not met again by the next reader of the same record.
+    """
+    fd = open_segment(disk, path)
+    try:
+        check_header(os.pread(fd, ALIGN, 0), place.segment)
+        size = os.fstat(fd).st_size
+        if place.stop > size:
+            raise too_short(place, size)
+        view = read_private(fd, place.offset, place.stop, mapped)
+        if len(view) < place.length:
+            raise too_short(place, place.offset + len(view))
+        return view
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(fd)
+
+
+# --- a folder -------------------------------------------------------------------------------------------------------
+
+
+class FolderShelf:
+    """Segments as files of `folder`/segments, one open segment for each shelf that writes.
+
+    The open segment is locked for as long as its writer lives, and never continued by another: a writer that died left
+    at most a tail that no ledger points to. A forked child starts a segment of its own.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     shelf = FolderShelf(folder)
+    ...     first, second = shelf.put([b"tokens", b"media"])
+    ...     (first.offset, second.offset), bytes(shelf.get(second)), shelf.busy(first.segment)
+    ...     shelf.close()
+    ...     shelf.busy(first.segment), FolderShelf(folder).segments() == {first.segment: 192}
+    ((64, 128), b'media', True)
+    (False, True)
+    """
+
+    private = True
+
+    def __init__(
+        self, folder: str | os.PathLike[str], disk: Disk | None = None, segment_bytes: int = 256 << 20
+    ) -> None:
+        self.folder = os.path.join(os.path.abspath(folder), "segments")
+        self.disk = Disk() if disk is None else disk
+        self.segment_bytes = whole_number("segment_bytes", segment_bytes, ALIGN)
+        self._lock = threading.Lock()
+        self._file: File | None = None
+        self._size = 0
+        self._stopped: BaseException | None = None
+        self._closed = False
+        _shelves.add(self)
+
+    def put(self, parts: Sequence[Buffer]) -> list[Place]:
+        """Write all parts, with one write and one sync; durable when it returns."""
+        with self._lock:
+            if self._closed:
+                raise ValueError("the shelf is closed: nothing more can be put on it")
+            if self._stopped is not None:
+                raise WriterStopped(
+                    f"writing to {self.folder} stopped when this failed: {self._stopped}; reopen the book to go on"
+                ) from self._stopped
+            places, pieces = lay_out(parts)
+            if not places:
+                return []
+            if self._size + sum(map(len, pieces)) > self.segment_bytes:
+                self._end()
+            if self._file is None:
+                self._file = self._start()
+            file, fresh, base = self._file, not self._size, self._size or ALIGN
+            try:
+                size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
+                reached("after write")
+                self.disk.sync(file)
+                if fresh:
+                    self.disk.sync_folder(self.folder)
+                    # Another process may have made the folder and not have synced it yet.
+                    self.disk.sync_folder(os.path.dirname(self.folder))
+                self._size = size
+            except BaseException as error:
+                # How much was written, and whether it will stay, is not known any more: nothing is written behind it,
+                # nor synced again, since a second sync would report success for pages that the first one lost. After
+                # an interrupt, which is no failure of the disk, the next put starts another segment.
+                if isinstance(error, OSError):
+                    self._stopped = error
+                with suppress(OSError):
+                    self._end()
+                raise
+        reached("after sync")
+        segment = os.path.basename(file.path)
+        return [Place(segment, base + at, length) for at, length in places]
+
+    def _start(self) -> File:
+        """A new file of our own, locked before anybody could take it for one whose writer died."""
+        self.disk.make_folder(self.folder)
+        self._check_folder()
+        while True:
+            file = self.disk.create(os.path.join(self.folder, new_name()))
+            # Between making and locking, others may look at it (`busy`) or even remove it as a dead writer's.
+            if self.disk.try_lock(file.fd) and os.fstat(file.fd).st_nlink:
+                return file
+            with suppress(FileNotFoundError):
+                self.disk.unlink(file.path)
+            file.close()
+
+    def _end(self) -> None:
+        file, self._file, self._size = self._file, None, 0
+        if file is not None:
+            file.close()
+
+    def _check_folder(self) -> None:
+        if not stat.S_ISDIR(os.lstat(self.folder).st_mode):
+            raise Damaged(
+                f"{self.folder}: a link or a file, expected a folder: a book's segments lie in the book, not outside"
+            )
+
+    def _path(self, segment: str) -> str:
+        check_name(segment)
+        with suppress(FileNotFoundError):
+            self._check_folder()
+        return os.path.join(self.folder, segment)
+
+    def get(self, place: Place) -> memoryview:
+        """The bytes there, as private memory: a map if they are many, a copy if they are few."""
+        return read_segment(self.disk, self._path(check_place(place).segment), place, mapped=True)
+
+    def has(self, segment: str) -> bool:
+        """Whether the segment is there."""
+        return self.disk.is_plain(self._path(segment))
+
+    def segments(self) -> dict[str, int]:
+        """Every segment there, oldest first, and how many bytes it has."""
+        try:
+            self._check_folder()
+            found = self.disk.sizes(self.folder)
+        except FileNotFoundError:
+            return {}
+        return {name: size for name, size in found.items() if is_name(name)}
+
+    def busy(self, segment: str) -> bool:
+        """Whether a living writer, of this or another process, may still append to it."""
+        try:
+            fd = open_segment(self.disk, self._path(segment))
+        except MissingSegment:
+            return False
+        try:
+            return not self.disk.try_lock(fd, shared=True)
+        finally:
+            os.close(fd)
+
+    def seal(self) -> None:
+        """End the open segment; the next `put` starts another."""
+        with self._lock:
+            self._end()
+
+    def remove(self, segment: str) -> None:
+        """Remove a segment, `SegmentBusy` if it has a writer; one that is gone already is no error."""
+        path = self._path(segment)
+        try:
+            fd = open_segment(self.disk, path)
+        except MissingSegment:
+            return
+        try:
+            # The lock is kept while the file goes, so that a writer that has just made it sees that it lost it.
+            # Somebody who only looks (`busy`) has it for a moment.
+            for wait in (0.001, 0.01, 0.1, None):
+                if self.disk.try_lock(fd):
+                    break
+                if wait is None:
+                    raise SegmentBusy(f"segment {segment} has a living writer")
+                time.sleep(wait)
+            with suppress(FileNotFoundError):
+                self.disk.remove(path)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """End writing: a later put raises. What was put can still be read."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _after_fork(self) -> None:
+        """In a child: the open segment is the parent's. Closing a descriptor ends no lock that the parent holds too."""
+        self._lock = threading.Lock()
+        self._stopped = None
+        with suppress(OSError):
+            self._end()
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class MemoryShelf:
+    """Segments in this process's memory, gone with it; otherwise as a folder's.
+
+    >>> shelf = MemoryShelf()
+    >>> [place] = shelf.put([b"tokens"])
+    >>> view = shelf.get(place)
+    >>> view[0] = 0
+    >>> bytes(shelf.get(place))
+    b'tokens'
+    """
+
+    private = True
+
+    def __init__(self, segment_bytes: int = 256 << 20) -> None:
+        self.segment_bytes = whole_number("segment_bytes", segment_bytes, ALIGN)
+        self._lock = threading.Lock()
+        self._segments: dict[str, bytearray] = {}
+        self._open: str | None = None
+        self._closed = False
+        _shelves.add(self)
+
+    def put(self, parts: Sequence[Buffer]) -> list[Place]:
+        """Copy all parts."""
+        with self._lock:
+            if self._closed:
+                raise ValueError("the shelf is closed: nothing more can be put on it")
+            places, pieces = lay_out(parts)
+            if not places:
+                return []
+            size = sum(map(len, pieces))
+            if self._open is None or len(self._segments[self._open]) + size > self.segment_bytes:
+                self._open = new_name()
+                self._segments[self._open] = bytearray(header())
+            memory = self._segments[self._open]
+            base = len(memory)
+            for piece in pieces:
+                memory += piece
+            return [Place(self._open, base + at, length) for at, length in places]
+
+    def get(self, place: Place) -> memoryview:
+        """The bytes there, copied."""
+        check_place(place)
+        with self._lock:
+            if place.segment not in self._segments:
+                raise MissingSegment(place.segment)
+            memory = self._segments[place.segment]
+            if place.stop > len(memory):
+                raise too_short(place, len(memory))
+            with memoryview(memory) as whole, whole[place.offset : place.stop] as part:
+                return np.array(part, dtype=np.uint8).data
+
+    def has(self, segment: str) -> bool:
+        """Whether the segment is there."""
+        return check_name(segment) in self._segments
+
+    def segments(self) -> dict[str, int]:
+        """Every segment there, oldest first, and how many bytes it has."""
+        with self._lock:
+            return {name: len(memory) for name, memory in sorted(self._segments.items())}
+
+    def busy(self, segment: str) -> bool:
+        """Whether it is the open segment."""
+        return check_name(segment) == self._open
+
+    def seal(self) -> None:
+        """End the open segment; the next `put` starts another."""
+        with self._lock:
+            self._open = None
+
+    def remove(self, segment: str) -> None:
+        """Remove a segment, `SegmentBusy` if it is the open one; one that is gone already is no error."""
+        with self._lock:
+            if check_name(segment) == self._open:
+                raise SegmentBusy(f"segment {segment} has a living writer")
+            self._segments.pop(segment, None)
+
+    def close(self) -> None:
+        """End writing: a later put raises. What was put can still be read."""
+        with self._lock:
+            self._closed = True
+            self._open = None
+
+    def _after_fork(self) -> None:
+        """In a child: it has a copy of everything, but another thread may have been in the middle of a put."""
+        self._lock = threading.Lock()
+        self._open = None
+
+
+_shelves: weakref.WeakSet[FolderShelf | MemoryShelf] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for shelf in list(_shelves):
+        shelf._after_fork()
+
+
+os.register_at_fork(after_in_child=_forked)

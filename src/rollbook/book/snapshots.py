@@ -1,0 +1,421 @@
+"""Snapshots and forks: a book copied to another place, of whatever kind, while it is written.
+
+Invariant: a copy holds one state of the book, or it is not there: it is made under another name, and gets its own when
+it is complete. Bytes that the ledger does not speak of any more (deleted, redacted, rewound) are not copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from rollbook.algorithms.registry import near
+from rollbook.book import checkpoints, consumers, groups, reading, work
+from rollbook.book.disk import Disk
+from rollbook.book.errors import BookError, Damaged
+from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, chunks
+from rollbook.book.schema import TABLES
+from rollbook.book.shelves import MissingSegment, Place
+from rollbook.book.windows import reached
+from rollbook.wire import encode
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.book.checkpoints import Point
+
+OPTIONS = ("tokenizer", "quota", "data", "storage_options", "segment_bytes", "clock", "disk")
+"""What of `rollbook.open` says how a copy is kept; what consumers do is in the book."""
+OWN = ("layout", "book", "made", "data", "from")
+"""What `meta` says of a book itself."""
+PIECE = 2000
+"""Rows that are copied at a time."""
+PUT_BYTES = 16 << 20
+"""Bytes that are put at a time."""
+FACTS = "('revised', 'redacted', 'deleted')"
+_NOT_COPIED = ("meta", "blobs", "purges", "orphans")
+_TRIES = 10
+
+
+class _Changed(Exception):
+    """A record changed and its old bytes went while they were copied."""
+
+
+def copy(book: Book, url: str | os.PathLike[str], name: str | None, options: Mapping[str, Any]) -> Book:
+    """See `Book.snapshot` and, with a checkpoint's name, `Book.fork`."""
+    address = os.fspath(url)
+    if not isinstance(address, str) or not address:
+        raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
+    for each in options:
+        if each not in OPTIONS:
+            raise ValueError(f"snapshot: {each!r} is none of its options{near(each, OPTIONS)}")
+    if name is not None:
+        with book.ledger.read() as tx:
+            checkpoints.find(tx, name)
+    for _ in range(_TRIES):
+        with suppress(_Changed):
+            if address.startswith(("postgresql://", "postgres://")):
+                return _to_postgres(book, address, name, options)
+            if address == "memory:":
+                return _to_memory(book, name, options)
+            return _to_folder(book, address, name, options)
+    raise BookError(f"{book.url}: compaction removed what was copied {_TRIES} times while it was copied")
+
+
+# --- where to -----------------------------------------------------------------------------------------------------
+
+
+def _to_memory(book: Book, name: str | None, options: Mapping[str, Any]) -> Book:
+    from rollbook.book.opening import open
+
+    made = open("memory:", **options)
+    try:
+        _fill(book, made, name)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str, Any]) -> Book:
+    from rollbook.book.opening import open
+
+    disk: Disk = options.get("disk") or Disk()
+    target = os.path.abspath(address)
+    if os.path.lexists(target) and (os.path.islink(target) or not os.path.isdir(target) or os.listdir(target)):
+        raise BookError(f"{address}: something is there already, expected a new or an empty folder")
+    above, last = os.path.split(target)
+    aside = os.path.join(above, f".{last}.{os.urandom(8).hex()}.copying")
+    try:
+        with open(aside, **options) as made:
+            _fill(book, made, name)
+        reached("before rename")
+        disk.rename(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    disk.sync_folder(above)
+    reached("after rename")
+    return open(address, "r+", **options)
+
+
+def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[str, Any]) -> Book:
+    from psycopg import sql
+
+    from rollbook.book.opening import open
+    from rollbook.book.postgres import connect
+
+    parts = urlsplit(address)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    schema = dict(query).get("schema", "rollbook")
+    others = [pair for pair in query if pair[0] != "schema"]
+    aside = f"copying_{os.urandom(8).hex()}"
+    with connect(urlunsplit(parts._replace(query=urlencode(others))), schema) as connection:
+        if connection.execute("SELECT 1 FROM pg_tables WHERE schemaname = %s LIMIT 1", (schema,)).fetchone():
+            raise BookError(f"schema {schema!r}: something is there already, expected a new or an empty one")
+        try:
+            with open(urlunsplit(parts._replace(query=urlencode([*others, ("schema", aside)]))), **options) as made:
+                if made.shelf.segments():
+                    raise BookError(f"data: {options.get('data')!r} holds segments already, expected an empty place")
+                _fill(book, made, name)
+            reached("before rename")
+            with connection.transaction():
+                # Only an empty schema is dropped: one that others filled meanwhile is an error.
+                connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {}").format(sql.Identifier(schema)))
+                rename = sql.SQL("ALTER SCHEMA {} RENAME TO {}")
+                connection.execute(rename.format(sql.Identifier(aside), sql.Identifier(schema)))
+        except BaseException:
+            connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(aside)))
+            raise
+    reached("after rename")
+    return open(address, "r+", **options)
+
+
+# --- the ledger ---------------------------------------------------------------------------------------------------
+
+
+def _fill(book: Book, made: Book, name: str | None) -> None:
+    with _apart(book) as source:
+        with source.read() as tx, made.ledger.write() as out:
+            point = None if name is None else checkpoints.find(tx, name)
+            for table in TABLES:
+                if table != "meta":
+                    out.run(f"DELETE FROM {table}")
+                if table not in _NOT_COPIED:
+                    _copy_table(tx, out, table, point)
+            out.run("DELETE FROM media WHERE hash NOT IN (SELECT hash FROM media_uses)")
+            _copy_meta(tx, out, point)
+            if made.ledger.dialect == "postgresql":
+                out.one(
+                    "SELECT setval(pg_get_serial_sequence('events', 'id'), (SELECT MAX(id) + 1 FROM events), false)"
+                )
+        reached("during snapshot")
+        _copy_records(book, source, made)
+        _copy_media(book, source, made)
+    with made.ledger.write() as out:
+        if point is None:
+            checkpoints.void_leases(out, "copied")
+            for consumer in consumers.all_consumers(out):
+                gids = checkpoints.free_leased(out, consumer)
+                if consumer.grouped:
+                    groups.refresh(out, consumer, gids)
+                consumers.save(out, consumer)
+        else:
+            _count_anew(out)
+            checkpoints.undo(out, made, point, "drop")
+            # In this book nothing of what was undone ever happened.
+            out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (point.event,))
+        detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])
+        work.record(out, [work.Event("copied", reason=name, detail=detail)])
+        reached("end of snapshot")
+
+
+@contextmanager
+def _apart(book: Book) -> Iterator[Ledger]:
+    """The ledger through a connection of its own, so that nobody who uses the book waits for a long read."""
+    ledger: Any = book.ledger
+    own: Ledger
+    if ledger.dialect == "postgresql":
+        from rollbook.book.postgres import PostgresLedger
+
+        own = PostgresLedger(ledger.url, ledger.schema, read_only=True, clock=ledger.clock)
+    elif ledger.path is not None:
+        own = SQLiteLedger(ledger.path, read_only=True, clock=ledger.clock)
+    else:
+        # What is in memory cannot be reached twice.
+        yield ledger
+        return
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+def _columns(table: str) -> tuple[list[str], list[str]]:
+    """A table's columns, and those of its key."""
+    names, key = [], []
+    for column in TABLES[table]:
+        if column.startswith("PRIMARY KEY"):
+            key = column[column.index("(") + 1 : -1].split(", ")
+        else:
+            names.append(column.split()[0])
+            if "PRIMARY KEY" in column or "{EVENT_ID}" in column:
+                key = names[-1:]
+    return names, key
+
+
+def _copy_table(tx: Transaction, out: Transaction, table: str, point: Point | None) -> None:
+    names, key = _columns(table)
+    listed, marks, keys = ", ".join(names), ", ".join("?" * len(names)), ", ".join(key)
+    where = "1 = 1"
+    if point is not None:
+        if table == "events":
+            where = f"(seq IS NULL OR seq <= {point.seq}) AND (id <= {point.event} OR kind IN {FACTS})"
+        elif table == "checkpoints":
+            where = f"event <= {point.event}"
+        elif table in ("tallies", "groups_before", "work_before"):
+            pass
+        elif "seq" in names:
+            where = f"seq <= {point.seq}"
+    at = [names.index(each) for each in key]
+    last: tuple[Any, ...] | None = None
+    while True:
+        after = "" if last is None else f" AND ({keys}) > ({', '.join('?' * len(key))})"
+        found = tx.all(f"SELECT {listed} FROM {table} WHERE {where}{after} ORDER BY {keys} LIMIT {PIECE}", last or ())
+        if not found:
+            return
+        out.many(f"INSERT INTO {table} ({listed}) VALUES ({marks})", found)
+        last = tuple(found[-1][i] for i in at)
+
+
+def _copy_meta(tx: Transaction, out: Transaction, point: Point | None) -> None:
+    """All that is said of the book, but not what is each book's own; and where it comes from."""
+    found = dict(tx.all("SELECT key, value FROM meta"))
+    told = {
+        "book": found["book"],
+        "event": tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0] if point is None else point.event,
+        "checkpoint": None if point is None else point.name,
+        "from": json.loads(found["from"]) if "from" in found else None,
+    }
+    new = {key: value for key, value in found.items() if key not in OWN} | {"from": json.dumps(told)}
+    for key, value in new.items():
+        out.run("DELETE FROM meta WHERE key = ?", (key,))
+        out.run("INSERT INTO meta (key, value) VALUES (?, ?)", (key, value))
+
+
+def _count_anew(out: Transaction) -> None:
+    """Tallies of what was copied, where not all was."""
+    out.run("DELETE FROM tallies")
+    out.run(
+        "INSERT INTO tallies (consumer, state, reason, n, weight) "
+        "SELECT consumer, state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
+    )
+    out.run(
+        "INSERT INTO tallies (consumer, state, reason, n, weight) "
+        "SELECT 0, CASE evaluation WHEN 0 THEN 'admitted' ELSE 'evaluation' END, '', COUNT(*), 0 FROM records "
+        "GROUP BY evaluation"
+    )
+
+
+# --- the bytes ----------------------------------------------------------------------------------------------------
+
+
+def _copy_records(book: Book, source: Ledger, made: Book) -> None:
+    """Put every frame that the copied ledger speaks of on the new shelf, less the records that it does not speak of."""
+    with made.ledger.read() as out:
+        sizes = out.all("SELECT segment, COUNT(*) FROM records WHERE segment IS NOT NULL GROUP BY segment ORDER BY 1")
+    waiting = deque(sizes)
+    while waiting:
+        # Segments of a folder hold many records each, those of a database few.
+        names: list[str] = []
+        rows = 0
+        while waiting and len(names) < PIECE and rows < PIECE:
+            name, count = waiting.popleft()
+            names.append(name)
+            rows += count
+        frames = _frames(made, names)
+        batch: list[tuple[list[tuple[int, int]], Any]] = []
+        size = 0
+        for place, members in frames.items():
+            try:
+                part = _part(book, place, [slot for _, slot in members])
+            except MissingSegment:
+                waiting += _moved(source, made, place, [seq for seq, _ in members])
+                continue
+            batch.append(([(seq, i) for i, (seq, _) in enumerate(members)], part))
+            size += memoryview(part).nbytes
+            if size >= PUT_BYTES:
+                _put_frames(made, batch)
+                batch, size = [], 0
+        _put_frames(made, batch)
+
+
+def _frames(made: Book, names: Sequence[str]) -> dict[Place, list[tuple[int, int]]]:
+    """The frames of some segments: where they lie, and the records (number, slot) that are wanted of each."""
+    found: dict[Place, list[tuple[int, int]]] = {}
+    with made.ledger.read() as out:
+        for marks, part in chunks(names):
+            for seq, segment, start, size, slot in out.all(
+                f"SELECT seq, segment, start, size, slot FROM records WHERE segment IN ({marks}) "
+                "ORDER BY segment, start, slot",
+                part,
+            ):
+                found.setdefault(Place(segment, start, size), []).append((seq, slot))
+    return found
+
+
+def _part(book: Book, place: Place, slots: list[int]) -> Any:
+    """A frame with these of its records only."""
+    many = reading.read_frame(book, place)
+    if slots[-1] >= len(many):
+        raise Damaged(f"segment {place.segment}, byte {place.offset}: {len(many)} records, expected {slots[-1] + 1}")
+    return book.shelf.get(place) if slots == list(range(len(many))) else encode(many.take(slots))
+
+
+def _moved(source: Ledger, made: Book, place: Place, seqs: Sequence[int]) -> list[tuple[str, int]]:
+    """Where compaction has brought a frame's records meanwhile; the segments that have to be looked at for them."""
+    now: dict[int, Any] = {}
+    then: dict[int, int] = {}
+    for ledger, kept, columns in (
+        (source, now, "segment, start, size, slot, revision"),
+        (made.ledger, then, "revision"),
+    ):
+        with ledger.read() as tx:
+            for marks, part in chunks(seqs):
+                for seq, *rest in tx.all(f"SELECT seq, {columns} FROM records WHERE seq IN ({marks})", part):
+                    kept[seq] = tuple(rest)
+    if any(now[seq][0] is None or now[seq][4:] != then[seq] for seq in seqs):
+        raise _Changed
+    if any(Place(*now[seq][:3]) == place for seq in seqs):
+        raise Damaged(f"segment {place.segment} is missing, and the ledger speaks of it; see `rollbook check`")
+    with made.ledger.write() as out:
+        out.many(
+            "UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?",
+            [(*now[seq][:4], seq) for seq in seqs],
+        )
+    return [(name, len(seqs)) for name in sorted({now[seq][0] for seq in seqs})]
+
+
+def _places(ledger: Ledger, seqs: Sequence[int]) -> dict[int, tuple[Any, ...]]:
+    """segment, start, size, slot and revision of records"""
+    found: dict[int, tuple[Any, ...]] = {}
+    with ledger.read() as tx:
+        for marks, part in chunks(seqs):
+            sql = f"SELECT seq, segment, start, size, slot, revision FROM records WHERE seq IN ({marks})"
+            found.update((row[0], tuple(row[1:])) for row in tx.all(sql, part))
+    return found
+
+
+def _put_frames(made: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) -> None:
+    if not batch:
+        return
+    places = made.shelf.put([part for _, part in batch])
+    with made.ledger.write() as out:
+        _check_there(made, places)
+        out.many(
+            "UPDATE records SET segment = ?, start = ?, size = ?, slot = ?, bytes = ? WHERE seq = ?",
+            [
+                (place.segment, place.offset, place.length, slot, -(-place.length // len(members)), seq)
+                for (members, _), place in zip(batch, places, strict=True)
+                for seq, slot in members
+            ],
+        )
+
+
+def _check_there(made: Book, places: Sequence[Place]) -> None:
+    """What was put is sure to stay only with a commit that saw it."""
+    if not all(made.shelf.has(name) for name in {place.segment for place in places}):
+        raise BookError(f"{made.url}: the server lost what was put before it was committed")
+
+
+def _copy_media(book: Book, source: Ledger, made: Book) -> None:
+    last = ""
+    while True:
+        with made.ledger.read() as out:
+            found = out.all(
+                f"SELECT hash, segment, start, size FROM media WHERE hash > ? ORDER BY hash LIMIT {PIECE}", (last,)
+            )
+        if not found:
+            return
+        batch: list[tuple[str, Any]] = []
+        size = 0
+        for key, *place in found:
+            batch.append((key, _medium(book, source, key, Place(*place))))
+            size += memoryview(batch[-1][1]).nbytes
+            if size >= PUT_BYTES:
+                _put_media(made, batch)
+                batch, size = [], 0
+        _put_media(made, batch)
+        last = found[-1][0]
+
+
+def _medium(book: Book, source: Ledger, key: str, place: Place) -> memoryview:
+    try:
+        return book.shelf.get(place)
+    except MissingSegment:
+        with source.read() as tx:
+            row = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
+        if row is None:
+            raise _Changed from None
+        if Place(*row) == place:
+            raise Damaged(
+                f"segment {place.segment} is missing, and a medium lies in it; see `rollbook check`"
+            ) from None
+        return _medium(book, source, key, Place(*row))
+
+
+def _put_media(made: Book, batch: Sequence[tuple[str, Any]]) -> None:
+    if not batch:
+        return
+    places = made.shelf.put([data for _, data in batch])
+    with made.ledger.write() as out:
+        _check_there(made, places)
+        out.many(
+            "UPDATE media SET segment = ?, start = ?, size = ? WHERE hash = ?",
+            [(p.segment, p.offset, p.length, key) for (key, _), p in zip(batch, places, strict=True)],
+        )

@@ -1,0 +1,228 @@
+"""Work: how far each consumer is with each record, and the one way in which that changes.
+
+Invariant: rows of `work` change through `enter` and `change` alone, which keep `tallies` with them in the same
+transaction and write an event for each: for every consumer, admitted = waiting + cooling + leased + trained + dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from rollbook.book import before, groups
+from rollbook.book.consumers import Consumer
+from rollbook.book.ledger import Transaction, chunks
+
+WAITING, COOLING, LEASED, TRAINED, DROPPED = "waiting", "cooling", "leased", "trained", "dropped"
+STATES = (WAITING, COOLING, LEASED, TRAINED, DROPPED)
+
+
+class Row(NamedTuple):
+    """One record as one consumer has it."""
+
+    seq: int
+    gid: str
+    state: str
+    reason: str | None
+    rank: float
+    value: float | None
+    weight: float
+    version: int | None
+    uses: int
+    attempts: int
+    lease: int | None
+    until: float | None
+
+
+COLUMNS = ", ".join(Row._fields)
+
+
+class Event(NamedTuple):
+    """What to write in the ledger."""
+
+    kind: str
+    seq: int | None = None
+    consumer: int | None = None
+    reason: str | None = None
+    step: int | None = None
+    lease: int | None = None
+    detail: dict[str, Any] | None = None
+
+
+def record(tx: Transaction, events: Iterable[Event]) -> None:
+    """Write events, in order."""
+    tx.many(
+        "INSERT INTO events (time, kind, seq, consumer, reason, step, lease, detail) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        [(tx.now, *e[:6], None if e.detail is None else json.dumps(e.detail)) for e in events],
+    )
+
+
+def rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
+    """Rows of `work` under a condition."""
+    return [Row(*row) for row in tx.all(f"SELECT {COLUMNS} FROM work WHERE {where}", values)]
+
+
+def rows_of(tx: Transaction, consumer: Consumer, seqs: Sequence[int]) -> list[Row]:
+    """The rows of these records, in the order of their numbers."""
+    found: list[Row] = []
+    for marks, part in chunks(sorted(seqs)):
+        found += rows(tx, f"consumer = ? AND seq IN ({marks}) ORDER BY seq", (consumer.id, *part))
+    return found
+
+
+def _tally(tx: Transaction, consumer: Consumer, changes: dict[tuple[str, str], list[float]]) -> None:
+    tx.many(
+        "INSERT INTO tallies (consumer, state, reason, n, weight) VALUES (?, ?, ?, ?, ?) "
+        "ON CONFLICT (consumer, state, reason) DO UPDATE SET n = tallies.n + excluded.n, "
+        "weight = tallies.weight + excluded.weight",
+        [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight],
+    )
+
+
+def tally(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, float]:
+    """How many rows are in any of these states, and their weight."""
+    marks = ",".join("?" * len(states))
+    row = tx.one(
+        f"SELECT COALESCE(SUM(n), 0), COALESCE(SUM(weight), 0) FROM tallies WHERE consumer = ? AND state IN ({marks})",
+        (consumer.id, *states),
+    )
+    return int(row[0]), float(row[1])
+
+
+def enter(tx: Transaction, consumer: Consumer, made: Sequence[Row]) -> None:
+    """Rows for records that this consumer has not seen; groups of a consumer that leases by group are looked at."""
+    changes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    for row in made:
+        entry = changes[row.state, row.reason or ""]
+        entry[0] += 1
+        entry[1] += row.weight
+    tx.many(
+        f"INSERT INTO work (consumer, {COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [(consumer.id, *row) for row in made],
+    )
+    _tally(tx, consumer, changes)
+    consumer.inserts += sum(row.state != DROPPED for row in made)
+    record(tx, [Event(DROPPED, row.seq, consumer.id, row.reason) for row in made if row.state == DROPPED])
+    if consumer.grouped:
+        groups.refresh(tx, consumer, dict.fromkeys(row.gid for row in made))
+
+
+def change(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]], events: Iterable[Event]) -> None:
+    """Rows that become others (their numbers stay), and the events that say why."""
+    if not moves:
+        return
+    changes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    for old, new in moves:
+        for row, sign in ((old, -1), (new, 1)):
+            entry = changes[row.state, row.reason or ""]
+            entry[0] += sign
+            entry[1] += sign * row.weight
+        # What is given up before it was ever used never had to be sampled; what comes back from there, has to again.
+        if old.uses == 0 and new.uses == 0 and (old.state == DROPPED) != (new.state == DROPPED):
+            consumer.inserts += -1 if new.state == DROPPED else 1
+    before.note(tx, before.WORK, consumer.id, "seq", [new.seq for _, new in moves])
+    tx.many(
+        "UPDATE work SET state = ?, reason = ?, rank = ?, value = ?, weight = ?, version = ?, uses = ?, attempts = ?, "
+        "lease = ?, until = ? WHERE consumer = ? AND seq = ?",
+        [(*new[2:], consumer.id, new.seq) for _, new in moves],
+    )
+    _tally(tx, consumer, changes)
+    record(tx, events)
+    if consumer.grouped:
+        groups.refresh(tx, consumer, dict.fromkeys(new.gid for _, new in moves))
+
+
+def drop(tx: Transaction, consumer: Consumer, found: Sequence[Row], reason: str) -> None:
+    """Give rows up, for a reason."""
+    change(
+        tx,
+        consumer,
+        [(row, row._replace(state=DROPPED, reason=reason, lease=None, until=None)) for row in found],
+        [Event(DROPPED, row.seq, consumer.id, reason, lease=row.lease) for row in found],
+    )
+
+
+def requeue(tx: Transaction, consumer: Consumer, found: Sequence[Row], kind: str, reason: str | None) -> None:
+    """Offer leased rows again, at the place they had; those that came back too often are dropped."""
+    most = consumer.settings.max_attempts
+    spent = [row for row in found if most is not None and row.attempts + 1 >= most]
+    back = [row for row in found if most is None or row.attempts + 1 < most]
+    consumer.samples -= len(found)
+    change(
+        tx,
+        consumer,
+        [(row, row._replace(state=WAITING, lease=None, attempts=row.attempts + 1)) for row in back],
+        [Event(kind, row.seq, consumer.id, reason, lease=row.lease) for row in back],
+    )
+    drop(tx, consumer, spent, "attempts")
+
+
+def expire(tx: Transaction, consumer: Consumer) -> None:
+    """Take back what leases hold whose time is up, by the database's clock."""
+    for (lease,) in tx.all(
+        "SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ?", (consumer.id, tx.now)
+    ):
+        end_lease(tx, lease, "expired")
+        requeue(tx, consumer, rows(tx, "lease = ? ORDER BY seq", (lease,)), "expired", None)
+
+
+def end_lease(tx: Transaction, lease: int, state: str) -> None:
+    """A lease's last state."""
+    tx.run("UPDATE leases SET state = ? WHERE id = ?", (state, lease))
+
+
+def thaw(tx: Transaction, consumer: Consumer) -> None:
+    """Let records wait again that have rested long enough after a use."""
+    due = rows(tx, "consumer = ? AND state = 'cooling' AND until <= ? ORDER BY until, seq", (consumer.id, tx.now))
+    change(
+        tx,
+        consumer,
+        [(row, row._replace(state=WAITING, until=None)) for row in due],
+        [Event("rested", row.seq, consumer.id) for row in due],
+    )
+
+
+def forget_old(tx: Transaction, consumer: Consumer) -> None:
+    """Drop what has waited longer than the consumer allows."""
+    age = consumer.settings.max_age
+    if age is None:
+        return
+    # Numbers are given in the order of admission: the oldest waiting ones come first.
+    while True:
+        old = tx.all(
+            "SELECT work.seq, records.admitted FROM work JOIN records ON records.seq = work.seq "
+            "WHERE work.consumer = ? AND work.state = 'waiting' ORDER BY work.seq LIMIT 1000",
+            (consumer.id,),
+        )
+        late = [seq for seq, admitted in old if admitted <= tx.now - age]
+        drop(tx, consumer, rows_of(tx, consumer, late), "max_age")
+        if len(late) < 1000:
+            return
+
+
+def keep_size(tx: Transaction, consumer: Consumer) -> None:
+    """Drop what is above the consumer's size."""
+    part = consumer.settings.max_size
+    if part is None:
+        return
+    over = tally(tx, consumer, WAITING, COOLING)[0] - part.size
+    if over > 0:
+        order = "seq" if part.drop == "oldest" else "rank DESC, seq"
+        found = rows(tx, f"consumer = ? AND state = 'waiting' ORDER BY {order} LIMIT ?", (consumer.id, over))
+        drop(tx, consumer, found, "max_size")
+
+
+def forget_stale(tx: Transaction, consumer: Consumer, floor: int | None) -> None:
+    """Drop waiting records whose oldest token is of a version below `floor`."""
+    if floor is None or (consumer.floor is not None and consumer.floor >= floor):
+        return
+    consumer.floor = floor
+    found = rows(tx, "consumer = ? AND state = 'waiting' AND version < ? ORDER BY seq", (consumer.id, floor))
+    drop(tx, consumer, found, "stale")
+
+
+def floor_of(announced: int | None, max_staleness: int | None) -> int | None:
+    """The oldest policy version that is fresh enough."""
+    return None if announced is None or max_staleness is None else announced - max_staleness

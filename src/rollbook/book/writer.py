@@ -1,0 +1,176 @@
+"""A streaming writer: small appends, gathered and admitted together within a stated delay.
+
+Invariant: `add` returns at once and promises nothing yet; what `flush`, or a receipt's `result`, returned for is
+durable. Nothing is dropped silently: an error stays with the receipts of the records it struck, and `close` raises it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rollbook.algorithms.registry import number, whole_number
+from rollbook.book import admission
+from rollbook.book.admission import Appended, as_many
+from rollbook.book.errors import BookError
+from rollbook.experiences import Experiences
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.experience import Experience
+
+
+class Receipt(Future[Appended]):
+    """What becomes of the records of one `add`: `result()` waits until they are durable, or raises why they are not."""
+
+    asked = False
+
+    def result(self, timeout: float | None = None) -> Appended:
+        """What the append did with these records."""
+        self.asked = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Why they were refused; `None` if they were not."""
+        self.asked = True
+        return super().exception(timeout)
+
+
+class Writer:
+    """Appends in the background; made by `book.writer(delay=...)`. Threads may share it.
+
+    Records wait at most `delay` seconds, or until `batch` of them are together, and are then admitted in one append
+    (one sync, one frame). If one of them is refused, the pieces are appended one by one, so that only the one at fault
+    fails. While the book holds inserts back, `add` blocks once `most` records wait.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> with book.writer(delay=0.05) as writer:
+    ...     receipts = [writer.add(rollbook.Experience(tokens=[1, 2, i])) for i in range(100)]
+    >>> sum(receipt.result().admitted for receipt in receipts), len(book)
+    (100, 100)
+    """
+
+    def __init__(self, book: Book, *, delay: float, batch: int, most: int, evaluation: bool, author: str) -> None:
+        self._book = book
+        self._delay = number("delay", delay, 0.0)
+        self._batch = whole_number("batch", batch, 1)
+        self._most = max(whole_number("most", most, 1), self._batch)
+        self._options: dict[str, Any] = {"evaluation": evaluation, "author": author, "timeout": None}
+        self._failed: list[Receipt] = []
+        self._pending: list[tuple[Experiences, Receipt]] = []
+        self._count = 0
+        self._since = 0.0
+        self._hurry = False
+        self._closing = False
+        self._busy = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="rollbook-writer", daemon=True)
+        self._thread.start()
+
+    def add(self, experiences: Experience | Iterable[Experience]) -> Receipt:
+        """Take records; the receipt's `result()` waits until they are durable."""
+        # Columns hold what the records were now, not what the caller makes of them before the flush.
+        many = as_many(experiences).compact()
+        receipt = Receipt()
+        with self._changed:
+            while self._count >= self._most and not self._closing:
+                self._changed.wait()
+            if self._closing:
+                raise BookError("writer: it is closed")
+            if not self._pending:
+                self._since = time.monotonic()
+            self._pending.append((many, receipt))
+            self._count += len(many)
+            self._changed.notify_all()
+        return receipt
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all that was added is durable; raises what struck any of it, unless its receipt was asked."""
+        with self._changed:
+            self._hurry = bool(self._pending)
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: not self._busy and not self._pending, timeout)
+        if not done:
+            raise TimeoutError(f"writer: not all is durable after {timeout} s")
+        self._complain()
+
+    def close(self) -> None:
+        """Flush and end; raises what struck any of the records, unless its receipt was asked."""
+        self._end()
+        self._complain()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _complain(self) -> None:
+        failed, self._failed = [receipt for receipt in self._failed if not receipt.asked], []
+        if failed:
+            failed[0].result()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._pending and not self._closing:
+                    self._changed.wait()
+                if not self._pending:
+                    return
+                while not (self._hurry or self._closing or self._count >= self._batch):
+                    left = self._since + self._delay - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+                taken, self._pending, self._count, self._hurry = self._pending, [], 0, False
+                self._busy = True
+                self._changed.notify_all()
+            try:
+                self._admit(taken)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _admit(self, taken: list[tuple[Experiences, Receipt]]) -> None:
+        if len(taken) > 1:
+            try:
+                together = Experiences.concat([many for many, _ in taken])
+                done, new = admission.append(self._book, together, **self._options)
+            except Exception:
+                pass  # One of them is at fault: each is tried alone below, and what is admitted already is known.
+            else:
+                self._share_out(taken, done, set(new))
+                return
+        for many, receipt in taken:
+            try:
+                receipt.set_result(admission.append(self._book, many, **self._options)[0])
+            except BaseException as error:
+                self._failed.append(receipt)
+                receipt.set_exception(error)
+
+    def _share_out(self, taken: list[tuple[Experiences, Receipt]], done: Appended, new: set[str]) -> None:
+        """Each receipt's part of what one append did."""
+        for many, receipt in taken:
+            uids = {eid.uid for eid in many.eids()} if done.known or done.revised else None
+            admitted = len(many) if uids is None else len(uids & new)
+            if uids is not None:
+                new -= uids
+            receipt.set_result(Appended(admitted=admitted, known=len(many) - admitted))
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end()
+
+    def __repr__(self) -> str:
+        return f"Writer({self._book!r}, {self._count} records waiting)"
