@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu test-vllm lint bench fuzz compat clean
+.PHONY: demo test test-gpu test-vllm lint bench fuzz soak compat clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollbook needs Python 3.11 or later; set PYTHON")'
@@ -40,6 +40,13 @@ bench: $(STAMP)  ## side by side with peers and the hardware's bounds; installs 
 FUZZ_FRAMES ?= 200000
 fuzz: $(STAMP)  ## mutated frames in child processes, with and without python -O
 	$(BIN)/python -m tests.attacks.fuzz --frames $(FUZZ_FRAMES)
+
+SOAK_KILLS ?= 500
+soak: $(STAMP)  ## the book under crashes: processes killed at random and inside named windows, and many at once
+	$(BIN)/python -m tests.book.trials crash --kills $(SOAK_KILLS) --url folder
+	$(BIN)/python -m tests.book.trials crash --kills $(SOAK_KILLS) --url postgresql
+	$(BIN)/python -m tests.book.trials concurrency --url folder
+	$(BIN)/python -m tests.book.trials concurrency --url postgresql
 
 COMPAT_PYTHON ?= python3.12
 COMPAT_TORCH ?= 2.11.0

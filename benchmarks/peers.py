@@ -18,6 +18,15 @@ TRINITY_VERSION = "0.6.0"
 # Its experience module also needs torch, datasets and PyYAML (which datasets brings).
 _TRINITY_NEEDS = (f"trinity-rft=={TRINITY_VERSION}", "omegaconf>=2.4", "safetensors>=0.5")
 
+# What importing Ray takes; nothing here starts it.
+_RAY_NEEDS = (
+    "ray==2.60.0",
+    *("attrs", "certifi", "charset-normalizer", "jsonschema", "jsonschema-specifications", "msgpack", "protobuf"),
+    *("referencing", "requests", "rpds-py", "urllib3"),
+)
+# Its buffers also import Ray and SQLAlchemy, with an asynchronous driver of SQLite.
+_TRINITY_STORAGE_NEEDS = (*_TRINITY_NEEDS, *_RAY_NEEDS, "sqlalchemy", "greenlet", "aiosqlite", "sortedcontainers")
+
 VERL_VERSION = "0.9.1"
 # `from verl import DataProto` needs Ray itself, and through it half of what Ray needs; transformers is here already.
 # tensordict as verl asks for it; torchdata is what verl's trainer loads its data with.
@@ -25,9 +34,8 @@ _VERL_NEEDS = (
     f"verl=={VERL_VERSION}",
     "tensordict==0.10.0",
     "torchdata==0.11.0",
-    "ray==2.60.0",
-    *("attrs", "certifi", "charset-normalizer", "cloudpickle", "codetiming", "jsonschema", "jsonschema-specifications"),
-    *("msgpack", "omegaconf>=2.4", "protobuf", "pyvers", "referencing", "requests", "rpds-py", "urllib3"),
+    *_RAY_NEEDS,
+    *("cloudpickle", "codetiming", "omegaconf>=2.4", "pyvers"),
 )
 
 TRL_VERSION = "1.16.0"
@@ -47,6 +55,15 @@ def trinity(scratch: Path | None = None) -> Any:
     return importlib.import_module("trinity.common.experience")
 
 
+def trinity_storage(scratch: Path | None = None) -> Any:
+    """The package `trinity` with what its SQL storage and its queue import (270 MB, most of it Ray, never started)."""
+    _import("trinity", TRINITY_VERSION, _TRINITY_STORAGE_NEEDS, scratch, tag="trinity-storage")
+    names = ("common.experience", "common.config", "buffer.storage.sql", "buffer.storage.queue")
+    for name in names:
+        importlib.import_module(f"trinity.{name}")
+    return sys.modules["trinity"]
+
+
 def verl(scratch: Path | None = None) -> Any:
     """The package `verl` of the released wheel, installed on first use (270 MB, most of it Ray); no CUDA is needed."""
     return _import("verl", VERL_VERSION, _VERL_NEEDS, scratch)
@@ -57,8 +74,8 @@ def trl(scratch: Path | None = None) -> Any:
     return _import("trl", TRL_VERSION, _TRL_NEEDS, scratch)
 
 
-def _import(name: str, version: str, needs: tuple[str, ...], scratch: Path | None) -> Any:
-    tag = f"{name}-{version}-{sys.implementation.cache_tag}"
+def _import(name: str, version: str, needs: tuple[str, ...], scratch: Path | None, tag: str | None = None) -> Any:
+    tag = f"{tag or name}-{version}-{sys.implementation.cache_tag}"
     folder = _installed(scratch or default_scratch(), tag, needs)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

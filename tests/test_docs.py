@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import rollbook
 from benchmarks import peers
 from rollbook import EID, Experience, Experiences, draw, fields
 from rollbook.algorithms import ESTIMATORS
@@ -70,7 +71,8 @@ def test_demo(tmp_path: Path) -> None:
     assert "ExperienceBatch(6 samples, packed" in shown
     assert "on 2 ranks" in shown
     assert len(Experiences.from_parquet(tmp_path / "out" / "rollouts.parquet")) == 6
-    assert len(Experiences.from_bytes((tmp_path / "out" / "rollouts.rollbook").read_bytes())) == 6
+    with rollbook.open(tmp_path / "out" / "book", "r") as book:
+        assert book.counts().trained == 6 and "admitted, leased, trained" in shown
 
 
 def test_batches_page() -> None:
@@ -150,3 +152,15 @@ def test_episodes_page() -> None:
     assert [row.reward for row in scope["rows"]] == [1.0, 0.0]
     assert len(scope["records"]) == 8 and scope["loss"].value.isfinite()
     assert scope["batch"].advantages.values.abs().max() > 0
+
+
+def test_book_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for code in blocks(ROOT / "docs" / "book.md"):
+        exec(code, scope)
+    assert scope["rewound"].acks == 3 and scope["book"].counts().adds_up
+    assert len(scope["twin"]) == len(scope["copy"]) == len(scope["book"])
+    assert (tmp_path / "runs" / "demo" / "ledger.sqlite").exists()
+    for name in ("book", "twin", "copy"):
+        scope[name].close()

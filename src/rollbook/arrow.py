@@ -349,7 +349,9 @@ def _all(good: NDArray[np.bool_], message: str, values: pa.Array | None = None) 
 def check_masks(columns: Columns) -> None:
     """Raise `ValueError` if a bool column holds anything but 0 and 1."""
     for name, column in columns.items():
-        if isinstance(column, Ragged) and column.dtype == "bool" and column.values.size:
-            most = int(column.values.max())
+        if isinstance(column, Ragged) and column.dtype == "bool":
+            # Of a slice, only its own rows: what lies beside them may be another row's bytes.
+            values = column.values[column.offsets[0] : column.offsets[-1]]
+            most = int(values.max()) if values.size else 0
             if most > 1:
                 raise ValueError(f"{name}: got the byte {most} in a bool column, expected 0 or 1")

@@ -1,7 +1,7 @@
-"""The demo: make experiences as a rollout would, write them, read them back, estimate advantages, batch, look at them.
+"""The demo: make experiences as a rollout would, keep them in a book, lease them, estimate, batch, look at them.
 
 The "model" is a scripted one that sorts letters and sometimes slips, so that it runs on any machine; everything around
-it is the library itself: records with ids, columns, frames on disk, Parquet, groups, GRPO, a plan, batches, a loss.
+it is the library itself: records with ids, a durable book, leases, columns, Parquet, GRPO, a plan, batches, a loss.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import tempfile
 from pathlib import Path
 
+import rollbook
 from rollbook.algorithms import estimate
 from rollbook.algorithms.losses import ppo
 from rollbook.experience import EID, Experience, Experiences
@@ -22,7 +23,7 @@ VOCABULARY = {letter: i for i, letter in enumerate(LETTERS + ">.")}
 NAMES = list(VOCABULARY)
 
 
-def sample(task: int, run: int, skill: float, rng: random.Random) -> Experience:
+def sample(task: int, run: int, runs: int, skill: float, rng: random.Random) -> Experience:
     """One rollout: `dbfa>` is to be answered with `abdf.`; each letter is right with probability `skill`."""
     prompt = random.Random(task).choices(LETTERS, k=4 + task % 3)
     answer, logprobs = [], []
@@ -42,7 +43,7 @@ def sample(task: int, run: int, skill: float, rng: random.Random) -> Experience:
         response_text="".join(answer) + ".",
         finish_reason="stop",
         policy_versions=0,
-        group_size=4,
+        group_size=runs,
         info={"task": "sort letters", "skill": skill},
         metrics={"accuracy": sum(a == b for a, b in zip(answer, sorted(prompt), strict=True)) / len(prompt)},
         sampling={"temperature": 1.0},
@@ -67,19 +68,42 @@ def main() -> None:
 def show(folder: Path, tasks: int, runs: int) -> None:
     """Make, write, read back, print."""
     rng = random.Random(0)
-    rollouts = [sample(task, run, 0.85, rng) for task in range(tasks) for run in range(runs)]
-    frames, parquet = folder / "rollouts.rollbook", folder / "rollouts.parquet"
-    frames.write_bytes(Experience.serialize_many(rollouts))
-    many = Experiences.from_bytes(frames.read_bytes())
-    many.to_parquet(parquet)
-    same = many == rollouts and Experiences.from_parquet(parquet) == rollouts
-    print(f"made     {many}")
-    print(
-        f"wrote    {frames.name} ({frames.stat().st_size:,} bytes), {parquet.name} ({parquet.stat().st_size:,} bytes)"
-    )
-    print(f"read     both back: {'every field is the same' if same else 'SOMETHING DIFFERS'}")
-    if not same:
-        raise SystemExit("the records that were read are not those that were written")
+    rollouts = [sample(task, run, runs, 0.85, rng) for task in range(tasks) for run in range(runs)]
+    parquet = folder / "rollouts.parquet"
+    with rollbook.open(folder / "book") as book:
+        print(f"made     {Experiences(rollouts)}")
+        print(f"append   {book.append(rollouts)}")
+        print(f"again    {book.append(rollouts)}")
+        book.export(parquet, overwrite=True)
+        with book.lease(tasks, by="group") as lease:
+            many = lease.experiences
+            # Runs of one task come together, whatever order they were brought in.
+            same = (
+                sorted(many, key=uid) == sorted(rollouts, key=uid) == sorted(Experiences.from_parquet(parquet), key=uid)
+            )
+            print(f"lease    {lease}: {'every field is the same' if same else 'SOMETHING DIFFERS'}")
+            if not same:
+                raise SystemExit("the records that were read are not those that were written")
+            step(many)
+            lease.ack(step=1)
+        print(f"\nack      {book.counts()}")
+        print("ledger   " + ", ".join(event.kind for event in book.history(rollouts[0])))
+        print("\nselect task, avg(reward), sum(trained_tokens) from experiences group by task order by 2 desc limit 3")
+        print(
+            book.sql(
+                "select task, avg(reward) as reward, sum(trained_tokens) as trained from experiences "
+                "group by task order by 2 desc, 1 limit 3"
+            )
+        )
+
+
+def uid(record: Experience) -> str:
+    """What records are sorted by to be compared."""
+    return record.eid.uid
+
+
+def step(many: Experiences) -> None:
+    """What a trainer does with a lease."""
     estimated = estimate("grpo", many)
     many = many.assign(advantages=estimated.advantages, returns=estimated.returns)
     print("\ntask     prompt   rewards          mean  advantages by GRPO")

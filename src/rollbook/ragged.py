@@ -214,6 +214,11 @@ class Ragged:
                 except RuntimeError as error:
                     raise ValueError(f"a tensor cannot be kept: {error}") from None
 
+    def settle(self, memory: NDArray[Any]) -> None:
+        """Take an array to which the pending tensors were copied as the column's memory."""
+        self._store.memory = memory
+        self._store.pending = None
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

@@ -78,7 +78,8 @@ DEFAULT_LIMITS = Limits()
 class _Layout:
     """A frame's body as the pieces it is made of: Arrow says what they are, and copies none of them."""
 
-    def __init__(self, many: Experiences) -> None:
+    def __init__(self, many: Experiences, settle: bool = False) -> None:
+        self.settle = settle
         arrays = arrow.to_arrays(many.columns)
         for name, array in arrays.items():
             if owner(name) is None and not ipc.keeps(array.type):
@@ -129,7 +130,10 @@ class _Layout:
     def _copy(self, piece: Any, target: NDArray[np.uint8]) -> None:
         column = self.pending.get(piece.address) if isinstance(piece, pa.Buffer) else None
         if column is not None and len(piece) == column.memory.nbytes:
-            column.copy_to(target.view(column.memory.dtype).reshape(column.memory.shape))
+            memory = target.view(column.memory.dtype).reshape(column.memory.shape)
+            column.copy_to(memory)
+            if self.settle:
+                column.settle(memory)
         else:
             target[:] = np.frombuffer(piece, dtype=np.uint8)
 
@@ -143,11 +147,16 @@ def _up(size: int) -> int:
     return -size % HEADER_BYTES + size
 
 
-def encode(experiences: Iterable[Experience], *, compression: str | None = None, out: Any = None) -> Any:
-    """One frame of these records: `bytes`, or, given a writable buffer `out`, a memoryview of the part written.
+def encode(
+    experiences: Iterable[Experience], *, compression: str | None = None, out: Any = None, settle: bool = False
+) -> Any:
+    """One frame of these records: `bytes`, or, given a writable buffer `out` (or a function that makes one for a number
+    of bytes), a memoryview of the part written.
 
     Writing many frames into one reused buffer is several times faster than making fresh bytes for each: most of the
-    time goes into the first touch of fresh memory. `compression`: None, "zstd" or "lz4", of the whole body.
+    time goes into the first touch of fresh memory. `compression`: None, "zstd" or "lz4", of the whole body. `settle`:
+    columns whose tensors were still to be copied lie in the frame from then on, which the caller must leave alone as
+    long as they are used.
 
     >>> from rollbook import Experience
     >>> many = [Experience(tokens=[1, 2, 3])]
@@ -158,7 +167,7 @@ def encode(experiences: Iterable[Experience], *, compression: str | None = None,
     if compression not in COMPRESSION:
         raise ValueError(f"compression: got {compression!r}, expected None, 'zstd' or 'lz4'")
     many = experiences if isinstance(experiences, Experiences) else from_rows(list(experiences), copy=False)
-    layout = _Layout(many)
+    layout = _Layout(many, settle)
     stored: Any = None
     if compression is not None:
         body = allocate((layout.size,), np.uint8)
@@ -170,6 +179,7 @@ def encode(experiences: Iterable[Experience], *, compression: str | None = None,
     if out is None:
         result, memory = _fresh_bytes(total)
     else:
+        out = out(total) if callable(out) else out
         memory = np.frombuffer(out, dtype=np.uint8)
         if not memory.flags.writeable:
             raise ValueError("out: got a read-only buffer, expected a writable one")

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from rollbook.book.limits import MaxUses as MaxUses
     from rollbook.book.limits import MinSize as MinSize
     from rollbook.book.limits import SamplesToInserts as SamplesToInserts
+    from rollbook.book.mixing import Mix as Mix
+    from rollbook.book.mixing import Part as Part
     from rollbook.book.opening import open as open
+    from rollbook.book.query import QueryError as QueryError
+    from rollbook.book.query import QueryTimeout as QueryTimeout
     from rollbook.book.reports import Counts as Counts
     from rollbook.book.samplers import Balanced as Balanced
     from rollbook.book.samplers import EasyToHard as EasyToHard
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from rollbook.book.samplers import Priority as Priority
     from rollbook.book.samplers import Proportional as Proportional
     from rollbook.book.samplers import Uniform as Uniform
+    from rollbook.book.shelves import WriterStopped as WriterStopped
 
 _HOMES = {
     **dict.fromkeys(
@@ -62,7 +67,12 @@ _HOMES = {
     "Book": "book",
     "Counts": "reports",
     "Lease": "leasing",
+    "Mix": "mixing",
+    "Part": "mixing",
+    "QueryError": "query",
+    "QueryTimeout": "query",
     "Settings": "consumers",
+    "WriterStopped": "shelves",
     "open": "opening",
 }
 

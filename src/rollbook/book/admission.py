@@ -6,6 +6,7 @@ of none. The same record again changes nothing; another one under its id is refu
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -56,10 +57,32 @@ class Coming:
     digests: digests.Digests
     tags: Sequence[tags.Tags]
     evaluation: bool
+    lifted: attachments.Lifted | None = None
+    frame: Any = None
+    """Their bytes, if they were made already."""
 
     def take(self, indices: list[int]) -> Coming:
         kept = digests.Digests(*([column[i] for i in indices] for column in self.digests))
         return Coming(self.many.take(indices), kept, [self.tags[i] for i in indices], self.evaluation)
+
+
+class _Scratch(threading.local):
+    """Memory for one frame, used again and again: the first touch of fresh memory takes longer than the copy."""
+
+    most = 64 << 20
+
+    def __init__(self) -> None:
+        self.memory = bytearray()
+
+    def of(self, size: int) -> bytearray:
+        if size > self.most:
+            return bytearray(size)
+        if len(self.memory) < size:
+            self.memory = bytearray(size + size // 4)
+        return self.memory
+
+
+_scratch = _Scratch()
 
 
 def as_many(given: Any) -> Experiences:
@@ -77,35 +100,43 @@ def as_many(given: Any) -> Experiences:
 
 def append(
     book: Book, given: Any, *, evaluation: bool, author: str, timeout: float | None
-) -> tuple[Appended, Sequence[str]]:
-    """See `Book.append`; also the ids of the records that are new."""
+) -> tuple[Appended, dict[str, str]]:
+    """See `Book.append`; also, by id, which records were "admitted", too old as they came ("stale") or "revised"."""
     many = as_many(given)
     if not len(many):
-        return Appended(), ()
-    coming = Coming(many, digests.digests(many), tags.tags(many), evaluation)
+        return Appended(), {}
+    lifted = attachments.lift(many)
+    # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
+    # by this thread's next append: columns that the caller holds stay out of it.
+    frame = encode(lifted.stripped, out=_scratch.of, settle=many is not given)
+    coming = Coming(many, digests.digests(many), tags.tags(many), evaluation, lifted, frame)
     coming, doubled = _once(coming)
     end = None if timeout is None else time.monotonic() + timeout
     revised = Appended()
+    fates: dict[str, str] = {}
     while True:
         with book.ledger.read() as tx:
             fresh, known, revisions = _sorted_out(tx, coming)
             _check_tokenizer(tx, book)
             held = _held(tx, coming, len(fresh))
+        if held is not None:
+            _wait(held, end)
+            continue
         if revisions:
             # Once they are written they are known, by their digests.
-            revised += revising.add(book, coming, revisions, author)
+            changed = revising.add(book, coming, revisions, author)
+            revised += Appended(revised=len(changed))
+            fates |= dict.fromkeys(changed, "revised")
             continue
         result = revised + Appended(known=known + doubled - revised.revised)
         if not fresh:
-            return result, ()
-        if held is None:
-            new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
-            done = _commit(book, new, _store(book, new))
-            if done is not None:
-                return result + done, [tag.uid for tag in new.tags]
-            # Another writer came in between: look again.
-        else:
-            _wait(held, end)
+            return result, fates
+        new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
+        stale = _commit(book, new, _store(book, new))
+        if stale is not None:
+            fates |= {tag.uid: "stale" if i in stale else "admitted" for i, tag in enumerate(new.tags)}
+            return result + Appended(admitted=len(fresh), stale=len(stale)), fates
+        # Another writer came in between: look again.
 
 
 def _once(coming: Coming) -> tuple[Coming, int]:
@@ -126,8 +157,8 @@ def _sorted_out(tx: Transaction, coming: Coming) -> tuple[list[int], int, list[t
     known = 0
     revisions = []
     for marks, part in chunks(list(place)):
-        for seq, uid, whole, evaluation, gone in tx.all(
-            f"SELECT seq, uid, whole, evaluation, gone FROM records WHERE uid IN ({marks})", part
+        for seq, uid, whole, core, evaluation, gone in tx.all(
+            f"SELECT seq, uid, whole, core, evaluation, gone FROM records WHERE uid IN ({marks})", part
         ):
             i = place[uid]
             if gone == "rewound":
@@ -139,9 +170,12 @@ def _sorted_out(tx: Transaction, coming: Coming) -> tuple[list[int], int, list[t
                 )
             if whole is not None and bytes(whole) == coming.digests.whole[i]:
                 known += 1
-            elif gone is not None:
-                raise Conflict(f"{uid}: got a record under the id of one that is gone ({gone})")
             elif tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, coming.digests.whole[i])):
+                known += 1
+            elif gone is not None:
+                # What was sampled is the same: it stays gone, and late fields have nothing to be added to.
+                if core is None or bytes(core) != coming.digests.core[i]:
+                    raise Conflict(f"{uid}: got a record under the id of one that is gone ({gone})")
                 known += 1
             else:
                 revisions.append((i, seq))
@@ -170,9 +204,9 @@ class Stored:
 
 
 def _store(book: Book, coming: Coming) -> Stored:
-    lifted = attachments.lift(coming.many)
+    lifted = coming.lifted or attachments.lift(coming.many)
     wanted = _unknown(book, list(lifted.blobs))
-    frame = encode(lifted.stripped)
+    frame = encode(lifted.stripped) if coming.frame is None else coming.frame
     size = len(frame) + sum(len(lifted.blobs[key].data) for key in wanted)
     if book.quota is not None:
         _check_quota(book, size)
@@ -216,8 +250,9 @@ def _held(tx: Transaction, coming: Coming, count: int) -> str | None:
     return next(filter(None, (_held_back(consumer, count) for consumer in consumers.all_consumers(tx))), None)
 
 
-def _commit(book: Book, coming: Coming, stored: Stored) -> Appended | None:
-    """Write the ledger; `None` if other writers changed what is new, or filled what a limiter leaves."""
+def _commit(book: Book, coming: Coming, stored: Stored) -> set[int] | None:
+    """Write the ledger; which records were too old for some consumer, or `None` if other writers changed what is new,
+    or filled what a limiter leaves."""
     values: dict[str, list[float | None]] = {}
     with book.ledger.write() as tx:
         for marks, part in chunks([tag.uid for tag in coming.tags]):
@@ -237,17 +272,17 @@ def _commit(book: Book, coming: Coming, stored: Stored) -> Appended | None:
             if key is not None and key not in values:
                 values[key] = _numbers(coming, key)
         base = _insert(tx, coming, stored)
-        stale = 0
+        stale: set[int] = set()
         announced = book.announced(tx)
         for consumer in listening:
-            stale = max(stale, _offer(tx, consumer, coming, base, values, announced))
+            stale |= _offer(tx, consumer, coming, base, values, announced)
         columns = kinds.kinds_of(coming.many) - book.known_kinds
         if columns:
             tx.many("INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(columns))
         if book.tokenizer is not None:
             tx.run("INSERT INTO meta (key, value) VALUES ('tokenizer', ?) ON CONFLICT DO NOTHING", (book.tokenizer,))
     book.known_kinds |= columns
-    return Appended(admitted=len(coming.tags), stale=stale)
+    return stale
 
 
 def _borrowed(stored: Stored) -> list[str]:
@@ -328,17 +363,18 @@ def _offer(
     base: int,
     values: dict[str, list[float | None]],
     announced: int | None,
-) -> int:
-    """The records' rows for one consumer; how many were too old."""
+) -> set[int]:
+    """The records' rows for one consumer; which were too old."""
     settings = consumer.settings
     key = settings.sampler.key
     numbers = values[key] if key is not None else [None] * len(coming.tags)
     floor = work.floor_of(announced, settings.max_staleness)
     made = []
-    stale = 0
+    stale = set()
     for i, (tag, value) in enumerate(zip(coming.tags, numbers, strict=True)):
         old = floor is not None and tag.version_min is not None and tag.version_min < floor
-        stale += old
+        if old:
+            stale.add(i)
         made.append(new_row(consumer, base + i, tag.gid, tag.version_min, value, "stale" if old else None))
     work.enter(tx, consumer, made)
     work.keep_size(tx, consumer)
@@ -361,6 +397,8 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
     """See `Book.fail`."""
     from rollbook.experience import Experience
 
+    if reason in ("deleted", "rewound"):
+        raise ValueError(f"reason: got {reason!r}, which the ledger says of records; expected another word")
     rows = [Experience(eid=eid, tokens=[0, 0], group_size=group_size) for eid in eids]
     many = from_rows(rows)
     found = [tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0) for tag in tags.tags(many)]
@@ -385,8 +423,15 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
     return len(fresh)
 
 
+def _check_key(consumer: Consumer) -> None:
+    """A key that no record can have is refused as the consumer is made, not at the next append."""
+    if consumer.settings.sampler.key is not None:
+        tags.numbers(Experiences(), consumer.settings.sampler.key)
+
+
 def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
     """Offer a new consumer all that is in the book for training."""
+    _check_key(consumer)
     floor = work.floor_of(book.announced(tx), consumer.settings.max_staleness)
     last = 0
     while True:
@@ -411,11 +456,15 @@ def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
 
 def rerank(tx: Transaction, consumer: Consumer, book: Book) -> None:
     """Rank all that waits anew, for a sampler or a seed that has changed, and hold the new bounds."""
+    _check_key(consumer)
     sampler = consumer.settings.sampler
     last = 0
     while True:
+        # What is done with may have no bytes any more to read its number from, and needs no rank.
         found = work.rows(
-            tx, "consumer = ? AND seq > ? AND state <> 'dropped' ORDER BY seq LIMIT 1000", (consumer.id, last)
+            tx,
+            "consumer = ? AND seq > ? AND state IN ('waiting', 'cooling', 'leased') ORDER BY seq LIMIT 1000",
+            (consumer.id, last),
         )
         if not found:
             break

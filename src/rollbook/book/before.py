@@ -15,12 +15,6 @@ from rollbook.book.schema import TABLES
 WORK, GROUPS = "work", "groups"
 COLUMNS = {table: [column.split()[0] for column in TABLES[table][:-1]] for table in (WORK, GROUPS)}
 _LISTED = {table: ", ".join(names) for table, names in COLUMNS.items()}
-NEEDED = (
-    "(seq > (SELECT MIN(seq) FROM checkpoints) OR "
-    "seq IN (SELECT seq FROM work_before WHERE state IN ('waiting', 'cooling', 'leased')))"
-)
-"""Of `records`: whose bytes a kept checkpoint may need again, whatever became of them since: those that were not done
-with at one of the checkpoints, and those that came after the oldest."""
 
 
 def note(tx: Transaction, table: str, consumer: int, key: str, values: Sequence[Any]) -> None:

@@ -106,7 +106,7 @@ class Book:
         self.tokenizer = tokenizer
         self.quota = quota
         self.appends = itertools.count(os.urandom(1)[0])
-        """Counts appends, from anywhere: programs that append once and end look after small segments now and then too."""
+        """Counts appends, from anywhere on: programs that append once and end merge small segments now and then too."""
         self.known_kinds: set[tuple[str, str]] = set()
         """Columns and their types that the ledger is known to have noted."""
 
@@ -522,6 +522,52 @@ class Book:
         """
         self._writable("compact")
         return compaction.compact(self, garbage=garbage, small=small, grace=grace)
+
+    # --- other formats ------------------------------------------------------------------------------------------
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: str | None = None,
+        *conditions: tuple[str, str, Any],
+        overwrite: bool = False,
+        **options: Any,
+    ) -> int:
+        """Write the records that meet all conditions (all, if there are none) as Parquet, a HF dataset, JSONL, frames or
+        TRXP (see `rollbook.book.transfer.FORMATS`); how many. The format follows from the path unless it is given."""
+        from rollbook.book import transfer
+
+        return transfer.write(self.where(*conditions).batches(), path, format, overwrite=overwrite, **options)
+
+    def import_(
+        self,
+        path: str | os.PathLike[str],
+        format: str | None = None,
+        *,
+        evaluation: bool = False,
+        author: str = "",
+        on_error: str = "raise",
+        **options: Any,
+    ) -> Appended:
+        """Append what a file, folder or database of any of `rollbook.book.transfer.FORMATS` holds, batch by batch.
+
+        Again is nothing: records that are there already stay. `on_error="skip"` leaves out rows that cannot be read,
+        and warns how many.
+        """
+        from rollbook.book import transfer
+        from rollbook.progress import advise
+
+        self._writable("import_")
+        done = Appended()
+        with transfer.read(path, format, on_error=on_error, **options) as reading_:
+            for batch in reading_:
+                done += self.append(batch, evaluation=evaluation, author=author)
+        if reading_.report.count:
+            advise(
+                f"import_: {reading_.report.count} rows of {os.fspath(path)} could not be read; the first: "
+                f"{reading_.report.skipped[0].why}"
+            )
+        return done
 
     # --- ending -------------------------------------------------------------------------------------------------
 

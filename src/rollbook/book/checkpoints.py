@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.algorithms.registry import choice, whole_number
-from rollbook.book import admission, before, consumers, groups, revising, work
+from rollbook.book import admission, before, consumers, groups, purging, revising, work
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import Conflict
 from rollbook.book.ledger import Transaction, chunks
@@ -81,7 +81,7 @@ class Point(NamedTuple):
 def points(tx: Transaction) -> list[Point]:
     """Every checkpoint, oldest first."""
     found = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
-    return [Point(*row[:4], json.loads(row[4])) for row in found]
+    return [Point(name, event, seq, made, json.loads(state)) for name, event, seq, made, state in found]
 
 
 def find(tx: Transaction, name: str) -> Point:
@@ -90,7 +90,7 @@ def find(tx: Transaction, name: str) -> Point:
     if row is None:
         known = [repr(each) for (each,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
         raise KeyError(f"checkpoint: got {name!r}, the book has {', '.join(known) or 'none'}")
-    return Point(*row[:4], json.loads(row[4]))
+    return Point(name, row[1], row[2], row[3], json.loads(row[4]))
 
 
 # --- making and forgetting ----------------------------------------------------------------------------------------
@@ -245,6 +245,9 @@ def void_leases(tx: Transaction, reason: str) -> int:
 def _let_go(tx: Transaction, seq: int) -> None:
     """Records that came after the checkpoint are gone, and their ids are free; what was deleted stays deleted."""
     tx.run(
+        purging.MARK.format("SELECT DISTINCT segment, 0 FROM records WHERE seq > ? AND segment IS NOT NULL"), (seq,)
+    )
+    tx.run(
         "UPDATE records SET gone = 'rewound', segment = NULL, start = NULL, size = NULL, slot = NULL, bytes = 0 "
         "WHERE seq > ? AND (gone IS NULL OR gone <> 'deleted')",
         (seq,),
@@ -297,11 +300,11 @@ def _put_back(
         tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", mine)
     for reason, rows in lost.items():
         work.drop(tx, consumer, rows, reason)
-    gids.update(dict.fromkeys(_follow_revisions(tx, book, consumer, point, revised)))
+    other = _follow_revisions(tx, book, consumer, point, revised)
     later = _offer_later(tx, book, consumer, point)
     consumer.grouped = was["grouped"]
     if consumer.grouped:
-        groups.refresh(tx, consumer, dict.fromkeys([*gids, *later]))
+        groups.refresh(tx, consumer, dict.fromkeys([*gids, *other, *later]), set(other))
     if later:
         work.keep_size(tx, consumer)
 
@@ -352,7 +355,7 @@ def _follow_revisions(
     tx: Transaction, book: Book, consumer: Consumer, point: Point, revised: Sequence[int]
 ) -> list[str]:
     """Revisions are facts: a record that was revised after the checkpoint has the numbers that it has now, and waits
-    if that was asked. The groups of those."""
+    if that was asked. The groups of those that have other numbers, or wait again."""
     returned = {
         seq
         for (seq,) in tx.all(
@@ -361,13 +364,14 @@ def _follow_revisions(
         )
     }
     key = consumer.settings.sampler.key
+    then = set(work.rows_of(tx, consumer, revised))
     for again in (False, True):
         seqs = [seq for seq in revised if (seq in returned) == again]
         for start in range(0, len(seqs), _PIECE):
             piece = seqs[start : start + _PIECE]
             values = None if key is None else book.numbers(tx, piece, key)
             revising.follow(tx, consumer, piece, values, again)
-    return [row.gid for row in work.rows_of(tx, consumer, revised)]
+    return [row.gid for row in work.rows_of(tx, consumer, revised) if row not in then]
 
 
 def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
@@ -386,7 +390,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
             gone.update(tx.all(f"SELECT seq, gone FROM records WHERE seq IN ({marks})", part))
         stored = [seq for seq in seqs if gone[seq] is None]
         numbers = {} if key is None else dict(zip(stored, book.numbers(tx, stored, key), strict=True))
-        inserts = consumer.inserts
+        inserts, samples = consumer.inserts, consumer.samples
         moves, events = [], []
         for now in found:
             old = floor is not None and now.version is not None and now.version < floor
@@ -400,7 +404,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
                 told = {"what": work.DROPPED, "why": now.reason}
                 events.append(work.Event("voided", now.seq, consumer.id, point.name, detail=told))
         work.change(tx, consumer, moves, events)
-        consumer.inserts = inserts
+        consumer.inserts, consumer.samples = inserts, samples
         gids.update(dict.fromkeys(row.gid for row in found))
         last = seqs[-1]
 

@@ -256,7 +256,7 @@ def _gathered(
             for name, column in frame.columns.items()
         }
         if any(kinds.get(name, kind) != kind for name, kind in mine.items()):
-            # Joined, one of the two would become the other's type: a record stays as it was given.
+            # Joined, narrow numbers would be kept as wide ones; columns of another version may not go together at all.
             yield Experiences.concat(parts), rows
             parts, rows, kinds = [], [], {}
         kinds |= mine
@@ -353,7 +353,6 @@ def _remove(book: Book, names: Sequence[str]) -> int:
                     book.shelf.remove(name)
                 except SegmentBusy:
                     continue
-                reached(_POINT)
                 tx.run("DELETE FROM orphans WHERE segment = ?", (name,))
                 tx.run("DELETE FROM purges WHERE segment = ?", (name,))
                 count += there

@@ -16,6 +16,21 @@ from rollbook.book.ledger import Transaction
 from rollbook.book.limits import LIMITERS, REMOVERS, MaxAge, MaxSize, MaxUses, MinSize, SamplesToInserts, check_together
 from rollbook.book.samplers import SAMPLERS, First, Item, Priority, Sampler, State, built, described
 
+NUMBERS = (
+    "reward",
+    "scored",
+    "length",
+    "prompt_tokens",
+    "response_tokens",
+    "trained_tokens",
+    "version_min",
+    "version_max",
+    "run",
+    "step",
+    "group_size",
+)
+"""The tags of a record that are numbers."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -57,7 +72,7 @@ class Settings:
             object.__setattr__(self, name, tuple(parts))
         if self.max_staleness is not None:
             whole_number("max_staleness", self.max_staleness)
-        switch("keep_stale", self.keep_stale)
+        object.__setattr__(self, "keep_stale", switch("keep_stale", self.keep_stale))
         if self.group_size is not None:
             whole_number("group_size", self.group_size, 1)
         if self.partial_after is not None:
@@ -66,7 +81,13 @@ class Settings:
             raise ValueError(f"lease_seconds: got {self.lease_seconds!r}, expected a number above 0")
         if self.max_attempts is not None:
             whole_number("max_attempts", self.max_attempts, 1)
-        whole_number("seed", self.seed, -(1 << 63))
+        if whole_number("seed", self.seed, -(1 << 63)) >= 1 << 63:
+            raise ValueError(f"seed: got {self.seed}, expected a whole number of 64 bits")
+        key = self.sampler.key
+        if key is not None and key not in NUMBERS and not str(key).startswith(("info.", "metrics.")):
+            raise ValueError(
+                f"sampler: key: got {key!r}, expected info.NAME, metrics.NAME or one of {', '.join(NUMBERS)}"
+            )
         check_together(self.removers, self.limiters, self.max_uses, self.group_size, self.partial_after is not None)
 
     def _part(self, kind: type) -> Any:
@@ -74,14 +95,12 @@ class Settings:
 
     @property
     def max_uses(self) -> int | None:
-        """After how many acknowledgements a record is done; `None`: the sampler alone decides."""
+        """After how many acknowledgements a record is done; `None`: never."""
         part = self._part(MaxUses)
-        if part is not None:
-            uses: int | None = part.uses
-            return uses
+        limits = [part.uses if part is not None else None if isinstance(self.sampler, Priority) else 1]
         if isinstance(self.sampler, Priority):
-            return None
-        return 1
+            limits.append(self.sampler.most)
+        return min((most for most in limits if most is not None), default=None)
 
     @property
     def max_size(self) -> MaxSize | None:
@@ -109,7 +128,8 @@ class Settings:
         plain["sampler"] = described(self.sampler)
         plain["removers"] = [described(part) for part in self.removers]
         plain["limiters"] = [described(part) for part in self.limiters]
-        return json.dumps(plain, sort_keys=True)
+        # Numbers of numpy are numbers too.
+        return json.dumps(plain, sort_keys=True, default=lambda n: int(n) if hasattr(n, "__index__") else float(n))
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
@@ -118,6 +138,9 @@ class Settings:
         known = {f.name for f in fields(cls)}
         if not isinstance(plain, dict) or not known.issuperset(plain):
             raise ValueError(f"a consumer's settings: got {text[:200]!r}, expected only {', '.join(sorted(known))}")
+        for name in ("sampler", "removers", "limiters"):
+            if name not in plain or (name != "sampler" and not isinstance(plain[name], list)):
+                raise ValueError(f"a consumer's settings: {name}: got {plain.get(name)!r}, expected what it is made of")
         plain["sampler"] = built(SAMPLERS, "sampler", plain["sampler"])
         plain["removers"] = tuple(built(REMOVERS, "remover", part) for part in plain["removers"])
         plain["limiters"] = tuple(built(LIMITERS, "limiter", part) for part in plain["limiters"])

@@ -92,6 +92,7 @@ def is_late(field: Field) -> bool:
     whatever comes up (`info`, `metrics`). The rest says what was sampled and how, and so does one of the floats:
     `logprobs` are the engine's own, drawn with the tokens. A declared field is sorted by the same rule.
 
+    >>> from rollbook.fields import FIELDS
     >>> [name for name, field in FIELDS.items() if is_late(field)]  # doctest: +NORMALIZE_WHITESPACE
     ['reward', 'token_level_reward', 'advantages', 'returns', 'info', 'metrics', 'teacher_logprobs', 'loss_weights',
      'policy_logprobs']

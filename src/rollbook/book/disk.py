@@ -13,7 +13,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,13 @@ class File:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:
-        with suppress(OSError):
-            self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # As an interpreter ends, this module's names may be gone already.
+        if self.fd >= 0:
+            try:
+                close(self.fd)
+            except OSError:
+                pass
 
 
 @contextmanager

@@ -7,7 +7,8 @@ waits and none of it is leased.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from rollbook.book import before
@@ -17,16 +18,19 @@ if TYPE_CHECKING:
     from rollbook.book.consumers import Consumer
     from rollbook.book.samplers import Item
 
+UNRANKED = math.inf
+"""The rank of a group that has none yet, or has lost it."""
 
-def refresh(tx: Transaction, consumer: Consumer, gids: Iterable[str]) -> None:
-    """Look again at groups whose members changed."""
+
+def refresh(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Collection[str] = ()) -> None:
+    """Look again at groups whose members changed; those of `other` have members with other uses or numbers."""
     listed = list(gids)
     before.note(tx, before.GROUPS, consumer.id, "gid", listed)
     for gid in listed:
-        _refresh(tx, consumer, gid)
+        _refresh(tx, consumer, gid, gid in other)
 
 
-def _refresh(tx: Transaction, consumer: Consumer, gid: str) -> None:
+def _refresh(tx: Transaction, consumer: Consumer, gid: str, other: bool) -> None:
     members = tx.all(
         "SELECT state, seq, version, value, uses FROM work WHERE consumer = ? AND gid = ? ORDER BY seq",
         (consumer.id, gid),
@@ -37,7 +41,7 @@ def _refresh(tx: Transaction, consumer: Consumer, gid: str) -> None:
         (gid,),
     )
     known = tx.one("SELECT ready, rank, weight FROM groups WHERE consumer = ? AND gid = ?", (consumer.id, gid))
-    was, rank, weight = known or (0, 0.0, 1.0)
+    was, rank, had = known or (0, UNRANKED, 1.0)
     settings = consumer.settings
     size = size or settings.group_size
     waiting = [row for row in members if row[0] == "waiting"]
@@ -46,14 +50,19 @@ def _refresh(tx: Transaction, consumer: Consumer, gid: str) -> None:
     # A group of unknown size is what has been brought of it.
     complete = size is None or runs >= size or (due is not None and due <= tx.now)
     ready = complete and bool(waiting) and not held
-    if ready and not was:
+    weight = had
+    if other or not (waiting or held):
+        rank = UNRANKED
+    if ready:
+        sampler = settings.sampler
         item = _item(consumer, first, waiting)
-        rank = consumer.settings.sampler.rank(item, consumer.state)
-        weight = consumer.settings.sampler.weight(item)
-    if ready != bool(was):
-        sign = 1 if ready else -1
+        weight = sampler.weight(item)
+        # A place that chance or turns gave is kept, by what was given back too; other ranks follow from the members.
+        if not sampler.keeps or rank == UNRANKED or weight != had:
+            rank = sampler.rank(item, consumer.state)
+    if ready or was:
         count, total = consumer.state.get("ready", (0, 0.0))
-        consumer.state["ready"] = (count + sign, total + sign * weight)
+        consumer.state["ready"] = (count + int(ready) - was, total + ready * weight - was * had)
     if first is None:  # All of it was rewound: there is no such group.
         tx.run("DELETE FROM groups WHERE consumer = ? AND gid = ?", (consumer.id, gid))
         return

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from rollbook.algorithms.registry import choice, number, whole_number
 
 
+@lru_cache(maxsize=64)
+def exact(number: float) -> Fraction:
+    """The number as it is written: sums of it are not off by a rounding, at which both sides could wait.
+
+    >>> exact(0.1) * 3 == exact(0.3)
+    True
+    """
+    return Fraction(repr(number))
+
+
 @dataclass(frozen=True)
 class MaxSize:
-    """At most `size` records wait; the oldest (or those of the worst rank) are dropped for newer ones.
+    """At most `size` records wait when records have come; the oldest (or those of the worst rank) make room for them.
 
     >>> MaxSize(10_000).drop
     'oldest'
@@ -66,7 +78,8 @@ class SamplesToInserts:
 
     Whoever is ahead waits: `append` while too much is unread (back-pressure), `lease` while too little is there. With
     `c = inserts * ratio - samples - min_size * ratio`, a lease of k needs `c - k >= -slack`, an append of m needs
-    `c + m * ratio <= slack`. `lease_size` and `append_size` are the largest of each that will be asked for.
+    `c + m * ratio <= slack`. `lease_size` and `append_size` are the largest of each that will be asked for. What was
+    given up (dropped, too old, too many) counts on neither side. Numbers mean what they print: 0.1 is a tenth.
 
     >>> SamplesToInserts(ratio=2.0, slack=64, lease_size=64, append_size=8).inserts_left(0, 0)
     32
@@ -84,33 +97,37 @@ expected a slack of at least 36
     append_size: int = 1
 
     def __post_init__(self) -> None:
-        if not number("SamplesToInserts.ratio", self.ratio, 0.0) > 0 or math.isinf(self.ratio):
+        for name in ("ratio", "slack"):
+            found = number(f"SamplesToInserts.{name}", getattr(self, name), 0.0, 1e15)
+            object.__setattr__(self, name, found)
+        if not self.ratio >= 1e-9:
             raise ValueError(f"SamplesToInserts.ratio: got {self.ratio!r}, expected a number above 0")
-        number("SamplesToInserts.slack", self.slack, 0.0)
-        object.__setattr__(self, "slack", float(self.slack))
         whole_number("SamplesToInserts.min_size", self.min_size)
         whole_number("SamplesToInserts.lease_size", self.lease_size, 1)
         whole_number("SamplesToInserts.append_size", self.append_size, 1)
         # Both wait when c - k < -slack and c + m * ratio > slack: possible if the window is narrower than both steps.
-        needed = (self.lease_size + self.append_size * self.ratio) / 2
-        if self.slack < needed:
+        # And where all that came has been handed out, c is 0 at most: an append has to fit in then.
+        step = self.append_size * exact(self.ratio)
+        needed = max((self.lease_size + step) / 2, step)
+        if exact(self.slack) < needed:
             raise ValueError(
                 f"SamplesToInserts: with slack {self.slack}, leases of {self.lease_size} and appends of "
-                f"{self.append_size} could wait for each other for ever; expected a slack of at least {needed:g}"
+                f"{self.append_size} could wait for each other for ever; expected a slack of at least "
+                f"{float(needed):.15g}"
             )
 
-    def _cursor(self, inserts: int, samples: int) -> float:
-        return (inserts - self.min_size) * self.ratio - samples
+    def _cursor(self, inserts: int, samples: int) -> Fraction:
+        return (inserts - self.min_size) * exact(self.ratio) - samples
 
     def samples_left(self, inserts: int, samples: int) -> int:
         """How many records may be handed out now."""
         if inserts < self.min_size:
             return 0
-        return max(math.floor(self._cursor(inserts, samples) + self.slack), 0)
+        return max(math.floor(self._cursor(inserts, samples) + exact(self.slack)), 0)
 
     def inserts_left(self, inserts: int, samples: int) -> int:
         """How many records may be brought now."""
-        return max(math.floor((self.slack - self._cursor(inserts, samples)) / self.ratio), 0)
+        return max(math.floor((exact(self.slack) - self._cursor(inserts, samples)) / exact(self.ratio)), 0)
 
 
 REMOVERS: dict[str, type] = {kind.__name__: kind for kind in (MaxSize, MaxAge, MaxUses)}
@@ -143,6 +160,16 @@ def check_together(
                 f"SamplesToInserts.lease_size: got {part.lease_size}, but groups have {group_size} runs and are handed "
                 "out whole; expected at least one group"
             )
+        if isinstance(part, SamplesToInserts):
+            # All but one of them may be there, and none of those is handed out: the next append has to fit in.
+            waits = [other.size for other in limiters if isinstance(other, MinSize)]
+            unseen = max([*waits, 0 if partial or group_size is None else group_size])
+            needed = (unseen - 1 + part.append_size - part.min_size) * exact(part.ratio)
+            if unseen and exact(part.slack) < needed:
+                raise ValueError(
+                    f"SamplesToInserts.slack: got {part.slack}, but nothing is handed out before {unseen} records are "
+                    f"there: appends would wait for ever; expected at least {float(needed):.15g}"
+                )
     if most is not None and group_size and group_size > most and not partial:
         raise ValueError(
             f"MaxSize.size: got {most}, but groups need {group_size} runs to be complete: none ever would be"

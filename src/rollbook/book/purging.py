@@ -38,7 +38,7 @@ def _done_with(tx: Transaction, condition: str) -> str | None:
     checkpoint = tx.one("SELECT MIN(event) FROM checkpoints")[0]
     return (
         "FROM work JOIN records ON records.seq = work.seq "
-        f"WHERE work.consumer = {int(first)} AND records.evaluation = 0 AND records.segment IS NOT NULL "
+        f"WHERE work.consumer = {int(first)} AND records.segment IS NOT NULL "
         "AND NOT EXISTS (SELECT 1 FROM consumers LEFT JOIN work AS mine ON mine.consumer = consumers.id "
         f"AND mine.seq = work.seq WHERE mine.state IS NULL OR NOT ({condition})) "
     ) + (

@@ -22,7 +22,7 @@ from rollbook.fields import FIELDS
 from rollbook.wire import encode
 
 if TYPE_CHECKING:
-    from rollbook.book.admission import Appended, Coming
+    from rollbook.book.admission import Coming
     from rollbook.book.book import Book
     from rollbook.experience import Experience
 
@@ -41,8 +41,8 @@ def rewrite(
     reason: str | None,
     given: Sequence[bytes] | None = None,
     retrain: bool = False,
-) -> int:
-    """Replace records by what `change` makes of them; how many it changed."""
+) -> list[int]:
+    """Replace records by what `change` makes of them; the places of those that it changed."""
     for _ in range(_TRIES):
         with book.ledger.read() as tx:
             before = _revisions(tx, seqs)
@@ -53,7 +53,7 @@ def rewrite(
             if found is not None:
                 made.append((i, seq, row, *found))
         if not made:
-            return 0
+            return []
         many = from_rows([new for _, _, _, new, _ in made])
         lifted = attachments.lift(many)
         blobs = list(lifted.blobs)
@@ -66,6 +66,7 @@ def rewrite(
                 continue  # Somebody else revised one of them meanwhile: on top of that, then.
             if kind == "redacted":
                 to_purge(tx, [seq for _, seq, *_ in made])
+                _scrub(tx, seqs)
             share = -(-places[0].length // len(made))
             for slot, (i, seq, old, new, names) in enumerate(made):
                 n = before[seq] + 1
@@ -102,9 +103,10 @@ def rewrite(
             for consumer in consumers.all_consumers(tx):
                 ranked_by = consumer.settings.sampler.key
                 if ranked_by is not None and ranked_by not in values:
-                    values[ranked_by] = tags.numbers(many, ranked_by)
+                    found_numbers = tags.numbers(many, ranked_by)
+                    values[ranked_by] = [None if n is None or math.isnan(n) else n for n in found_numbers]
                 follow(tx, consumer, [seq for _, seq, *_ in made], values.get(ranked_by or ""), retrain)
-        return len(made)
+        return [i for i, *_ in made]
     raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
 
 
@@ -155,10 +157,8 @@ def follow(
 # --- what users ask for -------------------------------------------------------------------------------------------
 
 
-def add(book: Book, coming: Coming, revisions: Sequence[tuple[int, int]], author: str) -> Appended:
-    """Late fields that came with a record the book has already."""
-    from rollbook.book.admission import Appended
-
+def add(book: Book, coming: Coming, revisions: Sequence[tuple[int, int]], author: str) -> list[str]:
+    """Late fields that came with records the book has already; the ids of those that they changed."""
     indices = [i for i, _ in revisions]
     rows = coming.many.take(indices).rows()
 
@@ -174,9 +174,9 @@ def add(book: Book, coming: Coming, revisions: Sequence[tuple[int, int]], author
     digest = [coming.digests.whole[i] for i in indices]
     seqs = [seq for _, seq in revisions]
     revised = rewrite(book, seqs, change, kind="revised", author=author, reason="append", given=digest)
-    if revised < len(seqs):
+    if len(revised) < len(seqs):
         _remember(book, seqs, digest, author)
-    return Appended(revised=revised)
+    return [coming.tags[indices[i]].uid for i in revised]
 
 
 def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:
@@ -212,7 +212,7 @@ def revise(
         return (new, names) if names else None
 
     seqs = reading.numbers_of(book, list(changes))
-    return rewrite(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain)
+    return len(rewrite(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain))
 
 
 REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
@@ -241,9 +241,7 @@ def redact(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: st
         return (new, names) if names else None
 
     seqs = reading.numbers_of(book, uids)
-    done = rewrite(book, seqs, change, kind="redacted", author=author, reason=reason)
-    _scrub(book, seqs)
-    return done
+    return len(rewrite(book, seqs, change, kind="redacted", author=author, reason=reason))
 
 
 def to_purge(tx: Transaction, seqs: Sequence[int]) -> None:
@@ -260,11 +258,10 @@ def to_purge(tx: Transaction, seqs: Sequence[int]) -> None:
             )
 
 
-def _scrub(book: Book, seqs: Sequence[int]) -> None:
+def _scrub(tx: Transaction, seqs: Sequence[int]) -> None:
     """Values that events quote of a record are not kept longer than the record's own."""
-    with book.ledger.write() as tx:
-        for marks, part in chunks(seqs):
-            tx.run(f"UPDATE events SET detail = NULL WHERE kind = 'revised' AND seq IN ({marks})", part)
+    for marks, part in chunks(seqs):
+        tx.run(f"UPDATE events SET detail = NULL WHERE kind = 'revised' AND seq IN ({marks})", part)
 
 
 def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) -> int:
@@ -296,7 +293,9 @@ def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) 
                 for row in work.rows_of(tx, consumer, fresh)
                 if row.state in (work.WAITING, work.COOLING, work.LEASED)
             ]
+            # Those that are leased will not be trained on: they count as never handed out.
+            consumer.samples -= sum(row.state == work.LEASED for row in found)
             work.drop(tx, consumer, found, "deleted")
             consumers.save(tx, consumer)
-    _scrub(book, fresh)
+        _scrub(tx, fresh)
     return count

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, ClassVar, Protocol
 
 import xxhash
 
-from rollbook.algorithms.registry import choice, number, whole_number
+from rollbook.algorithms.registry import choice, number, switch, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,19 @@ def chance(*parts: int) -> float:
     return ((word >> 11) + 0.5) / (1 << 53)
 
 
-def exponential(item: Item, weight: float) -> float:
-    """A time that runs out at the rate `weight`."""
-    return -math.log(chance(item.seed, item.seq, item.uses)) / weight
+def finish(item: Item, weight: float, state: State) -> float:
+    """When a time that starts now, on the consumer's clock, and runs out at the rate `weight`, will have run out."""
+    clock = float(state.get("clock", 0.0))
+    # The clock is a part of the chance: an item ranked again later must not race with a time that is known to be long.
+    (moment,) = struct.unpack("<q", struct.pack("<d", clock))
+    return clock - math.log(chance(item.seed, item.seq, item.uses, moment)) / weight
 
 
 class Sampler(Protocol):
     """A rank for each item; smaller ranks are taken first."""
+
+    keeps: ClassVar[bool]
+    """Whether an item that changed in nothing keeps its rank; otherwise the rank follows from the item alone."""
 
     @property
     def key(self) -> str | None:
@@ -82,6 +88,7 @@ class Sampler(Protocol):
 class _Ordered:
     """No chance, no state, no rest."""
 
+    keeps: ClassVar[bool] = False
     key: str | None = None
 
     def weight(self, item: Item) -> float:
@@ -121,6 +128,8 @@ class NewestPolicy(_Ordered):
 class _Racing:
     """Exponential times on the consumer's clock."""
 
+    keeps: ClassVar[bool] = True
+
     def took(self, rank: float, state: State) -> None:
         state["clock"] = max(rank, state.get("clock", 0.0))
 
@@ -142,15 +151,15 @@ class Uniform(_Racing):
         return 1.0
 
     def rank(self, item: Item, state: State) -> float:
-        return float(state.get("clock", 0.0)) + exponential(item, 1.0)
+        return finish(item, 1.0, state)
 
 
 @dataclass(frozen=True)
 class Proportional(_Racing):
     """Record i with probability `p_i ** alpha / sum`, where `p` is its number under `key`.
 
-    `lease.weights` are then the importance weights `(1 / (N * P(i))) ** beta`, the largest of the waiting set being 1
-    at most. A record without the number counts as `default`; priorities are changed with `lease.ack(priorities=...)`.
+    `lease.weights` are then the importance weights `(1 / (N * P(i))) ** beta`, divided by the largest of the lease. A
+    record without the number counts as `default`, a negative one as its size; `lease.ack(priorities=...)` changes them.
 
     >>> Proportional(key="info.td_error", alpha=0.5).weight(Item(seq=0, value=4.0))
     2.0
@@ -165,17 +174,20 @@ class Proportional(_Racing):
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
-            number(f"Proportional.{name}", getattr(self, name), 0.0)
+            number(f"Proportional.{name}", getattr(self, name), 0.0, 100.0)
         number("Proportional.default", self.default, 0.0)
-        if not self.least > 0:
+        if not number("Proportional.least", self.least, 0.0) > 0:
             raise ValueError(f"Proportional.least: got {self.least!r}, expected a number above 0")
 
     def weight(self, item: Item) -> float:
         value = self.default if item.value is None or math.isnan(item.value) else abs(item.value)
-        return float(max(min(value, 1e100), self.least) ** self.alpha)
+        size = min(max(value, self.least), 1e100)
+        powers = self.alpha * math.log10(size)
+        # Bounded, so that no weight and no time is 0 or infinite.
+        return float(size**self.alpha) if abs(powers) < 100 else 10.0 ** math.copysign(100, powers)
 
     def rank(self, item: Item, state: State) -> float:
-        return float(state.get("clock", 0.0)) + exponential(item, self.weight(item))
+        return finish(item, self.weight(item), state)
 
 
 @dataclass(frozen=True)
@@ -198,9 +210,9 @@ class Priority(_Ordered):
 
     def __post_init__(self) -> None:
         choice("Priority.function", self.function, ("linear_decay", "decay_limit_randomization"))
-        number("Priority.decay", self.decay)
-        number("Priority.sigma", self.sigma, 0.0)
-        number("Priority.cooldown", self.cooldown, 0.0)
+        number("Priority.decay", self.decay, -1e100, 1e100)
+        number("Priority.sigma", self.sigma, 0.0, 1e100)
+        number("Priority.cooldown", self.cooldown, 0.0, 1e9)
         whole_number("Priority.limit", self.limit)
 
     def rank(self, item: Item, state: State) -> float:
@@ -211,8 +223,12 @@ class Priority(_Ordered):
         return -priority
 
     def after(self, item: Item) -> tuple[bool, float]:
-        endless = self.function == "linear_decay" or self.limit <= 0
-        return endless or item.uses < self.limit, self.cooldown
+        return self.most is None or item.uses < self.most, self.cooldown
+
+    @property
+    def most(self) -> int | None:
+        """How often a record is used; `None`: for ever."""
+        return self.limit if self.function == "decay_limit_randomization" and self.limit else None
 
 
 @dataclass(frozen=True)
@@ -222,6 +238,9 @@ class EasyToHard(_Ordered):
     key: str = "reward"
     ascending: bool = False
     """Whether small numbers are the easy ones (lengths, difficulties)."""
+
+    def __post_init__(self) -> None:
+        switch("EasyToHard.ascending", self.ascending)
 
     def rank(self, item: Item, state: State) -> float:
         if item.value is None or math.isnan(item.value):
@@ -241,11 +260,13 @@ class Balanced(_Ordered):
     [1.0, 2.0, 1.6]
     """
 
+    keeps: ClassVar[bool] = True
     key: str = "reward"
     edges: tuple[float, ...] = (0.25, 0.5, 0.75)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "edges", tuple(number("Balanced.edges", edge) for edge in self.edges))
+        given = self.edges if isinstance(self.edges, (list, tuple)) else (self.edges,)
+        object.__setattr__(self, "edges", tuple(number("Balanced.edges", edge) for edge in given))
         if list(self.edges) != sorted(set(self.edges)):
             raise ValueError(f"Balanced.edges: got {list(self.edges)}, expected numbers that rise")
 
@@ -276,11 +297,14 @@ def described(part: Any) -> dict[str, Any]:
 
 def built(kinds: dict[str, type], what: str, description: Any) -> Any:
     """The part that `described` described; only those that are known are ever made."""
-    if not isinstance(description, dict) or description.get("name") not in kinds:
+    if not isinstance(description, dict) or str(description.get("name")) not in kinds:
         raise ValueError(f"{what}: got {description!r}, expected one of {', '.join(kinds)}")
-    kind = kinds[description["name"]]
+    kind = kinds[str(description["name"])]
     known = {f.name for f in fields(kind)}
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items() if k != "name"}
     if not known.issuperset(options):
         raise ValueError(f"{what} {description['name']}: unknown option {sorted(set(options) - known)[0]!r}")
+    needed = {f.name for f in fields(kind) if f.default is MISSING}
+    if not needed.issubset(options):
+        raise ValueError(f"{what} {description['name']}: {sorted(needed - set(options))[0]!r} is missing")
     return kind(**options)

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from rollbook.algorithms.registry import near
-from rollbook.book import checkpoints, consumers, groups, reading, work
+from rollbook.book import checkpoints, consumers, groups, work
 from rollbook.book.disk import Disk
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, chunks
 from rollbook.book.schema import TABLES
 from rollbook.book.shelves import MissingSegment, Place
 from rollbook.book.windows import reached
-from rollbook.wire import encode
+from rollbook.errors import WireError
+from rollbook.wire import decode, encode
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -53,7 +54,7 @@ def copy(book: Book, url: str | os.PathLike[str], name: str | None, options: Map
         raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
     for each in options:
         if each not in OPTIONS:
-            raise ValueError(f"snapshot: {each!r} is none of its options{near(each, OPTIONS)}")
+            raise ValueError(f"snapshot: {each!r} is none of its options{near(each, list(OPTIONS))}")
     if name is not None:
         with book.ledger.read() as tx:
             checkpoints.find(tx, name)
@@ -311,25 +312,20 @@ def _frames(made: Book, names: Sequence[str]) -> dict[Place, list[tuple[int, int
 
 def _part(book: Book, place: Place, slots: list[int]) -> Any:
     """A frame with these of its records only."""
-    many = reading.read_frame(book, place)
+    view = book.shelf.get(place)
+    try:
+        many = decode(view)
+    except WireError as error:
+        raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
     if slots[-1] >= len(many):
         raise Damaged(f"segment {place.segment}, byte {place.offset}: {len(many)} records, expected {slots[-1] + 1}")
-    return book.shelf.get(place) if slots == list(range(len(many))) else encode(many.take(slots))
+    return view if slots == list(range(len(many))) else encode(many.take(slots))
 
 
 def _moved(source: Ledger, made: Book, place: Place, seqs: Sequence[int]) -> list[tuple[str, int]]:
     """Where compaction has brought a frame's records meanwhile; the segments that have to be looked at for them."""
-    now: dict[int, Any] = {}
-    then: dict[int, int] = {}
-    for ledger, kept, columns in (
-        (source, now, "segment, start, size, slot, revision"),
-        (made.ledger, then, "revision"),
-    ):
-        with ledger.read() as tx:
-            for marks, part in chunks(seqs):
-                for seq, *rest in tx.all(f"SELECT seq, {columns} FROM records WHERE seq IN ({marks})", part):
-                    kept[seq] = tuple(rest)
-    if any(now[seq][0] is None or now[seq][4:] != then[seq] for seq in seqs):
+    now, then = _places(source, seqs), _places(made.ledger, seqs)
+    if any(now[seq][0] is None or now[seq][4] != then[seq][4] for seq in seqs):
         raise _Changed
     if any(Place(*now[seq][:3]) == place for seq in seqs):
         raise Damaged(f"segment {place.segment} is missing, and the ledger speaks of it; see `rollbook check`")

@@ -119,9 +119,12 @@ def change(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]]
             entry = changes[row.state, row.reason or ""]
             entry[0] += sign
             entry[1] += sign * row.weight
-        # What is given up before it was ever used never had to be sampled; what comes back from there, has to again.
-        if old.uses == 0 and new.uses == 0 and (old.state == DROPPED) != (new.state == DROPPED):
-            consumer.inserts += -1 if new.state == DROPPED else 1
+        # What is given up counts neither as brought nor as handed out, or its missing uses would hold appends back
+        # for ever; what comes back from there counts again.
+        if (old.state == DROPPED) != (new.state == DROPPED):
+            sign = -1 if new.state == DROPPED else 1
+            consumer.inserts += sign
+            consumer.samples += sign * (old.uses if sign < 0 else new.uses)
     before.note(tx, before.WORK, consumer.id, "seq", [new.seq for _, new in moves])
     tx.many(
         "UPDATE work SET state = ?, reason = ?, rank = ?, value = ?, weight = ?, version = ?, uses = ?, attempts = ?, "
@@ -131,11 +134,13 @@ def change(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]]
     _tally(tx, consumer, changes)
     record(tx, events)
     if consumer.grouped:
-        groups.refresh(tx, consumer, dict.fromkeys(new.gid for _, new in moves))
+        other = {new.gid for old, new in moves if (old.uses, old.value) != (new.uses, new.value)}
+        groups.refresh(tx, consumer, dict.fromkeys(new.gid for _, new in moves), other)
 
 
 def drop(tx: Transaction, consumer: Consumer, found: Sequence[Row], reason: str) -> None:
     """Give rows up, for a reason."""
+    consumer.samples -= sum(row.state == LEASED for row in found)
     change(
         tx,
         consumer,
@@ -149,7 +154,7 @@ def requeue(tx: Transaction, consumer: Consumer, found: Sequence[Row], kind: str
     most = consumer.settings.max_attempts
     spent = [row for row in found if most is not None and row.attempts + 1 >= most]
     back = [row for row in found if most is None or row.attempts + 1 < most]
-    consumer.samples -= len(found)
+    consumer.samples -= len(back)
     change(
         tx,
         consumer,
@@ -216,13 +221,16 @@ def keep_size(tx: Transaction, consumer: Consumer) -> None:
 
 def forget_stale(tx: Transaction, consumer: Consumer, floor: int | None) -> None:
     """Drop waiting records whose oldest token is of a version below `floor`."""
-    if floor is None or (consumer.floor is not None and consumer.floor >= floor):
+    if floor is None:
         return
-    consumer.floor = floor
+    # Looked for each time: what was leased or resting when the floor rose may have come back since.
+    consumer.floor = floor if consumer.floor is None else max(floor, consumer.floor)
     found = rows(tx, "consumer = ? AND state = 'waiting' AND version < ? ORDER BY seq", (consumer.id, floor))
     drop(tx, consumer, found, "stale")
 
 
 def floor_of(announced: int | None, max_staleness: int | None) -> int | None:
     """The oldest policy version that is fresh enough."""
-    return None if announced is None or max_staleness is None else announced - max_staleness
+    if announced is None or max_staleness is None:
+        return None
+    return max(min(announced - max_staleness, (1 << 63) - 1), -(1 << 63))

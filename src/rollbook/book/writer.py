@@ -141,11 +141,11 @@ class Writer:
         if len(taken) > 1:
             try:
                 together = Experiences.concat([many for many, _ in taken])
-                done, new = admission.append(self._book, together, **self._options)
+                _, fates = admission.append(self._book, together, **self._options)
             except Exception:
                 pass  # One of them is at fault: each is tried alone below, and what is admitted already is known.
             else:
-                self._share_out(taken, done, set(new))
+                self._share_out(taken, fates)
                 return
         for many, receipt in taken:
             try:
@@ -154,14 +154,12 @@ class Writer:
                 self._failed.append(receipt)
                 receipt.set_exception(error)
 
-    def _share_out(self, taken: list[tuple[Experiences, Receipt]], done: Appended, new: set[str]) -> None:
-        """Each receipt's part of what one append did."""
+    def _share_out(self, taken: list[tuple[Experiences, Receipt]], fates: dict[str, str]) -> None:
+        """Each receipt's part of what one append did; of a record that came twice, the first has it."""
         for many, receipt in taken:
-            uids = {eid.uid for eid in many.eids()} if done.known or done.revised else None
-            admitted = len(many) if uids is None else len(uids & new)
-            if uids is not None:
-                new -= uids
-            receipt.set_result(Appended(admitted=admitted, known=len(many) - admitted))
+            found = [fates.pop(eid.uid, "known") for eid in many.eids()]
+            known, revised, stale = (found.count(word) for word in ("known", "revised", "stale"))
+            receipt.set_result(Appended(len(found) - known - revised, known, revised, stale))
 
     def __enter__(self) -> Writer:
         return self

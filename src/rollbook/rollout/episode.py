@@ -82,6 +82,8 @@ class Episode:
     ) -> None:
         if (prompt is None) == (messages is None):
             raise ValueError("prompt: got both or neither of prompt and messages, expected one of them")
+        if isinstance(messages, (str, bytes)):
+            raise ValueError(f"messages: got {type(messages).__name__}, expected a list of messages; text is a prompt")
         asked = Prompt.of(messages if prompt is None else prompt)
         if tools is not None:
             asked = asked.replace(tools=tools)

@@ -1,0 +1,217 @@
+"""Salvaging: what can still be read of a damaged ledger, and of segments without one.
+
+Invariant: nothing here writes to what it reads; a row is given back only if every value has its column's type, a record
+or a medium only if every byte of it matches its checksum (and the medium its hash).
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollbook.book import attachments
+from rollbook.book.digests import ids
+from rollbook.book.errors import Damaged
+from rollbook.book.schema import TABLES
+from rollbook.book.shelves import ALIGN, MissingSegment, Place
+from rollbook.errors import WireError
+from rollbook.experiences import Experiences
+from rollbook.wire import HEADER_BYTES, decode, read_header
+
+if TYPE_CHECKING:
+    from rollbook.book.shelves import Shelf
+
+_PAGE_ROWS = 500
+_FIRST, _LAST = -(1 << 63), (1 << 63) - 1
+_TYPES: dict[str, tuple[type, ...]] = {
+    "TEXT": (str,),
+    "{INT}": (int,),
+    "{EVENT_ID}": (int,),
+    "{REAL}": (float, int),
+    "{BYTES}": (bytes,),
+}
+
+
+# --- rows of a damaged ledger ---------------------------------------------------------------------------------------
+
+
+class Lost:
+    """How much of each table could not be read."""
+
+    def __init__(self) -> None:
+        self.gaps: dict[str, int] = {}
+        """Ranges of rows, by table, that raised."""
+        self.rows: dict[str, int] = {}
+        """Rows, by table, that hold values of other types."""
+        self.tables: dict[str, str] = {}
+        """Tables of which nothing could be read, and why."""
+
+    def any(self, table: str) -> bool:
+        """Whether something of the table is lost."""
+        return table in self.gaps or table in self.rows or table in self.tables
+
+
+def connect(path: str, fresh: str) -> sqlite3.Connection | None:
+    """A connection to a damaged ledger, which may be changed: it is a copy. `None` if it is no database at all.
+
+    Where its first page is damaged, which says where the tables begin, that of `fresh` takes its place, a ledger that
+    was just made: tables are always made in the same order, and so begin on the same pages.
+    """
+    for transplant in (False, True):
+        if transplant and not _transplant(path, fresh):
+            return None
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            connection.execute("PRAGMA trusted_schema=OFF")
+            connection.execute("PRAGMA cell_size_check=ON")
+            found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if found & set(TABLES):
+                return connection
+        except sqlite3.Error:
+            pass
+        connection.close()
+    return None
+
+
+def _transplant(path: str, fresh: str) -> bool:
+    """Write the pages of a fresh ledger's schema over those of a damaged one; whether both have the same pages."""
+    with open(fresh, "rb") as file:
+        good = file.read()
+    size = struct.unpack_from(">H", good, 16)[0]
+    pages = [1, *_children(good)]
+    with open(path, "r+b") as file:
+        length = file.seek(0, os.SEEK_END)
+        if length < size * max(pages) or length % size:
+            return False
+        for page in pages:
+            file.seek((page - 1) * size)
+            file.write(good[(page - 1) * size : page * size])
+        # How many pages there are, and none that are free: what the header says of those is not known any more.
+        file.seek(28)
+        file.write(struct.pack(">III", length // size, 0, 0))
+    with suppress(FileNotFoundError):
+        # A log that belongs to the damaged first page would put it back.
+        os.unlink(f"{path}-wal")
+    return True
+
+
+def _children(data: bytes) -> list[int]:
+    """The pages below the first, if the schema takes more than that one."""
+    kind, count = data[100], struct.unpack_from(">H", data, 103)[0]
+    if kind != 5:
+        return []
+    cells = struct.unpack_from(f">{count}H", data, 112)
+    return [struct.unpack_from(">I", data, cell)[0] for cell in (*cells, 108)]
+
+
+def rows(connection: sqlite3.Connection, table: str, lost: Lost) -> Iterator[tuple[Any, ...]]:
+    """All rows of a table that can be read, in the order of its columns; what raises is stepped over."""
+    columns = [column.split() for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
+    names = ", ".join(column[0] for column in columns)
+    sql = f"SELECT rowid, {names} FROM {table} WHERE rowid >= ? ORDER BY rowid LIMIT ?"
+    at, count = _FIRST, _PAGE_ROWS
+    while True:
+        try:
+            found = connection.execute(sql, (at, count)).fetchall()
+        except (sqlite3.Error, OverflowError) as error:
+            if "no such" in str(error):
+                lost.tables[table] = str(error)
+                return
+            if count > 1:
+                count = 1
+                continue
+            lost.gaps[table] = lost.gaps.get(table, 0) + 1
+            after = _next_readable(connection, sql, at)
+            if after is None:
+                return
+            at = after
+            continue
+        for row in found:
+            if all(_fits(value, column) for value, column in zip(row[1:], columns, strict=True)):
+                yield row[1:]
+            else:
+                lost.rows[table] = lost.rows.get(table, 0) + 1
+        if len(found) < count or found[-1][0] == _LAST:
+            return
+        at, count = found[-1][0] + 1, min(2 * count, _PAGE_ROWS)
+
+
+def _next_readable(connection: sqlite3.Connection, sql: str, at: int) -> int | None:
+    """The first row number behind the damage: by steps that double, then halving the last one."""
+    bad, step = at, 1
+    while True:
+        good = min(at + step, _LAST)
+        if _reads(connection, sql, good):
+            break
+        if good == _LAST:
+            return None
+        bad, step = good, step * 2
+    while good - bad > 1:
+        middle = (good + bad) // 2
+        if _reads(connection, sql, middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def _reads(connection: sqlite3.Connection, sql: str, at: int) -> bool:
+    try:
+        connection.execute(sql, (at, 1)).fetchall()
+    except sqlite3.Error:
+        return False
+    return True
+
+
+def _fits(value: Any, column: list[str]) -> bool:
+    if value is None:
+        return "NOT" not in column and "KEY" not in column
+    return type(value) in _TYPES[column[1]]
+
+
+# --- segments -------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A whole frame, or a whole medium, in a segment."""
+
+    place: Place
+    uids: list[str]
+    """Of a frame, the id of each record."""
+    hash: str | None
+    """Of a medium."""
+
+
+def parts(shelf: Shelf, segment: str, size: int) -> Iterator[Part]:
+    """Every part of a segment that is whole, in order. Damage is stepped over, 64 bytes at a time."""
+    at = ALIGN
+    while at + ALIGN <= size:
+        found = _part(shelf, segment, at, size)
+        if found is not None:
+            yield found
+            at += -(-found.place.length // ALIGN) * ALIGN
+        else:
+            at += ALIGN
+
+
+def _part(shelf: Shelf, segment: str, at: int, size: int) -> Part | None:
+    try:
+        head = shelf.get(Place(segment, at, ALIGN))
+        if bytes(head[:8]) == attachments.MAGIC:
+            length = attachments.blob_size(head)
+            if at + length > size:
+                return None
+            place = Place(segment, at, length)
+            return Part(place, [], attachments.open_blob(shelf.get(place), verify=True).hash)
+        frame = read_header(bytes(head[:HEADER_BYTES]))
+        if frame.compression is not None or at + frame.stop > size:
+            return None
+        place = Place(segment, at, frame.stop)
+        many: Experiences = decode(shelf.get(place), private=shelf.private)
+        return Part(place, list(ids(many.columns["eid"]).uid) if len(many) else [], None)
+    except (WireError, MissingSegment, Damaged):
+        return None

@@ -1,0 +1,317 @@
+"""Appending: durable, whole, idempotent; what is added late is a revision, and what differs is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+
+import rollbook
+from rollbook import EID, Experience, Experiences
+from rollbook.book import Appended, BookError, Conflict, MaxSize
+from rollbook.experiences import from_rows
+from tests.book.records import check, group, ledger, record, records, take
+from tests.strategies import exact, exact_rows, full_record, record_lists
+
+
+def test_what_append_returned_for_is_there_after_opening_again(durable_url: str) -> None:
+    made = records(3, reward=0.5)
+    with rollbook.open(durable_url) as book:
+        assert book.append(made) == Appended(admitted=3)
+    with rollbook.open(durable_url) as book:
+        assert len(book) == 3
+        assert exact_rows(book.get([each.eid.uid for each in made])) == exact_rows(made)
+        assert book.append(made) == Appended(known=3)
+        check(book)
+
+
+def test_one_several_columns_and_a_generator_are_taken(url: str) -> None:
+    with rollbook.open(url) as book:
+        assert book.append(record(suffix="one")).admitted == 1
+        assert book.append(records(2)).admitted == 2
+        assert book.append(Experiences(records(2, start=2))).admitted == 2
+        assert book.append(each for each in records(2, start=4)).admitted == 2
+        assert book.append([]) == Appended()
+        assert book.append(Experiences()) == Appended()
+        assert len(book) == 7 and len(book.where().uids()) == 7
+        assert [event.kind for event in book.history("//0/0/one")] == ["admitted"]
+
+
+@pytest.mark.parametrize("bad", ["text", b"bytes", {"tokens": [1]}, 3, None])
+def test_what_is_no_record_is_refused(bad: Any) -> None:
+    book = rollbook.open("memory:")
+    with pytest.raises(ValueError, match=f"append: got {type(bad).__name__}, expected an Experience"):
+        book.append(bad)
+    with pytest.raises((TypeError, ValueError), match="Experience"):
+        book.append([record(suffix="a"), "b"])  # type: ignore[list-item]
+    assert len(book) == 0
+
+
+def test_the_same_record_again_changes_nothing(url: str) -> None:
+    with rollbook.open(url) as book:
+        made = records(3, reward=1.0)
+        book.append(made)
+        before = ledger(book)
+        assert book.append(made) == Appended(known=3)
+        assert book.append(made[1]) == Appended(known=1)
+        assert ledger(book) == before
+        take(book, 2)
+        before = ledger(book)
+        assert book.append(made) == Appended(known=3)
+        assert ledger(book) == before
+
+
+def test_the_same_record_is_known_after_revisions_of_every_kind(url: str) -> None:
+    with rollbook.open(url) as book:
+        first = record(suffix="a", info={"i": 1})
+        book.append(first)
+        scored = first.replace(reward=0.5)
+        assert book.append(scored) == Appended(revised=1)
+        advanced = scored.replace(advantages=torch.ones(3))
+        assert book.append(advanced) == Appended(revised=1)
+        book.revise(first, reward=0.75, author="ana")
+        before = ledger(book)
+        # As it was admitted, and as it was after each addition.
+        for each in (first, scored, advanced):
+            assert book.append(each) == Appended(known=1)
+        assert ledger(book) == before
+        assert book["//0/0/a"].reward == 0.75
+
+
+def test_late_fields_are_revisions(url: str) -> None:
+    with rollbook.open(url) as book:
+        first = record(suffix="a", info={"i": 1})
+        book.append([first, record(suffix="b")])
+        more = first.replace(
+            reward=0.25, advantages=torch.tensor([1.0, 2.0, 3.0]), returns=torch.zeros(3), info={"i": 1, "judge": "x"}
+        )
+        assert book.append([more, record(suffix="c"), record(suffix="b")], author="scorer") == Appended(
+            admitted=1, known=1, revised=1
+        )
+        assert exact(book["//0/0/a"]) == exact(more)
+        told = book.history("//0/0/a")[-1]
+        assert (told.kind, told.detail["author"], told.detail["is"]["reward"]) == ("revised", "scorer", 0.25)
+        assert {"reward", "advantages", "returns"} <= {name.partition(".")[0] for name in told.detail["fields"]}
+        assert book.where(("reward", "=", 0.25)).uids() == ["//0/0/a"]
+        check(book)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokens", torch.tensor([1, 2, 3, 4, 6])),
+        ("reward", 0.75),
+        ("logprobs", torch.zeros(3)),
+        ("response_text", "other"),
+        ("info", {"i": 2}),
+        ("advantages", torch.zeros(3)),
+    ],
+)
+def test_a_different_record_under_the_same_id_names_the_field(name: str, value: Any) -> None:
+    book = rollbook.open("memory:")
+    first = record(
+        suffix="a", reward=0.5, response_text="text", info={"i": 1}, advantages=torch.ones(3), logprobs=torch.ones(3)
+    )
+    book.append(first)
+    before = ledger(book)
+    with pytest.raises(Conflict, match=rf"//0/0/a.*{name}"):
+        book.append([record(suffix="new"), first.replace(**{name: value})])
+    assert ledger(book) == before
+    assert "//0/0/new" not in book
+
+
+def test_a_conflict_writes_nothing(url: str) -> None:
+    with rollbook.open(url) as book:
+        book.append(record(suffix="a", reward=0.5))
+        before = ledger(book)
+        with pytest.raises(Conflict, match="reward"):
+            book.append([record(suffix="b"), record(suffix="a", reward=0.75), record(suffix="c")])
+        assert ledger(book) == before
+
+
+def test_duplicates_within_one_call(url: str) -> None:
+    with rollbook.open(url) as book:
+        one = record(suffix="a")
+        assert book.append([one, one, record(suffix="b"), one]) == Appended(admitted=2, known=2)
+        assert len(book) == 2
+        with pytest.raises(Conflict, match=r"records 1 and 2 .* '//0/0/c'"):
+            book.append([record(suffix="d"), record(suffix="c"), record(suffix="c", reward=1.0)])
+        assert "//0/0/d" not in book
+
+
+def test_a_bad_record_in_the_middle_writes_nothing(url: str) -> None:
+    with rollbook.open(url) as book:
+        with pytest.raises(ValueError, match="NUL"):
+            book.append([record(suffix="a"), record(suffix="b\0")])
+        assert len(book) == 0 and "//0/0/a" not in book
+
+
+def test_evaluation_records_are_kept_beside_and_never_leased(url: str) -> None:
+    with rollbook.open(url) as book:
+        book.append(records(2), evaluation=True)
+        book.append(records(1, start=2))
+        assert len(book) == 3
+        assert (book.counts().admitted, book.counts().evaluation) == (1, 2)
+        assert len(book.lease(10)) == 1
+        book.consumer("later")
+        assert book.counts("later").waiting == 1
+        assert book.where(evaluation=True).count() == 2
+        assert book["//0/0/0000"].info == {"i": 0}
+        assert book.history("//0/0/0000")[0].detail == {"evaluation": True}
+        with pytest.raises(Conflict, match="for training, it is there for evaluation"):
+            book.append(records(1))
+        with pytest.raises(Conflict, match="for evaluation, it is there for training"):
+            book.append(records(1, start=2), evaluation=True)
+        # Neither a revision nor a group of its task makes one a record to train on.
+        book.revise("//0/0/0000", reward=1.0, author="ana", retrain=True)
+        assert not book.lease(10)
+        check(book)
+
+
+def test_evaluation_runs_do_not_complete_a_group_of_training(url: str) -> None:
+    with rollbook.open(url) as book:
+        first, second = group(1, 2, size=2)
+        book.append(first)
+        book.append(second, evaluation=True)
+        assert not book.lease(1, by="group")
+
+
+def test_media_are_stored_once(url: str) -> None:
+    pixels = torch.arange(4096, dtype=torch.float32)
+    with rollbook.open(url) as book:
+        book.append([record(suffix=f"{i}", multi_modal_inputs={"pixel_values": pixels}) for i in range(4)])
+        book.append(record(suffix="4", multi_modal_inputs={"pixel_values": pixels.clone()}))
+        found = book.sql("select size, uses from media").rows()
+        assert len(found) == 1 and found[0][1] == 5
+        assert found[0][0] >= pixels.nbytes
+        assert sum(book.shelf.segments().values()) < 2 * pixels.nbytes
+        for i in range(5):
+            inputs = book[f"//0/0/{i}"].multi_modal_inputs
+            assert inputs is not None and torch.equal(inputs["pixel_values"], pixels)
+        book.delete([f"//0/0/{i}" for i in range(4)], author="ana")
+        assert book.sql("select uses from media").rows() == [(1,)]
+        assert torch.equal(book["//0/0/4"].multi_modal_inputs["pixel_values"], pixels)  # type: ignore[index]
+
+
+@settings(max_examples=25)
+@given(rows=record_lists(max_size=4))
+def test_any_record_comes_back_exactly(rows: list[Experience]) -> None:
+    kept: dict[str, Experience] = {}
+    for row in rows:
+        if "\0" not in row.eid.uid:
+            kept.setdefault(row.eid.uid, row)
+    with rollbook.open("memory:") as book:
+        book.append(list(kept.values()))
+        assert exact_rows(book.get(list(kept))) == exact_rows(kept.values())
+        assert book.append(list(kept.values())) == Appended(known=len(kept))
+        check(book)
+
+
+def odd_records() -> list[Experience]:
+    plain = full_record("single_turn", 1)
+    return [
+        plain,
+        full_record("multi_turn", 2),
+        full_record("dpo", 3),
+        record(
+            suffix="bf16",
+            logprobs=torch.tensor([0.5, float("nan"), -0.0], dtype=torch.bfloat16),
+            reward=float("nan"),
+            finish_reason="a\0b\ud800",
+            info={"array": np.float32(0.1), "text": "\0\ud800", 3: (1, 2), "big": 2**70},
+        ),
+        record("漢/字", 1, suffix="%", reward=float("-inf"), response_text="\ud83d\ude00"),
+        record(suffix="reward", reward=float("inf"), token_level_reward=torch.zeros(3, dtype=torch.float64)),
+        Experience(eid=EID(suffix="short"), tokens=[1, 2]),
+    ]
+
+
+def test_odd_records_come_back_exactly_from_every_kind_of_book(url: str) -> None:
+    made = odd_records()
+    with rollbook.open(url) as book:
+        book.append(made)
+        assert exact_rows(book.get([each.eid.uid for each in made])) == exact_rows(made)
+        assert exact(book[made[2].eid]) == exact(made[2])
+        assert exact_rows(book.lease(len(made)).experiences) == exact_rows(made)
+        assert book.append(made) == Appended(known=len(made))
+
+
+def test_columns_of_a_newer_version_survive(url: str) -> None:
+    many = from_rows(records(2))
+    many = Experiences._of({**many.columns, "from_the_future": pa.array([1, None])}, 2)
+    assert many[0].unknown
+    with rollbook.open(url) as book:
+        book.append(many)
+        book.append(records(1, start=2))
+        found = book.get(["//0/0/0001", "//0/0/0000", "//0/0/0002"])
+        assert exact_rows(found)[:2] == [exact(many[1]), exact(many[0])]
+        assert book.append(found) == Appended(known=3)
+
+
+def test_records_stay_as_they_were_when_the_callers_change(url: str) -> None:
+    with rollbook.open(url) as book:
+        one = record(suffix="a", advantages=torch.ones(3))
+        book.append(one)
+        one.advantages.zero_()  # type: ignore[union-attr]
+        found = book["//0/0/a"]
+        assert found.advantages is not None and found.advantages.tolist() == [1, 1, 1]
+        found.advantages.zero_()
+        assert book["//0/0/a"].advantages.tolist() == [1, 1, 1]  # type: ignore[union-attr]
+
+
+def test_two_threads_that_append_the_same_admit_it_once(url: str) -> None:
+    with rollbook.open(url) as book:
+        results: list[Appended] = []
+        threads = [threading.Thread(target=lambda: results.append(book.append(records(8)))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sum(each.admitted for each in results) == 8
+        assert sum(each.known for each in results) == 24
+        assert len(book) == 8
+        check(book)
+
+
+def test_aappend(url: str) -> None:
+    with rollbook.open(url) as book:
+        assert asyncio.run(book.aappend(records(2), evaluation=True)) == Appended(admitted=2)
+        assert book.counts().evaluation == 2
+
+
+def test_tombstones_are_not_admitted_as_records(url: str) -> None:
+    with rollbook.open(url) as book:
+        lost = record(1, 0, suffix="x")
+        assert book.fail(lost.eid, "crashed") == 1
+        assert book.fail([lost.eid], "crashed") == 0
+        assert book.counts().dropped == {"crashed": 1}
+        with pytest.raises(Conflict, match="crashed"):
+            book.append(lost)
+        with pytest.raises(ValueError, match="reason"):
+            book.fail(lost.eid, "")
+        for word in ("deleted", "rewound"):  # What the ledger itself says of records.
+            with pytest.raises(ValueError, match=f"reason: got '{word}'"):
+                book.fail(EID(suffix="y"), word)
+        check(book)
+
+
+def test_the_largest_size_drops_as_records_come(url: str) -> None:
+    with rollbook.open(url, removers=[MaxSize(3)]) as book:
+        book.append(records(5))
+        assert book.counts().dropped == {"max_size": 2}
+        assert [each.info["i"] for each in book.lease(5)] == [2, 3, 4]
+        check(book)
+
+
+def test_appending_to_a_closed_book(tmp_path: Path) -> None:
+    book = rollbook.open(tmp_path / "book")
+    book.close()
+    with pytest.raises(BookError, match="closed"):
+        book.append(records(1))

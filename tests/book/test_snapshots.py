@@ -1,0 +1,467 @@
+"""Snapshots and forks: copies between all kinds of books, whole or not there, with no byte that is not theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollbook
+from rollbook import EID, Experience
+from rollbook.book import Book, BookError, LeaseLost, MaxUses, Uniform, windows
+from tests.book.conftest import KINDS, fresh
+from tests.book.postgres import Server
+from tests.book.test_checkpoints import record, seen, sequence, some, sound
+
+
+class Stopped(BaseException):
+    """As a process that is killed: nothing but a handler of everything sees it."""
+
+
+@pytest.fixture
+def watched() -> Iterator[Callable[[Callable[[str], None]], None]]:
+    yield windows.watch
+    windows.watch(None)
+
+
+@pytest.fixture(params=KINDS)
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Where a copy goes: beside `url`, of each kind."""
+    if request.param != "postgresql":
+        yield str(tmp_path / "copies" / "copy") if request.param == "folder" else "memory:"
+        return
+    server: Server = request.getfixturevalue("postgres")
+    made = server.database()
+    yield made
+    server.drop(made)
+
+
+@pytest.fixture
+def book(url: str) -> Iterator[Book]:
+    with rollbook.open(url, tokenizer="t1", sampler=Uniform(), seed=4) as opened:
+        yield opened
+
+
+def picture(seed: int) -> dict[str, Any]:
+    return {"pixel_values": np.random.default_rng(seed).random((64, 64)).astype(np.float32)}
+
+
+def contents(book: Book) -> dict[str, Any]:
+    """Every record that is there, whole, by id."""
+    with book.ledger.read() as tx:
+        uids = [uid for (uid,) in tx.all("SELECT uid FROM records WHERE segment IS NOT NULL ORDER BY seq")]
+    return {each.eid.uid: each.to_dict() for each in book.get(uids)} if uids else {}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return repr(one) == repr(other)
+
+
+def rows(book: Book, sql: str) -> list[Any]:
+    with book.ledger.read() as tx:
+        return tx.all(sql)
+
+
+def events(book: Book) -> list[Any]:
+    return rows(book, "SELECT id, time, seq, consumer, kind, reason, step, lease, detail FROM events ORDER BY id")
+
+
+def lived(book: Book) -> None:
+    """A book with some of everything."""
+    book.append(some(range(3), version=1))
+    book.append([record(9, batch="eval")], evaluation=True)
+    book.append(
+        [record(4, 0).replace(multi_modal_inputs=picture(1)), record(4, 1).replace(multi_modal_inputs=picture(1))]
+    )
+    book.fail(EID(batch="b", task=7, run=0, suffix="s"), group_size=1)
+    book.announce(2)
+    book.consumer("critic")
+    book.lease(1, by="group").ack(step=1)
+    book.lease(2, consumer="critic").ack(step=1)
+    book.revise(record(1, 0), reward=7.0, author="ana")
+    book.redact(record(1, 1), ["info"], author="ana")
+    book.delete(record(2, 0), author="ana")
+
+
+# --- snapshots ----------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_the_book(book: Book, target: str) -> None:
+    lived(book)
+    before = seen(book), events(book), contents(book)
+    with book.snapshot(target) as copy:
+        assert (seen(book), events(book)) == before[:2]
+        assert seen(copy) == before[0]
+        assert events(copy)[:-1] == before[1]
+        assert events(copy)[-1][4] == "copied"
+        assert same(contents(copy), before[2])
+        assert len(before[2]) == 8
+        sound(copy)
+        assert copy.counts() == book.counts()
+        [(own,)], [(other,)] = (rows(each, "SELECT value FROM meta WHERE key = 'book'") for each in (copy, book))
+        assert own != other
+        told = json.loads(rows(copy, "SELECT value FROM meta WHERE key = 'from'")[0][0])
+        assert told == {"book": other, "event": before[1][-1][0], "checkpoint": None, "from": None}
+        # Both go on, on their own.
+        assert copy.append([record(1, 0, version=1), record(4, 0).replace(multi_modal_inputs=picture(1))]).known == 2
+        assert copy.append(some(range(20, 22))).admitted == 4
+        assert sequence(copy, "group", 2, 1) == sequence(book, "group", 2, 1)
+        assert len(copy) == len(book) + 4
+        copy.compact()
+        assert copy[record(4, 0).eid.uid].multi_modal_inputs is not None
+        sound(copy)
+
+
+def test_a_copy_of_a_copy_knows_both() -> None:
+    with rollbook.open("memory:") as book, book.snapshot("memory:") as one, one.snapshot("memory:") as two:
+        told = json.loads(rows(two, "SELECT value FROM meta WHERE key = 'from'")[0][0])
+        assert told["book"] == rows(one, "SELECT value FROM meta WHERE key = 'book'")[0][0]
+        assert told["from"]["book"] == rows(book, "SELECT value FROM meta WHERE key = 'book'")[0][0]
+
+
+def test_a_book_of_one_tokenizer_stays_one(book: Book) -> None:
+    book.append(some(range(1)))
+    with book.snapshot("memory:", tokenizer="t2") as copy, pytest.raises(BookError, match="tokenizer"):
+        copy.append(some(range(5, 6)))
+
+
+def test_leases_are_void_in_the_copy_and_live_in_the_book(book: Book, target: str) -> None:
+    book.append(some(range(4)))
+    lease = book.lease(2, by="group")
+    with book.snapshot(target) as copy:
+        assert copy.counts().leased == 0
+        assert rows(copy, "SELECT state FROM leases") == [("voided",)]
+        assert rows(copy, "SELECT samples FROM consumers") == [(0,)]
+        assert copy.history(lease.uids[0])[-1].kind == "voided"
+        sound(copy)
+        assert len(copy.lease(9, by="group")) == 8
+    assert book.counts().leased == 4
+    lease.ack()
+    sound(book)
+
+
+def test_checkpoints_work_in_the_copy(book: Book, target: str) -> None:
+    book.append(some(range(5)))
+    book.checkpoint("saved")
+    then = seen(book)
+    first = sequence(book, "group", 3, 1)
+    with book.snapshot(target) as copy:
+        copy.rewind("saved")
+        assert seen(copy) == then
+        assert sequence(copy, "group", 3, 1) == first
+        sound(copy)
+
+
+def test_bytes_that_are_nobodys_are_not_copied(tmp_path: Path) -> None:
+    secret = b"a word that was deleted"
+    with rollbook.open(tmp_path / "book") as book:
+        book.append([record(0, 0).replace(response_text=secret.decode()), record(0, 1)])
+        book.append([record(1, 0).replace(response_text="kept", info={"word": secret.decode()})])
+        book.delete(record(0, 0), author="ana")
+        book.redact(record(1, 0), ["info"], author="ana")
+        with book.snapshot(tmp_path / "copy") as copy:
+            assert copy[record(0, 1).eid.uid].tokens.tolist() == record(0, 1).tokens.tolist()
+            assert copy[record(1, 0).eid.uid].response_text == "kept"
+    found = {
+        kind: any(secret in path.read_bytes() for path in (tmp_path / kind).rglob("*") if path.is_file())
+        for kind in ("book", "copy")
+    }
+    assert found == {"book": True, "copy": False}
+
+
+def test_small_pieces_make_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollbook.book import snapshots
+
+    monkeypatch.setattr(snapshots, "PIECE", 2)
+    monkeypatch.setattr(snapshots, "PUT_BYTES", 100)
+    with rollbook.open("memory:") as book:
+        lived(book)
+        with book.snapshot("memory:", segment_bytes=1000) as copy:
+            assert seen(copy) == seen(book)
+            assert same(contents(copy), contents(book))
+            assert len(copy.shelf.segments()) > 2
+
+
+def test_a_reader_may_copy(tmp_path: Path) -> None:
+    with rollbook.open(tmp_path / "book") as book:
+        book.append(some(range(2)))
+        book.checkpoint("saved")
+    with rollbook.open(tmp_path / "book", "r") as reader:
+        with reader.snapshot("memory:") as copy, reader.fork("saved", "memory:") as other:
+            assert len(copy) == len(other) == 4
+
+
+# --- where to -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "book", "link"])
+def test_a_folder_that_is_not_empty_is_refused(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "there"
+    if kind == "file":
+        place.write_text("x")
+    elif kind == "folder":
+        (place / "x").mkdir(parents=True)
+    elif kind == "book":
+        rollbook.open(place).close()
+    else:
+        (tmp_path / "other").mkdir()
+        place.symlink_to(tmp_path / "other")
+    before = sorted(tmp_path.rglob("*"))
+    with rollbook.open("memory:") as book, pytest.raises(BookError, match="expected a new or an empty folder"):
+        book.snapshot(place)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with rollbook.open("memory:") as book:
+        book.append(some(range(2)))
+        book.snapshot(tmp_path / "there").close()
+    with rollbook.open(tmp_path / "there", "r") as copy:
+        assert len(contents(copy)) == 4
+
+
+def test_a_schema_that_is_not_empty_is_refused(postgres_url: str) -> None:
+    with rollbook.open(postgres_url) as book:
+        book.append(some(range(2)))
+        with pytest.raises(BookError, match="schema 'rollbook'.*expected a new or an empty one"):
+            book.snapshot(postgres_url)
+        separator = "&" if "?" in postgres_url else "?"
+        with book.snapshot(f"{postgres_url}{separator}schema=other") as copy:
+            assert len(contents(copy)) == 4
+            copy.append(some(range(5, 6)))
+        names = rows(book, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'copying%'")
+        assert (len(book), names) == (4, [])
+
+
+def test_the_data_of_a_copy_may_lie_in_a_folder(postgres_url: str, tmp_path: Path) -> None:
+    with rollbook.open("memory:") as book:
+        lived(book)
+        place = f"file://{tmp_path}/data"
+        with book.snapshot(postgres_url, data=place) as copy:
+            assert same(contents(copy), contents(book))
+        with rollbook.open(postgres_url, "r", data=place) as copy:
+            assert same(contents(copy), contents(book))
+        with pytest.raises(BookError, match="holds segments already"):
+            separator = "&" if "?" in postgres_url else "?"
+            book.snapshot(f"{postgres_url}{separator}schema=other", data=place)
+
+
+@pytest.mark.parametrize(("url", "options"), [("", {}), (b"x", {}), ("memory:", {"seed": 3}), ("s3://x", {})])
+def test_bad_places_and_options_are_refused(url: Any, options: dict[str, Any]) -> None:
+    with rollbook.open("memory:") as book, pytest.raises(ValueError, match="got|none of its options"):
+        book.snapshot(url, **options)
+
+
+# --- while others go on -------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_one_state_while_others_write(durable_url: str) -> None:
+    """A writer appends groups of three in one append: a copy holds whole ones only, and what came before it."""
+    stop = threading.Event()
+    done: list[int] = []
+
+    def write() -> None:
+        with rollbook.open(durable_url) as writer:
+            for task in range(10_000):
+                if stop.is_set():
+                    return
+                writer.append([record(task, run, size=3) for run in range(3)])
+                done.append(task)
+                if task % 3 == 0:
+                    writer.lease(1, by="group").ack(step=task)
+
+    with rollbook.open(durable_url) as book:
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            for _ in range(3):
+                while len(done) < 4:
+                    stop.wait(0.01)
+                known = len(done)
+                with book.snapshot("memory:") as copy:
+                    assert len(copy) % 3 == 0
+                    assert len(copy) >= 3 * known
+                    assert len(contents(copy)) == len(copy)
+                    sound(copy)
+        finally:
+            stop.set()
+            thread.join()
+        sound(book)
+
+
+def test_compaction_may_move_what_is_copied(book: Book, watched: Any) -> None:
+    for task in range(6):
+        book.append(some(range(task, task + 1)))
+    book.append(record(9, 0).replace(multi_modal_inputs=picture(3)))
+    book.delete([record(task, 0) for task in range(6)], author="ana")
+    expected = contents(book)
+    moved = []
+
+    def meddle(name: str) -> None:
+        if name == "during snapshot" and not moved:
+            moved.append(name)
+            before = set(book.shelf.segments())
+            book.shelf.seal()
+            book.compact(garbage=0.0)
+            assert not before & set(book.shelf.segments())
+
+    watched(meddle)
+    with book.snapshot("memory:") as copy:
+        assert moved
+        assert same(contents(copy), expected)
+        sound(copy)
+
+
+def test_a_revision_whose_old_bytes_are_gone_starts_the_copy_anew(book: Book, watched: Any) -> None:
+    book.append(some(range(2)))
+    tries = []
+
+    def meddle(name: str) -> None:
+        if name == "during snapshot":
+            tries.append(name)
+            if len(tries) == 1:
+                book.revise(
+                    {record(task, run).eid.uid: {"reward": 9.0} for task in range(2) for run in range(2)}, author="a"
+                )
+                book.shelf.seal()
+                book.compact()
+
+    watched(meddle)
+    with book.snapshot("memory:") as copy:
+        assert len(tries) == 2
+        assert same(contents(copy), contents(book))
+        assert copy[record(0, 0).eid.uid].reward == 9.0
+        assert rows(copy, "SELECT revision FROM records") == [(1,)] * 4
+
+
+@pytest.mark.parametrize("window", ["during snapshot", "end of snapshot", "before rename"])
+def test_half_a_copy_is_no_book(window: str, tmp_path: Path, watched: Any) -> None:
+    def stop(name: str) -> None:
+        if name == window:
+            assert not (tmp_path / "copy").exists()
+            raise Stopped
+
+    with rollbook.open(tmp_path / "book") as book:
+        lived(book)
+        watched(stop)
+        with pytest.raises(Stopped):
+            book.snapshot(tmp_path / "copy")
+        windows.watch(None)
+        assert os.listdir(tmp_path) == ["book"]
+        book.snapshot(tmp_path / "copy").close()
+
+
+def test_half_a_copy_leaves_no_schema(postgres_url: str, watched: Any) -> None:
+    def stop(name: str) -> None:
+        if name == "before rename":
+            raise Stopped
+
+    with rollbook.open("memory:") as book:
+        book.append(some(range(1)))
+        watched(stop)
+        with pytest.raises(Stopped):
+            book.snapshot(postgres_url)
+        windows.watch(None)
+        with book.snapshot(postgres_url) as copy:
+            names = rows(copy, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'copying%'")
+            assert (len(copy), names) == (2, [])
+
+
+# --- forks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, target: str) -> None:
+    book.consumer(removers=[MaxUses(2)], change=True)
+    lived(book)
+    book.checkpoint("older")
+    book.lease(1).ack(step=2)
+    book.checkpoint("saved")
+    then, told = seen(book), events(book)
+    with book.snapshot("memory:") as copy:
+        kept = contents(copy)
+    # What follows it: records, uses, an announced version, another consumer, another checkpoint.
+    book.append(some(range(10, 14)))
+    first = sequence(book, "group", 4, 2)
+    held = book.lease(1, by="group")
+    book.announce(9)
+    book.consumer("judge")
+    book.checkpoint("newer")
+    book.lease(2, consumer="judge").ack()
+    now = seen(book), events(book)
+    with book.fork("saved", target) as other:
+        assert (seen(book), events(book)) == now
+        mine = seen(other)
+        assert mine["work"][: len(then["work"])] == then["work"]
+        assert [row for row in mine["work"] if row[0] == 3] == [row for row in seen(other)["work"] if row[0] == 3]
+        for part in ("groups", "version"):
+            assert mine[part] == then[part]
+        assert mine["consumers"][:2] == then["consumers"]
+        assert same(contents(other), kept)
+        assert events(other)[: len(told)] == told
+        assert {row[4] for row in events(other)[len(told) :]} <= {"copied", "dropped"}
+        assert [p.name for p in other.checkpoints()] == ["older", "saved"]
+        assert other.counts("critic") == Book.counts(other, "critic")
+        sound(other)
+        # The other run brings the same records, and is given the same.
+        assert other.append(some(range(10, 14))).admitted == 8
+        assert sequence(other, "group", 4, 2) == first
+        sound(other)
+        other.rewind("older")
+        sound(other)
+    held.ack()
+    sound(book)
+
+
+def test_a_fork_knows_revisions_and_deletions_that_came_later(book: Book) -> None:
+    book.append(some(range(3)))
+    book.checkpoint("saved")
+    book.revise(record(0, 0), reward=4.0, author="ana")
+    book.delete(record(1, 0), author="ana")
+    book.append(record(5, 0))
+    book.lease(3).ack()
+    with book.fork("saved", "memory:") as other:
+        assert other[record(0, 0).eid.uid].reward == 4.0
+        assert [entry.kind for entry in other.history(record(0, 0))] == ["admitted", "revised"]
+        assert (other.counts().waiting, other.counts().dropped) == (5, {"deleted": 1})
+        assert record(5, 0) not in other
+        assert other.trained() == {}
+        told = json.loads(rows(other, "SELECT value FROM meta WHERE key = 'from'")[0][0])
+        assert told["checkpoint"] == "saved"
+        sound(other)
+
+
+def test_a_fork_ends_leases_that_lived_at_the_checkpoint(book: Book) -> None:
+    book.append(some(range(3)))
+    lease = book.lease(2)
+    book.checkpoint("saved")
+    lease.ack()
+    with book.fork("saved", "memory:") as other:
+        assert other.counts().waiting == 6
+        assert rows(other, "SELECT samples FROM consumers") == [(0,)]
+        assert set(other.lease(6).uids) == {each.eid.uid for each in some(range(3))}
+        sound(other)
+    with pytest.raises(LeaseLost):
+        lease.ack()
+
+
+def test_a_fork_from_nowhere_is_refused(tmp_path: Path) -> None:
+    with rollbook.open("memory:") as book, pytest.raises(KeyError, match="'nowhere', the book has none"):
+        book.fork("nowhere", tmp_path / "copy")
+    assert os.listdir(tmp_path) == []
+
+
+def test_fresh_places_differ(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Experience of one book does not reach the other: no memory is shared."""
+    with rollbook.open(fresh("memory", request, tmp_path)) as book:
+        book.append(Experience(tokens=[1, 2, 3], eid=EID(task=1, suffix="s")))
+        with book.snapshot("memory:") as copy:
+            uid = EID(task=1, suffix="s").uid
+            copy[uid].tokens[0] = 9
+            assert book[uid].tokens.tolist() == copy[uid].tokens.tolist() == [1, 2, 3]
