@@ -647,8 +647,9 @@ def act(book: Book, now: list[float], operations: list[tuple[str, Any, int]], fr
             elif kind == "hold":
                 held.append(lease)
             elif lease:
+                follows = kind == "train" and book.consumer().sampler.key is not None
                 given = {uid: (len(uid) + second) % 5 / 2 for uid in lease.uids}
-                lease.ack(step=second, priorities=given)
+                lease.ack(step=second, priorities=given if follows else None)
         elif kind == "drop":
             uid = record(first).eid.uid
             if uid in book:

@@ -370,19 +370,27 @@ def test_stale_records_that_somebody_wants_keep_their_bytes(url: str) -> None:
 def test_what_the_oldest_checkpoint_needs_keeps_its_bytes(url: str) -> None:
     with rollbook.open(url, removers=MaxSize(2)) as book:
         book.append([record(i) for i in range(4)])  # drops 0 and 1 before the checkpoint
-        with book.ledger.write() as tx:
-            event = tx.one("SELECT MAX(id) FROM events")[0]
-            tx.run(
-                "INSERT INTO checkpoints (name, event, seq, made, state) VALUES ('c', ?, 4, ?, '{}')", (event, tx.now)
-            )
+        book.checkpoint("old")
         book.append([record(i) for i in range(4, 6)])  # drops 2 and 3 after it
+        book.checkpoint("new")
         assert book.counts().dropped == {"max_size": 4}
         assert book.compact().purged == 2
         sound(book, {i: record(i) for i in range(2, 6)})
-        with book.ledger.write() as tx:
-            tx.run("DELETE FROM checkpoints")
+        book.forget("old")
         assert book.compact().purged == 2
         sound(book, {i: record(i) for i in range(4, 6)})
+
+
+def test_a_rewind_after_compaction_offers_what_was_dropped_since(url: str) -> None:
+    with rollbook.open(url, removers=MaxSize(2)) as book:
+        book.append([record(i) for i in range(4)])
+        book.checkpoint("start")
+        book.append([record(i) for i in range(4, 6)])
+        book.compact(garbage=0.0)
+        book.rewind("start", later="drop")
+        book.compact(garbage=0.0)
+        with book.lease(8) as lease:
+            assert lease.experiences == Experiences([record(2), record(3)])
 
 
 def test_trained_and_evaluation_records_keep_their_bytes(url: str) -> None:

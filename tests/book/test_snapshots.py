@@ -110,8 +110,8 @@ def test_a_copy_is_the_book(book: Book, target: str) -> None:
         assert told == {"book": other, "event": before[1][-1][0], "checkpoint": None, "from": None}
         # Both go on, on their own.
         assert copy.append([record(1, 0, version=1), record(4, 0).replace(multi_modal_inputs=picture(1))]).known == 2
-        assert copy.append(some(range(20, 22))).admitted == 4
         assert sequence(copy, "group", 2, 1) == sequence(book, "group", 2, 1)
+        assert copy.append(some(range(20, 22))).admitted == 4
         assert len(copy) == len(book) + 4
         copy.compact()
         assert copy[record(4, 0).eid.uid].multi_modal_inputs is not None
@@ -310,7 +310,8 @@ def test_compaction_may_move_what_is_copied(book: Book, watched: Any) -> None:
             before = set(book.shelf.segments())
             book.shelf.seal()
             book.compact(garbage=0.0)
-            assert not before & set(book.shelf.segments())
+            # In a database the picture has a segment of its own, which has no need to move.
+            assert len(before & set(book.shelf.segments())) <= (book.ledger.dialect == "postgresql")
 
     watched(meddle)
     with book.snapshot("memory:") as copy:
@@ -327,11 +328,10 @@ def test_a_revision_whose_old_bytes_are_gone_starts_the_copy_anew(book: Book, wa
         if name == "during snapshot":
             tries.append(name)
             if len(tries) == 1:
-                book.revise(
-                    {record(task, run).eid.uid: {"reward": 9.0} for task in range(2) for run in range(2)}, author="a"
-                )
+                book.revise({each.eid.uid: {"reward": 9.0} for each in some(range(2))}, author="ana")
                 book.shelf.seal()
-                book.compact()
+                book.compact(garbage=0.0, grace=0.0)
+                book.compact(garbage=0.0, grace=0.0)
 
     watched(meddle)
     with book.snapshot("memory:") as copy:
@@ -394,6 +394,7 @@ def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, 
     book.consumer("judge")
     book.checkpoint("newer")
     book.lease(2, consumer="judge").ack()
+    book.lease(1, by="group").ack()
     now = seen(book), events(book)
     with book.fork("saved", target) as other:
         assert (seen(book), events(book)) == now

@@ -134,6 +134,9 @@ def append(
         new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
         stale = _commit(book, new, _store(book, new))
         if stale is not None:
+            from rollbook.book.compaction import after_append
+
+            after_append(book)
             fates |= {tag.uid: "stale" if i in stale else "admitted" for i, tag in enumerate(new.tags)}
             return result + Appended(admitted=len(fresh), stale=len(stale)), fates
         # Another writer came in between: look again.
@@ -423,15 +426,8 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
     return len(fresh)
 
 
-def _check_key(consumer: Consumer) -> None:
-    """A key that no record can have is refused as the consumer is made, not at the next append."""
-    if consumer.settings.sampler.key is not None:
-        tags.numbers(Experiences(), consumer.settings.sampler.key)
-
-
 def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
     """Offer a new consumer all that is in the book for training."""
-    _check_key(consumer)
     floor = work.floor_of(book.announced(tx), consumer.settings.max_staleness)
     last = 0
     while True:
@@ -456,7 +452,6 @@ def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
 
 def rerank(tx: Transaction, consumer: Consumer, book: Book) -> None:
     """Rank all that waits anew, for a sampler or a seed that has changed, and hold the new bounds."""
-    _check_key(consumer)
     sampler = consumer.settings.sampler
     last = 0
     while True:

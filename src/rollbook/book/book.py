@@ -142,9 +142,7 @@ class Book:
         self._writable("append")
         if timeout is not None:
             number("timeout", timeout, 0.0)
-        done = admission.append(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
-        compaction.after_append(self)
-        return done
+        return admission.append(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
 
     async def aappend(self, experiences: Experience | Iterable[Experience], **options: Any) -> Appended:
         """`append` without blocking the event loop."""

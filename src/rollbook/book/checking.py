@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from rollbook.book import attachments, consumers, reading, tags, work
+from rollbook.book import consumers, work
 from rollbook.book.errors import BookError, Damaged
+from rollbook.book.findings import LISTED, Report
+from rollbook.book.inspecting import media_problems, pages, record_problems
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.schema import INDICES, LAYOUT, TABLES
 from rollbook.book.shelves import ALIGN, FolderShelf, MissingSegment, Place
@@ -24,109 +24,8 @@ from rollbook.errors import WireError
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
-LISTED = 100
-"""How many findings of one kind a report holds; it counts the rest."""
-PAGE = 1000
-ERROR, NOTE = "error", "note"
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
 """What a write that a crash ended leaves behind."""
-_MEND = "rollbook check --repair"
-_COMPACT = "none is needed; rollbook compact removes it in time"
-_RECORD = f"{_MEND} marks the record as damaged and keeps the others; a copy elsewhere can be appended again"
-KINDS: dict[str, tuple[str, str]] = {
-    "layout": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
-    "ledger": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
-    "type": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
-    "missing": (ERROR, _RECORD),
-    "damaged": (ERROR, _RECORD),
-    "another": (ERROR, _RECORD),
-    "medium": (ERROR, _RECORD),
-    "tags": (ERROR, f"{_MEND} takes them from the record"),
-    "uses": (ERROR, f"{_MEND} counts them anew"),
-    "consumer": (ERROR, f"{_MEND} resets what cannot be read"),
-    "work": (ERROR, f"{_MEND} puts the rows in order, as far as events say"),
-    "tally": (ERROR, f"{_MEND} counts anew"),
-    "lease": (ERROR, f"{_MEND} ends it, and its records are offered again"),
-    "group": (ERROR, f"{_MEND} looks at all groups anew"),
-    "event": (ERROR, "none: the past is not made up; it does no harm to what comes"),
-    "orphan": (NOTE, _COMPACT),
-    "unused": (NOTE, _COMPACT),
-    "begun": (NOTE, f"none is needed; {_MEND} moves it away"),
-    "leftover": (NOTE, f"none is needed; {_MEND} moves it away"),
-    "stranger": (NOTE, "none: the book never reads it"),
-}
-"""Every kind of finding: how grave it is, and what helps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is not as it should be (`error`), or that is left over and harms nobody (`note`)."""
-
-    kind: str
-    severity: str
-    what: str
-    where: str
-    """A record's id, a segment, a consumer or a table."""
-    remedy: str
-
-
-@dataclass(slots=True)
-class Report:
-    """What a check found, or a repair did."""
-
-    url: str
-    deep: bool = True
-    """Whether every byte of the data was looked at, or only what is needed to find it."""
-    records: int = 0
-    media: int = 0
-    segments: int = 0
-    bytes: int = 0
-    """What was looked at; the bytes are those of the segments."""
-    findings: list[Finding] = field(default_factory=list)
-    """What is wrong now: at most `LISTED` of a kind."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """How many findings there are of each kind."""
-    repaired: list[Finding] = field(default_factory=list)
-    """What a repair did, recovered and could not recover; counted in `repairs`."""
-    repairs: Counter[str] = field(default_factory=Counter)
-    aside: str | None = None
-    """Where a repair put what it changed, as it was before."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong; what is merely left over is not."""
-        return not any(KINDS[kind][0] == ERROR for kind in self.counts)
-
-    def add(self, kind: str, what: str, where: str = "") -> None:
-        """Note a finding."""
-        self.counts[kind] += 1
-        if self.counts[kind] <= LISTED:
-            severity, remedy = KINDS[kind]
-            self.findings.append(Finding(kind, severity, what, where, remedy))
-
-    def did(self, kind: str, what: str, where: str = "", count: int = 1) -> None:
-        """Note what a repair did."""
-        if count:
-            self.repairs[kind] += count
-            if sum(each.kind == kind for each in self.repaired) < LISTED:
-                self.repaired.append(Finding(kind, NOTE, what, where, ""))
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return {
-            "url": self.url,
-            "ok": self.ok,
-            "deep": self.deep,
-            "records": self.records,
-            "media": self.media,
-            "segments": self.segments,
-            "bytes": self.bytes,
-            "counts": dict(self.counts),
-            "findings": [{name: getattr(each, name) for name in Finding.__slots__} for each in self.findings],
-            "repairs": dict(self.repairs),
-            "repaired": [{name: getattr(each, name) for name in ("kind", "what", "where")} for each in self.repaired],
-            "aside": self.aside,
-        }
 
 
 def check(book: Book, *, deep: bool = True) -> Report:
@@ -225,164 +124,12 @@ def _types(book: Book, report: Report) -> None:
                 report.add("type", "a value of another type than its column's", f"{table} row {row}")
 
 
-# --- records --------------------------------------------------------------------------------------------------------
-
-
-class Problem(NamedTuple):
-    """What is wrong with one record."""
-
-    kind: str
-    seq: int
-    uid: str
-    what: str
-    mend: Any = None
-    """Of `tags` those of the record, of `uses` the hashes of its media."""
-
-
-class _Row(NamedTuple):
-    seq: int
-    segment: Any
-    start: Any
-    size: Any
-    slot: Any
-    gone: str | None
-    tags: tags.Tags
-
-
-_ROWS = f"SELECT seq, segment, start, size, slot, gone, {', '.join(tags.Tags._fields)} FROM records"
-
-
-def _rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[_Row]:
-    found = tx.all(f"{_ROWS} WHERE {condition}", values)
-    return [_Row(*row[:6], tags.Tags(*row[6:])) for row in found]
-
-
-def pages(book: Book) -> Iterator[list[_Row]]:
-    """All records, a page at a time."""
-    last = -(1 << 63)
-    while True:
-        with book.ledger.read() as tx:
-            found = _rows(tx, f"seq > ? ORDER BY seq LIMIT {PAGE}", (last,))
-        if not found:
-            return
-        yield found
-        last = found[-1].seq
-
-
-def record_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[Problem]:
-    """What is wrong with records, in order; what compaction or a revision moved meanwhile is looked at again."""
-    for page in pages(book):
-        if report is not None:
-            report.records += len(page)
-        suspects = [problem.seq for problem in _problems(book, page, deep)]
-        for marks, part in chunks(list(dict.fromkeys(suspects))):
-            with book.ledger.read() as tx:
-                again = _rows(tx, f"seq IN ({marks}) ORDER BY seq", part)
-            yield from _problems(book, again, deep)
-
-
-def _problems(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Problem]:
-    stored: defaultdict[tuple[Any, ...], list[_Row]] = defaultdict(list)
-    for row in rows:
-        if row.segment is not None:
-            stored[row.segment, row.start, row.size].append(row)
-        elif row.gone is None:
-            yield Problem("missing", row.seq, row.tags.uid, "the ledger says neither where it lies nor why it is gone")
-    for place, mine in stored.items():
-        try:
-            frame = reading.read_frame(book, Place(*place), deep)
-        except MissingSegment:
-            for row in mine:
-                yield Problem("missing", row.seq, row.tags.uid, f"segment {place[0]} is not there")
-            continue
-        except (WireError, OSError) as error:
-            for row in mine:
-                yield Problem("damaged", row.seq, row.tags.uid, str(error))
-            continue
-        yield from _in_frame(book, frame, mine)
-
-
-def _in_frame(book: Book, frame: Any, rows: Sequence[_Row]) -> Iterator[Problem]:
-    inside = []
-    for row in rows:
-        if type(row.slot) is int and 0 <= row.slot < len(frame):
-            inside.append(row)
-        else:
-            what = f"slot {row.slot!r} of a frame of {len(frame)} records"
-            yield Problem("damaged", row.seq, row.tags.uid, what)
-    if not inside:
-        return
-    try:
-        many = frame.take([row.slot for row in inside])
-        said = tags.tags(many)
-        references = attachments.references(many)
-    except (WireError, ValueError) as error:
-        for row in inside:
-            yield Problem("damaged", row.seq, row.tags.uid, str(error))
-        return
-    uses: defaultdict[int, set[str]] = defaultdict(set)
-    known: set[str] = set()
-    with book.ledger.read() as tx:
-        for marks, part in chunks([row.seq for row in inside]):
-            for seq, key in tx.all(f"SELECT seq, hash FROM media_uses WHERE seq IN ({marks})", part):
-                uses[seq].add(key)
-        for marks, part in chunks(list({key for keys in references for key in keys})):
-            known.update(key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash IN ({marks})", part))
-    for row, mine, keys in zip(inside, said, references, strict=True):
-        uid = row.tags.uid
-        if mine.uid != uid:
-            yield Problem("another", row.seq, uid, f"the record that lies there is {mine.uid!r}")
-            continue
-        unlike = [name for name in tags.Tags._fields if getattr(mine, name) != getattr(row.tags, name)]
-        if unlike:
-            name = unlike[0]
-            what = f"{name}: the ledger has {getattr(row.tags, name)!r}, the record {getattr(mine, name)!r}"
-            yield Problem("tags", row.seq, uid, what, mine)
-        missing = [key for key in keys if key not in known]
-        if missing:
-            yield Problem("medium", row.seq, uid, f"the medium sha256:{missing[0]} is not in the book")
-        elif uses[row.seq] != set(keys):
-            what = f"the ledger counts {len(uses[row.seq])} media, the record refers to {len(set(keys))}"
-            yield Problem("uses", row.seq, uid, what, tuple(dict.fromkeys(keys)))
+# --- records and media ----------------------------------------------------------------------------------------------
 
 
 def _records(book: Book, report: Report) -> None:
     for problem in record_problems(book, report.deep, report):
         report.add(problem.kind, problem.what, problem.uid)
-
-
-def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[tuple[str, str]]:
-    """(hash, what is wrong) of media whose bytes are not what they should be."""
-    last = ""
-    while True:
-        with book.ledger.read() as tx:
-            found = tx.all(
-                f"SELECT hash, segment, start, size FROM media WHERE hash > ? ORDER BY hash LIMIT {PAGE}", (last,)
-            )
-        if not found:
-            return
-        last = found[-1][0]
-        if report is not None:
-            report.media += len(found)
-        for key, *place in found:
-            told = _medium(book, key, Place(*place), deep)
-            if told is None:
-                continue
-            with book.ledger.read() as tx:  # Compaction may have moved it.
-                now = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
-            told = None if now is None else _medium(book, key, Place(*now), deep)
-            if told is not None:
-                yield key, told
-
-
-def _medium(book: Book, key: str, place: Place, deep: bool) -> str | None:
-    try:
-        found = attachments.open_blob(book.shelf.get(place), verify=deep).hash
-    except MissingSegment:
-        return f"segment {place.segment} is not there"
-    except (WireError, OSError) as error:
-        return str(error)
-    return None if found == key else f"what lies there is sha256:{found}"
 
 
 def _media(book: Book, report: Report) -> None:
@@ -599,7 +346,9 @@ def _events(book: Book, report: Report) -> None:
             report.add("event", "no event says how it came", uid)
         rewound = tx.one("SELECT COALESCE(MAX(id), 0) FROM events WHERE kind = 'rewound'")[0]
         if book.ledger.dialect == "sqlite":
-            for (event,) in tx.all(f"SELECT id FROM events WHERE detail IS NOT NULL AND json_valid(detail) = 0 LIMIT {LISTED}"):
+            for (event,) in tx.all(
+                f"SELECT id FROM events WHERE detail IS NOT NULL AND json_valid(detail) = 0 LIMIT {LISTED}"
+            ):
                 report.add("event", "its detail is no JSON", f"event {event}")
         good = readable(tx)[0]
     for page in pages(book):

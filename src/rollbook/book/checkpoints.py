@@ -244,9 +244,7 @@ def void_leases(tx: Transaction, reason: str) -> int:
 
 def _let_go(tx: Transaction, seq: int) -> None:
     """Records that came after the checkpoint are gone, and their ids are free; what was deleted stays deleted."""
-    tx.run(
-        purging.MARK.format("SELECT DISTINCT segment, 0 FROM records WHERE seq > ? AND segment IS NOT NULL"), (seq,)
-    )
+    tx.run(purging.MARK.format("SELECT DISTINCT segment, 0 FROM records WHERE seq > ? AND segment IS NOT NULL"), (seq,))
     tx.run(
         "UPDATE records SET gone = 'rewound', segment = NULL, start = NULL, size = NULL, slot = NULL, bytes = 0 "
         "WHERE seq > ? AND (gone IS NULL OR gone <> 'deleted')",
@@ -301,11 +299,13 @@ def _put_back(
     for reason, rows in lost.items():
         work.drop(tx, consumer, rows, reason)
     other = _follow_revisions(tx, book, consumer, point, revised)
+    inserts = consumer.inserts
     later = _offer_later(tx, book, consumer, point)
+    more = consumer.inserts > inserts
     consumer.grouped = was["grouped"]
     if consumer.grouped:
         groups.refresh(tx, consumer, dict.fromkeys([*gids, *other, *later]), set(other))
-    if later:
+    if more:
         work.keep_size(tx, consumer)
 
 

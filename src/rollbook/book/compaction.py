@@ -85,6 +85,7 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
     for names in _chosen(book, garbage, small):
         _move(book, names, done)
     done.removed += _sweep(book, grace)
+    book.ledger.clear_log()
     done.after = sum(book.shelf.segments().values())
     return done
 

@@ -7,11 +7,13 @@ and changes them for everybody or for nobody.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
 from rollbook.algorithms.registry import near, number, switch, whole_number
+from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction
 from rollbook.book.limits import LIMITERS, REMOVERS, MaxAge, MaxSize, MaxUses, MinSize, SamplesToInserts, check_together
 from rollbook.book.samplers import SAMPLERS, First, Item, Priority, Sampler, State, built, described
@@ -155,7 +157,44 @@ class Settings:
         return replace(self, **options)
 
 
-_parsed = lru_cache(maxsize=64)(Settings.from_json)
+_MOST = 1 << 20  # characters of settings or of a sampler's state; both are a few numbers
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: Any) -> Settings:
+    """Settings from a ledger that anybody may have written."""
+    if not isinstance(text, str) or len(text) > _MOST:
+        raise Damaged(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
+    try:
+        return Settings.from_json(text)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        raise Damaged(f"a consumer's settings: got {text[:100]!r}, which cannot be read: {error}") from None
+
+
+def parsed_state(text: Any) -> State:
+    """A sampler's state from a ledger that anybody may have written: finite numbers, by name or in a list or dict.
+
+    >>> parsed_state('{"clock": 1.5, "ready": [2, 2.0]}')["ready"]
+    [2, 2.0]
+    """
+    found = None
+    if isinstance(text, str) and len(text) <= _MOST:
+        try:
+            found = json.loads(text)
+        except (RecursionError, ValueError):
+            found = None
+    if not isinstance(found, dict):
+        raise Damaged(f"a sampler's state: got {str(text)[:100]!r}, expected a dict")
+    for name, value in found.items():
+        shaped = {"ready": list, "rounds": dict}.get(name, (int, float))
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if (
+            not isinstance(value, shaped)
+            or (name == "ready" and len(held) != 2)
+            or not all(type(n) in (int, float) and abs(n) < 2**63 and math.isfinite(n) for n in held)
+        ):
+            raise Damaged(f"a sampler's state: {name[:40]}: got {str(value)[:100]}, expected finite numbers")
+    return found
 
 
 @dataclass
@@ -189,8 +228,10 @@ _COLUMNS = "id, name, settings, state, grouped, inserts, samples, floor, generat
 
 def _consumer(row: Any) -> Consumer:
     id_, name, settings, state, grouped, inserts, samples, floor, generation = row
+    if any(type(n) is not int for n in (id_, grouped, inserts, samples, generation, 0 if floor is None else floor)):
+        raise Damaged(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
     found = Consumer(
-        id_, name, _parsed(settings), json.loads(state), bool(grouped), inserts, samples, floor, generation
+        id_, name, _parsed(settings), parsed_state(state), bool(grouped), inserts, samples, floor, generation
     )
     found.saved = (state, grouped, inserts, samples, floor, generation)
     return found

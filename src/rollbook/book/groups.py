@@ -62,7 +62,7 @@ def _refresh(tx: Transaction, consumer: Consumer, gid: str, other: bool) -> None
             rank = sampler.rank(item, consumer.state)
     if ready or was:
         count, total = consumer.state.get("ready", (0, 0.0))
-        consumer.state["ready"] = (count + int(ready) - was, total + ready * weight - was * had)
+        consumer.state["ready"] = (count + int(ready) - was, total + (ready * weight - was * had))
     if first is None:  # All of it was rewound: there is no such group.
         tx.run("DELETE FROM groups WHERE consumer = ? AND gid = ?", (consumer.id, gid))
         return

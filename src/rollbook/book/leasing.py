@@ -131,6 +131,8 @@ class Lease:
     def renew(self, seconds: float | None = None) -> float:
         """Start the time anew (or for another time from now); when it ends."""
         lasts = self._claim.seconds if seconds is None else number("seconds", seconds, 0.0, 1e9)
+        if not self._claim.id:
+            return self.expires
         with self._book.ledger.write() as tx:
             self._check(tx)
             self.expires = tx.now + lasts
@@ -141,26 +143,32 @@ class Lease:
         self,
         step: int | None = None,
         *,
-        uids: Sequence[str] | None = None,
+        uids: Any = None,
         priorities: Mapping[str, float] | None = None,
         detail: Mapping[str, Any] | None = None,
     ) -> int:
-        """These records (or some of them) were trained on, in optimizer step `step`; how many.
+        """These records (or some of them: ids or records) were trained on, in optimizer step `step`; how many.
 
         `priorities`: new numbers for a proportional sampler. `detail`: what the ledger should say of each (micro-batch,
         weight). Raises `LeaseLost`, and changes nothing, if the lease has ended.
         """
         if step is not None:
-            whole_number("step", step)
-        given = {uid: number(f"priorities[{uid!r}]", value) for uid, value in (priorities or {}).items()}
+            step = whole_number("step", step)
         chosen = self._chosen(uids)
+        given = {}
+        for uid, value in (priorities or {}).items():
+            if uid not in chosen:
+                raise ValueError(f"priorities: got {uid!r}, which is not acknowledged here")
+            given[chosen[uid]] = number(f"priorities[{uid!r}]", value)
         if not chosen:
             return 0
         with self._book.ledger.write() as tx:
             self._check(tx)
             consumer = _consumer(tx, self._wanted.consumer)
+            if given and consumer.settings.sampler.key is None:
+                raise ValueError(f"priorities: got some, and nothing follows them in {consumer.settings.sampler!r}")
             found = self._held(tx, consumer, chosen)
-            _train(tx, consumer, found, step, self._claim.id, {chosen.get(uid): v for uid, v in given.items()}, detail)
+            _train(tx, consumer, found, step, self._claim.id, given, detail)
             if len(chosen) == len(self._left):
                 work.end_lease(tx, self._claim.id, "acked")
             consumers.save(tx, consumer)
@@ -168,7 +176,7 @@ class Lease:
         self._settle(chosen)
         return len(found)
 
-    def nack(self, reason: str = "given back", *, uids: Sequence[str] | None = None, drop: bool = False) -> int:
+    def nack(self, reason: str = "given back", *, uids: Any = None, drop: bool = False) -> int:
         """Give records back, to be offered again at the place they had, or (`drop=True`) to be dropped; how many."""
         chosen = self._chosen(uids)
         if not chosen:
@@ -191,17 +199,20 @@ class Lease:
         """The rows that are still this lease's: a record that was deleted meanwhile is not."""
         return [row for row in work.rows_of(tx, consumer, list(chosen.values())) if row.lease == self._claim.id]
 
-    def _chosen(self, uids: Sequence[str] | None) -> dict[str, int]:
+    def _chosen(self, uids: Any) -> dict[str, int]:
+        from rollbook.book.book import uids_of
+
         if not self._claim.id:
             return {}
         if not self._left:
             raise LeaseLost(f"lease {self.fence}: all its records were acknowledged or given back already")
         if uids is None:
             return dict(self._left)
-        for uid in uids:
+        listed = uids_of(uids)
+        for uid in listed:
             if uid not in self._left:
                 raise ValueError(f"uids: got {uid!r}, which this lease does not hold")
-        return {uid: self._left[uid] for uid in uids}
+        return {uid: self._left[uid] for uid in listed}
 
     def _settle(self, chosen: Mapping[str, int]) -> None:
         for uid in chosen:
@@ -252,7 +263,7 @@ class Lease:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._left and self._claim.id:
             try:
-                self.nack("not acknowledged" if error is None else f"{type(error).__name__}: {error}"[:200])
+                self.nack("not acknowledged" if error is None else _told(error))
             except LeaseLost:
                 if error is None:
                     raise
@@ -264,6 +275,12 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.__exit__, kind, error, trace)
+
+
+def _told(error: BaseException) -> str:
+    """An exception in a line that every database can keep."""
+    text = f"{type(error).__name__}: {error}"[:200].replace("\0", "\ufffd")
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _consumer(tx: Transaction, name: str) -> Consumer:
@@ -279,7 +296,7 @@ def _train(
     found: Sequence[work.Row],
     step: int | None,
     lease: int,
-    priorities: Mapping[int | None, float],
+    priorities: Mapping[int, float],
     detail: Mapping[str, Any] | None,
 ) -> None:
     """Rows that were used once more: trained, or waiting (perhaps after a rest) for their next use."""
@@ -449,6 +466,11 @@ def stirred(book: Book, name: str, seen: tuple[int, float | None]) -> bool:
         if tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0] != seen[0]:
             return True
         return seen[1] is not None and tx.now >= seen[1]
+
+
+def nothing(book: Book, consumer: str) -> Lease:
+    """A lease of no record, where none was asked for."""
+    return Lease(book, Wanted(consumer, 0, "experience", None, None, ""), Claim(0, [], [], None, 0.0, 0.0, ""))
 
 
 def lease(book: Book, asked: Wanted, timeout: float) -> Lease:

@@ -56,6 +56,9 @@ class Ledger(Protocol):
     def read(self) -> Any:
         """A context that gives a `Transaction` that sees one state of the book."""
 
+    def clear_log(self) -> None:
+        """Let go of old versions of rows, as far as the database leaves that to us."""
+
     def close(self) -> None: ...
 
 
@@ -139,6 +142,7 @@ class SQLiteLedger:
                 self._patiently(connection, "PRAGMA journal_mode=WAL")
                 connection.execute("PRAGMA synchronous=FULL")
             connection.execute("PRAGMA mmap_size=0")
+            connection.execute("PRAGMA secure_delete=ON")  # what was redacted is not left in free pages
             connection.execute("PRAGMA cache_size=-16384")
         except sqlite3.DatabaseError as error:
             connection.close()
@@ -201,6 +205,9 @@ class SQLiteLedger:
             try:
                 self._patiently(connection, begin)
                 try:
+                    if begin == "BEGIN":
+                        # The first look takes the snapshot, and may meet one who recovers or clears the log.
+                        self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
                     yield _SQLiteTransaction(connection, self.clock())
                     if begin != "BEGIN":
                         reached("before commit")
@@ -216,6 +223,13 @@ class SQLiteLedger:
                 raise explained from error
         if begin != "BEGIN":
             reached("after commit")
+
+    def clear_log(self) -> None:
+        """Write the log back and empty it, if nobody reads or writes just now: old pages are then gone from the disk."""
+        connection = self._current()
+        if self.path is not None and not self.read_only:
+            with self._lock:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
         """Close the connection; what was committed is safe in any case."""

@@ -24,6 +24,12 @@ def exact(number: float) -> Fraction:
     return Fraction(repr(number))
 
 
+def _at_least(bound: Fraction) -> str:
+    """A number to write that is not below the bound."""
+    near = float(bound)
+    return repr(near if exact(near) >= bound else math.nextafter(near, math.inf)).removesuffix(".0")
+
+
 @dataclass(frozen=True)
 class MaxSize:
     """At most `size` records wait when records have come; the oldest (or those of the worst rank) make room for them.
@@ -113,7 +119,7 @@ expected a slack of at least 36
             raise ValueError(
                 f"SamplesToInserts: with slack {self.slack}, leases of {self.lease_size} and appends of "
                 f"{self.append_size} could wait for each other for ever; expected a slack of at least "
-                f"{float(needed):.15g}"
+                f"{_at_least(needed)}"
             )
 
     def _cursor(self, inserts: int, samples: int) -> Fraction:
@@ -168,7 +174,7 @@ def check_together(
             if unseen and exact(part.slack) < needed:
                 raise ValueError(
                     f"SamplesToInserts.slack: got {part.slack}, but nothing is handed out before {unseen} records are "
-                    f"there: appends would wait for ever; expected at least {float(needed):.15g}"
+                    f"there: appends would wait for ever; expected at least {_at_least(needed)}"
                 )
     if most is not None and group_size and group_size > most and not partial:
         raise ValueError(

@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import number, whole_number
-from rollbook.book.leasing import Lease
+from rollbook.book.errors import LeaseLost
+from rollbook.book.leasing import Lease, nothing
 from rollbook.experiences import Experiences
 
 if TYPE_CHECKING:
@@ -60,9 +61,21 @@ class MixedLease:
         """What some part could not give, and why."""
         return "; ".join(f"part {i}: {lease.short}" for i, lease in enumerate(self.leases) if lease.short)
 
+    @property
+    def weights(self) -> list[float] | None:
+        """Importance weights, 1 for the records of samplers that have none; `None` if no part has any."""
+        if all(lease.weights is None for lease in self.leases):
+            return None
+        return [weight for lease in self.leases for weight in lease.weights or [1.0] * len(lease)]
+
     def batch(self, **options: Any) -> ExperienceBatch:
-        """All records as one batch."""
-        return self.experiences.batch(**options)
+        """All records as one batch; with weights under `info["weights"]`."""
+        made = self.experiences.batch(**options)
+        if self.weights is not None:
+            import torch
+
+            made.info = {**(made.info or {}), "weights": torch.tensor(self.weights)}
+        return made
 
     def renew(self, seconds: float | None = None) -> None:
         """Start the time of every part anew."""
@@ -98,8 +111,14 @@ class MixedLease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        lost: LeaseLost | None = None
         for lease in self.leases:
-            lease.__exit__(kind, error, trace)
+            try:
+                lease.__exit__(kind, error, trace)
+            except LeaseLost as found:  # The others are given back all the same.
+                lost = lost or found
+        if lost is not None:
+            raise lost
 
 
 class Mix:
@@ -160,18 +179,19 @@ class Mix:
         leases: list[Lease] = []
         try:
             for part, count in zip(self.parts, given, strict=True):
-                if count:
-                    left = max(end - time.monotonic(), 0.0)
-                    leases.append(
-                        part.book.lease(
-                            count,
-                            by=part.by,
-                            consumer=part.consumer,
-                            timeout=left,
-                            max_staleness=max_staleness,
-                            seconds=seconds,
-                        )
+                if not count:
+                    leases.append(nothing(part.book, part.consumer))
+                    continue
+                leases.append(
+                    part.book.lease(
+                        count,
+                        by=part.by,
+                        consumer=part.consumer,
+                        timeout=max(end - time.monotonic(), 0.0),
+                        max_staleness=max_staleness,
+                        seconds=seconds,
                     )
+                )
         except BaseException:
             for lease in leases:
                 lease.nack("another part of the mix failed")

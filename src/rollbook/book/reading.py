@@ -78,7 +78,9 @@ def retried(book: Book, seqs: Sequence[int], read: Callable[[dict[int, Location]
             if seq not in where:
                 raise BookError(f"record number {seq}: there is none in the book")
             if where[seq][1] is None:
-                raise BookError(f"record number {seq}: its bytes are gone ({where[seq][5] or 'never stored'})")
+                with book.ledger.read() as tx:
+                    (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
+                raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
         try:
             return read(where)
         except MissingSegment as missing:
@@ -149,7 +151,14 @@ def restore(book: Book, many: Experiences) -> Experiences:
                 f"SELECT hash, segment, start, size FROM media WHERE hash IN ({marks})", part
             ):
                 places[key] = Place(segment, start, size)
-    return attachments.restore(many, lambda key: book.shelf.get(places[key]))
+
+    def get(key: str) -> memoryview:
+        if key not in places:
+            # Removed with its last record, since that was read: look again.
+            raise MissingSegment(f"the medium sha256:{key} is not in the ledger")
+        return book.shelf.get(places[key])
+
+    return attachments.restore(many, get)
 
 
 def numbers_of(book: Book, uids: Sequence[str]) -> list[int]:

@@ -293,8 +293,6 @@ def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) 
                 for row in work.rows_of(tx, consumer, fresh)
                 if row.state in (work.WAITING, work.COOLING, work.LEASED)
             ]
-            # Those that are leased will not be trained on: they count as never handed out.
-            consumer.samples -= sum(row.state == work.LEASED for row in found)
             work.drop(tx, consumer, found, "deleted")
             consumers.save(tx, consumer)
         _scrub(tx, fresh)

@@ -10,7 +10,6 @@ import os
 import sqlite3
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.book import attachments
@@ -62,8 +61,10 @@ def connect(path: str, fresh: str) -> sqlite3.Connection | None:
     was just made: tables are always made in the same order, and so begin on the same pages.
     """
     for transplant in (False, True):
-        if transplant and not _transplant(path, fresh):
-            return None
+        if transplant:
+            _apply_log(path)
+            if not _transplant(path, fresh):
+                return None
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             connection.execute("PRAGMA trusted_schema=OFF")
@@ -93,10 +94,52 @@ def _transplant(path: str, fresh: str) -> bool:
         # How many pages there are, and none that are free: what the header says of those is not known any more.
         file.seek(28)
         file.write(struct.pack(">III", length // size, 0, 0))
-    with suppress(FileNotFoundError):
-        # A log that belongs to the damaged first page would put it back.
-        os.unlink(f"{path}-wal")
     return True
+
+
+def _apply_log(path: str) -> None:
+    """Write the pages that the log has committed into the database, as SQLite would: its checksums say how far it goes.
+
+    The log is then removed, or it would put its first page in the place of the one that is transplanted.
+    """
+    try:
+        with open(f"{path}-wal", "rb") as file:
+            log = file.read()
+    except FileNotFoundError:
+        return
+    os.unlink(f"{path}-wal")
+    if len(log) < 32:
+        return
+    magic, _, size = struct.unpack_from(">III", log)
+    order = ">" if magic & 1 else "<"
+    salts, total = log[16:24], _sum(log[:24], (0, 0), order)
+    committed: dict[int, int] = {}
+    since: dict[int, int] = {}
+    at = 32
+    while magic & ~1 == 0x377F0682 and 512 <= size <= 65536 and at + 24 + size <= len(log):
+        page, commit = struct.unpack_from(">II", log, at)
+        total = _sum(log[at + 24 : at + 24 + size], _sum(log[at : at + 8], total, order), order)
+        if log[at + 8 : at + 16] != salts or struct.unpack_from(">II", log, at + 16) != total:
+            break
+        since[page] = at + 24
+        if commit:
+            committed |= since
+            since = {}
+        at += 24 + size
+    with open(path, "r+b") as file:
+        for page, start in committed.items():
+            file.seek((page - 1) * size)
+            file.write(log[start : start + size])
+
+
+def _sum(data: bytes, start: tuple[int, int], order: str) -> tuple[int, int]:
+    """The running checksum of a log."""
+    one, two = start
+    words = struct.unpack(f"{order}{len(data) // 4}I", data)
+    for i in range(0, len(words), 2):
+        one = (one + words[i] + two) & 0xFFFFFFFF
+        two = (two + words[i + 1] + one) & 0xFFFFFFFF
+    return one, two
 
 
 def _children(data: bytes) -> list[int]:

@@ -39,6 +39,7 @@ PIECE = 2000
 PUT_BYTES = 16 << 20
 """Bytes that are put at a time."""
 FACTS = "('revised', 'redacted', 'deleted')"
+_OF_RECORDS = ("records", "work", "groups", "revisions", "media_uses")
 _NOT_COPIED = ("meta", "blobs", "purges", "orphans")
 _TRIES = 10
 
@@ -50,7 +51,8 @@ class _Changed(Exception):
 def copy(book: Book, url: str | os.PathLike[str], name: str | None, options: Mapping[str, Any]) -> Book:
     """See `Book.snapshot` and, with a checkpoint's name, `Book.fork`."""
     address = os.fspath(url)
-    if not isinstance(address, str) or not address:
+    elsewhere = ("postgresql://", "postgres://")
+    if not isinstance(address, str) or not address or ("://" in address and not address.startswith(elsewhere)):
         raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
     for each in options:
         if each not in OPTIONS:
@@ -60,7 +62,7 @@ def copy(book: Book, url: str | os.PathLike[str], name: str | None, options: Map
             checkpoints.find(tx, name)
     for _ in range(_TRIES):
         with suppress(_Changed):
-            if address.startswith(("postgresql://", "postgres://")):
+            if address.startswith(elsewhere):
                 return _to_postgres(book, address, name, options)
             if address == "memory:":
                 return _to_memory(book, name, options)
@@ -214,15 +216,10 @@ def _copy_table(tx: Transaction, out: Transaction, table: str, point: Point | No
     names, key = _columns(table)
     listed, marks, keys = ", ".join(names), ", ".join("?" * len(names)), ", ".join(key)
     where = "1 = 1"
-    if point is not None:
-        if table == "events":
-            where = f"(seq IS NULL OR seq <= {point.seq}) AND (id <= {point.event} OR kind IN {FACTS})"
-        elif table == "checkpoints":
-            where = f"event <= {point.event}"
-        elif table in ("tallies", "groups_before", "work_before"):
-            pass
-        elif "seq" in names:
-            where = f"seq <= {point.seq}"
+    if point is not None and table == "events":
+        where = f"(seq IS NULL OR seq <= {point.seq}) AND (id <= {point.event} OR kind IN {FACTS})"
+    elif point is not None and table in _OF_RECORDS:
+        where = f"seq <= {point.seq}"
     at = [names.index(each) for each in key]
     last: tuple[Any, ...] | None = None
     while True:

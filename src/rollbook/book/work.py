@@ -103,6 +103,7 @@ def enter(tx: Transaction, consumer: Consumer, made: Sequence[Row]) -> None:
         [(consumer.id, *row) for row in made],
     )
     _tally(tx, consumer, changes)
+    _mind_floor(consumer, made)
     consumer.inserts += sum(row.state != DROPPED for row in made)
     record(tx, [Event(DROPPED, row.seq, consumer.id, row.reason) for row in made if row.state == DROPPED])
     if consumer.grouped:
@@ -132,19 +133,29 @@ def change(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]]
         [(*new[2:], consumer.id, new.seq) for _, new in moves],
     )
     _tally(tx, consumer, changes)
+    _mind_floor(consumer, [new for _, new in moves])
     record(tx, events)
     if consumer.grouped:
         other = {new.gid for old, new in moves if (old.uses, old.value) != (new.uses, new.value)}
         groups.refresh(tx, consumer, dict.fromkeys(new.gid for _, new in moves), other)
 
 
+def _mind_floor(consumer: Consumer, found: Iterable[Row]) -> None:
+    """Have waiting records looked at again if one of them may be older than the floor that was swept."""
+    floor = consumer.floor
+    if floor is not None and any(
+        row.state == WAITING and row.version is not None and row.version < floor for row in found
+    ):
+        consumer.floor = None
+
+
 def drop(tx: Transaction, consumer: Consumer, found: Sequence[Row], reason: str) -> None:
-    """Give rows up, for a reason."""
+    """Give rows up, for a reason; what was leased counts as never handed out."""
     consumer.samples -= sum(row.state == LEASED for row in found)
     change(
         tx,
         consumer,
-        [(row, row._replace(state=DROPPED, reason=reason, lease=None, until=None)) for row in found],
+        [(row, row._replace(state=DROPPED, reason=reason, lease=None, until=None, attempts=0)) for row in found],
         [Event(DROPPED, row.seq, consumer.id, reason, lease=row.lease) for row in found],
     )
 
@@ -155,10 +166,17 @@ def requeue(tx: Transaction, consumer: Consumer, found: Sequence[Row], kind: str
     spent = [row for row in found if most is not None and row.attempts + 1 >= most]
     back = [row for row in found if most is None or row.attempts + 1 < most]
     consumer.samples -= len(back)
+    sampler = consumer.settings.sampler
+    moves = []
+    for row in back:
+        rank = row.rank
+        if not sampler.keeps:  # Its number may have been revised while it was leased.
+            rank = sampler.rank(consumer.item(row.seq, row.uses, row.version, row.value), consumer.state)
+        moves.append((row, row._replace(state=WAITING, lease=None, attempts=row.attempts + 1, rank=rank)))
     change(
         tx,
         consumer,
-        [(row, row._replace(state=WAITING, lease=None, attempts=row.attempts + 1)) for row in back],
+        moves,
         [Event(kind, row.seq, consumer.id, reason, lease=row.lease) for row in back],
     )
     drop(tx, consumer, spent, "attempts")

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.book.trials import crash
+from tests.book.trials import concurrency, crash
+from tests.book.trials.crash import Report
 
 
 @contextmanager
@@ -39,19 +40,36 @@ def main() -> int:
     trials = parser.add_subparsers(dest="trial", required=True)
     one = trials.add_parser("crash", help="kill processes that work on a book")
     one.add_argument("--kills", type=int, default=500)
+    one = trials.add_parser("concurrency", help="8 writers and 4 consumers on one book")
+    one.add_argument("--pieces", type=int, default=400, help="appends of each writer")
     for each in trials.choices.values():
         each.add_argument(
             "--url", default="folder", help="folder, postgresql, or postgresql://... of an empty database"
         )
         each.add_argument("--seed", type=int, default=0)
+    one = trials.add_parser("server", help="kill the PostgreSQL server under a book")
+    one.add_argument("--kills", type=int, default=50)
+    one.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as name, places(asked.url, Path(name)) as urls:
-        kind = asked.url.partition(":")[0]
-        report = crash.trial(
-            urls, asked.kills, Path(name), seed=asked.seed, title=f"crash trial, {kind}", synced=kind == "folder"
-        )
+    report = run(asked)
     print(report)
     return bool(report.violations)
+
+
+def run(asked: argparse.Namespace) -> Report:
+    """The trial that is asked for."""
+    if asked.trial == "server":
+        from tests.book.postgres import Server
+        from tests.book.trials import server
+
+        with Server() as mine:
+            return server.trial(mine, asked.kills, seed=asked.seed)
+    with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as name, places(asked.url, Path(name)) as urls:
+        kind = asked.url.partition(":")[0]
+        title = f"{asked.trial} trial, {kind}"
+        if asked.trial == "concurrency":
+            return concurrency.trial(urls(0), Path(name), pieces=asked.pieces, seed=asked.seed, title=title)
+        return crash.trial(urls, asked.kills, Path(name), seed=asked.seed, title=title, synced=kind == "folder")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from rollbook.book import LeaseLost, windows
 from rollbook.book.book import Book
 from tests.book.trials import verify
 from tests.book.trials.log import Log, Logger, fork, kill, wait
-from tests.book.trials.records import Piece, digest, expected, first_reward, made
+from tests.book.trials.records import Piece, digest, expected, made
 
 CONSUMERS = ("train", "critic")
 SECONDS = 0.3
@@ -46,6 +46,12 @@ class Report:
     books: int = 0
     checks: int = 0
     violations: list[str] = field(default_factory=list)
+
+    def add(self, log: Log) -> None:
+        """Count what the log of one book says."""
+        self.inside.update(log.deaths)
+        self.done.update(log.done)
+        self.records += sum(piece.count for piece in log.appended)
 
     def __str__(self) -> str:
         lines = [f"{self.title}: {sum(self.kills.values())} kills in {self.seconds:.1f} s"]
@@ -186,7 +192,7 @@ class Worker:
 
 
 def warm() -> None:
-    """Have everything imported that workers use, on a book in memory: they are made from this process by the hundred."""
+    """Have everything imported that workers use, on a book in memory: this process makes them by the hundred."""
     import psycopg  # noqa: F401
 
     said: list[str] = []
@@ -302,7 +308,7 @@ def trial(
                 kill(pid)
             if not report.violations:
                 _finished(url, logger, report, Worker(url, logger.say, f"f{report.books}", seed))
-            _gather(report, logger.state)
+            report.add(logger.state)
             logger.restart()
     least = min(20, kills // (2 * len(targets)))
     report.violations += [
@@ -322,9 +328,3 @@ def _finished(url: str, logger: Logger, report: Report, worker: Worker) -> None:
     report.violations += logger.state.errors
     if code != 0:
         report.violations.append(f"the last worker ended with {code}")
-
-
-def _gather(report: Report, log: Log) -> None:
-    report.inside.update(log.deaths)
-    report.done.update(log.done)
-    report.records += sum(piece.count for piece in log.appended)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import zlib
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,7 +79,7 @@ def digest(row: Experience) -> str:
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(piece: Piece) -> tuple[str, ...]:
     """The digest of each record of a piece."""
     return tuple(digest(row) for row in made(piece))

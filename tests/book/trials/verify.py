@@ -37,7 +37,7 @@ def check(
     `log` is what had been said before; `later()` what has been said until it is called, where others work meanwhile.
     `done`: every record must have been acknowledged by every consumer. `sample`: read only so many records' contents.
     """
-    known = {piece: None for piece in log.appended}
+    known = dict.fromkeys(log.appended)
     acks = list(log.acks)
     floor = dict(log.revised)
     try:
@@ -137,7 +137,7 @@ class _Ledger:
 
     def lives(self) -> None:
         """Replay every record's events for every consumer, and compare with where it is said to be."""
-        state = {key: "waiting" for key in self.work}
+        state = dict.fromkeys(self.work, "waiting")
         holder: dict[tuple[int, int], int | None] = {}
         for number, seq, consumer, kind, lease in self.events:
             if consumer is None or kind not in MOVES:
@@ -183,7 +183,7 @@ class _Ledger:
             )
             if (inserts, samples) != (len(self.records), held):
                 self.wrong.append(
-                    f"{name}: {inserts} inserts and {samples} samples are noted, {len(self.records)} and {held} happened"
+                    f"{name}: {inserts} inserts and {samples} samples, counted {len(self.records)} and {held}"
                 )
 
     def all_done(self) -> None:

@@ -1,0 +1,719 @@
+"""A book against a model of it: any order of appends, leases, acknowledgements, revisions and restarts.
+
+The model is plain Python, made from what the documentation promises. After every step the book's counts are the
+model's, its tallies and groups are what a recount finds, and its events, replayed, give the state that it is in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import rollbook
+from rollbook.book import (
+    Book,
+    Conflict,
+    EasyToHard,
+    First,
+    Last,
+    Lease,
+    LeaseLost,
+    MaxAge,
+    MaxSize,
+    MaxUses,
+    NewestPolicy,
+    Priority,
+)
+from tests.book.postgres import Server
+
+NAMES = ("train", "critic")
+
+# --- the model ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """What the model knows of a record; `failed` is a tombstone's reason."""
+
+    uid: str
+    seq: int
+    group: str
+    run: int
+    group_size: int | None
+    version: int | None
+    reward: float | None
+    admitted: float
+    failed: str | None = None
+    evaluation: bool = False
+
+
+@dataclass
+class Progress:
+    """How far one consumer is with one record."""
+
+    record: Record
+    state: str = "waiting"
+    reason: str | None = None
+    uses: int = 0
+    attempts: int = 0
+    lease: int | None = None
+    until: float | None = None
+
+    def drop(self, reason: str) -> None:
+        self.state, self.reason, self.lease, self.until, self.attempts = "dropped", reason, None, None, 0
+
+    def give_back(self, most: int | None) -> None:
+        self.attempts += 1
+        if most is not None and self.attempts >= most:
+            self.drop("attempts")
+        else:
+            self.state, self.lease = "waiting", None
+
+
+@dataclass
+class Held:
+    """A lease, by its fencing number."""
+
+    consumer: str
+    uids: list[str]
+    seconds: float
+    expires: float
+    state: str = "active"
+
+
+@dataclass
+class Reader:
+    """A consumer group: its settings in plain words, and its progress by id."""
+
+    sampler: Any
+    uses: int | None
+    max_size: int | None
+    worst: bool
+    max_age: float | None
+    max_staleness: int | None
+    group_size: int | None
+    partial_after: float | None
+    max_attempts: int | None
+    rows: dict[str, Progress] = field(default_factory=dict)
+    grouped: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        removers: list[Any] = []
+        if self.uses != 1 or isinstance(self.sampler, Priority):  # Others use a record once.
+            removers.append(MaxUses(self.uses))
+        if self.max_size is not None:
+            removers.append(MaxSize(self.max_size, "worst" if self.worst else "oldest"))
+        if self.max_age is not None:
+            removers.append(MaxAge(self.max_age))
+        return {
+            "sampler": self.sampler,
+            "removers": tuple(removers),
+            "max_staleness": self.max_staleness,
+            "group_size": self.group_size,
+            "partial_after": self.partial_after,
+            "max_attempts": self.max_attempts,
+            "lease_seconds": 10.0,
+        }
+
+    def order(self, seq: int, uses: int, version: int | None, reward: float | None) -> float:
+        """What is taken first has the smallest."""
+        if isinstance(self.sampler, First):
+            return seq
+        if isinstance(self.sampler, Last):
+            return -seq
+        if isinstance(self.sampler, NewestPolicy):
+            return math.inf if version is None else -version
+        if isinstance(self.sampler, Priority):
+            return -((version or 0) - self.sampler.decay * uses)
+        return math.inf if reward is None else -reward
+
+    def place(self, row: Progress) -> tuple[float, int]:
+        record = row.record
+        return self.order(record.seq, row.uses, record.version, record.reward), record.seq
+
+    def waiting(self) -> list[Progress]:
+        return [row for row in self.rows.values() if row.state == "waiting"]
+
+    def may_go_on(self, uses: int) -> bool:
+        limited = isinstance(self.sampler, Priority) and self.sampler.function != "linear_decay"
+        return (self.uses is None or uses < self.uses) and not (limited and uses >= self.sampler.limit)
+
+    def rest(self) -> float:
+        return self.sampler.cooldown if isinstance(self.sampler, Priority) else 0.0
+
+
+class Model:
+    """The whole book."""
+
+    def __init__(self, readers: dict[str, Reader]) -> None:
+        self.readers = readers
+        self.records: dict[str, Record] = {}
+        self.leases: dict[int, Held] = {}
+        self.announced: int | None = None
+        self.now = 1000.0
+
+    def floor(self, bound: int | None) -> float:
+        return -math.inf if bound is None or self.announced is None else self.announced - bound
+
+    def admit(self, records: list[Record]) -> int:
+        """How many were too old for some consumer."""
+        late = 0
+        for record in records:
+            self.records[record.uid] = record
+        for reader in self.readers.values():
+            floor = self.floor(reader.max_staleness)
+            stale = 0
+            for record in records:
+                if record.evaluation:
+                    continue
+                row = reader.rows[record.uid] = Progress(record)
+                if record.failed is not None:
+                    row.drop(record.failed)
+                elif record.version is not None and record.version < floor:
+                    row.drop("stale")
+                    stale += 1
+            late = max(late, stale)
+            if reader.max_size is not None and records[0].failed is None and not records[0].evaluation:
+                waiting = reader.waiting()
+                over = len(waiting) + sum(row.state == "cooling" for row in reader.rows.values()) - reader.max_size
+                if reader.worst:
+                    waiting.sort(key=lambda row: (-reader.place(row)[0], row.record.seq))
+                for row in waiting[: max(over, 0)]:
+                    row.drop("max_size")
+        return late
+
+    def pass_time(self, name: str, bound: int | None) -> None:
+        """What time and the announced version bring about, before a consumer takes anything."""
+        reader = self.readers[name]
+        for number, held in self.leases.items():
+            if held.consumer == name and held.state == "active" and held.expires <= self.now:
+                held.state = "expired"
+                for row in reader.rows.values():
+                    if row.lease == number:
+                        row.give_back(reader.max_attempts)
+        for row in reader.rows.values():
+            if row.state == "cooling" and row.until is not None and row.until <= self.now:
+                row.state, row.until = "waiting", None
+        for row in reader.waiting():
+            if reader.max_age is not None and row.record.admitted <= self.now - reader.max_age:
+                row.drop("max_age")
+        self.forget_stale(reader, reader.max_staleness if bound is None else bound)
+
+    def forget_stale(self, reader: Reader, bound: int | None) -> None:
+        for row in reader.waiting():
+            if row.record.version is not None and row.record.version < self.floor(bound):
+                row.drop("stale")
+
+    def group(self, group: str) -> list[Record]:
+        return [r for r in self.records.values() if r.group == group and not r.evaluation]
+
+    def complete(self, reader: Reader, group: str) -> bool:
+        members = self.group(group)
+        sizes = [record.group_size for record in members if record.group_size is not None]
+        size = max(sizes, default=reader.group_size)
+        return size is None or len({record.run for record in members}) >= size
+
+    def due(self, reader: Reader, group: str) -> bool:
+        if reader.partial_after is None:
+            return False
+        return min(record.admitted for record in self.group(group)) + reader.partial_after <= self.now
+
+    def ready(self, reader: Reader, group: str, *, due: bool = True) -> bool:
+        rows = [reader.rows[record.uid] for record in self.group(group)]
+        there = self.complete(reader, group) or (due and self.due(reader, group))
+        return there and any(r.state == "waiting" for r in rows) and not any(r.state == "leased" for r in rows)
+
+    def choose(self, name: str, count: int, by: str) -> list[str]:
+        """The ids that a lease takes, in order."""
+        reader = self.readers[name]
+        if by == "experience":
+            return [row.record.uid for row in sorted(reader.waiting(), key=reader.place)[:count]]
+        reader.grouped = True
+        found = []
+        for group in dict.fromkeys(row.record.group for row in reader.rows.values()):
+            if self.ready(reader, group):
+                members = [row for row in reader.waiting() if row.record.group == group]
+                rewards = [row.record.reward for row in members if row.record.reward is not None]
+                versions = [row.record.version for row in members if row.record.version is not None]
+                first = self.group(group)[0].seq
+                order = reader.order(
+                    first,
+                    min(row.uses for row in members),
+                    max(versions, default=None),
+                    sum(rewards) / len(rewards) if rewards else None,
+                )
+                found.append((order, first, [row.record.uid for row in members]))
+        return [uid for _, _, uids in sorted(found)[:count] for uid in uids]
+
+    def train(self, reader: Reader, uids: list[str]) -> None:
+        for uid in uids:
+            row = reader.rows[uid]
+            row.uses, row.attempts, row.lease, row.state = row.uses + 1, 0, None, "trained"
+            if reader.may_go_on(row.uses):
+                rest = reader.rest()
+                row.state, row.until = ("cooling", self.now + rest) if rest else ("waiting", None)
+
+
+# --- the book beside it -------------------------------------------------------------------------------------------
+
+READERS = st.builds(
+    Reader,
+    sampler=st.sampled_from(
+        [
+            First(),
+            Last(),
+            NewestPolicy(),
+            EasyToHard(),
+            Priority(decay=0.6, cooldown=5.0),
+            Priority(function="decay_limit_randomization", decay=0.6, limit=2),
+        ]
+    ),
+    uses=st.sampled_from([1, 1, 2, None]),
+    max_size=st.sampled_from([None, None, 4]),
+    worst=st.booleans(),
+    max_age=st.sampled_from([None, None, 40.0]),
+    max_staleness=st.sampled_from([None, 0, 2]),
+    group_size=st.sampled_from([None, 2]),
+    partial_after=st.sampled_from([None, 15.0]),
+    max_attempts=st.sampled_from([None, 2]),
+)
+RECORDS = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # the task
+        st.integers(0, 2),  # the run
+        st.sampled_from([None, 0, 1, 2, 3]),  # the policy's version
+        st.sampled_from([None, 0.0, 0.25, 1.0]),  # the reward
+        st.sampled_from([None, 2, 3]),  # the group's size
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+class Machine(RuleBasedStateMachine):
+    """Does the same to a book and to the model."""
+
+    def __init__(self, fresh: Callable[[], tuple[str, Callable[[], None]]]) -> None:
+        super().__init__()
+        self.url, self.clear = fresh()
+        self.numbers = itertools.count(1)
+        self.given: dict[str, rollbook.Experience] = {}
+        self.held: dict[int, Lease] = {}
+        self.book: Book | None = None
+
+    def clock(self) -> float:
+        return self.model.now
+
+    @initialize(train=READERS, critic=READERS)
+    def open(self, train: Reader, critic: Reader) -> None:
+        self.model = Model(dict(zip(NAMES, (train, critic), strict=True)))
+        self.book = rollbook.open(self.url, clock=self.clock, **train.settings())
+        self.book.consumer("critic", **critic.settings())
+
+    def teardown(self) -> None:
+        if self.book is not None:
+            self.book.close()
+        self.clear()
+
+    # --- bringing -------------------------------------------------------------------------------------------------
+
+    def known(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.given)), label="uid")
+
+    @rule(given=RECORDS, evaluation=st.sampled_from([False, False, False, True]))
+    def append(self, given: list[tuple[Any, ...]], evaluation: bool) -> None:
+        made, records = [], []
+        for task, run, version, reward, size in given:
+            number = next(self.numbers)
+            info = {} if version is None else {"model_version": version}
+            eid = {"batch": 1, "task": task, "run": run, "step": number, "suffix": "s"}
+            one = rollbook.Experience(eid=eid, tokens=[1, 2, number], reward=reward, group_size=size, info=info)
+            made.append(one)
+            uid = one.eid.uid
+            self.given[uid] = one
+            seq = len(self.model.records) + len(records) + 1
+            records.append(
+                Record(uid, seq, f"1/{task}", run, size, version, reward, self.model.now, evaluation=evaluation)
+            )
+        done = self.book.append(made, evaluation=evaluation)
+        assert done.admitted == len(made) and done.known == 0
+        assert done.stale == self.model.admit(records)
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data())
+    def append_again(self, data: st.DataObject) -> None:
+        uid = self.known(data)
+        was = self.everything()
+        done = self.book.append(self.given[uid], evaluation=self.model.records[uid].evaluation)
+        assert (done.admitted, done.known, done.revised) == (0, 1, 0)
+        assert self.everything() == was
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data(), beside=st.booleans())
+    def append_another(self, data: st.DataObject, beside: bool) -> None:
+        """Another record under a known id is refused, and so is all that comes with it."""
+        uid = self.known(data)
+        other = self.given[uid].replace(tokens=[1, 2, 999])
+        number = next(self.numbers)
+        new = rollbook.Experience(eid={"batch": 1, "task": 0, "step": number, "suffix": "s"}, tokens=[1, 2, number])
+        was = self.everything()
+        with pytest.raises(Conflict):
+            self.book.append([new, other] if beside else other, evaluation=self.model.records[uid].evaluation)
+        assert self.everything() == was
+
+    @precondition(lambda self: any(r.reward is None for r in self.model.records.values() if r.uid in self.given))
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 0.5, 1.0]))
+    def append_with_reward(self, data: st.DataObject, reward: float) -> None:
+        """A reward that was missing comes with the same record: a revision."""
+        unscored = [uid for uid in self.given if self.model.records[uid].reward is None]
+        uid = data.draw(st.sampled_from(unscored), label="uid")
+        scored = self.given[uid].replace(reward=reward)
+        done = self.book.append(scored, evaluation=self.model.records[uid].evaluation, author="judge")
+        assert (done.admitted, done.revised) == (0, 1)
+        self.model.records[uid].reward = reward
+        assert self.book.append(scored, evaluation=self.model.records[uid].evaluation).known == 1
+
+    @rule(task=st.integers(0, 3), runs=st.sets(st.integers(0, 3), min_size=1), size=st.sampled_from([None, 2]))
+    def fail(self, task: int, runs: set[int], size: int | None) -> None:
+        eids, records = [], []
+        for run in sorted(runs):
+            eids.append(rollbook.EID(batch=1, task=task, run=run, step=0, suffix="failed"))
+            uid = eids[-1].uid
+            if uid not in self.model.records:
+                seq = len(self.model.records) + len(records) + 1
+                records.append(Record(uid, seq, f"1/{task}", run, size, None, None, self.model.now, failed="crashed"))
+        assert self.book.fail(eids, "crashed", group_size=size) == len(records)
+        if records:
+            self.model.admit(records)
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data(), name=st.sampled_from([None, *NAMES]))
+    def drop(self, data: st.DataObject, name: str | None) -> None:
+        uids = {self.known(data) for _ in range(2)}
+        count = 0
+        for each, reader in self.model.readers.items():
+            for uid in uids:
+                row = reader.rows.get(uid)
+                if name in (None, each) and row is not None and row.state in ("waiting", "cooling"):
+                    row.drop("filtered")
+                    count += 1
+        assert self.book.drop(sorted(uids), consumer=name) == count
+
+    # --- taking ---------------------------------------------------------------------------------------------------
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        count=st.integers(1, 4),
+        by=st.sampled_from(["experience", "group"]),
+        bound=st.sampled_from([None, None, 0, 1]),
+        seconds=st.sampled_from([None, 3.0, 30.0]),
+    )
+    def lease(self, name: str, count: int, by: str, bound: int | None, seconds: float | None) -> None:
+        lease = self.book.lease(count, by=by, consumer=name, max_staleness=bound, seconds=seconds)
+        self.model.pass_time(name, bound)
+        wanted = self.model.choose(name, count, by)
+        assert lease.uids == wanted
+        if by == "experience":
+            assert bool(lease.short) == (len(wanted) < count)
+        if not wanted:
+            assert lease.fence == 0 and not lease and lease.ack() == 0
+            return
+        assert lease.fence == max(self.model.leases, default=0) + 1
+        lasts = 10.0 if seconds is None else seconds
+        self.model.leases[lease.fence] = Held(name, list(wanted), lasts, self.model.now + lasts)
+        self.held[lease.fence] = lease
+        for uid in wanted:
+            row = self.model.readers[name].rows[uid]
+            assert row.lease is None
+            row.state, row.lease = "leased", lease.fence
+        got = lease.experiences
+        assert [one.eid.uid for one in got] == wanted
+        assert got.values("reward") == [self.model.records[uid].reward for uid in wanted]
+
+    def living(self, data: st.DataObject) -> tuple[Lease, Held, bool]:
+        number = data.draw(st.sampled_from(sorted(self.held)), label="fence")
+        held = self.model.leases[number]
+        return self.held[number], held, held.state == "active" and held.expires > self.model.now
+
+    def part(self, data: st.DataObject, held: Held) -> list[str] | None:
+        if not held.uids or data.draw(st.booleans(), label="all"):
+            return None
+        return data.draw(st.lists(st.sampled_from(held.uids), min_size=1, unique=True), label="part")
+
+    def settle(self, lease: Lease, held: Held, part: list[str] | None, state: str) -> list[str]:
+        chosen = list(held.uids) if part is None else part
+        held.uids = [uid for uid in held.uids if uid not in chosen]
+        if not held.uids:
+            held.state = state
+        return chosen
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), step=st.integers(0, 5))
+    def ack(self, data: st.DataObject, step: int) -> None:
+        lease, held, living = self.living(data)
+        part = self.part(data, held)
+        if not living:
+            self.lost(lambda: lease.ack(step, uids=part))
+            return
+        chosen = self.settle(lease, held, part, "acked")
+        assert lease.ack(step, uids=part) == len(chosen)
+        self.model.train(self.model.readers[held.consumer], chosen)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), drop=st.booleans())
+    def nack(self, data: st.DataObject, drop: bool) -> None:
+        lease, held, living = self.living(data)
+        part = self.part(data, held)
+        if not living:
+            self.lost(lambda: lease.nack("too long", uids=part, drop=drop))
+            return
+        chosen = self.settle(lease, held, part, "nacked")
+        assert lease.nack("too long", uids=part, drop=drop) == len(chosen)
+        reader = self.model.readers[held.consumer]
+        for uid in chosen:
+            if drop:
+                reader.rows[uid].drop("too long")
+            else:
+                reader.rows[uid].give_back(reader.max_attempts)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), seconds=st.sampled_from([None, 20.0]))
+    def renew(self, data: st.DataObject, seconds: float | None) -> None:
+        lease, held, living = self.living(data)
+        if not living:
+            self.lost(lambda: lease.renew(seconds))
+            return
+        held.expires = self.model.now + (held.seconds if seconds is None else seconds)
+        assert lease.renew(seconds) == held.expires
+
+    def lost(self, act: Callable[[], Any]) -> None:
+        was = self.everything()
+        with pytest.raises(LeaseLost):
+            act()
+        assert self.everything() == was
+
+    # --- time, versions, revisions, restarts ----------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 12.0]))
+    def wait(self, seconds: float) -> None:
+        self.model.now += seconds
+
+    @rule(more=st.integers(0, 2))
+    def announce(self, more: int) -> None:
+        version = (self.model.announced or 0) + more
+        self.book.announce(version)
+        changed = version != self.model.announced
+        self.model.announced = version
+        for reader in self.model.readers.values() if changed else ():
+            self.model.forget_stale(reader, reader.max_staleness)
+
+    @precondition(lambda self: self.model.announced)
+    @rule()
+    def announce_backwards(self) -> None:
+        was = self.everything()
+        with pytest.raises(rollbook.book.BookError):
+            self.book.announce(self.model.announced - 1)
+        assert self.everything() == was
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 0.5, 2.0]), retrain=st.booleans())
+    def revise(self, data: st.DataObject, reward: float, retrain: bool) -> None:
+        uid = self.known(data)
+        record = self.model.records[uid]
+        changed = record.reward != reward
+        assert self.book.revise(uid, reward=reward, author="ana", retrain=retrain) == changed
+        record.reward = reward
+        assert self.book[uid].reward == reward
+        for reader in self.model.readers.values():
+            row = reader.rows.get(uid)
+            if changed and retrain and row is not None and row.state in ("trained", "dropped"):
+                row.state, row.reason = "waiting", None
+
+    @precondition(lambda self: self.url != "memory:")
+    @rule()
+    def restart(self) -> None:
+        """Another process: it has no leases, and those of the first end by the clock."""
+        was = self.everything()
+        self.book.close()
+        self.book = rollbook.open(self.url, clock=self.clock)
+        self.held.clear()
+        assert self.everything() == was
+
+    # --- what always holds ----------------------------------------------------------------------------------------
+
+    def table(self, sql: str) -> list[tuple[Any, ...]]:
+        with self.book.ledger.read() as tx:
+            return [tuple(row) for row in tx.all(sql)]
+
+    def everything(self) -> list[list[tuple[Any, ...]]]:
+        return [
+            self.table("SELECT seq, uid, revision, gone, reward FROM records ORDER BY seq"),
+            self.table("SELECT consumer, seq, state, reason, rank, uses, attempts, lease FROM work ORDER BY 1, 2"),
+            self.table("SELECT consumer, gid, ready, rank, weight, due FROM groups ORDER BY 1, 2"),
+            self.table("SELECT id, state, expires FROM leases ORDER BY id"),
+            self.table("SELECT id, name, settings, state, inserts, samples, generation FROM consumers ORDER BY id"),
+            self.table("SELECT consumer, state, reason, n FROM tallies ORDER BY 1, 2, 3"),
+            self.table("SELECT MAX(id), COUNT(*) FROM events"),
+            self.table("SELECT key, value FROM meta ORDER BY key"),
+        ]
+
+    @invariant()
+    def counts_are_the_models(self) -> None:
+        for name, reader in self.model.readers.items():
+            counts = self.book.counts(name)
+            assert counts.adds_up
+            states = [row.state for row in reader.rows.values()]
+            assert counts.admitted == len(states)
+            assert counts.waiting == states.count("waiting") + states.count("cooling")
+            assert (counts.leased, counts.trained) == (states.count("leased"), states.count("trained"))
+            dropped: dict[str, int] = {}
+            for row in reader.rows.values():
+                if row.reason is not None:
+                    dropped[row.reason] = dropped.get(row.reason, 0) + 1
+            assert counts.dropped == dropped
+            assert counts.evaluation == sum(r.evaluation for r in self.model.records.values())
+        assert len(self.book) == len(self.model.records)
+
+    @invariant()
+    def every_record_is_where_the_model_has_it(self) -> None:
+        found = self.table(
+            "SELECT consumers.name, records.uid, work.state, work.reason, work.uses, work.attempts, work.lease, "
+            "work.until FROM work JOIN records ON records.seq = work.seq JOIN consumers ON consumers.id = work.consumer"
+        )
+        wanted = {
+            (name, uid, row.state, row.reason, row.uses, row.attempts, row.lease, row.until)
+            for name, reader in self.model.readers.items()
+            for uid, row in reader.rows.items()
+        }
+        assert len(found) == len(wanted) and set(found) == wanted
+
+    @invariant()
+    def leases_are_the_models(self) -> None:
+        found = self.table("SELECT id, state, expires FROM leases")
+        assert set(found) == {(number, held.state, held.expires) for number, held in self.model.leases.items()}
+        # Numbers are those of one lease each: a record in two living leases of a consumer would be in one too few.
+        for number, held in self.model.leases.items():
+            if held.state == "active":
+                rows = self.model.readers[held.consumer].rows
+                assert {uid for uid, row in rows.items() if row.lease == number} == set(held.uids)
+
+    @invariant()
+    def tallies_are_a_recount(self) -> None:
+        kept = {tuple(row[:3]): row[3:] for row in self.table("SELECT * FROM tallies WHERE consumer > 0")}
+        counted = self.table(
+            "SELECT consumer, state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
+        )
+        assert {key for key, (n, _) in kept.items() if n} == {tuple(row[:3]) for row in counted}
+        for *key, count, weight in counted:
+            assert kept[tuple(key)][0] == count and kept[tuple(key)][1] == pytest.approx(weight, abs=1e-9)
+
+    @invariant()
+    def groups_are_ready_when_they_should_be(self) -> None:
+        with self.book.ledger.read() as tx:
+            for consumer in rollbook.book.consumers.all_consumers(tx):
+                reader = self.model.readers[consumer.name]
+                assert consumer.grouped == reader.grouped
+                found = tx.all("SELECT gid, ready, weight FROM groups WHERE consumer = ?", (consumer.id,))
+                if not reader.grouped:
+                    assert not found
+                    continue
+                assert {row[0] for row in found} == {row.record.group for row in reader.rows.values()}
+                for gid, ready, _ in found:
+                    # A deadline is looked at when somebody leases.
+                    expected = {self.model.ready(reader, gid), self.model.ready(reader, gid, due=False)}
+                    assert bool(ready) in expected, gid
+                count, weight = consumer.state.get("ready", (0, 0.0))
+                assert count == sum(row[1] for row in found)
+                assert weight == pytest.approx(sum(row[2] for row in found if row[1]), abs=1e-9)
+
+    @invariant()
+    def events_replayed_give_the_state(self) -> None:
+        names = dict(self.table("SELECT id, name FROM consumers"))
+        uids = dict(self.table("SELECT seq, uid FROM records"))
+        states: dict[tuple[str, str], str] = {}
+        uses: dict[tuple[str, str], int] = {}
+        for kind, seq, consumer, reason in self.table("SELECT kind, seq, consumer, reason FROM events ORDER BY id"):
+            if seq is None or kind == "revised":
+                continue
+            if kind == "admitted":
+                if not self.model.records[uids[seq]].evaluation:
+                    states |= {(name, uids[seq]): "waiting" for name in NAMES}
+                continue
+            key = names[consumer], uids[seq]
+            now = states[key]
+            if kind == "leased":
+                assert now == "waiting"
+                states[key] = "leased"
+            elif kind == "trained":
+                assert now == "leased"
+                uses[key] = uses.get(key, 0) + 1
+                reader = self.model.readers[key[0]]
+                again = reader.may_go_on(uses[key])
+                states[key] = ("cooling" if reader.rest() else "waiting") if again else "trained"
+            elif kind in ("nacked", "expired"):
+                assert now == "leased"
+                states[key] = "waiting"
+            elif kind == "rested":
+                assert now == "cooling"
+                states[key] = "waiting"
+            elif kind == "returned":
+                assert now == "trained" or now.startswith("dropped")
+                states[key] = "waiting"
+            else:
+                assert kind == "dropped" and not now.startswith("dropped") and now != "trained"
+                states[key] = f"dropped {reason}"
+        assert states == {
+            (name, uid): row.state if row.reason is None else f"dropped {row.reason}"
+            for name, reader in self.model.readers.items()
+            for uid, row in reader.rows.items()
+        }
+
+
+def check(fresh: Callable[[], tuple[str, Callable[[], None]]], examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        lambda: Machine(fresh),
+        settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None),
+    )
+
+
+def test_a_book_in_memory_does_what_the_model_does() -> None:
+    check(lambda: ("memory:", lambda: None), 30, 30)
+
+
+def test_a_folder_does_what_the_model_does() -> None:
+    def fresh() -> tuple[str, Callable[[], None]]:
+        folder = tempfile.mkdtemp()
+        return folder, lambda: shutil.rmtree(folder)
+
+    check(fresh, 8, 25)
+
+
+def test_a_book_in_postgresql_does_what_the_model_does(postgres: Server) -> None:
+    url = postgres.database()
+    numbers = itertools.count()
+    joined = "&" if "?" in url else "?"
+
+    def fresh() -> tuple[str, Callable[[], None]]:
+        return f"{url}{joined}schema=book{next(numbers)}", lambda: None
+
+    try:
+        check(fresh, 5, 20)
+    finally:
+        postgres.drop(url)
