@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import rollbook
 from benchmarks import harness, peers
 from benchmarks.harness import Comparison, Contender, Options, Report, Times
@@ -68,7 +66,9 @@ def comparisons(sizes: Sequence[int], postgres: bool) -> list[Comparison]:
             for read, target in (("mapped columns", 100), ("rows", 15))
         ]
         made.append(Comparison(named("rows, every field", size), named("rows, every field", size), THEIR_ROWS))
-    made += [Comparison(f"lease 8 and ack, {kind}", f"lease 8 and ack, {kind}", THEIR_CLAIMS) for kind in kinds(postgres)]
+    made += [
+        Comparison(f"lease 8 and ack, {kind}", f"lease 8 and ack, {kind}", THEIR_CLAIMS) for kind in kinds(postgres)
+    ]
     made += [
         Comparison(f"append 8, lease 8, {kind}", f"append 8, lease 8, {kind}", THEIR_QUEUE) for kind in kinds(postgres)
     ]
@@ -139,12 +139,12 @@ class Trinity:
         return place.hold(made, lambda: self.run(made.engine.dispose()))
 
     def queue(self, scratch: Path) -> Place:
-        """A queue that keeps its experiences in SQLite as well."""
+        """A queue as it is by default: in memory, and each experience in a JSON file, which is not synced."""
         place = Place(scratch)
         made = self.package.buffer.storage.queue.QueueStorage(
-            self.config(storage_type="queue", path=f"sqlite:///{place.folder}/trinity.db", batch_size=8)
+            self.config(storage_type="queue", path=f"{place.folder}/trinity.jsonl", batch_size=8)
         )
-        return place.hold(made, lambda: None)
+        return place.hold(made, lambda: self.run(made.release()))
 
     def write(self, storage: Any, rows: Sequence[Any], size: int) -> None:
         async def work() -> None:
@@ -258,3 +258,310 @@ def appends(workload: Workload, theirs: Trinity, scratch: Path, size: int) -> li
         Contender(named("SQLite blobs", size), blobs, database),
         Contender(named("Parquet files", size), parquet, with_rows(Place, Experience)),
     ]
+
+
+def reads(workload: Workload, theirs: Trinity, scratch: Path, places: dict[str, Place]) -> list[Contender]:
+    """Everything that reads all records back; the books and files lie ready, and in the page cache."""
+    rows = workload.build(Experience)
+    stored = places["Trinity"] = theirs.storage(scratch)
+    theirs.write(stored.held, workload.build(theirs.experience), 64)
+    files = places["Parquet"] = Place(scratch)
+    Experiences(rows).to_parquet(files.folder / "all.parquet")
+    uids = [row.eid.uid for row in rows]
+    n = len(rows)
+
+    def query() -> Any:
+        return theirs.run(stored.held.query(0, n))
+
+    def scan(book: Book) -> list[Any]:
+        found = list(book.scan(columns=list(COLUMNS)))
+        if sum(batch.num_rows for batch in found) != n:
+            raise AssertionError("not every record was scanned")
+        return found
+
+    def claimed() -> Place:
+        place = theirs.storage(scratch)
+        theirs.write(place.held, workload.build(theirs.experience), 64)
+        return place
+
+    def claim(place: Place) -> Place:
+        if theirs.claim(place.held, n // 8) != n:
+            raise AssertionError("not every record was read")
+        return place
+
+    made = [
+        Contender(THEIR_READ, lambda _: query()),
+        Contender(THEIR_ROWS, lambda _: touch(query())),
+        Contender(THEIR_CLAIMS, claim, claimed),
+        Contender("Parquet file read as rows", lambda _: Experiences.from_parquet(files.folder / "all.parquet").rows()),
+    ]
+    for size in SIZES:
+        book: Book = places.setdefault(f"book of {size}", filled(scratch, rows, size)).held
+        made += [
+            Contender(named("mapped columns", size), lambda _, book=book: scan(book)),
+            Contender(named("rows", size), lambda _, book=book: book.get(uids).rows()),
+            Contender(named("rows, every field", size), lambda _, book=book: touch(book.get(uids).rows())),
+        ]
+    check_same(workload, {f"a book of {size}": places[f"book of {size}"].held.get(uids).rows() for size in SIZES})
+    if len(query()) != n:
+        raise AssertionError("Trinity did not give every record back")
+    return made
+
+
+class Books:
+    """Empty books of every kind, and a PostgreSQL server for as long as this lives, where one can be had."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.server: Any = None
+        try:
+            from tests.book.postgres import NoServer, Server
+        except ImportError:  # the tests are not there, or psycopg is not
+            return
+        try:
+            self.server = Server()
+        except NoServer as error:
+            print(f"no PostgreSQL: {error}", file=sys.stderr)
+
+    def open(self, kind: str) -> Place:
+        """A new book."""
+        if kind == "folder":
+            return open_book(self.scratch)
+        place = Place(self.scratch)
+        url = "memory:" if kind == "memory" else self.server.database()
+        book = rollbook.open(url)
+        place.hold(book, book.close)
+        if kind == "PostgreSQL":
+            place.closes.append(lambda: self.server.drop(url))
+        return place
+
+    def close(self) -> None:
+        """Stop the server."""
+        if self.server is not None:
+            self.server.stop()
+
+
+def leases(workload: Workload, theirs: Trinity, scratch: Path, books: Books) -> list[Contender]:
+    """Claims of 8 with what they hold, acknowledged; and the same right behind each append, as a queue is used."""
+
+    def full(kind: str) -> Place:
+        place = books.open(kind)
+        place.held.append(workload.build(Experience))
+        return place
+
+    def take(book: Book) -> int:
+        with book.lease(8) as lease:
+            lease.experiences.rows()
+            return lease.ack(step=1)
+
+    def drain(place: Place) -> Place:
+        if sum(take(place.held) for _ in range(len(workload.rows) // 8)) != len(workload.rows):
+            raise AssertionError("not every record was acknowledged")
+        return place
+
+    def queue(state: tuple[Place, Any]) -> Any:
+        place, rows = state
+        for part in parts(rows, 8):
+            place.held.append(part)
+            if take(place.held) != len(part):
+                raise AssertionError("what was put was not got")
+        return state
+
+    def their_queue(state: tuple[Place, Any]) -> Any:
+        if theirs.put_and_get(state[0].held, state[1]) != len(state[1]):
+            raise AssertionError("what was put was not got")
+        return state
+
+    made = [Contender(THEIR_QUEUE, their_queue, lambda: (theirs.queue(scratch), workload.build(theirs.experience)))]
+    for kind in kinds(books.server is not None):
+        made += [
+            Contender(f"lease 8 and ack, {kind}", drain, lambda kind=kind: full(kind)),
+            Contender(
+                f"append 8, lease 8, {kind}",
+                queue,
+                lambda kind=kind: (books.open(kind), workload.build(Experience)),
+            ),
+        ]
+    return made
+
+
+# --- memory of a reader ---------------------------------------------------------------------------------------------
+
+_READER = """
+import sys, rollbook
+book = rollbook.open(sys.argv[1], mode="r")
+peak = 0
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+for batch in book.scan(columns=["tokens", "reward"], rows=64):
+    batch["tokens"].values.to_numpy(zero_copy_only=False).sum()
+    peak = max(peak, anonymous())
+print(peak / 1024)
+"""
+
+
+def reader_memory(workload: Workload, scratch: Path, sizes: Sequence[int] = (16, 64, 256)) -> dict[str, float]:
+    """MB of memory of its own that a process reaches which scans a book, by the book's size in MB."""
+    found = {}
+    for size in sizes:
+        place = open_book(scratch)
+        for i in range(size * 10**6 // workload.payload_bytes + 1):
+            rows = workload.build(Experience)
+            for row in rows:
+                row.eid = row.eid.replace(batch=i)
+            for part in parts(rows, 64):
+                place.held.append(part)
+        command = [sys.executable, "-c", _READER, str(place.folder / "book")]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found[f"MB of a reader of {size} MB"] = round(float(told), 1)
+    return found
+
+
+# --- a million records ----------------------------------------------------------------------------------------------
+
+SAMPLERS = {"first": First(), "uniform": Uniform(), "proportional": Proportional("reward")}
+STEPS = (10**4, 10**5, 10**6)
+
+
+def grow(book: Book, count: int, batch: int = 1000) -> None:
+    """Rows for records until there are `count`, as many appends would have left them, all at the place of the first."""
+    from rollbook.book import consumers, reports, work
+    from rollbook.book.admission import new_row
+
+    with book.ledger.write() as tx:
+        have, last = tx.one("SELECT COUNT(*), MAX(seq) FROM records")
+        listening = consumers.all_consumers(tx)
+        columns = [row[1] for row in tx.all("PRAGMA table_info(records)")]
+        pattern = dict(
+            zip(columns, tx.one(f"SELECT {', '.join(columns)} FROM records WHERE seq = ?", (last,)), strict=True)
+        )
+        marks = ", ".join("?" * len(columns))
+        for start in range(have, count, 10_000):
+            numbers = range(start, min(start + 10_000, count))
+            rows = []
+            for i in numbers:
+                made = {
+                    **pattern,
+                    "seq": last - have + 1 + i,
+                    "uid": f"{i // batch}/{i // 8}/{i % 8}/0/{i:x}",
+                    "gid": f"{i // batch}/{i // 8}",
+                    "batch": str(i // batch),
+                    "task": str(i // 8),
+                    "run": i % 8,
+                    "suffix": f"{i:x}",
+                    "reward": (i * 7919 % 997) / 997,
+                }
+                rows.append(tuple(made.values()))
+            tx.many(f"INSERT INTO records ({', '.join(columns)}) VALUES ({marks})", rows)
+            work.record(tx, [work.Event("admitted", row[0]) for row in rows])
+            reports.admitted(tx, False, len(rows))
+            reward = columns.index("reward")
+            for consumer in listening:
+                values = [None if consumer.settings.sampler.key is None else row[reward] for row in rows]
+                gids = columns.index("gid")
+                work.enter(
+                    tx,
+                    consumer,
+                    [
+                        new_row(consumer, row[0], row[gids], None, value, None)
+                        for row, value in zip(rows, values, strict=True)
+                    ],
+                )
+        for consumer in listening:
+            consumers.save(tx, consumer)
+
+
+def median_ms(work: Callable[[int], object], times: int = 41) -> float:
+    """Of calls one after the other."""
+    took = []
+    for i in range(times):
+        start = time.perf_counter()
+        work(i)
+        took.append(time.perf_counter() - start)
+    return statistics.median(took) * 1e3
+
+
+def million(options: Options) -> Report:
+    """What a call takes on ledgers of ten thousand, a hundred thousand and a million waiting records."""
+    scratch = options.scratch or peers.default_scratch()
+    place = open_book(scratch)
+    book: Book = place.held
+    book.append([Experience(tokens=[1, 2, 3], reward=0.5, info={"model_version": 0})])
+    for name, sampler in SAMPLERS.items():
+        book.consumer(name, sampler=sampler)
+    times: dict[str, list[float]] = {}
+
+    def note(what: str, work: Callable[[int], object], size: int) -> None:
+        times.setdefault(f"{what}, {size:,} records", []).append(median_ms(work) / 1e3)
+
+    for size in STEPS:
+        grow(book, size)
+        print(f"{size:,} records", file=sys.stderr)
+        middle = size // 2000
+        for name in SAMPLERS:
+            note(f"lease 8 and ack, {name}", lambda _, name=name: book.lease(8, consumer=name).ack(step=1), size)
+        note("records of a batch", lambda i: book.where(batch=middle - i).uids(), size)
+        note(
+            "history of a record",
+            lambda i: book.history(
+                f"{middle}/{(middle * 1000 + i) // 8}/{(middle * 1000 + i) % 8}/0/{middle * 1000 + i:x}"
+            ),
+            size,
+        )
+        note("counts", lambda _: book.counts(), size)
+        note("append of 8", lambda i: book.append([Experience(tokens=[1, 2, 3], reward=0.5) for _ in range(8)]), size)
+    found = Times(times)
+    results = []
+    for what in dict.fromkeys(name.rpartition(", ")[0].rpartition(",")[0] or name for name in times):
+        few, many = (f"{what}, {size:,} records" for size in (STEPS[0], STEPS[-1]))
+        # The logarithm of a hundred times as many is 1.5 times as large.
+        results.append(
+            found.compare(Comparison(f"{what}: a million over ten thousand", many, few, target=1.5, bound=True))
+        )
+    facts = {
+        "records": f"{STEPS[-1]:,}",
+        "MB of ledger": round((place.folder / "book" / "ledger.sqlite").stat().st_size / 1e6),
+    }
+    return Report("The book: a million records", facts, found, results)
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def run(options: Options) -> Report:
+    """Check what is read back, then time it all."""
+    rounds = options.rounds or ROUNDS
+    scratch = options.scratch or peers.default_scratch()
+    theirs = Trinity(options.scratch)
+    workload = make_workload(min(options.n, N), options.seed)
+    places: dict[str, Place] = {}
+    books = Books(scratch)
+    try:
+        contenders = [each for size in SIZES for each in appends(workload, theirs, scratch, size)]
+        contenders += reads(workload, theirs, scratch, places) + leases(workload, theirs, scratch, books)
+        times = harness.measure(contenders, rounds, options.seed)
+        memory = reader_memory(workload, scratch)
+    finally:
+        places.clear()
+        books.close()
+    n = len(workload.rows)
+    rates = [
+        *(named("append rows", size) for size in SIZES),
+        *(f"lease 8 and ack, {kind}" for kind in kinds(bool(books.server))),
+    ]
+    facts = {
+        "experiences": n,
+        "rounds": rounds,
+        "MB": round(workload.payload_bytes / 1e6, 1),
+        **{f"records a second, {name},": round(n * 1e3 / times.median_ms(name)) for name in rates},
+        **memory,
+    }
+    return Report("The book", facts, times, [times.compare(c) for c in comparisons(SIZES, books.server is not None)])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--million", action="store_true")
+    chosen, sys.argv[1:] = parser.parse_known_args()
+    harness.main(run, *((million,) if chosen.million else ()))

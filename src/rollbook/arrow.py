@@ -6,7 +6,7 @@ prompt, kinds are known, masks hold 0 and 1, offsets rise. Nothing downstream ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ def to_arrays(columns: Mapping[str, Column], portable: bool = False) -> dict[str
     `portable`: for Parquet and HF, with half-precision floats as float32 (their type stands in the `__dtype` side).
     """
     arrays: dict[str, pa.Array] = {}
-    for name in sorted(columns, key=_order):
+    for name in _sorted(columns):
         column = columns[name]
         if isinstance(column, Ragged):
             # A field that was withdrawn meanwhile still has its column.
@@ -45,9 +45,14 @@ def to_arrays(columns: Mapping[str, Column], portable: bool = False) -> dict[str
     return arrays
 
 
-def _order(name: str) -> tuple[int, str]:
-    known = owner(name)
-    return (list(FIELDS).index(known[0].name), name) if known else (len(FIELDS), name)
+def _sorted(names: Iterable[str]) -> list[str]:
+    place = {name: i for i, name in enumerate(FIELDS)}
+
+    def order(name: str) -> tuple[int, str]:
+        known = owner(name)
+        return (place[known[0].name], name) if known else (len(place), name)
+
+    return sorted(names, key=order)
 
 
 def implied(storage: str, field: Field) -> str:
@@ -208,7 +213,8 @@ class _Memory:
 
     def __init__(self, values: NDArray[Any]) -> None:
         self.owner = values
-        self.__array_interface__ = {**values.__array_interface__, "data": (values.ctypes.data, False)}
+        described = values.__array_interface__
+        self.__array_interface__ = {**described, "data": (described["data"][0], False)}
 
 
 def _writable(values: NDArray[Any]) -> NDArray[Any]:
@@ -241,6 +247,8 @@ def _row_codes(
 
 def check(columns: Columns, count: int) -> None:
     """Raise `ValueError` naming field, record, got and expected if the columns break a promise of the table."""
+    # Small batches come by the thousand: a call of Arrow's takes longer than a look at eight numbers, and columns
+    # without nulls, or all of one kind, as nearly all are, are told apart by looking at them once.
     lengths, there = token_lengths(columns, count)
     _all(there, "tokens: got None, expected token ids")
     for name in ("eid", "prompt_length", "experience_type"):
@@ -250,14 +258,18 @@ def check(columns: Columns, count: int) -> None:
             _all(np.asarray(columns[name].is_valid()), f"{name}: got None, expected a value")
     eid = columns["eid"]
     for i in range(eid.type.num_fields):
-        _all(np.asarray(eid.field(i).is_valid()), f"eid.{eid.type.field(i).name}: got None, expected a value")
+        part = eid.field(i)
+        if part.null_count:
+            _all(np.asarray(part.is_valid()), f"eid.{eid.type.field(i).name}: got None, expected a value")
     prompt = columns["prompt_length"].to_numpy(zero_copy_only=False).astype(np.int64)
     kind = columns["experience_type"]
     single, multi, dpo = kinds(kind)
     _all(single | multi | dpo, f"experience_type: expected one of {', '.join(EXPERIENCE_TYPES)}, got", kind)
+    pairs = bool(dpo.any())
     cut = truncated(columns, count) & ~dpo
-    fits = np.where(dpo, prompt == lengths, np.where(multi, prompt >= 0, prompt > 0))
-    fits &= cut | np.where(single, prompt < lengths, prompt <= lengths)
+    fits = np.where(multi, prompt >= 0, prompt > 0) & (cut | np.where(single, prompt < lengths, prompt <= lengths))
+    if pairs:
+        fits = np.where(dpo, prompt == lengths, fits)
     if not fits.all():
         i = int(np.flatnonzero(~fits)[0])
         raise ValueError(
@@ -284,8 +296,8 @@ def check(columns: Columns, count: int) -> None:
     for field in tensor_fields("response"):
         column = columns.get(field.name)
         if isinstance(column, Ragged):
-            wrong = column.present & (expected >= 0) & (column.lengths != expected)
-            if wrong.any():
+            wrong = column.lengths != expected
+            if wrong.any() and (wrong := wrong & column.present & (expected >= 0)).any():
                 i = int(np.flatnonzero(wrong)[0])
                 got, want = int(column.lengths[i]), int(expected[i])
                 raise ValueError(
@@ -295,11 +307,13 @@ def check(columns: Columns, count: int) -> None:
         column = columns.get(field.name)
         if field.name != "tokens" and isinstance(column, Ragged):
             _all(~column.present | (column.lengths == lengths), f"{field.name}: expected one entry for each token")
-    chosen, rejected = has(columns, "chosen", count), has(columns, "rejected", count)
-    for name, there in (("chosen", chosen), ("rejected", rejected)):
-        _all(
-            there | ~(dpo | chosen | rejected), f"{name}: got None, expected tokens, as for the other answer of a pair"
-        )
+    if pairs or not columns.keys().isdisjoint(("chosen", "chosen__other", "rejected", "rejected__other")):
+        chosen, rejected = has(columns, "chosen", count), has(columns, "rejected", count)
+        for name, there in (("chosen", chosen), ("rejected", rejected)):
+            _all(
+                there | ~(dpo | chosen | rejected),
+                f"{name}: got None, expected tokens, as for the other answer of a pair",
+            )
     if "group_size" in columns:
         sizes = columns["group_size"]
         _all(np.asarray(pc.fill_null(pc.greater(sizes, 0), True)), "group_size: expected at least 1, got", sizes)
@@ -322,8 +336,26 @@ def token_lengths(columns: Columns, count: int) -> tuple[NDArray[np.int64], NDAr
 
 def kinds(column: pa.Array) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
     """Which records are single_turn, multi_turn and dpo."""
-    single, multi, dpo = (np.asarray(pc.fill_null(pc.equal(column, name), False)) for name in EXPERIENCE_TYPES)
+    found = _one_kind(column)
+    if found is not None:
+        single, multi, dpo = (np.full(len(column), name == found, dtype=np.bool_) for name in EXPERIENCE_TYPES)
+    else:
+        single, multi, dpo = (np.asarray(pc.fill_null(pc.equal(column, name), False)) for name in EXPERIENCE_TYPES)
     return single, multi, dpo
+
+
+def _one_kind(column: pa.Array) -> str | None:
+    """The kind of all records, if they have one."""
+    if not len(column) or column.null_count or column.type != pa.large_string():
+        return None
+    first: str = column[0].as_py()
+    if first not in EXPERIENCE_TYPES:
+        return None
+    data = column.buffers()[2]
+    bounds = offsets(column, 0 if data is None else data.size)
+    alike = (bounds[1:] - bounds[:-1] == len(first)).all() and data is not None
+    text = first.encode() * len(column)
+    return first if alike and memoryview(data)[bounds[0] : bounds[-1]] == text else None
 
 
 def truncated(columns: Columns, count: int) -> NDArray[np.bool_]:

@@ -48,6 +48,7 @@ EID_TYPE = pa.struct(
     ]
 )
 """`ints`: 1 if batch was a number, 2 if task was, 3 if both were."""
+_EID_FIELDS = list(EID_TYPE)
 
 PLAIN_TYPES: dict[tuple[str, str], pa.DataType] = {
     ("eid", ""): EID_TYPE,
@@ -151,18 +152,23 @@ def _encode_eids(name: str, values: Sequence[Any]) -> pa.Array:
             [
                 pa.array([_part(eid.batch) for eid in ids], pa.large_string()),
                 pa.array([_part(eid.task) for eid in ids], pa.large_string()),
-                pa.array([eid.run for eid in ids], pa.int64()),
-                pa.array([eid.step for eid in ids], pa.int64()),
+                _whole([eid.run for eid in ids], pa.int64(), np.int64),
+                _whole([eid.step for eid in ids], pa.int64(), np.int64),
                 pa.array([_part(eid.suffix) for eid in ids], pa.large_string()),
-                pa.array(ints, pa.uint8()),
+                _whole(ints, pa.uint8(), np.uint8),
             ],
-            fields=list(EID_TYPE),
+            fields=_EID_FIELDS,
             mask=pa.array([eid is None for eid in values]) if None in values else None,
         )
     except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
         raise ValueError(
             f"{name}: expected text or numbers for batch, task and suffix, 64-bit run and step: {error}"
         ) from None
+
+
+def _whole(values: list[int], kind: pa.DataType, dtype: Any) -> pa.Array:
+    """Numbers that are known to be whole and there: several times as fast as Arrow's look at each."""
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.array(values, dtype=dtype))])
 
 
 def _plain(eid: EID) -> bool:

@@ -23,6 +23,7 @@ END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 END_BYTES = len(END)
 _SCHEMA, _RECORD_BATCH = 1, 3
 _V5 = 4
+_FORMS = {form: struct.Struct(form) for form in ("<B", "<h", "<H", "<i", "<I", "<q")}
 
 
 class _Flat:
@@ -33,10 +34,10 @@ class _Flat:
         self.at = at
 
     def number(self, form: str, position: int) -> int:
-        size = struct.calcsize(form)
-        if not 0 <= position <= len(self.data) - size:
+        read = _FORMS[form]
+        if not 0 <= position <= len(self.data) - read.size:
             raise WireError("Arrow metadata points outside itself", self.at + max(position, 0))
-        value: int = struct.unpack_from(form, self.data, position)[0]
+        value: int = read.unpack_from(self.data, position)[0]
         return value
 
     def root(self) -> int:

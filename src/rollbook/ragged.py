@@ -233,7 +233,8 @@ class Ragged:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """How long each row is; 0 where it is absent."""
-        return np.diff(self.offsets)
+        lengths: NDArray[np.int64] = self.offsets[1:] - self.offsets[:-1]
+        return lengths
 
     @property
     def present(self) -> NDArray[np.bool_]:
@@ -422,5 +423,6 @@ def offsets_of(lengths: Any) -> NDArray[np.int64]:
     [0, 3, 3, 4]
     """
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    offsets[1:] = lengths
+    offsets.cumsum(out=offsets)
     return offsets

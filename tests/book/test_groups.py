@@ -145,8 +145,6 @@ def test_default_ids_are_groups_of_their_own(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(records(3))
         assert numbers(book.lease(2, by="group")) == [0, 1]
-        # Even if they say that they are many: nobody could tell whose they are.
-        assert book.where().scan(["gid", "uid"])
         rows = book.sql("select gid, uid from experiences").rows()
         assert all(gid == uid for gid, uid in rows)
 

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 import rollbook
 from rollbook.book import (
     Book,
+    BookError,
     Conflict,
     EasyToHard,
     First,
@@ -286,21 +287,21 @@ READERS = st.builds(
         ]
     ),
     uses=st.sampled_from([1, 1, 2, None]),
-    max_size=st.sampled_from([None, None, 4]),
+    max_size=st.sampled_from([None, None, 3]),
     worst=st.booleans(),
-    max_age=st.sampled_from([None, None, 40.0]),
-    max_staleness=st.sampled_from([None, 0, 2]),
-    group_size=st.sampled_from([None, 2]),
+    max_age=st.sampled_from([None, None, None, 30.0]),
+    max_staleness=st.sampled_from([None, None, 0, 1]),
+    group_size=st.sampled_from([None, None, 3]),
     partial_after=st.sampled_from([None, 15.0]),
-    max_attempts=st.sampled_from([None, 2]),
+    max_attempts=st.sampled_from([None, None, 2]),
 )
 RECORDS = st.lists(
     st.tuples(
-        st.integers(0, 3),  # the task
+        st.integers(0, 2),  # the task
         st.integers(0, 2),  # the run
         st.sampled_from([None, 0, 1, 2, 3]),  # the policy's version
         st.sampled_from([None, 0.0, 0.25, 1.0]),  # the reward
-        st.sampled_from([None, 2, 3]),  # the group's size
+        st.sampled_from([None, None, 2]),  # the group's size
     ),
     min_size=1,
     max_size=4,
@@ -337,7 +338,7 @@ class Machine(RuleBasedStateMachine):
     def known(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.given)), label="uid")
 
-    @rule(given=RECORDS, evaluation=st.sampled_from([False, False, False, True]))
+    @rule(given=RECORDS, evaluation=st.sampled_from([False] * 7 + [True]))
     def append(self, given: list[tuple[Any, ...]], evaluation: bool) -> None:
         made, records = [], []
         for task, run, version, reward, size in given:
@@ -357,25 +358,25 @@ class Machine(RuleBasedStateMachine):
         assert done.stale == self.model.admit(records)
 
     @precondition(lambda self: self.given)
-    @rule(data=st.data())
-    def append_again(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), what=st.sampled_from(["again", "another", "another beside a new one", "older version"]))
+    def change_nothing(self, data: st.DataObject, what: str) -> None:
+        """The same record again; another under its id, which is refused with all that comes with it."""
         uid = self.known(data)
+        evaluation = self.model.records[uid].evaluation
         was = self.everything()
-        done = self.book.append(self.given[uid], evaluation=self.model.records[uid].evaluation)
-        assert (done.admitted, done.known, done.revised) == (0, 1, 0)
-        assert self.everything() == was
-
-    @precondition(lambda self: self.given)
-    @rule(data=st.data(), beside=st.booleans())
-    def append_another(self, data: st.DataObject, beside: bool) -> None:
-        """Another record under a known id is refused, and so is all that comes with it."""
-        uid = self.known(data)
-        other = self.given[uid].replace(tokens=[1, 2, 999])
-        number = next(self.numbers)
-        new = rollbook.Experience(eid={"batch": 1, "task": 0, "step": number, "suffix": "s"}, tokens=[1, 2, number])
-        was = self.everything()
-        with pytest.raises(Conflict):
-            self.book.append([new, other] if beside else other, evaluation=self.model.records[uid].evaluation)
+        if what == "again":
+            done = self.book.append(self.given[uid], evaluation=evaluation)
+            assert (done.admitted, done.known, done.revised) == (0, 1, 0)
+        elif what == "older version":
+            if self.model.announced:
+                with pytest.raises(BookError, match="only a rewind goes back"):
+                    self.book.announce(self.model.announced - 1)
+        else:
+            number = next(self.numbers)
+            eid = {"batch": 1, "task": 0, "step": number, "suffix": "s"}
+            others = [rollbook.Experience(eid=eid, tokens=[1, 2, number]), self.given[uid].replace(tokens=[1, 2, 999])]
+            with pytest.raises(Conflict):
+                self.book.append(others[what == "another" :], evaluation=evaluation)
         assert self.everything() == was
 
     @precondition(lambda self: any(r.reward is None for r in self.model.records.values() if r.uid in self.given))
@@ -390,7 +391,7 @@ class Machine(RuleBasedStateMachine):
         self.model.records[uid].reward = reward
         assert self.book.append(scored, evaluation=self.model.records[uid].evaluation).known == 1
 
-    @rule(task=st.integers(0, 3), runs=st.sets(st.integers(0, 3), min_size=1), size=st.sampled_from([None, 2]))
+    @rule(task=st.integers(0, 2), runs=st.sets(st.integers(0, 2), min_size=1), size=st.sampled_from([None, 2]))
     def fail(self, task: int, runs: set[int], size: int | None) -> None:
         eids, records = [], []
         for run in sorted(runs):
@@ -420,10 +421,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(NAMES),
-        count=st.integers(1, 4),
+        count=st.integers(1, 3),
         by=st.sampled_from(["experience", "group"]),
         bound=st.sampled_from([None, None, 0, 1]),
-        seconds=st.sampled_from([None, 3.0, 30.0]),
+        seconds=st.sampled_from([None, 5.0, 30.0]),
     )
     def lease(self, name: str, count: int, by: str, bound: int | None, seconds: float | None) -> None:
         lease = self.book.lease(count, by=by, consumer=name, max_staleness=bound, seconds=seconds)
@@ -446,6 +447,8 @@ class Machine(RuleBasedStateMachine):
         got = lease.experiences
         assert [one.eid.uid for one in got] == wanted
         assert got.values("reward") == [self.model.records[uid].reward for uid in wanted]
+
+    lease_more = lease  # The more leases there are beside each other, the more there is to go wrong.
 
     def living(self, data: st.DataObject) -> tuple[Lease, Held, bool]:
         number = data.draw(st.sampled_from(sorted(self.held)), label="fence")
@@ -511,7 +514,7 @@ class Machine(RuleBasedStateMachine):
 
     # --- time, versions, revisions, restarts ----------------------------------------------------------------------
 
-    @rule(seconds=st.sampled_from([1.0, 4.0, 12.0]))
+    @rule(seconds=st.sampled_from([1.0, 5.0, 10.0]))
     def wait(self, seconds: float) -> None:
         self.model.now += seconds
 
@@ -523,14 +526,6 @@ class Machine(RuleBasedStateMachine):
         self.model.announced = version
         for reader in self.model.readers.values() if changed else ():
             self.model.forget_stale(reader, reader.max_staleness)
-
-    @precondition(lambda self: self.model.announced)
-    @rule()
-    def announce_backwards(self) -> None:
-        was = self.everything()
-        with pytest.raises(rollbook.book.BookError):
-            self.book.announce(self.model.announced - 1)
-        assert self.everything() == was
 
     @precondition(lambda self: self.given)
     @rule(data=st.data(), reward=st.sampled_from([0.0, 0.5, 2.0]), retrain=st.booleans())
@@ -694,7 +689,7 @@ def check(fresh: Callable[[], tuple[str, Callable[[], None]]], examples: int, st
 
 
 def test_a_book_in_memory_does_what_the_model_does() -> None:
-    check(lambda: ("memory:", lambda: None), 30, 30)
+    check(lambda: ("memory:", lambda: None), 40, 40)
 
 
 def test_a_folder_does_what_the_model_does() -> None:
@@ -702,7 +697,7 @@ def test_a_folder_does_what_the_model_does() -> None:
         folder = tempfile.mkdtemp()
         return folder, lambda: shutil.rmtree(folder)
 
-    check(fresh, 8, 25)
+    check(fresh, 8, 40)
 
 
 def test_a_book_in_postgresql_does_what_the_model_does(postgres: Server) -> None:
@@ -714,6 +709,6 @@ def test_a_book_in_postgresql_does_what_the_model_does(postgres: Server) -> None
         return f"{url}{joined}schema=book{next(numbers)}", lambda: None
 
     try:
-        check(fresh, 5, 20)
+        check(fresh, 4, 25)
     finally:
         postgres.drop(url)

@@ -6,15 +6,12 @@ import pytest
 import torch
 
 import rollbook
-from rollbook.book import Appended, BookError, MaxUses
+from rollbook.book import Appended, BackPressure, BookError, MaxUses, SamplesToInserts
 from tests.book.records import check, numbers, record, records, take
 
 
 def versioned(*versions: object, start: int = 0) -> list[rollbook.Experience]:
-    return [
-        record(suffix=f"{i}", info={"i": i}, policy_versions=version)
-        for i, version in enumerate(versions, start)
-    ]
+    return [record(suffix=f"{i}", info={"i": i}, policy_versions=version) for i, version in enumerate(versions, start)]
 
 
 def test_announced_versions_rise(url: str) -> None:
@@ -160,13 +157,12 @@ def test_what_is_too_old_is_kept_if_asked(url: str) -> None:
             check(book)
 
 
-def test_going_stale_wakes_nobody_but_frees_room(url: str) -> None:
-    from rollbook.book import SamplesToInserts
-
+def test_going_stale_frees_room(url: str) -> None:
     with rollbook.open(url, max_staleness=0, limiters=SamplesToInserts(ratio=1.0, slack=2, append_size=2)) as book:
         book.announce(1)
         book.append(versioned(1, 1))
-        assert book.append(versioned(0, start=2), timeout=0) if False else True
+        with pytest.raises(BackPressure):
+            book.append(versioned(1, start=2), timeout=0)
         book.announce(2)
         assert book.append(versioned(2, 2, start=3), timeout=0).admitted == 2
         assert numbers(book.lease(9)) == [3, 4]

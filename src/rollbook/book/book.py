@@ -41,6 +41,7 @@ from rollbook.book.shelves import Shelf
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from rollbook.book.findings import Report
     from rollbook.book.sql_columns import Result
     from rollbook.book.writer import Writer
     from rollbook.experience import Experience
@@ -520,6 +521,22 @@ class Book:
         """
         self._writable("compact")
         return compaction.compact(self, garbage=garbage, small=small, grace=grace)
+
+    def check(self, *, deep: bool = True) -> Report:
+        """Whether all that the book promises is true: tables, places, bytes, counts, leases, groups, events, files.
+
+        Changes nothing, beside readers and writers, in little memory. `deep=False` does not look at every byte of the
+        data. `rollbook.book.repair` mends what is found.
+
+        >>> import rollbook
+        >>> book = rollbook.open("memory:")
+        >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
+        >>> book.check().ok
+        True
+        """
+        from rollbook.book.checking import check
+
+        return check(self, deep=deep)
 
     # --- other formats ------------------------------------------------------------------------------------------
 

@@ -243,16 +243,19 @@ UNHELD = (
 )
 """Of `work`: leased by nobody."""
 FORGOTTEN = "state <> 'leased' AND lease IS NOT NULL"
-EMPTY = "state = 'active' AND NOT EXISTS (SELECT 1 FROM work WHERE work.lease = leases.id AND work.state = 'leased')"
-"""Of `leases`: holds nothing."""
+EMPTY = (
+    "state = 'active' AND expires <= ? AND NOT EXISTS "
+    "(SELECT 1 FROM work WHERE work.lease = leases.id AND work.state = 'leased')"
+)
+"""Of `leases`: its time is up, and it holds nothing."""
 
 
 def _leases(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
         _stray(tx, report, "lease", UNHELD, "that is leased, by no lease that lives")
         _stray(tx, report, "lease", FORGOTTEN, "that is not leased and names a lease")
-        for (number,) in tx.all(f"SELECT id FROM leases WHERE {EMPTY} LIMIT {LISTED}"):
-            report.add("lease", "it lives and holds nothing", f"lease {number}")
+        for (number,) in tx.all(f"SELECT id FROM leases WHERE {EMPTY} LIMIT {LISTED}", (tx.now,)):
+            report.add("idle", "its time is up, and it holds nothing", f"lease {number}")
 
 
 def wrong_groups(tx: Transaction, consumer: consumers.Consumer) -> list[tuple[str, str]]:
@@ -339,6 +342,10 @@ def past(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, int], Past]:
     return said
 
 
+_PLAIN = "replace(replace(detail, 'Infinity', '0'), 'NaN', '0')"
+"""Python's JSON has numbers that SQLite's has not."""
+
+
 def _events(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
         none = "NOT EXISTS (SELECT 1 FROM events WHERE events.seq = records.seq AND events.kind IN {})"
@@ -347,7 +354,7 @@ def _events(book: Book, report: Report) -> None:
         rewound = tx.one("SELECT COALESCE(MAX(id), 0) FROM events WHERE kind = 'rewound'")[0]
         if book.ledger.dialect == "sqlite":
             for (event,) in tx.all(
-                f"SELECT id FROM events WHERE detail IS NOT NULL AND json_valid(detail) = 0 LIMIT {LISTED}"
+                f"SELECT id FROM events WHERE detail IS NOT NULL AND NOT json_valid({_PLAIN}) LIMIT {LISTED}"
             ):
                 report.add("event", "its detail is no JSON", f"event {event}")
         good = readable(tx)[0]

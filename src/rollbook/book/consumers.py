@@ -186,12 +186,12 @@ def parsed_state(text: Any) -> State:
     if not isinstance(found, dict):
         raise Damaged(f"a sampler's state: got {str(text)[:100]!r}, expected a dict")
     for name, value in found.items():
-        shaped = {"ready": list, "rounds": dict}.get(name, (int, float))
+        shaped = {"ready": list, "rounds": dict, "group_rounds": dict}.get(name, (int, float))
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
         if (
             not isinstance(value, shaped)
             or (name == "ready" and len(held) != 2)
-            or not all(type(n) in (int, float) and abs(n) < 2**63 and math.isfinite(n) for n in held)
+            or not all(math.isfinite(n) if type(n) is float else type(n) is int and abs(n) < 2**63 for n in held)
         ):
             raise Damaged(f"a sampler's state: {name[:40]}: got {str(value)[:100]}, expected finite numbers")
     return found

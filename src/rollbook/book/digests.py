@@ -106,8 +106,8 @@ def is_late(field: Field) -> bool:
     return field.kind == "number" or (field.kind == "json" and field.always)
 
 
-def digests(many: Experiences) -> Digests:
-    """The digests of every record.
+def digests(many: Experiences, known: Ids | None = None) -> Digests:
+    """The digests of every record; `known`: their ids, if they were read already.
 
     >>> from rollbook import Experience, Experiences
     >>> record = Experience(eid={"batch": 1, "task": 2, "suffix": "a"}, tokens=[1, 2, 3], info={"a": 1, "b": 2})
@@ -127,7 +127,11 @@ def digests(many: Experiences) -> Digests:
     with np.errstate(all="ignore"):
         for name in sorted(fields):
             field = fields[name]
-            (late if is_late(field) else core).append(_ENTRIES[field.kind](field, columns))
+            if field.kind == "eid" and known is not None:
+                made = _uids(name, known)
+            else:
+                made = _ENTRIES[field.kind](field, columns)
+            (late if is_late(field) else core).append(made)
     unknown = arrow.to_arrays({name: columns[name] for name, known in owners.items() if known is None})
     core.extend(_unknown(name, unknown[name]) for name in sorted(unknown))
     join = b"".join
@@ -371,8 +375,12 @@ def _percent(part: str) -> str:
 
 
 def _eids(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
-    head = _head(field.name, "uid")
-    return [head + H(uid.encode()) for uid in ids(columns[field.name]).uid]
+    return _uids(field.name, ids(columns[field.name]))
+
+
+def _uids(name: str, known: Ids) -> list[bytes]:
+    head = _head(name, "uid")
+    return [head + H(uid.encode()) for uid in known.uid]
 
 
 def _media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:

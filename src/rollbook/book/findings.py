@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "event": (ERROR, "none: the past is not made up; it does no harm to what comes"),
     "orphan": (NOTE, _COMPACT),
     "unused": (NOTE, _COMPACT),
+    "idle": (NOTE, f"none is needed; {_MEND} ends it"),
     "begun": (NOTE, f"none is needed; {_MEND} moves it away"),
     "leftover": (NOTE, f"none is needed; {_MEND} moves it away"),
     "stranger": (NOTE, "none: the book never reads it"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollbook.book import before
@@ -78,12 +79,13 @@ def _refresh(tx: Transaction, consumer: Consumer, gid: str, other: bool) -> None
 def _item(consumer: Consumer, first: int, waiting: list[tuple[str, int, int | None, float | None, int]]) -> Item:
     versions = [row[2] for row in waiting if row[2] is not None]
     values = [row[3] for row in waiting if row[3] is not None]
-    return consumer.item(
+    made = consumer.item(
         first,
         min(row[4] for row in waiting),
         max(versions, default=None),
         sum(values) / len(values) if values else None,
     )
+    return replace(made, group=True)
 
 
 def ripen(tx: Transaction, consumer: Consumer) -> None:

@@ -7,9 +7,11 @@ use only what both databases mean alike.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +24,10 @@ from rollbook.book.windows import reached
 
 BUSY_SECONDS = 120.0
 """How long a writer waits for the others before it gives up."""
+LOG = "-wal"
+"""What SQLite adds to a database's name for that of its write-ahead log."""
+MOST_BYTES = 64 << 20
+"""The longest text or row that is read or written: a stranger's may be made as long as SQLite allows, a gigabyte."""
 IN_ONE = 500
 """How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
 
@@ -91,6 +97,30 @@ class _SQLiteTransaction:
         return self.connection.execute(sql, values).fetchone()
 
 
+def check_files(path: Path) -> None:
+    """Refuse a database whose files are links, which SQLite would follow and write to, or pipes, where it would wait."""
+    for tail in ("", "-wal", "-shm", "-journal"):
+        name = f"{path}{tail}"
+        try:
+            mode = os.lstat(name).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if not stat.S_ISREG(mode):
+            raise NotABook(f"{name}: a link, a pipe, a device or a folder, expected a plain file")
+
+
+def check_plain(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a database in which reading or writing a table would run what somebody else wrote: a ledger has tables of
+    plain columns, and indices."""
+    found = connection.execute(
+        "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%' "
+        "UNION ALL SELECT 'column', kept.name || '.' || has.name FROM sqlite_master AS kept "
+        "JOIN pragma_table_xinfo(kept.name) AS has WHERE kept.type = 'table' AND has.hidden <> 0 LIMIT 1"
+    ).fetchone()
+    if found is not None:
+        raise NotABook(f"{path}: it has a {found[0]} {str(found[1])[:80]!r} of its own, which no ledger has")
+
+
 _left_behind: list[sqlite3.Connection] = []
 """Connections of a parent process: closing one in the child would release the parent's locks."""
 
@@ -123,7 +153,10 @@ class SQLiteLedger:
         if self.path is None:
             connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         else:
+            check_files(self.path)
             mode = "ro" if self.read_only else "rwc"
+            if self.read_only and self._is_still(self.path):
+                mode += "&immutable=1"
             try:
                 connection = sqlite3.connect(
                     f"{self.path.resolve().as_uri()}?mode={mode}",
@@ -138,6 +171,10 @@ class SQLiteLedger:
             # Names of functions in a stranger's schema (views, triggers, indices) are not called.
             connection.execute("PRAGMA trusted_schema=OFF")
             connection.execute("PRAGMA cell_size_check=ON")
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+            if self.path is not None:
+                self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+                check_plain(connection, self.path)
             if self.path is not None and not self.read_only:
                 self._patiently(connection, "PRAGMA journal_mode=WAL")
                 connection.execute("PRAGMA synchronous=FULL")
@@ -147,17 +184,31 @@ class SQLiteLedger:
         except sqlite3.DatabaseError as error:
             connection.close()
             raise self._explained(error) from error
+        except BaseException:
+            connection.close()
+            raise
         return connection
+
+    def _is_still(self, path: Path) -> bool:
+        """Whether nobody writes it nor can: a book that was closed and lies where nothing can be written. SQLite would
+        refuse to read it, since it cannot make its files for sharing there."""
+        log = path.with_name(path.name + LOG)
+        return not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size)
 
     def _explained(self, error: sqlite3.DatabaseError) -> Exception:
         text = str(error)
-        if isinstance(error, sqlite3.OperationalError) and ("disk is full" in text or "disk I/O" in text):
-            return OSError(f"{self.path}: {text}")
-        if isinstance(error, sqlite3.OperationalError) and "readonly" in text:
-            return OSError(f"{self.path}: the ledger cannot be written: {text}")
+        if isinstance(error, sqlite3.OperationalError):
+            for said, code in (("disk is full", errno.ENOSPC), ("disk I/O", errno.EIO), ("readonly", errno.EROFS)):
+                if said in text:
+                    return OSError(code, text, str(self.path))
+            if self.path is not None and "unable to open" in text:
+                return BookError(
+                    f"{self.path}: the ledger cannot be opened ({text}); if {self.path.name}{LOG} is there, the folder "
+                    "has to be one that can be written: copy the book to one that can"
+                )
         if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)):
             return error
-        if "malformed" in text or "not a database" in text or "corrupt" in text:
+        if any(told in text for told in ("malformed", "not a database", "corrupt", "Could not decode", "too big")):
             return Damaged(
                 f"{self.path}: the ledger is damaged ({text}); `rollbook check --repair` recovers what it can"
             )

@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from rollbook.algorithms.registry import choice, whole_number
 from rollbook.book import schema
+from rollbook.book.admission import check_tokenizer
 from rollbook.book.book import Book
 from rollbook.book.disk import Disk
-from rollbook.book.errors import BookError, NotABook
-from rollbook.book.ledger import Ledger, SQLiteLedger
+from rollbook.book.errors import BookError, Damaged, NotABook
+from rollbook.book.ledger import Ledger, SQLiteLedger, check_files
 from rollbook.book.shelves import FolderShelf, MemoryShelf, Shelf
 
 LEDGER = "ledger.sqlite"
@@ -56,7 +58,7 @@ def open(
     if quota is not None:
         whole_number("quota", quota, 1)
     whole_number("segment_bytes", segment_bytes, 1)
-    address = os.fspath(url)
+    address = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
     read_only = mode == "r"
     if not isinstance(address, str) or not address:
         raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
@@ -79,6 +81,9 @@ def open(
             ledger, shelf = _folder(Path(address), mode, segment_bytes, clock, disk or Disk())
     book = Book(address, ledger, shelf, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
     try:
+        if book.tokenizer is not None:
+            with ledger.read() as tx:
+                check_tokenizer(tx, book)
         book.start(settings)
     except BaseException:
         book.close()
@@ -91,20 +96,18 @@ def _fingerprint(tokenizer: Any) -> str | None:
         return tokenizer
     from rollbook.rollout.fingerprints import tokenizer_fingerprint
 
-    found = tokenizer_fingerprint(tokenizer)
-    if found is None:
+    if not (hasattr(tokenizer, "backend_tokenizer") or hasattr(tokenizer, "get_vocab")):
         raise ValueError(
             f"tokenizer: got {type(tokenizer).__name__}, of which no fingerprint can be taken; pass a text"
         )
-    return found
+    return tokenizer_fingerprint(tokenizer)
 
 
 def _folder(
     folder: Path, mode: str, segment_bytes: int, clock: Callable[[], float] | None, disk: Disk
 ) -> tuple[Ledger, Shelf]:
     path = folder / LEDGER
-    if path.is_symlink():
-        raise NotABook(f"{folder}: its ledger is a symbolic link, which could lead anywhere")
+    check_files(path)
     if mode != "a" and not path.exists():
         raise NotABook(f"{folder}: there is no book here (no {LEDGER})")
     if folder.exists() and not folder.is_dir():
@@ -118,15 +121,55 @@ def _folder(
             "(postgresql:// is for books that many machines share)"
         )
     new = not path.exists()
+    shelf = FolderShelf(str(folder), disk, segment_bytes)
+    if new:
+        _check_new(shelf, folder)
     ledger = SQLiteLedger(path, read_only=mode == "r", clock=clock or time.time)
     try:
+        if schema.layout_of(ledger) is None:
+            _check_new(shelf, folder)
         schema.prepare(ledger, create=mode != "r", where=str(folder), meta={})
+        _check_schema(ledger, folder)
         if new:
             disk.sync_folder(str(folder))
-        return ledger, FolderShelf(str(folder), disk, segment_bytes)
+        return ledger, shelf
     except BaseException:
         ledger.close()
         raise
+
+
+def _check_new(shelf: FolderShelf, folder: Path) -> None:
+    """Refuse to begin a ledger beside segments: it would know nothing of them, and compaction would remove them."""
+    if shelf.segments():
+        raise Damaged(
+            f"{folder}: it has segments, and its {LEDGER} is missing or empty; `rollbook check --repair` makes one"
+        )
+
+
+_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master"
+
+
+@lru_cache(maxsize=1)
+def _expected() -> frozenset[tuple[Any, ...]]:
+    ledger = SQLiteLedger(None)
+    schema.prepare(ledger, create=True, where="memory:", meta={})
+    with ledger.read() as tx:
+        return frozenset(tx.all(_SCHEMA))
+
+
+def _check_schema(ledger: Ledger, folder: Path) -> None:
+    """Refuse tables that are not, word by word, those of this layout: constraints and indices of a stranger's could
+    compute whatever it likes at every write. Tables that the book does not know are never touched."""
+    with ledger.read() as tx:
+        found = frozenset(tx.all(_SCHEMA))
+    mine = {row for row in found if row[2] in schema.TABLES}
+    unlike = sorted(mine ^ _expected(), key=str)
+    if unlike:
+        kind, name = unlike[0][:2]
+        raise Damaged(
+            f"{folder}: the ledger's {kind} {str(name)[:80]!r} is missing or is not what this version makes; "
+            "`rollbook check --repair` builds it anew"
+        )
 
 
 def _postgres(
@@ -146,7 +189,9 @@ def _postgres(
         if mode == "a":
             ledger.make_schema()
         where = shown(url)
-        schema.prepare(ledger, create=mode == "a", where=where, meta={"data": data or ""})
+        if mode == "r+" and schema.layout_of(ledger) is None:
+            raise NotABook(f"{where}: there is no book here")
+        schema.prepare(ledger, create=mode != "r", where=where, meta={"data": data or ""})
         with ledger.read() as tx:
             kept = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
         if kept != (data or ""):

@@ -32,13 +32,12 @@ def connect(url: str, schema: str) -> psycopg.Connection[Any]:
         raise ImportError("a book in PostgreSQL needs psycopg: pip install 'rollbook[postgres]'") from None
     try:
         connection = psycopg.connect(url, autocommit=True)
+        connection.execute(sql.SQL("SET search_path TO {}").format(sql.Identifier(schema)))
+        connection.execute("SET statement_timeout TO 0")
+        connection.execute("SET synchronous_commit TO on")
+        connection.execute("SET client_min_messages TO warning")
     except psycopg.OperationalError as error:
         raise BookError(f"{shown(url)}: no connection to PostgreSQL: {str(error).strip()}") from None
-    name = sql.Identifier(schema)
-    connection.execute(sql.SQL("SET search_path TO {}").format(name))
-    connection.execute("SET statement_timeout TO 0")
-    connection.execute("SET synchronous_commit TO on")
-    connection.execute("SET client_min_messages TO warning")
     return connection
 
 
@@ -137,15 +136,10 @@ class PostgresLedger:
     def _transaction(self, exclusive: bool) -> Iterator[_PostgresTransaction]:
         self._current()
         with self._lock:
-            if self._connection.closed or self._connection.broken:
-                self._connection = self._again()
-            cursor = self._connection.cursor()
             try:
+                cursor = self._begun("BEGIN" if exclusive else "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
                 if exclusive:
-                    cursor.execute("BEGIN")
                     cursor.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", (LOCK, self.schema))
-                else:
-                    cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
                 if self.clock is None:
                     now = float(cursor.execute("SELECT extract(epoch FROM clock_timestamp())").fetchone()[0])
                 else:
@@ -162,6 +156,20 @@ class PostgresLedger:
                 raise explained from error
         if exclusive:
             reached("after commit")
+
+    def _begun(self, begin: str) -> Any:
+        """A cursor in a new transaction, over a new connection if the old one broke while it lay idle, as it does when
+        the server restarts: nothing was under way that could be lost."""
+        import psycopg
+
+        if not self._connection.closed:
+            try:
+                return self._connection.cursor().execute(begin)
+            except psycopg.OperationalError:
+                if not self._connection.closed:
+                    raise
+        self._connection = self._again()
+        return self._connection.cursor().execute(begin)
 
     def _again(self) -> Any:
         end = time.monotonic() + 30

@@ -19,13 +19,17 @@ from rollbook.book.shelves import MissingSegment, Place
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
 from rollbook.fields import owner
-from rollbook.wire import decode
+from rollbook.wire import decode, decode_arrays, read_header
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from rollbook.book.book import Book
 
 Result = TypeVar("Result")
 _ATTEMPTS = 20
+_TOGETHER = 16 << 20
+"""How many bytes are mapped together at most: a view of a few of them keeps all."""
 Location = tuple[int, str | None, int, int, int, str | None]
 """seq, segment, start, size, slot, why it is gone"""
 
@@ -51,11 +55,54 @@ class Frames:
         return found
 
 
+def views(book: Book, places: Sequence[Place]) -> list[memoryview]:
+    """The bytes at each place. Those that lie one behind the other, as the frames of many small appends do, are read or
+    mapped together: that takes as long as one of them."""
+    found: list[memoryview] = []
+    at = 0
+    while at < len(places):
+        first, end = places[at], at + 1
+        while (
+            end < len(places)
+            and (places[end].segment, places[end].offset) == (first.segment, places[end - 1].stop)
+            and places[end].stop - first.offset <= _TOGETHER
+        ):
+            end += 1
+        run = places[at:end]
+        try:
+            whole = book.shelf.get(Place(first.segment, first.offset, run[-1].stop - first.offset))
+        except Damaged:
+            # Of a segment that is cut short, what is still there.
+            found += [book.shelf.get(place) for place in run]
+        else:
+            found += [whole[place.offset - first.offset : place.stop - first.offset] for place in run]
+        at = end
+    return found
+
+
 def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
     """A frame as it lies there, media still references; `MissingSegment` if compaction moved it."""
-    view = book.shelf.get(place)
+    return _decoded(book, place, book.shelf.get(place), verify)
+
+
+def _decoded(book: Book, place: Place, view: memoryview, verify: bool) -> Experiences:
     try:
+        if read_header(view).compression is not None:
+            # Books write none, and a few bytes could be any number.
+            raise WireError("a compressed frame")
         return decode(view, verify=verify, private=book.shelf.private)
+    except WireError as error:
+        raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
+
+
+def whole_arrays(
+    place: Place, view: memoryview, slots: Sequence[Any], fields: Collection[str]
+) -> dict[str, pa.Array] | None:
+    """Columns of a frame, if `slots` are all of its records in their order; `None` if not."""
+    try:
+        if read_header(view).count != len(slots) or list(slots) != list(range(len(slots))):
+            return None
+        return decode_arrays(view, fields)
     except WireError as error:
         raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
 
@@ -115,17 +162,17 @@ def gather(
     frames: OrderedDict[Place, list[int]] = OrderedDict()
     for i, (_, segment, start, size, _, _) in enumerate(where):
         frames.setdefault(Place(str(segment), start, size), []).append(i)
-    cache = Frames(book) if len(frames) > 1 else None
     parts = []
     order: list[int] = []
-    for place, indices in frames.items():
-        many = read_frame(book, place, verify) if cache is None else cache.get(place, verify)
+    for (place, indices), view in zip(frames.items(), views(book, list(frames)), strict=True):
+        many = _decoded(book, place, view, verify)
         if only is not None:
             many = only_fields(many, only)
         slots = [where[i][4] for i in indices]
-        if max(slots) >= len(many):
+        # SQLite keeps whatever it is given, text in a column of numbers too.
+        if not all(type(slot) is int and 0 <= slot < len(many) for slot in slots):
             raise Damaged(
-                f"segment {place.segment}, byte {place.offset}: {len(many)} records, expected {max(slots) + 1}"
+                f"segment {place.segment}, byte {place.offset}: {len(many)} records, none in slot {slots!r:.80}"
             )
         # A whole frame in order is private memory as it is; anything else is gathered.
         whole = slots == list(range(len(many)))

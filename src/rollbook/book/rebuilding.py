@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RECOVERED = "recovered"
 LOGS = ("", "-wal", "-shm")
 """What the files of a SQLite database are called behind its name."""
-_SALVAGED = [name for name in tables.TABLES if name not in ("blobs", "tallies", "groups", "orphans")]
+_SALVAGED = [name for name in tables.TABLES if name not in ("blobs", "orphans")]
 _OWN = ("layout", "digests")
 
 

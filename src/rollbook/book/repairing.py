@@ -82,7 +82,7 @@ def _unsound(address: str, path: Path) -> str | None:
                 stage(book, report)
     except NewerLayout:
         raise
-    except (BookError, sqlite3.Error) as error:
+    except (BookError, OSError, sqlite3.Error) as error:
         return str(error)
     return next((f"{each.where}: {each.what}" for each in report.findings), None)
 
@@ -301,15 +301,8 @@ def _mend_work(book: Book, report: Report) -> None:
         for table in ("work_before", "groups_before"):
             tx.run(f"DELETE FROM {table} WHERE checkpoint NOT IN (SELECT event FROM checkpoints)")
         marks = ", ".join("?" * len(work.STATES))
-        report.did(
-            "work",
-            "rows in no known state are dropped as damaged",
-            count=tx.run(
-                f"UPDATE work SET state = 'dropped', reason = '{DAMAGED}', lease = NULL, until = NULL "
-                f"WHERE state NOT IN ({marks})",
-                work.STATES,
-            ),
-        )
+        count = tx.run(f"DELETE FROM work WHERE state NOT IN ({marks})", work.STATES)
+        report.did("work", "rows in no known state, made anew from their events", count=count)
         for consumer in consumers.all_consumers(tx):
             _enter_missing(tx, book, consumer, report)
             consumers.save(tx, consumer)
@@ -358,13 +351,16 @@ def _mend_leases(book: Book, report: Report) -> None:
             report.did("lease", f"consumer {consumer.name!r}: records that nobody held wait again", count=len(found))
         count = tx.run(f"UPDATE work SET lease = NULL WHERE {checking.FORGOTTEN}")
         report.did("lease", "rows that named a lease and were not leased", count=count)
-        count = tx.run(f"UPDATE leases SET state = 'voided' WHERE {checking.EMPTY}")
+        count = tx.run(f"UPDATE leases SET state = 'voided' WHERE {checking.EMPTY}", (tx.now,))
         report.did("lease", "leases that held nothing are ended", count=count)
+
+
+_TALLIES = "SELECT consumer, state, reason, n, weight FROM tallies WHERE n <> 0"
 
 
 def _mend_counts(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
-        before = {(c, s, r): n for c, s, r, n in tx.all("SELECT consumer, state, reason, n FROM tallies")}
+        before = {row[:3]: row[3:] for row in tx.all(_TALLIES)}
         tx.run("DELETE FROM tallies")
         tx.run(
             "INSERT INTO tallies (consumer, state, reason, n, weight) SELECT consumer, state, COALESCE(reason, ''), "
@@ -374,8 +370,8 @@ def _mend_counts(book: Book, report: Report) -> None:
             "INSERT INTO tallies (consumer, state, reason, n, weight) SELECT 0, "
             "CASE WHEN evaluation = 0 THEN 'admitted' ELSE 'evaluation' END, '', COUNT(*), 0 FROM records GROUP BY 2"
         )
-        after = {(c, s, r): n for c, s, r, n in tx.all("SELECT consumer, state, reason, n FROM tallies")}
-        changed = sum(before.get(key, 0) != after.get(key, 0) for key in {*before, *after})
+        after = {row[:3]: row[3:] for row in tx.all(_TALLIES)}
+        changed = sum(before.get(key, (0, 0.0)) != after.get(key, (0, 0.0)) for key in {*before, *after})
         report.did("tally", "counts were made anew", count=changed)
         for consumer in consumers.all_consumers(tx):
             wrong = checking.wrong_groups(tx, consumer)
@@ -432,7 +428,6 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str) -> Report:
             lost = rebuilding.take_rows(book, aside, report)
             rebuilding.take_parts(book, sizes, lost, report)
             _mend(book, report)
-            checked = _with_check(book, report)
         finally:
             ledger.close()
         _settle(fresh, path)
@@ -440,7 +435,8 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str) -> Report:
     finally:
         for tail in LOGS:
             Path(f"{fresh}{tail}").unlink(missing_ok=True)
-    return checked
+    with open_book(folder, "r") as book:
+        return _with_check(book, report)
 
 
 def _settle(fresh: Path, path: Path) -> None:

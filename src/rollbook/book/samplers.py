@@ -38,6 +38,7 @@ class Item:
     version: int | None = None
     value: float | None = None
     """The record's number under the sampler's `key`."""
+    group: bool = False
 
 
 State = dict[str, Any]
@@ -183,8 +184,8 @@ class Proportional(_Racing):
         value = self.default if item.value is None or math.isnan(item.value) else abs(item.value)
         size = min(max(value, self.least), 1e100)
         powers = self.alpha * math.log10(size)
-        # Bounded, so that no weight and no time is 0 or infinite.
-        return float(size**self.alpha) if abs(powers) < 100 else 10.0 ** math.copysign(100, powers)
+        # Bounded: a clock that has run for the lightest would not tell the times of all others apart any more.
+        return float(size**self.alpha) if abs(powers) < 12 else 10.0 ** math.copysign(12, powers)
 
     def rank(self, item: Item, state: State) -> float:
         return finish(item, self.weight(item), state)
@@ -274,8 +275,8 @@ class Balanced(_Ordered):
         bands = len(self.edges) + 1
         known = item.value is not None and not math.isnan(item.value)
         band = sum(item.value >= edge for edge in self.edges) if known else bands  # type: ignore[operator]
-        # Rounds are whole numbers; within a round the bands come in order.
-        turns = state.setdefault("rounds", {})
+        # Rounds are whole numbers; within a round the bands come in order. A group's turn is not one of its records'.
+        turns = state.setdefault("group_rounds" if item.group else "rounds", {})
         turn = max(int(turns.get(str(band), 0)), int(state.get("round", 0))) + 1
         turns[str(band)] = turn
         return turn + band / (bands + 1)

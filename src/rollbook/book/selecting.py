@@ -7,16 +7,19 @@ others are checked on the columns they name, frame by frame. Memory is that of a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from rollbook import arrow
-from rollbook.algorithms.registry import near, whole_number
+from rollbook.algorithms.registry import near, number, whole_number
 from rollbook.book import reading, tags
 from rollbook.book.ledger import Transaction
+from rollbook.book.shelves import MissingSegment
 from rollbook.experiences import Experiences
 from rollbook.fields import FIELDS
 
@@ -38,6 +41,8 @@ _TESTS: dict[str, Callable[[Any, Any], Any]] = {
 _SQL = {"=": "=", "==": "=", "!=": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 OPERATORS = (*_TESTS, "in", "not in", "is", "is not")
 PIECE = 1024
+MOST = 10_000
+"""How many values one `in` may have; `book.get` takes any number of ids."""
 
 
 def conditions(given: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
@@ -56,7 +61,11 @@ def conditions(given: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
         if name not in LEDGER_COLUMNS and head not in FIELDS:
             raise ValueError(f"where: {name!r} is no column{near(name, [*LEDGER_COLUMNS, *FIELDS])}")
         if test in ("in", "not in"):
+            if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+                raise ValueError(f"where: {name}: got {test} {value!r}, expected several values")
             value = list(value)
+            if len(value) > MOST:
+                raise ValueError(f"where: {name}: got {len(value)} values, expected at most {MOST}")
         elif test in ("is", "is not"):
             if value is not None:
                 raise ValueError(f"where: {name}: got {test} {value!r}, expected {test} None")
@@ -72,8 +81,24 @@ def conditions(given: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
             raise ValueError(
                 f"where: {name!r} is a {FIELDS[head].kind}; conditions are on numbers and texts, book.sql on all"
             )
+        if name in LEDGER_COLUMNS and value is not None:
+            value = [_fit(name, each) for each in value] if isinstance(value, list) else _fit(name, value)
         found.append((name, test, value))
     return found
+
+
+def _fit(name: str, value: Any) -> Any:
+    """A value as every database compares it with a column of the ledger."""
+    if name in ("batch", "task"):
+        value = str(value)
+    kind = LEDGER_TYPES[name]
+    if kind == pa.large_string():
+        if not isinstance(value, str) or "\0" in value or value.encode("utf-8", "replace").decode() != value:
+            raise ValueError(f"where: {name}: got {value!r}, expected a text without NUL and lone surrogates")
+        return value
+    # Integers beyond 64 bits and numpy's are none to a database.
+    found = number(f"where: {name}", int(value) if isinstance(value, (bool, np.bool_)) else value)
+    return int(value) if isinstance(value, Integral) and abs(found) < 2**63 else found
 
 
 def in_ledger(asked: Sequence[Condition]) -> tuple[str, list[Any]]:
@@ -83,20 +108,20 @@ def in_ledger(asked: Sequence[Condition]) -> tuple[str, list[Any]]:
     for name, test, value in asked:
         if name not in LEDGER_COLUMNS:
             continue
-        if name in ("batch", "task"):
-            value = [str(each) for each in value] if isinstance(value, list) else None if value is None else str(value)
-        elif name == "evaluation" and value is not None:
-            value = [int(each) for each in value] if isinstance(value, list) else int(value)
-        if test in ("is", "is not"):
+        # The ledger has no number for a reward that is NaN: it differs from every number, and it is not missing.
+        nan = f" OR scored = {tags.NOT_A_NUMBER}" if name == "reward" and test in ("!=", "not in") else ""
+        if test in ("is", "is not") and name == "reward":
+            parts.append(f"scored {'=' if test == 'is' else '<>'} {tags.UNSCORED}")
+        elif test in ("is", "is not"):
             parts.append(f"{name} {test.upper()} NULL")
         elif test in ("in", "not in"):
             if not value:
                 parts.append("1 = 0" if test == "in" else "1 = 1")
                 continue
-            parts.append(f"{name} {test.upper()} ({','.join('?' * len(value))})")
+            parts.append(f"({name} {test.upper()} ({','.join('?' * len(value))}){nan})")
             values += value
         else:
-            parts.append(f"{name} {_SQL[test]} ?")
+            parts.append(f"({name} {_SQL[test]} ?{nan})")
             values.append(value)
     return " AND ".join(parts) or "1 = 1", values
 
@@ -241,22 +266,25 @@ def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: 
     from_ledger = [name for name in names if name in LEDGER_COLUMNS]
     from_frames = [name for name in names if name not in LEDGER_COLUMNS]
     for piece in selection._pieces(rows):
-        if from_frames:
-            for _, run in groupby((row for row in piece if row[2] is not None), key=lambda row: row[2:5]):
-                yield _batch(book, [row[0] for row in run], names, from_ledger, from_frames)
-        else:
-            yield _batch(book, [row[0] for row in piece], names, from_ledger, from_frames)
+        kept = [row for row in piece if row[2] is not None] if from_frames else piece
+        if not kept:
+            continue
+        arrays: dict[str, pa.Array] = {}
+        if from_ledger:
+            with book.ledger.read() as tx:
+                arrays = ledger_arrays(tx, from_ledger, [row[0] for row in kept])
+        if not from_frames:
+            yield _batch(names, arrays)
+            continue
+        runs = [list(run) for _, run in groupby(kept, key=lambda row: row[2:5])]
+        start = 0
+        for run, found in zip(runs, _runs(book, runs, from_frames), strict=True):
+            here = {name: array.slice(start, len(run)) for name, array in arrays.items()}
+            yield _batch(names, here | found)
+            start += len(run)
 
 
-def _batch(
-    book: Book, seqs: list[int], names: list[str], from_ledger: list[str], from_frames: list[str]
-) -> pa.RecordBatch:
-    arrays: dict[str, pa.Array] = {}
-    if from_ledger:
-        with book.ledger.read() as tx:
-            arrays |= ledger_arrays(tx, from_ledger, seqs)
-    if from_frames:
-        arrays |= frame_arrays(book, seqs, from_frames)
+def _batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
     made = {
         name: array
         for field in names
@@ -264,6 +292,21 @@ def _batch(
         if name == field or name.startswith(f"{field}__")
     }
     return pa.RecordBatch.from_arrays(list(made.values()), names=list(made))
+
+
+def _runs(book: Book, runs: Sequence[list[Any]], fields: Sequence[str]) -> Iterator[dict[str, pa.Array]]:
+    """The columns of each run of records, all of one frame: as they lie there if it is the whole of it."""
+    places = [reading.Place(*run[0][2:5]) for run in runs]
+    try:
+        views: Sequence[memoryview | None] = reading.views(book, places)
+    except MissingSegment:  # Compaction has moved some.
+        views = [None] * len(runs)
+    for run, place, view in zip(runs, places, views, strict=True):
+        found = None if view is None else reading.whole_arrays(place, view, [row[5] for row in run], fields)
+        if found is None:
+            yield frame_arrays(book, [row[0] for row in run], fields)
+        else:
+            yield {**{name: pa.nulls(len(run)) for name in fields if name not in found}, **found}
 
 
 LEDGER_TYPES: dict[str, pa.DataType] = {

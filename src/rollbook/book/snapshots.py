@@ -154,9 +154,9 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
             out.run("DELETE FROM media WHERE hash NOT IN (SELECT hash FROM media_uses)")
             _copy_meta(tx, out, point)
             if made.ledger.dialect == "postgresql":
-                out.one(
-                    "SELECT setval(pg_get_serial_sequence('events', 'id'), (SELECT MAX(id) + 1 FROM events), false)"
-                )
+                # Numbers that were written are none that the sequence gave: it goes on behind them.
+                number = "(SELECT COALESCE(MAX(id), 0) + 1 FROM events)"
+                out.one(f"SELECT setval(pg_get_serial_sequence('events', 'id'), {number}, false)")
         reached("during snapshot")
         _copy_records(book, source, made)
         _copy_media(book, source, made)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rollbook import arrow, freeform
 from rollbook import columns as physical
 from rollbook.algorithms.registry import near
-from rollbook.book.digests import boxes, clean, ids
+from rollbook.book.digests import Ids, boxes, clean, ids
 from rollbook.columns import Column
 from rollbook.errors import WireError
 from rollbook.fields import COLUMNAR, DTYPES, FIELDS
@@ -71,8 +71,8 @@ class Tags(NamedTuple):
     parent: str | None
 
 
-def tags(many: Experiences) -> list[Tags]:
-    """The tags of every record.
+def tags(many: Experiences, known: Ids | None = None) -> list[Tags]:
+    """The tags of every record; `known`: their ids, if they were read already.
 
     >>> from rollbook import Experience, Experiences
     >>> made = tags(Experiences([
@@ -89,7 +89,8 @@ def tags(many: Experiences) -> list[Tags]:
     if not count:
         return []
     columns = dict(many.columns)
-    known = ids(columns["eid"])
+    if known is None:
+        known = ids(columns["eid"])
     if "\0" in "".join(known.uid):
         i = next(i for i, uid in enumerate(known.uid) if "\0" in uid)
         raise ValueError(f"record {i}: eid: got {known.uid[i]!r}, expected no NUL, which a database cannot keep")

@@ -103,7 +103,6 @@ def enter(tx: Transaction, consumer: Consumer, made: Sequence[Row]) -> None:
         [(consumer.id, *row) for row in made],
     )
     _tally(tx, consumer, changes)
-    _mind_floor(consumer, made)
     consumer.inserts += sum(row.state != DROPPED for row in made)
     record(tx, [Event(DROPPED, row.seq, consumer.id, row.reason) for row in made if row.state == DROPPED])
     if consumer.grouped:
@@ -133,20 +132,10 @@ def change(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]]
         [(*new[2:], consumer.id, new.seq) for _, new in moves],
     )
     _tally(tx, consumer, changes)
-    _mind_floor(consumer, [new for _, new in moves])
     record(tx, events)
     if consumer.grouped:
         other = {new.gid for old, new in moves if (old.uses, old.value) != (new.uses, new.value)}
         groups.refresh(tx, consumer, dict.fromkeys(new.gid for _, new in moves), other)
-
-
-def _mind_floor(consumer: Consumer, found: Iterable[Row]) -> None:
-    """Have waiting records looked at again if one of them may be older than the floor that was swept."""
-    floor = consumer.floor
-    if floor is not None and any(
-        row.state == WAITING and row.version is not None and row.version < floor for row in found
-    ):
-        consumer.floor = None
 
 
 def drop(tx: Transaction, consumer: Consumer, found: Sequence[Row], reason: str) -> None:

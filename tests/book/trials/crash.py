@@ -93,6 +93,7 @@ class Worker:
         if doom is not None and doom[0] in BIAS:
             acts += [getattr(self, BIAS[doom[0]])] * 13
         with self.opened() as book:
+            self.doing = "retry"
             for piece in retries:
                 self.put(book, piece)
             while True:

@@ -1,0 +1,141 @@
+"""Reports: histories, counts that add up after whatever happened, and which records training keeps."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import pytest
+
+import rollbook
+from rollbook import EID, Experience
+from rollbook.book import MaxAge, MaxSize, MaxUses, Priority
+from tests.book.records import Clock, check, group, record, take
+
+
+def test_a_whole_life(url: str) -> None:
+    clock = Clock()
+    with rollbook.open(url, clock=clock, removers=MaxUses(2), max_attempts=5) as book:
+        made = record(suffix="a", info={"i": 0})
+        book.append(made)
+        clock.now += 1
+        book.lease(1, seconds=1)
+        clock.now += 1
+        with book.lease(1) as lease:
+            lease.nack("loss was NaN")
+        clock.now += 1
+        book.lease(1).ack(step=4, detail={"micro_batch": 2})
+        book.revise(made, reward=1.0, author="ana")
+        book.drop(made, "enough")
+        book.delete(made, author="bo")
+        told = [(e.time, e.kind, e.reason, e.consumer, e.step, e.lease) for e in book.history(made)]
+        assert told == [
+            (1000.0, "admitted", None, None, None, None),
+            (1001.0, "leased", None, "train", None, 1),
+            (1002.0, "expired", None, "train", None, 1),
+            (1002.0, "leased", None, "train", None, 2),
+            (1002.0, "nacked", "loss was NaN", "train", None, 2),
+            (1003.0, "leased", None, "train", None, 3),
+            (1003.0, "trained", None, "train", 4, 3),
+            (1003.0, "revised", None, None, None, None),
+            (1003.0, "dropped", "enough", "train", None, None),
+            (1003.0, "deleted", None, None, None, None),
+        ]
+        assert book.history(made)[6].detail["micro_batch"] == 2
+        assert book.history(made.eid) == book.history(made.eid.uid)
+        with pytest.raises(KeyError, match="'unknown'"):
+            book.history("unknown")
+
+
+def test_counts_add_up_whatever_happens(url: str) -> None:
+    """A seeded walk through all that changes a record's state, with two consumers."""
+    clock, rng = Clock(), random.Random(4)
+    settings = {"max_staleness": 2, "removers": [MaxSize(12), MaxAge(50), MaxUses(2)], "max_attempts": 2}
+    with rollbook.open(url, clock=clock, **settings) as book:  # type: ignore[arg-type]
+        book.consumer("other", sampler=Priority(function="decay_limit_randomization", cooldown=3.0, sigma=1.0))
+        leases, made, version = [], [], 0
+        for turn in range(80):
+            what = rng.randrange(9)
+            if what <= 1:
+                new = group(turn, 3, size=3, policy_versions=max(version - rng.randrange(4), 0), info={"i": turn})
+                made += new[:2]
+                book.append(new[:2])
+                book.fail(new[2].eid, "crashed")
+            elif what == 2:
+                leases.append(book.lease(2, by=rng.choice(["group", "experience"]), seconds=rng.choice([2, 20])))
+            elif what == 3:
+                leases.append(book.lease(3, consumer="other", seconds=5))
+            elif what == 4 and leases:
+                lease = leases.pop(rng.randrange(len(leases)))
+                try:
+                    lease.ack() if rng.random() < 0.5 else lease.nack(drop=rng.random() < 0.2)
+                except rollbook.book.LeaseLost:
+                    pass
+            elif what == 5:
+                clock.now += rng.choice([1, 10])
+            elif what == 6 and made:
+                book.revise(rng.choice(made), info={"turn": turn}, author="ana", retrain=rng.random() < 0.5)
+            elif what == 7 and made and rng.random() < 0.5:
+                book.delete(made.pop(rng.randrange(len(made))), author="ana")
+            elif what == 8 and rng.random() < 0.5:
+                version += 2
+                book.announce(version)
+            elif made:
+                book.drop(rng.choice(made), consumer=rng.choice([None, "other"]))
+            check(book)
+        assert book.counts().dropped.keys() >= {"crashed", "stale"}
+        happened = {kind for (kind,) in book.sql("select distinct kind from events").rows()}
+        assert happened >= {"leased", "trained", "nacked", "expired", "dropped"}
+        assert len(book) == book.counts().admitted
+
+
+def test_keep_rates_by_length_and_reward(url: str) -> None:
+    with rollbook.open(url) as book:
+        lengths = [2, 2, 4, 8, 8, 8]
+        book.append(
+            [
+                Experience(
+                    eid=EID(suffix=f"{i}"), tokens=list(range(2 + n)), prompt_length=2, reward=i / 4, info={"i": i}
+                )
+                for i, n in enumerate(lengths)
+            ]
+        )
+        book.append(record(suffix="nan", reward=math.nan))
+        take(book, 2)
+        book.drop(["//0/0/3", "//0/0/4"], "too long")
+        found = book.keep_rates("length", edges=[0, 4, 9])
+        assert [(rate.low, rate.high, rate.admitted, rate.trained, rate.dropped) for rate in found] == [
+            (0.0, 4.0, 3, 2, 0),
+            (4.0, 9.0, 4, 0, 2),
+        ]
+        assert [rate.rate for rate in found] == [1.0, 0.0]
+        by_reward = book.keep_rates("reward", edges=[0, 0.5, 1.0, 1.25])
+        assert [(rate.admitted, rate.trained, rate.dropped) for rate in by_reward] == [(2, 2, 0), (2, 0, 1), (2, 0, 1)]
+        assert math.isnan(book.keep_rates("reward", edges=[5, 6])[0].rate)
+        alone = book.keep_rates("length")
+        assert sum(rate.admitted for rate in alone) == 7 and (alone[0].low, alone[-1].high) == (2.0, 8.0)
+        for bad in ([1], [2, 1], []):
+            with pytest.raises(ValueError, match="edges"):
+                book.keep_rates("length", edges=bad)
+        with pytest.raises(ValueError, match="by: got 'step'"):
+            book.keep_rates("step")
+        with pytest.raises(KeyError, match="'nobody'"):
+            book.keep_rates(consumer="nobody")
+
+
+def test_keep_rates_of_an_empty_book(url: str) -> None:
+    with rollbook.open(url) as book:
+        assert book.keep_rates() == [] and book.keep_rates("reward") == []
+        assert book.keep_rates("reward", edges=[0, 1])[0].admitted == 0
+
+
+def test_an_empty_book(url: str) -> None:
+    with rollbook.open(url) as book:
+        assert len(book) == 0 and bool(book) and "x" not in book
+        assert book.counts().adds_up and book.counts().admitted == 0
+        assert list(book.where()) == [] and list(book.scan()) == []
+        assert len(book.get([])) == 0
+        with pytest.raises(KeyError, match="'x'"):
+            book["x"]
+        assert repr(book) == f"Book({book.url!r})" and abs(book.now() - time.time()) < 60

@@ -1,0 +1,195 @@
+"""The command line: what it prints, its exit status, its errors, and what it does not load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollbook
+from rollbook.cli import main
+from tests.book.records import record, records, take
+
+COMMANDS = ("ls", "check", "sql", "history", "export", "import", "compact")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A book of four records, one of them trained, and one for evaluation."""
+    path = tmp_path / "runs" / "demo"
+    with rollbook.open(path) as book:
+        book.append(records(4, reward=0.5))
+        book.append(record(suffix="held out"), evaluation=True)
+        take(book, 1)
+        book.checkpoint("one")
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    status = main([str(each) for each in arguments])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_help_and_ls_load_nothing_heavy(folder: Path) -> None:
+    script = """
+import sys, contextlib, io
+from rollbook.cli import main
+for arguments in (["--help"], ["check", "--help"]):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main(arguments)
+main(["ls", sys.argv[1]])
+main(["ls", sys.argv[2], "--json"])
+print([name for name in ("torch", "pyarrow", "duckdb", "numpy") if name in sys.modules])
+"""
+    command = [sys.executable, "-c", script, str(folder), str(folder.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_a_clean_refusal(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert "--json" in capsys.readouterr().out
+    more = {"sql": ["select 1"], "history": ["x"], "export": ["out.jsonl"], "import": ["in.jsonl"]}.get(command, [])
+    status, out, err = run(capsys, command, tmp_path / "nowhere", *more)
+    assert status == 2
+    assert out == ""
+    assert err.startswith(f"rollbook {command}: ")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "nowhere").exists(), "nothing was made"
+
+
+def test_as_a_module(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rollbook.cli", "check", str(folder), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"] is True
+
+
+def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "ls", folder)
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert ["records", "4"] in lines
+    assert ["checkpoints", "one"] in lines
+    assert ["train", "3", "0", "1", "0"] in lines
+    told = json.loads(run(capsys, "ls", folder, "--json")[1])
+    assert told["evaluation"] == 1
+    assert told["consumers"] == [{"consumer": "train", "waiting": 3, "leased": 0, "trained": 1, "dropped": 0}]
+    assert told["segments"] == 1
+    (folder.parent / "broken").mkdir()
+    (folder.parent / "broken" / "ledger.sqlite").write_bytes(b"not a database, and longer than sixteen bytes")
+    status, out, _ = run(capsys, "ls", folder.parent)
+    assert status == 0
+    assert [line.split()[:3] for line in out.splitlines()][::2] == [["book", "records", "trained"], ["demo", "4", "1"]]
+    assert "damaged" in out
+
+
+def test_check_and_repair(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "check", folder)
+    assert (status, out.splitlines()[-1].split(":")[0]) == (0, "ok")
+    with rollbook.open(folder) as book, book.ledger.write() as tx:
+        tx.run("UPDATE records SET reward = 9.0 WHERE seq = 1")
+    status, out, _ = run(capsys, "check", folder, "--quick")
+    assert status == 1
+    assert "error     tags: //0/0/0000: reward: the ledger has 9.0, the record 0.5" in out.splitlines()
+    assert "help for tags: " in out
+    told = json.loads(run(capsys, "check", folder, "--json")[1])
+    assert told["counts"] == {"tags": 1}
+    status, out, _ = run(capsys, "check", folder, "--repair")
+    assert status == 1, "something was found, and mended"
+    assert out.splitlines()[-1].startswith("ok: ")
+    assert "as it was before: " in out
+    assert run(capsys, "check", folder, "--repair")[0] == 0
+    status, _, err = run(capsys, "check", folder, "--repair", "--quick")
+    assert (status, "one of them" in err) == (2, True)
+
+
+def test_a_damaged_ledger(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "ledger.sqlite").write_bytes(b"not a database, and longer than sixteen bytes")
+    status, _, err = run(capsys, "check", folder)
+    assert status == 2
+    assert "rollbook check --repair" in err
+    status, out, _ = run(capsys, "check", folder, "--repair", "--json")
+    assert status == 1
+    told = json.loads(out)
+    assert told["ok"] is True
+    assert told["repairs"]["recovered"] == 5
+
+
+def test_sql_and_history(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "sql", folder, "select count(*) as n, avg(reward) as mean from experiences")
+    assert status == 0
+    assert [line.split() for line in out.splitlines()] == [["n", "mean"], ["5", "0.5"]]
+    status, out, _ = run(capsys, "sql", folder, "select uid from experiences order by uid limit 1", "--json")
+    assert json.loads(out) == [{"uid": "//0/0/0000"}]
+    for wrong in ("selec", "select * from nothing", "delete from experiences", "select 1 /"):
+        status, _, err = run(capsys, "sql", folder, wrong)
+        assert status == 2, wrong
+        assert err.startswith("rollbook sql: ")
+    status, out, _ = run(capsys, "history", folder, "//0/0/0000")
+    assert [line.split()[2] for line in out.splitlines()[1:]] == ["admitted", "leased", "trained"]
+    assert [each["kind"] for each in json.loads(run(capsys, "history", folder, "//0/0/0001", "--json")[1])] == [
+        "admitted"
+    ]
+    status, _, err = run(capsys, "history", folder, "nobody")
+    assert (status, "nobody" in err) == (2, True)
+
+
+def test_what_a_terminal_would_obey_is_not_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with rollbook.open(folder) as book:
+        book.fail(record("x\x1b[31m", 1).eid, "bad\x1b]0;title\x07\nreason")
+        uid = book.sql("select uid from experiences where task like 'x%'").rows()[0][0]
+    for arguments in (["history", folder, uid], ["sql", folder, "select task from experiences"], ["ls", folder]):
+        out = run(capsys, *arguments)[1]
+        assert "\x1b" not in out
+        assert "\x07" not in out
+
+
+def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "some.jsonl"
+    assert run(capsys, "export", folder, out)[:2] == (0, f"exported 5 records to {out}\n")
+    status, _, err = run(capsys, "export", folder, out)
+    assert (status, "exists" in err) == (2, True)
+    assert json.loads(run(capsys, "export", folder, out, "--overwrite", "--json")[1]) == {"exported": 5}
+    status, said, _ = run(capsys, "import", tmp_path / "new", out, "--json")
+    assert status == 0
+    assert json.loads(said) == {"admitted": 5, "known": 0, "revised": 0, "stale": 0}
+    assert "5 were known" in run(capsys, "import", tmp_path / "new", out)[1]
+    with out.open("a") as file:
+        file.write("{broken\n")
+    assert run(capsys, "import", tmp_path / "other", out)[0] == 2
+
+
+def test_compact(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with rollbook.open(folder) as book:
+        book.delete(["//0/0/0000"], author="ana")
+    status, out, _ = run(capsys, "compact", folder, "--json")
+    assert status == 0
+    assert json.loads(out)["removed"] == 1
+    assert run(capsys, "compact", folder)[1].endswith("0 records purged\n")
+    assert run(capsys, "check", folder)[0] == 0
+
+
+def test_a_reader_that_has_enough_is_no_error(folder: Path) -> None:
+    asked = f"{sys.executable} -m rollbook.cli sql {folder} 'select * from range(100000)'"
+    command = f"{asked} | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split()[-1] == "0", done
+    assert "Traceback" not in done.stderr
+    assert os.path.exists(folder)
