@@ -67,7 +67,9 @@ def _ragged_to_arrow(column: Ragged, field: Field, portable: bool) -> tuple[pa.A
     offsets = column.offsets - start if start else np.ascontiguousarray(column.offsets)
     values = (column.memory if column.pending else column.values)[start:stop]
     child = pa.Array.from_buffers(
-        _STORAGE[values.dtype.name], values.size, [None, pa.py_buffer(np.ascontiguousarray(values).reshape(-1))]
+        _STORAGE[DTYPES[column.dtype].storage],
+        values.size,
+        [None, pa.py_buffer(np.ascontiguousarray(values).reshape(-1))],
     )
     for size in reversed(column.trailing):
         child = pa.FixedSizeListArray.from_arrays(child, size)
@@ -353,9 +355,9 @@ def _one_kind(column: pa.Array) -> str | None:
         return None
     data = column.buffers()[2]
     bounds = offsets(column, 0 if data is None else data.size)
-    alike = (bounds[1:] - bounds[:-1] == len(first)).all() and data is not None
-    text = first.encode() * len(column)
-    return first if alike and memoryview(data)[bounds[0] : bounds[-1]] == text else None
+    alike = data is not None and bool((bounds[1:] - bounds[:-1] == len(first)).all())
+    # As bytes: two views are compared entry by entry.
+    return first if alike and bytes(memoryview(data)[bounds[0] : bounds[-1]]) == first.encode() * len(column) else None
 
 
 def truncated(columns: Columns, count: int) -> NDArray[np.bool_]:

@@ -30,6 +30,7 @@ import struct
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -53,6 +54,7 @@ VERSION = 1
 HEADER = struct.Struct("<8sHHIQQQQQ")
 HEADER_BYTES = 64
 COMPRESSION = {None: 0, "zstd": 1, "lz4": 2}
+_SMALL = 16 << 10
 _COMPRESSION_NAMES = {code: name for name, code in COMPRESSION.items()}
 
 
@@ -112,11 +114,13 @@ class _Layout:
 
     def fill(self, memory: NDArray[np.uint8]) -> None:
         """Copy every piece to its place."""
-        jobs = []
+        jobs: list[tuple[Any, NDArray[np.uint8]]] = []
         at = 0
-        for piece in self.pieces:
-            jobs.append((piece, memory[at : at + len(piece)]))
-            at += len(piece)
+        # A frame has dozens of pieces of a few bytes: those that lie together are copied together.
+        for small, run in groupby(self.pieces, key=lambda piece: len(piece) < _SMALL and not self._awaited(piece)):
+            for piece in [b"".join(run)] if small else run:
+                jobs.append((piece, memory[at : at + len(piece)]))
+                at += len(piece)
         if not self.pending or self.size < 4 << 20:
             for piece, target in jobs:
                 self._copy(piece, target)
@@ -127,9 +131,14 @@ class _Layout:
         for job in done:
             job.result()
 
-    def _copy(self, piece: Any, target: NDArray[np.uint8]) -> None:
+    def _awaited(self, piece: Any) -> Ragged | None:
+        """The column whose tensors are still to be copied to the place of this piece."""
         column = self.pending.get(piece.address) if isinstance(piece, pa.Buffer) else None
-        if column is not None and len(piece) == column.memory.nbytes:
+        return column if column is not None and len(piece) == column.memory.nbytes else None
+
+    def _copy(self, piece: Any, target: NDArray[np.uint8]) -> None:
+        column = self._awaited(piece)
+        if column is not None:
             memory = target.view(column.memory.dtype).reshape(column.memory.shape)
             column.copy_to(memory)
             if self.settle:

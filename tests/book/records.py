@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import rollbook
 from rollbook import EID, Experience
 from rollbook.book import Book
 from rollbook.book.schema import TABLES
@@ -70,8 +70,6 @@ def check(book: Book) -> None:
         counts = book.counts(name)
         assert counts.adds_up, counts
         assert counts.admitted == admitted
-        import json
-
         assert json.loads(states[number]).get("ready", (0, 0))[0] == ready.get(number, 0)
 
 
@@ -81,6 +79,3 @@ def take(book: Book, n: int, **options: Any) -> list[Experience]:
         found = list(lease)
         lease.ack()
     return found
-
-
-__all__ = ["Clock", "check", "group", "ledger", "numbers", "record", "records", "rollbook", "take"]

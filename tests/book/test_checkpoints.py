@@ -31,6 +31,7 @@ from rollbook.book import (
     ReadOnly,
     SamplesToInserts,
     Uniform,
+    work,
 )
 from tests.book.conftest import DURABLE, fresh
 from tests.book.postgres import Server
@@ -84,7 +85,7 @@ def seen(book: Book) -> dict[str, Any]:
             "tallies": {row[:4] for row in tallies},
             "weights": {row[:3]: pytest.approx(row[4], abs=1e-9) for row in tallies},
             "consumers": [(*row[:3], json.loads(row[3]), *row[4:]) for row in held],
-            "version": book.announced(tx),
+            "version": work.announced(tx),
         }
 
 

@@ -275,18 +275,6 @@ def test_no_flipped_bit_passes_for_data(tmp_path: Path) -> None:
                 assert len(left) >= len(PIECES) - 1
 
 
-def test_a_flipped_medium_names_its_segment(tmp_path: Path) -> None:
-    folder = tmp_path / "book"
-    filled(folder)
-    with rollbook.open(folder) as book, book.ledger.read() as tx:
-        name, start, size = tx.one("SELECT segment, start, size FROM media")
-    data = bytearray((folder / "segments" / name).read_bytes())
-    data[start + size // 2] ^= 4
-    (folder / "segments" / name).write_bytes(bytes(data))
-    with rollbook.open(folder) as book, pytest.raises(Damaged, match=name):
-        book.get(PIECES[3].uids)
-
-
 def test_a_missing_segment(tmp_path: Path) -> None:
     folder = tmp_path / "book"
     filled(folder)

@@ -21,7 +21,7 @@ def files(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-# --- modes --------------------------------------------------------------------------------------------------------
+# --- modes ----------------------------------------------------------------------------------------------------------
 
 
 def test_modes(durable_url: str) -> None:
@@ -78,7 +78,7 @@ def test_reading_beside_a_writer(durable_url: str) -> None:
         assert reader.counts().trained == 1
 
 
-# --- addresses ----------------------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_memory_is_always_new() -> None:
 def test_options_are_checked() -> None:
     for options in ({"quota": 0}, {"quota": 1.5}, {"segment_bytes": 0}, {"lease_secnds": 3}, {"max_staleness": -1}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            rollbook.open("memory:", **options)  # type: ignore[arg-type]
+            rollbook.open("memory:", **options)
 
 
 def test_a_closed_book_says_so(url: str) -> None:
@@ -166,7 +166,7 @@ def test_a_closed_book_says_so(url: str) -> None:
             call()
 
 
-# --- layouts ------------------------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------------------------------------
 
 
 def set_layout(url: str, layout: str) -> None:
@@ -225,7 +225,7 @@ def test_a_migration_that_fails_changes_nothing(durable_url: str, monkeypatch: p
             tx.all("SELECT id FROM notes")
 
 
-# --- tokenizers ---------------------------------------------------------------------------------------------------
+# --- tokenizers -----------------------------------------------------------------------------------------------------
 
 
 def test_a_book_refuses_another_tokenizer(durable_url: str) -> None:
@@ -250,7 +250,7 @@ def test_what_has_no_fingerprint_is_no_tokenizer() -> None:
         rollbook.open("memory:", tokenizer=object())
 
 
-# --- PostgreSQL ---------------------------------------------------------------------------------------------------
+# --- PostgreSQL -----------------------------------------------------------------------------------------------------
 
 
 def test_two_books_in_one_database(postgres_url: str) -> None:

@@ -183,7 +183,7 @@ def test_media_stay_with_a_revised_record(url: str) -> None:
             assert torch.equal(book[f"//0/0/{i}"].multi_modal_inputs["pixel_values"], pixels)  # type: ignore[index]
 
 
-# --- deleting and redacting -------------------------------------------------------------------------------------------------
+# --- deleting and redacting -----------------------------------------------------------------------------------------
 
 
 def everything_in(folder: Path) -> bytes:

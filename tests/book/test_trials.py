@@ -50,6 +50,10 @@ def test_every_record_is_acknowledged_once_in_postgresql(postgres_url: str) -> N
     assert "0 violations" in run("concurrency", "--pieces", "6", "--url", postgres_url)
 
 
+def test_many_may_make_one_book_at_once() -> None:
+    assert "in 8 books, 8 checks" in run("opening", "--rounds", "8")
+
+
 def test_a_server_that_dies_loses_nothing_that_was_acknowledged(crashing_postgres: Server) -> None:
     report = server.trial(crashing_postgres, 3)
     assert report.violations == [], report

@@ -12,6 +12,9 @@ from rollbook._lazy import lazily
 if TYPE_CHECKING:
     from rollbook.book.admission import Appended as Appended
     from rollbook.book.book import Book as Book
+    from rollbook.book.checkpoints import Checkpoint as Checkpoint
+    from rollbook.book.checkpoints import Rewound as Rewound
+    from rollbook.book.compaction import Compacted as Compacted
     from rollbook.book.consumers import Settings as Settings
     from rollbook.book.errors import BackPressure as BackPressure
     from rollbook.book.errors import BookError as BookError
@@ -65,6 +68,9 @@ _HOMES = {
     **dict.fromkeys(("MaxAge", "MaxSize", "MaxUses", "MinSize", "SamplesToInserts"), "limits"),
     "Appended": "admission",
     "Book": "book",
+    "Checkpoint": "checkpoints",
+    "Compacted": "compaction",
+    "Rewound": "checkpoints",
     "Counts": "reports",
     "Lease": "leasing",
     "Mix": "mixing",

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import attachments, consumers, digests, groups, kinds, reports, revising, tags, work
-from rollbook.book.ahead import Ahead
+from rollbook.book import attachments, consumers, digests, groups, kinds, reading, reports, revising, tags, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import BackPressure, BookError, Conflict, QuotaExceeded
 from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.shelves import FolderShelf, Place
+from rollbook.book.shelves import Place
 from rollbook.experiences import Experiences, from_rows
 from rollbook.wire import encode
 
@@ -111,13 +110,7 @@ def append(
     # by this thread's next append: columns that the caller holds stay out of it.
     frame = encode(lifted.stripped, out=_scratch.of, settle=many is not given)
     given_ids = digests.ids(many.columns["eid"])
-    ahead = _ahead(book, given_ids.uid, lifted, frame, evaluation)
-    try:
-        coming = Coming(many, digests.digests(many, given_ids), tags.tags(many, given_ids), evaluation, lifted, frame)
-    finally:
-        places = None if ahead is None else ahead.ended()
-    if places is not None and (stale := _commit(book, coming, Stored(places[0], {}, lifted.uses))) is not None:
-        return _admitted(book, coming, stale)
+    coming = Coming(many, digests.digests(many, given_ids), tags.tags(many, given_ids), evaluation, lifted, frame)
     coming, doubled = _once(coming)
     end = None if timeout is None else time.monotonic() + timeout
     revised = Appended()
@@ -142,36 +135,12 @@ def append(
         new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
         stale = _commit(book, new, _store(book, new))
         if stale is not None:
-            done, new_fates = _admitted(book, new, stale)
-            return result + done, fates | new_fates
+            from rollbook.book.compaction import after_append
+
+            after_append(book)
+            fates |= {tag.uid: "stale" if i in stale else "admitted" for i, tag in enumerate(new.tags)}
+            return result + Appended(admitted=len(fresh), stale=len(stale)), fates
         # Another writer came in between: look again.
-
-
-def _ahead(book: Book, uids: list[str], lifted: attachments.Lifted, frame: Any, evaluation: bool) -> Ahead | None:
-    """The frame on its way to the shelf, if by all signs it will be admitted as it is: nearly every append is.
-
-    What the signs do not show, the commit finds; the bytes are then left to compaction.
-    """
-    if not isinstance(book.shelf, FolderShelf) or lifted.blobs or book.quota is not None:
-        return None
-    if len(set(uids)) < len(uids) or "\0" in "".join(uids):
-        return None
-    with book.ledger.read() as tx:
-        check_tokenizer(tx, book)
-        for marks, part in chunks(uids):
-            if tx.one(f"SELECT 1 FROM records WHERE uid IN ({marks})", part):
-                return None
-        if _held(tx, evaluation, len(uids)) is not None:
-            return None
-    return Ahead(book.shelf, [frame])
-
-
-def _admitted(book: Book, new: Coming, stale: set[int]) -> tuple[Appended, dict[str, str]]:
-    from rollbook.book.compaction import after_append
-
-    after_append(book)
-    fates = {tag.uid: "stale" if i in stale else "admitted" for i, tag in enumerate(new.tags)}
-    return Appended(admitted=len(new.tags), stale=len(stale)), fates
 
 
 def _once(coming: Coming) -> tuple[Coming, int]:
@@ -203,9 +172,8 @@ def _sorted_out(tx: Transaction, coming: Coming) -> tuple[list[int], int, list[t
                 raise Conflict(
                     f"{uid}: got it for {_purpose(coming.evaluation)}, it is there for {_purpose(evaluation)}"
                 )
-            if whole is not None and bytes(whole) == coming.digests.whole[i]:
-                known += 1
-            elif tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, coming.digests.whole[i])):
+            same = whole is not None and bytes(whole) == coming.digests.whole[i]
+            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, coming.digests.whole[i])):
                 known += 1
             elif gone is not None:
                 # What was sampled is the same: it stays gone, and late fields have nothing to be added to.
@@ -283,7 +251,7 @@ def _held(tx: Transaction, evaluation: bool, count: int) -> str | None:
     """Why a limiter holds these records back, if one does."""
     if evaluation or not count:
         return None
-    return next(filter(None, (_held_back(consumer, count) for consumer in consumers.all_consumers(tx))), None)
+    return next(filter(None, (_held_back(tx, consumer, count) for consumer in consumers.all_consumers(tx))), None)
 
 
 def _commit(book: Book, coming: Coming, stored: Stored) -> set[int] | None:
@@ -302,14 +270,14 @@ def _commit(book: Book, coming: Coming, stored: Stored) -> set[int] | None:
             return None  # A medium that was known has been removed meanwhile.
         listening = [] if coming.evaluation else consumers.all_consumers(tx)
         for consumer in listening:
-            if _held_back(consumer, len(coming.tags)):
+            if _held_back(tx, consumer, len(coming.tags)):
                 return None
             key = consumer.settings.sampler.key
             if key is not None and key not in values:
                 values[key] = _numbers(coming, key)
         base = _insert(tx, coming, stored)
         stale: set[int] = set()
-        announced = book.announced(tx)
+        announced = work.announced(tx)
         for consumer in listening:
             stale |= _offer(tx, consumer, coming, base, values, announced)
         columns = kinds.kinds_of(coming.many) - book.known_kinds
@@ -325,9 +293,12 @@ def _borrowed(stored: Stored) -> list[str]:
     return list({key for keys in stored.uses for key in keys if key not in stored.media})
 
 
-def _held_back(consumer: Consumer, count: int) -> str | None:
+def _held_back(tx: Transaction, consumer: Consumer, count: int) -> str | None:
     ratio = consumer.settings.ratio
     if ratio is None or ratio.inserts_left(consumer.inserts, consumer.samples) >= count:
+        return None
+    if not _can_go_on(tx, consumer):
+        # Nothing is there to be handed out (groups that wait for their other runs): holding back would be for ever.
         return None
     if count > ratio.append_size:
         raise BackPressure(
@@ -338,6 +309,15 @@ def _held_back(consumer: Consumer, count: int) -> str | None:
         f"consumer {consumer.name!r} has {consumer.inserts} records and took {consumer.samples}: {count} more would "
         f"pass its ratio of {ratio.ratio:g} by more than {ratio.slack:g}"
     )
+
+
+def _can_go_on(tx: Transaction, consumer: Consumer) -> bool:
+    """Whether something is leased, rests, or could be leased now, so that samples can catch up without more inserts."""
+    if work.tally(tx, consumer, work.LEASED, work.COOLING)[0]:
+        return True
+    if consumer.grouped:
+        return bool(tx.one("SELECT 1 FROM groups WHERE consumer = ? AND ready = 1 LIMIT 1", (consumer.id,)))
+    return work.tally(tx, consumer, work.WAITING)[0] > 0
 
 
 def _wait(why: str, end: float | None) -> None:
@@ -461,7 +441,7 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
 
 def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
     """Offer a new consumer all that is in the book for training."""
-    floor = work.floor_of(book.announced(tx), consumer.settings.max_staleness)
+    floor = work.floor_of(work.announced(tx), consumer.settings.max_staleness)
     last = 0
     while True:
         found = tx.all(
@@ -472,7 +452,7 @@ def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
             break
         key = consumer.settings.sampler.key
         stored = [row[0] for row in found if row[3] is None]
-        numbers = dict(zip(stored, book.numbers(tx, stored, key), strict=True)) if key is not None else {}
+        numbers = dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True)) if key is not None else {}
         made = []
         for seq, gid, version, gone in found:
             old = floor is not None and version is not None and version < floor
@@ -497,7 +477,7 @@ def rerank(tx: Transaction, consumer: Consumer, book: Book) -> None:
         if not found:
             break
         seqs = [row.seq for row in found]
-        values = [None] * len(seqs) if sampler.key is None else book.numbers(tx, seqs, sampler.key)
+        values = [None] * len(seqs) if sampler.key is None else reading.numbers(book, tx, seqs, sampler.key)
         moves = []
         for row, value in zip(found, values, strict=True):
             item = consumer.item(row.seq, row.uses, row.version, value)
@@ -509,6 +489,6 @@ def rerank(tx: Transaction, consumer: Consumer, book: Book) -> None:
         tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
         consumer.state.pop("ready", None)
         groups.build(tx, consumer)
-    work.forget_stale(tx, consumer, work.floor_of(book.announced(tx), consumer.settings.max_staleness))
+    work.forget_stale(tx, consumer, work.floor_of(work.announced(tx), consumer.settings.max_staleness))
     work.keep_size(tx, consumer)
     consumers.save(tx, consumer)

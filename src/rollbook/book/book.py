@@ -25,7 +25,6 @@ from rollbook.book import (
     revising,
     selecting,
     snapshots,
-    tags,
     work,
 )
 from rollbook.book.admission import Appended
@@ -34,7 +33,8 @@ from rollbook.book.compaction import Compacted
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import BookError, ReadOnly
 from rollbook.book.leasing import Lease
-from rollbook.book.ledger import Ledger, Transaction, chunks
+from rollbook.book.ledger import Ledger, Transaction
+from rollbook.book.naming import uid_of, uids_of
 from rollbook.book.selecting import Selection
 from rollbook.book.shelves import Shelf
 
@@ -50,23 +50,6 @@ if TYPE_CHECKING:
 
 TRAIN = "train"
 """The consumer group that is meant where none is named."""
-
-
-def uid_of(given: str | EID | Experience) -> str:
-    """The id, from an id or from what has one."""
-    if isinstance(given, str):
-        return given
-    found = getattr(getattr(given, "eid", given), "uid", None)
-    if not isinstance(found, str):
-        raise ValueError(f"uid: got {type(given).__name__}, expected an id, an EID or an Experience")
-    return found
-
-
-def uids_of(given: Any) -> list[str]:
-    """Several ids, from one or many."""
-    if isinstance(given, str) or hasattr(given, "uid") or hasattr(given, "eid"):
-        return [uid_of(given)]
-    return list(dict.fromkeys(uid_of(each) for each in given))
 
 
 class Book:
@@ -175,12 +158,11 @@ class Book:
         seqs = reading.numbers_of(self, uids_of(uids))
         count = 0
         with self.ledger.write() as tx:
-            for each in consumers.all_consumers(tx):
-                if consumer in (None, each.name):
-                    found = [r for r in work.rows_of(tx, each, seqs) if r.state in (work.WAITING, work.COOLING)]
-                    work.drop(tx, each, found, reason)
-                    consumers.save(tx, each)
-                    count += len(found)
+            for each in consumers.all_consumers(tx) if consumer is None else [consumers.named(tx, consumer)]:
+                found = [r for r in work.rows_of(tx, each, seqs) if r.state in (work.WAITING, work.COOLING)]
+                work.drop(tx, each, found, reason)
+                consumers.save(tx, each)
+                count += len(found)
         return count
 
     # --- taking -----------------------------------------------------------------------------------------------
@@ -193,8 +175,7 @@ class Book:
         """
         with self.ledger.read() as tx:
             found = consumers.find(tx, name)
-        if found is not None and all(getattr(found.settings, key, None) == value for key, value in settings.items()):
-            found.settings.changed(settings)  # refuses names that are none
+        if found is not None and found.settings.changed(settings) == found.settings:
             return found.settings
         self._writable("consumer")
         with self.ledger.write() as tx:
@@ -208,6 +189,8 @@ class Book:
                     f"consumer {name!r}: {names[0]}: got {getattr(new, names[0])!r}, the book has "
                     f"{getattr(found.settings, names[0])!r}; change=True changes it for everybody"
                 )
+            if new == found.settings:
+                return new
             consumers.configure(tx, found, new)
             admission.rerank(tx, found, self)
             return new
@@ -259,34 +242,23 @@ class Book:
         self._writable("announce")
         whole_number("version", version)
         with self.ledger.write() as tx:
-            now = self.announced(tx)
+            now = work.announced(tx)
             if now is not None and version < now:
                 raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
             if now == version:
                 return
-            self.set_announced(tx, version)
+            work.set_announced(tx, version)
             work.record(tx, [work.Event("announced", detail={"version": version})])
             for consumer in consumers.all_consumers(tx):
                 floor = work.floor_of(version, consumer.settings.max_staleness)
                 work.forget_stale(tx, consumer, floor)
                 consumers.save(tx, consumer)
 
-    def announced(self, tx: Transaction) -> int | None:
-        """The version that was announced last."""
-        row = tx.one("SELECT value FROM meta WHERE key = 'policy_version'")
-        return None if row is None else int(row[0])
-
-    def set_announced(self, tx: Transaction, version: int | None) -> None:
-        """Write the announced version, or none."""
-        tx.run("DELETE FROM meta WHERE key = 'policy_version'")
-        if version is not None:
-            tx.run("INSERT INTO meta (key, value) VALUES ('policy_version', ?)", (str(version),))
-
     @property
     def policy_version(self) -> int | None:
         """The version that was announced last."""
         with self.ledger.read() as tx:
-            return self.announced(tx)
+            return work.announced(tx)
 
     # --- changing -----------------------------------------------------------------------------------------------
 
@@ -428,16 +400,6 @@ class Book:
     def __bool__(self) -> bool:
         return True
 
-    def numbers(self, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:
-        """One number of each record, from the ledger if it has it, else from the record."""
-        if key in tags.Tags._fields:
-            found: dict[int, Any] = {}
-            for marks, part in chunks(seqs):
-                found.update(tx.all(f"SELECT seq, {key} FROM records WHERE seq IN ({marks})", part))
-            return [None if found[seq] is None else float(found[seq]) for seq in seqs]
-        where = reading.locate(tx, seqs)
-        return tags.numbers(reading.gather(self, [where[seq] for seq in seqs]), key) if seqs else []
-
     def where(self, *conditions: tuple[str, str, Any], **equal: Any) -> Selection:
         """The records that meet all conditions: `("reward", ">", 0.5)`, `("info.level", "in", [1, 2])`, `task="a"`.
 
@@ -548,8 +510,8 @@ class Book:
         overwrite: bool = False,
         **options: Any,
     ) -> int:
-        """Write the records that meet all conditions (all, if there are none) as Parquet, a HF dataset, JSONL, frames or
-        TRXP (see `rollbook.book.transfer.FORMATS`); how many. The format follows from the path unless it is given."""
+        """Write the records that meet all conditions (all, if there are none) as Parquet, a HF dataset, JSONL, frames
+        or TRXP (see `rollbook.book.transfer.FORMATS`); how many. The format follows from the path unless it is given."""
         from rollbook.book import transfer
 
         return transfer.write(self.where(*conditions).batches(), path, format, overwrite=overwrite, **options)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.algorithms.registry import choice, whole_number
-from rollbook.book import admission, before, consumers, groups, purging, revising, work
+from rollbook.book import admission, before, consumers, groups, purging, reading, revising, work
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import Conflict
-from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.errors import Conflict, Damaged
+from rollbook.book.ledger import Transaction, chunks, parsed
 from rollbook.book.windows import reached
 
 if TYPE_CHECKING:
@@ -81,7 +81,17 @@ class Point(NamedTuple):
 def points(tx: Transaction) -> list[Point]:
     """Every checkpoint, oldest first."""
     found = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
-    return [Point(name, event, seq, made, json.loads(state)) for name, event, seq, made, state in found]
+    return [_point(*row) for row in found]
+
+
+def _point(name: Any, event: Any, seq: Any, made: Any, state: Any) -> Point:
+    """A checkpoint's row, which anybody may have written."""
+    found = parsed(state, f"checkpoint {name!r}")
+    told, version = found.get("consumers"), found.get("policy_version")
+    each_told = isinstance(told, list) and all(isinstance(each, dict) and type(each.get("id")) is int for each in told)
+    if not each_told or any(type(number) is not int for number in (event, seq, 0 if version is None else version)):
+        raise Damaged(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected what every consumer was like")
+    return Point(name, event, seq, made, found)
 
 
 def find(tx: Transaction, name: str) -> Point:
@@ -90,7 +100,7 @@ def find(tx: Transaction, name: str) -> Point:
     if row is None:
         known = [repr(each) for (each,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
         raise KeyError(f"checkpoint: got {name!r}, the book has {', '.join(known) or 'none'}")
-    return Point(name, row[1], row[2], row[3], json.loads(row[4]))
+    return _point(*row)
 
 
 # --- making and forgetting ----------------------------------------------------------------------------------------
@@ -148,7 +158,7 @@ def _make(tx: Transaction, name: str | None, state: str) -> str:
 
 def _state(tx: Transaction, book: Book) -> dict[str, Any]:
     return {
-        "policy_version": book.announced(tx),
+        "policy_version": work.announced(tx),
         "consumers": [
             {
                 "id": each.id,
@@ -201,7 +211,7 @@ def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
     forgotten = [each for each in reversed(points(tx)) if each.event > point.event]
     for each in forgotten:
         _forget(tx, each)
-    book.set_announced(tx, point.state["policy_version"])
+    work.set_announced(tx, point.state["policy_version"])
     acks = _void_acks(tx, point)
     leases = void_leases(tx, point.name)
     came = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
@@ -369,14 +379,14 @@ def _follow_revisions(
         seqs = [seq for seq in revised if (seq in returned) == again]
         for start in range(0, len(seqs), _PIECE):
             piece = seqs[start : start + _PIECE]
-            values = None if key is None else book.numbers(tx, piece, key)
+            values = None if key is None else reading.numbers(book, tx, piece, key)
             revising.follow(tx, consumer, piece, values, again)
     return [row.gid for row in work.rows_of(tx, consumer, revised) if row not in then]
 
 
 def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
     """Records that came after the checkpoint, as if they came now: those that were kept wait. Their groups."""
-    floor = work.floor_of(book.announced(tx), consumer.settings.max_staleness)
+    floor = work.floor_of(work.announced(tx), consumer.settings.max_staleness)
     key = consumer.settings.sampler.key
     gids: dict[str, None] = {}
     last = point.seq
@@ -389,7 +399,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
         for marks, part in chunks(seqs):
             gone.update(tx.all(f"SELECT seq, gone FROM records WHERE seq IN ({marks})", part))
         stored = [seq for seq in seqs if gone[seq] is None]
-        numbers = {} if key is None else dict(zip(stored, book.numbers(tx, stored, key), strict=True))
+        numbers = {} if key is None else dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True))
         inserts, samples = consumer.inserts, consumer.samples
         moves, events = [], []
         for now in found:

@@ -245,8 +245,7 @@ def _gathered(
         found = list(run)
         try:
             frame = frames.get(place)
-            if max(row.slot for row in found) >= len(frame):
-                raise Damaged(f"segment {place.segment}, byte {place.offset}: {len(frame)} records, more were expected")
+            reading.check_slots(place, [row.slot for row in found], len(frame))
         except MissingSegment:
             continue  # Another compactor was here.
         except Damaged as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollbook.algorithms.registry import near, number, switch, whole_number
 from rollbook.book.errors import Damaged
-from rollbook.book.ledger import Transaction
+from rollbook.book.ledger import Transaction, parsed
 from rollbook.book.limits import LIMITERS, REMOVERS, MaxAge, MaxSize, MaxUses, MinSize, SamplesToInserts, check_together
 from rollbook.book.samplers import SAMPLERS, First, Item, Priority, Sampler, State, built, described
 
@@ -161,13 +161,13 @@ _MOST = 1 << 20  # characters of settings or of a sampler's state; both are a fe
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: Any) -> Settings:
+def parsed_settings(text: Any) -> Settings:
     """Settings from a ledger that anybody may have written."""
     if not isinstance(text, str) or len(text) > _MOST:
         raise Damaged(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
     try:
         return Settings.from_json(text)
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise Damaged(f"a consumer's settings: got {text[:100]!r}, which cannot be read: {error}") from None
 
 
@@ -177,14 +177,9 @@ def parsed_state(text: Any) -> State:
     >>> parsed_state('{"clock": 1.5, "ready": [2, 2.0]}')["ready"]
     [2, 2.0]
     """
-    found = None
-    if isinstance(text, str) and len(text) <= _MOST:
-        try:
-            found = json.loads(text)
-        except (RecursionError, ValueError):
-            found = None
-    if not isinstance(found, dict):
-        raise Damaged(f"a sampler's state: got {str(text)[:100]!r}, expected a dict")
+    if not isinstance(text, str) or len(text) > _MOST:
+        raise Damaged(f"a sampler's state: got {str(text)[:100]!r}, expected a short text")
+    found = parsed(text, "a sampler's state")
     for name, value in found.items():
         shaped = {"ready": list, "rounds": dict, "group_rounds": dict}.get(name, (int, float))
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
@@ -231,7 +226,7 @@ def _consumer(row: Any) -> Consumer:
     if any(type(n) is not int for n in (id_, grouped, inserts, samples, generation, 0 if floor is None else floor)):
         raise Damaged(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
     found = Consumer(
-        id_, name, _parsed(settings), parsed_state(state), bool(grouped), inserts, samples, floor, generation
+        id_, name, parsed_settings(settings), parsed_state(state), bool(grouped), inserts, samples, floor, generation
     )
     found.saved = (state, grouped, inserts, samples, floor, generation)
     return found
@@ -246,6 +241,15 @@ def find(tx: Transaction, name: str) -> Consumer | None:
     """The consumer of this name."""
     row = tx.one(f"SELECT {_COLUMNS} FROM consumers WHERE name = ?", (name,))
     return None if row is None else _consumer(row)
+
+
+def named(tx: Transaction, name: str) -> Consumer:
+    """The consumer of this name, which must be there."""
+    found = find(tx, name)
+    if found is None:
+        known = [row[0] for row in tx.all("SELECT name FROM consumers ORDER BY id")]
+        raise KeyError(f"consumer: got {name!r}, the book has {', '.join(map(repr, known)) or 'none'}")
+    return found
 
 
 def make(tx: Transaction, name: str, settings: Settings) -> Consumer:

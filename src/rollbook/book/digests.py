@@ -152,6 +152,12 @@ def _form(dtype: str, shape: tuple[int, ...]) -> str:
     return f"tensor {dtype} {','.join(map(str, (first, *shape[1:])))}"
 
 
+@lru_cache(4096)
+def _rows_head(name: str, dtype: str, trailing: tuple[int, ...]) -> bytes:
+    """Of the rows of a column, whose first dimension their number of bytes gives."""
+    return _head(name, _form(dtype, (0, *trailing)))
+
+
 def _first(found: Iterable[list[bytes]]) -> list[bytes]:
     """The main column's entry where there is one, else that of a side column: as `columns.decode` reads them."""
     entries, *sides = found
@@ -257,7 +263,7 @@ def _ragged(name: str, column: Ragged) -> list[bytes]:
 def _rows(
     name: str, dtype: str, values: NDArray[Any], offsets: NDArray[np.int64], trailing: tuple[int, ...]
 ) -> list[bytes]:
-    head = _head(name, _form(dtype, (0, *trailing)))
+    head = _rows_head(name, dtype, trailing)
     data = _bytes(clean(values, dtype))
     bounds = (offsets * (DTYPES[dtype].itemsize * math.prod(trailing))).tolist()
     return [head + H(data[a:b]) for a, b in pairwise(bounds)]
@@ -321,7 +327,7 @@ def _plain(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
 def _scalars(name: str, form: str, array: pa.Array) -> list[bytes]:
     values = array.fill_null(0).to_numpy() if array.null_count else array.to_numpy()
     padded = np.zeros((len(values), 2), dtype=np.int64)
-    padded[:, 0] = clean(values, values.dtype.name).view(np.int64)
+    padded[:, 0] = clean(values, "float64" if values.dtype == np.float64 else "int64").view(np.int64)
     data, head, valid = padded.tobytes(), _head(name, form), arrow.validity(array)
     entries = [head + data[at : at + 16] for at in range(0, len(data), 16)]
     if valid is not None:

@@ -57,12 +57,12 @@ class File:
             os.close(fd)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # As an interpreter ends, this module's names may be gone already.
+        # As an interpreter ends, this module's names may be gone already: no call but the one that was kept.
         if self.fd >= 0:
             try:
                 close(self.fd)
             except OSError:
-                pass
+                self.fd = -1
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from rollbook.experiences import Experiences
 from rollbook.fields import BY_CODE, DTYPES, FIELDS
 from rollbook.ragged import Ragged
 
-_TENSOR = re.compile(r"([a-z0-9]{3,8})((?:x[0-9]{1,9})*)")
+_TENSOR = re.compile(r"([a-z0-9]{3,8})((?:x[0-9]{1,9}){0,32})")
 _PORTABLE = {d.name: pa.from_numpy_dtype(d.portable) for d in BY_CODE.values()}
 
 

@@ -19,6 +19,7 @@ from rollbook.book import consumers, groups, reading, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import LeaseLost
 from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.naming import uids_of
 from rollbook.book.samplers import Proportional
 from rollbook.book.windows import reached
 
@@ -200,8 +201,6 @@ class Lease:
         return [row for row in work.rows_of(tx, consumer, list(chosen.values())) if row.lease == self._claim.id]
 
     def _chosen(self, uids: Any) -> dict[str, int]:
-        from rollbook.book.book import uids_of
-
         if not self._claim.id:
             return {}
         if not self._left:
@@ -327,7 +326,7 @@ def tidy(tx: Transaction, book: Book, consumer: Consumer, max_staleness: int | N
     work.thaw(tx, consumer)
     work.forget_old(tx, consumer)
     bound = consumer.settings.max_staleness if max_staleness is None else max_staleness
-    work.forget_stale(tx, consumer, work.floor_of(book.announced(tx), bound))
+    work.forget_stale(tx, consumer, work.floor_of(work.announced(tx), bound))
     if consumer.grouped:
         groups.ripen(tx, consumer)
 

@@ -8,6 +8,7 @@ use only what both databases mean alike.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import sqlite3
@@ -79,6 +80,21 @@ def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Seq
         yield ",".join("?" * len(part)), part
 
 
+def parsed(text: Any, what: str) -> dict[str, Any]:
+    """A dict from JSON that a ledger holds, which anybody may have written.
+
+    >>> parsed('{"step": 3}', "a detail")
+    {'step': 3}
+    """
+    try:
+        found = json.loads(text)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise Damaged(f"{what}: got {str(text)[:100]!r}, which is no JSON: {str(error)[:100]}") from None
+    if not isinstance(found, dict):
+        raise Damaged(f"{what}: got {str(text)[:100]!r}, expected a dict")
+    return found
+
+
 class _SQLiteTransaction:
     def __init__(self, connection: sqlite3.Connection, now: float) -> None:
         self.connection = connection
@@ -98,7 +114,7 @@ class _SQLiteTransaction:
 
 
 def check_files(path: Path) -> None:
-    """Refuse a database whose files are links, which SQLite would follow and write to, or pipes, where it would wait."""
+    """Refuse a database whose files are links, which SQLite would follow and write to, or pipes, where it waits."""
     for tail in ("", "-wal", "-shm", "-journal"):
         name = f"{path}{tail}"
         try:
@@ -163,7 +179,7 @@ class SQLiteLedger:
                     uri=True,
                     isolation_level=None,
                     check_same_thread=False,
-                    timeout=0,
+                    timeout=BUSY_SECONDS,
                 )
             except sqlite3.OperationalError as error:
                 raise NotABook(f"{self.path}: the ledger cannot be opened: {error}") from None
@@ -181,6 +197,7 @@ class SQLiteLedger:
             connection.execute("PRAGMA mmap_size=0")
             connection.execute("PRAGMA secure_delete=ON")  # what was redacted is not left in free pages
             connection.execute("PRAGMA cache_size=-16384")
+            connection.execute("PRAGMA busy_timeout=0")  # from here on `_patiently` waits, which looks more often
         except sqlite3.DatabaseError as error:
             connection.close()
             raise self._explained(error) from error
@@ -198,6 +215,8 @@ class SQLiteLedger:
     def _explained(self, error: sqlite3.DatabaseError) -> Exception:
         text = str(error)
         if isinstance(error, sqlite3.OperationalError):
+            if self.read_only and "readonly" in text:
+                return NotABook(f"{self.path}: a write was broken off there ({text}); open it for writing once")
             for said, code in (("disk is full", errno.ENOSPC), ("disk I/O", errno.EIO), ("readonly", errno.EROFS)):
                 if said in text:
                     return OSError(code, text, str(self.path))
@@ -257,6 +276,9 @@ class SQLiteLedger:
                 self._patiently(connection, begin)
                 try:
                     if begin == "BEGIN":
+                        # What is read is fixed by the first look, which the last one to close the book may hold up.
+                        self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+                    if begin == "BEGIN":
                         # The first look takes the snapshot, and may meet one who recovers or clears the log.
                         self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
                     yield _SQLiteTransaction(connection, self.clock())
@@ -276,7 +298,7 @@ class SQLiteLedger:
             reached("after commit")
 
     def clear_log(self) -> None:
-        """Write the log back and empty it, if nobody reads or writes just now: old pages are then gone from the disk."""
+        """Write the log back and empty it, if nobody uses it just now: old pages are then gone from the disk."""
         connection = self._current()
         if self.path is not None and not self.read_only:
             with self._lock:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rollbook.book import attachments
+from rollbook.book import attachments, tags
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.shelves import MissingSegment, Place
+from rollbook.book.shelves import MissingSegment, Place, check_place
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
 from rollbook.fields import owner
@@ -59,6 +59,8 @@ def views(book: Book, places: Sequence[Place]) -> list[memoryview]:
     """The bytes at each place. Those that lie one behind the other, as the frames of many small appends do, are read or
     mapped together: that takes as long as one of them."""
     found: list[memoryview] = []
+    for place in places:
+        check_place(place)
     at = 0
     while at < len(places):
         first, end = places[at], at + 1
@@ -87,9 +89,10 @@ def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
 
 def _decoded(book: Book, place: Place, view: memoryview, verify: bool) -> Experiences:
     try:
-        if read_header(view).compression is not None:
-            # Books write none, and a few bytes could be any number.
-            raise WireError("a compressed frame")
+        head = read_header(view)
+        if head.compression is not None or head.stop != len(view):
+            # Books write none that are compressed, and a few bytes of such a one could be any number.
+            raise WireError(f"a frame of {head.stop} bytes, compression {head.compression}; expected {len(view)}, None")
         return decode(view, verify=verify, private=book.shelf.private)
     except WireError as error:
         raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
@@ -155,10 +158,33 @@ def only_fields(many: Experiences, fields: Collection[str]) -> Experiences:
     return Experiences._of(parts, len(many))
 
 
+def fetch_parts(book: Book, seqs: Sequence[int]) -> list[Experiences]:
+    """These records, in this order, in parts: where they are whole frames one after the other, nothing is copied."""
+
+    def read(where: dict[int, Location]) -> list[Experiences]:
+        parts, order = _parts(book, [where[seq] for seq in seqs])
+        return [restore(book, part) for part in (parts if order is None else [_joined(parts, order)])]
+
+    return retried(book, seqs, read) if seqs else []
+
+
 def gather(
     book: Book, where: Sequence[Location], verify: bool = True, only: Collection[str] | None = None
 ) -> Experiences:
     """Records from the frames they lie in, each frame decoded once; with `only`, the columns of these fields."""
+    return _joined(*_parts(book, where, verify, only))
+
+
+def check_slots(place: Place, slots: Sequence[Any], count: int) -> None:
+    """Refuse slots that a frame of so many records has not; SQLite keeps whatever it is given, text for numbers too."""
+    if not all(type(slot) is int and 0 <= slot < count for slot in slots):
+        raise Damaged(f"segment {place.segment}, byte {place.offset}: {count} records, none in slot {str(slots)[:80]}")
+
+
+def _parts(
+    book: Book, where: Sequence[Location], verify: bool = True, only: Collection[str] | None = None
+) -> tuple[list[Experiences], list[int] | None]:
+    """The records of each frame, and which they are of those that are asked for; `None` if all, in order."""
     frames: OrderedDict[Place, list[int]] = OrderedDict()
     for i, (_, segment, start, size, _, _) in enumerate(where):
         frames.setdefault(Place(str(segment), start, size), []).append(i)
@@ -169,17 +195,17 @@ def gather(
         if only is not None:
             many = only_fields(many, only)
         slots = [where[i][4] for i in indices]
-        # SQLite keeps whatever it is given, text in a column of numbers too.
-        if not all(type(slot) is int and 0 <= slot < len(many) for slot in slots):
-            raise Damaged(
-                f"segment {place.segment}, byte {place.offset}: {len(many)} records, none in slot {slots!r:.80}"
-            )
+        check_slots(place, slots, len(many))
         # A whole frame in order is private memory as it is; anything else is gathered.
         whole = slots == list(range(len(many)))
         parts.append(many if whole else many.take(slots))
         order += indices
+    return parts, None if order == list(range(len(order))) else order
+
+
+def _joined(parts: list[Experiences], order: list[int] | None) -> Experiences:
     joined = parts[0] if len(parts) == 1 else Experiences.concat(parts)
-    if order == list(range(len(order))):
+    if order is None:
         return joined
     back = np.empty(len(order), dtype=np.int64)
     back[order] = np.arange(len(order))
@@ -218,3 +244,14 @@ def numbers_of(book: Book, uids: Sequence[str]) -> list[int]:
         if uid not in found:
             raise KeyError(f"uid: got {uid!r}, which is not in the book")
     return [found[uid] for uid in uids]
+
+
+def numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:
+    """One number of each record, from the ledger if it has it, else from the record."""
+    if key in tags.Tags._fields:
+        found: dict[int, Any] = {}
+        for marks, part in chunks(seqs):
+            found.update(tx.all(f"SELECT seq, {key} FROM records WHERE seq IN ({marks})", part))
+        return [None if found[seq] is None else float(found[seq]) for seq in seqs]
+    where = locate(tx, seqs)
+    return tags.numbers(gather(book, [where[seq] for seq in seqs]), key) if seqs else []

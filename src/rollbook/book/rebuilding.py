@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollbook.experiences import Experiences
 
 RECOVERED = "recovered"
-LOGS = ("", "-wal", "-shm")
+LOGS = ("", "-wal", "-shm", "-journal")
 """What the files of a SQLite database are called behind its name."""
 _SALVAGED = [name for name in tables.TABLES if name not in ("blobs", "orphans")]
 _OWN = ("layout", "digests")
@@ -45,7 +45,7 @@ def take_rows(book: Book, aside: str, report: Report) -> salvaging.Lost:
     working = os.path.join(aside, "working")
     os.mkdir(working)
     try:
-        for tail in LOGS[:2]:
+        for tail in ("", "-wal", "-journal"):
             if os.path.exists(copied + tail):
                 shutil.copyfile(copied + tail, os.path.join(working, LEDGER + tail))
         # What a new ledger looks like, all of it in one file.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollbook.book import admission, checking, consumers, groups, inspecting, rebuilding, tags, work
+from rollbook.book import admission, checking, consumers, groups, inspecting, reading, rebuilding, tags, work
 from rollbook.book import schema as tables
 from rollbook.book.book import Book
 from rollbook.book.checking import Past, readable
@@ -24,11 +24,11 @@ from rollbook.book.disk import Disk
 from rollbook.book.errors import BookError, NewerLayout, NotABook
 from rollbook.book.findings import Report
 from rollbook.book.inspecting import PAGE
-from rollbook.book.ledger import SQLiteLedger, Transaction, chunks
-from rollbook.book.opening import LEDGER
+from rollbook.book.ledger import SQLiteLedger, Transaction, check_files, chunks
+from rollbook.book.opening import LEDGER, _folder, _postgres
 from rollbook.book.opening import open as open_book
 from rollbook.book.rebuilding import LOGS
-from rollbook.book.shelves import FolderShelf, Place
+from rollbook.book.shelves import FolderShelf, Place, is_name
 from rollbook.errors import WireError
 
 DAMAGED = "damaged"
@@ -55,18 +55,18 @@ def repair(url: str | os.PathLike[str]) -> Report:
     """
     address = os.fspath(url)
     if address.startswith(("postgresql://", "postgres://")):
-        with open_book(address, "r+") as book:
+        with Book(address, *_postgres(address, "r+", None, {}, None)) as book:
             return _mended(book, Report(address), lambda: _copy_schema(book))
     folder = Path(address)
     path = folder / LEDGER
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise NotABook(f"{folder}: its ledger is a link, a pipe, a device or a folder, expected a plain file")
+    check_files(path)
     if not folder.is_dir():
         raise NotABook(f"{folder}: there is no book here")
     report = Report(address)
     why = _unsound(address, path)
     if why is None:
-        with open_book(address, "r+") as book:
+        # Not opened as users do: that looks at a consumer, which may be what is damaged.
+        with Book(address, *_folder(folder, "r+", 256 << 20, None, Disk())) as book:
             return _mended(book, report, lambda: _copy_ledger(book, _aside(folder)))
     return _rebuilt(folder, path, report, why)
 
@@ -173,8 +173,8 @@ def _mend_consumers(book: Book, report: Report) -> None:
         for number, why in readable(tx)[1].items():
             settings, state, name = tx.one("SELECT settings, state, name FROM consumers WHERE id = ?", (number,))
             try:
-                Settings.from_json(settings)
-            except (ValueError, TypeError):
+                consumers.parsed_settings(settings)
+            except ValueError:
                 settings = Settings().to_json()
                 report.did("consumer", f"its settings are those of a new one now: {why}", str(name))
             try:
@@ -273,21 +273,29 @@ def _give_up(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) ->
             seqs.remove(seq)
             report.did("lost", what, uid)
     if isinstance(book.shelf, FolderShelf) and report.aside is not None:
-        for name in held:
-            _link(os.path.join(book.shelf.folder, str(name)), os.path.join(report.aside, str(name)))
+        for name in filter(is_name, held):
+            _link(book.shelf, name, report.aside)
 
 
-def _link(source: str, target: str) -> None:
-    """The same file under another name, so that compaction does not end it; where it is not there, nothing."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except FileExistsError:
+def _link(shelf: FolderShelf, name: str, aside: str) -> None:
+    """A segment under another name, so that compaction does not end it; where none is there, nothing."""
+    if not shelf.has(name):
         return
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError:
-        if os.path.isfile(source) and not os.path.islink(source):
-            shutil.copyfile(source, target)
+    source, target = os.path.join(shelf.folder, name), os.path.join(aside, name)
+    if not os.path.exists(target):
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError:
+            _copy(shelf.disk, source, target)
+
+
+def _copy(disk: Disk, source: str, target: str) -> None:
+    """A copy of a plain file, on the disk; a link or a device, which could be anything of any size, is not followed."""
+    fd = disk.open_read(source)
+    with os.fdopen(fd, "rb") as file, open(target, "xb") as copy:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        os.fsync(copy.fileno())
 
 
 def _mend_work(book: Book, report: Report) -> None:
@@ -320,7 +328,7 @@ def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Repo
         if not found:
             return
         stored = [row[0] for row in found if row[4] is None]
-        numbers = dict(zip(stored, book.numbers(tx, stored, key), strict=True)) if key is not None else {}
+        numbers = dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True)) if key is not None else {}
         said = checking.past(tx, [row[0] for row in found])
         known = {
             seq
@@ -417,8 +425,7 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str) -> Report:
     report.aside = aside = _aside(folder)
     for tail in LOGS:
         if os.path.exists(f"{path}{tail}"):
-            shutil.copyfile(f"{path}{tail}", os.path.join(aside, LEDGER + tail))
-            _sync(os.path.join(aside, LEDGER + tail))
+            _copy(disk, f"{path}{tail}", os.path.join(aside, LEDGER + tail))
     fresh = folder / f".{LEDGER}.{os.urandom(8).hex()}.tmp"
     try:
         ledger = SQLiteLedger(fresh)

@@ -6,7 +6,6 @@ in, the right side as they move, and neither is made from the other.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import choice
-from rollbook.book.ledger import Transaction
+from rollbook.book import consumers
+from rollbook.book.ledger import Transaction, parsed
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -27,7 +27,8 @@ class Entry:
     time: float
     """Seconds since 1970, by the database's clock."""
     kind: str
-    """admitted, leased, trained, nacked, expired, rested, dropped, returned, voided, revised, redacted, deleted ..."""
+    """Of a record: admitted, leased, trained, nacked, expired, rested, dropped, returned, voided, revised, redacted,
+    deleted, removed. Of the book: announced, checkpoint, forgotten, rewound, compacted, copied."""
     reason: str | None
     consumer: str | None
     step: int | None
@@ -73,10 +74,7 @@ def admitted(tx: Transaction, evaluation: bool, count: int) -> None:
 def counts(book: Book, name: str) -> Counts:
     """See `Book.counts`."""
     with book.ledger.read() as tx:
-        mine = tx.one("SELECT id FROM consumers WHERE name = ?", (name,))
-        if mine is None:
-            known = [row[0] for row in tx.all("SELECT name FROM consumers ORDER BY id")]
-            raise KeyError(f"consumer: got {name!r}, the book has {', '.join(map(repr, known)) or 'none'}")
+        mine = (consumers.named(tx, name).id,)
         whole = dict(tx.all("SELECT state, n FROM tallies WHERE consumer = 0"))
         found = tx.all("SELECT state, reason, n FROM tallies WHERE consumer = ? AND n <> 0", mine)
     by_state = {
@@ -105,7 +103,7 @@ def history(book: Book, uid: str) -> list[Entry]:
             row,
         )
     return [
-        Entry(at, kind, reason, consumer, step, lease, json.loads(detail) if detail else {})
+        Entry(at, kind, reason, consumer, step, lease, parsed(detail, "an event's detail") if detail else {})
         for at, kind, reason, consumer, step, lease, detail in found
     ]
 
@@ -132,9 +130,7 @@ def keep_rates(book: Book, name: str, by: str, edges: Sequence[float] | None) ->
     choice("by", by, ("length", "reward"))
     column = "response_tokens" if by == "length" else "reward"
     with book.ledger.read() as tx:
-        mine = tx.one("SELECT id FROM consumers WHERE name = ?", (name,))
-        if mine is None:
-            raise KeyError(f"consumer: got {name!r}, which is not in the book")
+        mine = (consumers.named(tx, name).id,)
         found = tx.all(
             f"SELECT records.{column}, work.state, work.uses, COUNT(*) FROM work "
             "JOIN records ON records.seq = work.seq "

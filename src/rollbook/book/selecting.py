@@ -19,7 +19,7 @@ from rollbook import arrow
 from rollbook.algorithms.registry import near, number, whole_number
 from rollbook.book import reading, tags
 from rollbook.book.ledger import Transaction
-from rollbook.book.shelves import MissingSegment
+from rollbook.book.shelves import MissingSegment, Place
 from rollbook.experiences import Experiences
 from rollbook.fields import FIELDS
 
@@ -174,8 +174,10 @@ class Selection:
                 yield reading.fetch(self._book, seqs)
 
     def __iter__(self) -> Iterator[Any]:
-        for piece in self.batches():
-            yield from piece
+        for piece in self._pieces():
+            seqs = [seq for seq, _, segment, *_ in piece if segment is not None]
+            for part in reading.fetch_parts(self._book, seqs):
+                yield from part
 
     def scan(self, columns: Sequence[str] | None = None, rows: int = PIECE) -> Iterator[pa.RecordBatch]:
         """Arrow batches of some columns; see `Book.scan`."""
@@ -296,7 +298,7 @@ def _batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
 
 def _runs(book: Book, runs: Sequence[list[Any]], fields: Sequence[str]) -> Iterator[dict[str, pa.Array]]:
     """The columns of each run of records, all of one frame: as they lie there if it is the whole of it."""
-    places = [reading.Place(*run[0][2:5]) for run in runs]
+    places = [Place(*run[0][2:5]) for run in runs]
     try:
         views: Sequence[memoryview | None] = reading.views(book, places)
     except MissingSegment:  # Compaction has moved some.

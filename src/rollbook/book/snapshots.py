@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from rollbook.algorithms.registry import near
-from rollbook.book import checkpoints, consumers, groups, work
+from rollbook.book import checkpoints, consumers, groups, reading, work
 from rollbook.book.disk import Disk
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, chunks
@@ -314,8 +314,7 @@ def _part(book: Book, place: Place, slots: list[int]) -> Any:
         many = decode(view)
     except WireError as error:
         raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
-    if slots[-1] >= len(many):
-        raise Damaged(f"segment {place.segment}, byte {place.offset}: {len(many)} records, expected {slots[-1] + 1}")
+    reading.check_slots(place, slots, len(many))
     return view if slots == list(range(len(many))) else encode(many.take(slots))
 
 

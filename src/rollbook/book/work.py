@@ -241,3 +241,16 @@ def floor_of(announced: int | None, max_staleness: int | None) -> int | None:
     if announced is None or max_staleness is None:
         return None
     return max(min(announced - max_staleness, (1 << 63) - 1), -(1 << 63))
+
+
+def announced(tx: Transaction) -> int | None:
+    """The policy version that was announced last."""
+    row = tx.one("SELECT value FROM meta WHERE key = 'policy_version'")
+    return None if row is None else int(row[0])
+
+
+def set_announced(tx: Transaction, version: int | None) -> None:
+    """Write the announced version, or none."""
+    tx.run("DELETE FROM meta WHERE key = 'policy_version'")
+    if version is not None:
+        tx.run("INSERT INTO meta (key, value) VALUES ('policy_version', ?)", (str(version),))

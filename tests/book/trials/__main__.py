@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,8 +30,6 @@ def places(kind: str, folder: Path) -> Iterator[Callable[[int], str]]:
 
 
 def _schemas(url: str) -> Callable[[int], str]:
-    import os
-
     token = os.urandom(4).hex()
     return lambda n: f"{url}{'&' if '?' in url else '?'}schema=trial_{token}_{n}"
 
@@ -42,14 +41,16 @@ def main() -> int:
     one.add_argument("--kills", type=int, default=500)
     one = trials.add_parser("concurrency", help="8 writers and 4 consumers on one book")
     one.add_argument("--pieces", type=int, default=400, help="appends of each writer")
+    one = trials.add_parser("opening", help="processes that make and close one book in the same moment")
+    one.add_argument("--rounds", type=int, default=100)
     for each in trials.choices.values():
         each.add_argument(
             "--url", default="folder", help="folder, postgresql, or postgresql://... of an empty database"
         )
-        each.add_argument("--seed", type=int, default=0)
     one = trials.add_parser("server", help="kill the PostgreSQL server under a book")
     one.add_argument("--kills", type=int, default=50)
-    one.add_argument("--seed", type=int, default=0)
+    for name in ("crash", "concurrency", "server"):
+        trials.choices[name].add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     report = run(asked)
     print(report)
@@ -67,6 +68,8 @@ def run(asked: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as name, places(asked.url, Path(name)) as urls:
         kind = asked.url.partition(":")[0]
         title = f"{asked.trial} trial, {kind}"
+        if asked.trial == "opening":
+            return concurrency.opening(urls, asked.rounds, Path(name), title=title)
         if asked.trial == "concurrency":
             return concurrency.trial(urls(0), Path(name), pieces=asked.pieces, seed=asked.seed, title=title)
         return crash.trial(urls, asked.kills, Path(name), seed=asked.seed, title=title, synced=kind == "folder")

@@ -12,13 +12,14 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import rollbook
 from rollbook.book import LeaseLost
 from rollbook.book.book import Book
 from tests.book.trials.crash import CONSUMERS, Report, acknowledge, checked, warm
-from tests.book.trials.log import Logger, fork, kill
+from tests.book.trials.log import Logger, fork, kill, wait
 from tests.book.trials.records import Piece, digest, expected, made
 
 WRITERS = 8
@@ -112,8 +113,7 @@ def trial(
     running: dict[int, Callable[[], int]] = {}  # a consumer that dies is followed by another
     with Logger(folder / "log") as logger:
         writers = {
-            fork(lambda i=i: _write(url, logger.say, i, pieces, seed * 1000 + i), logger.say)  # type: ignore[misc]
-            for i in range(WRITERS)
+            fork(partial(_write, url, logger.say, i, pieces, seed * 1000 + i), logger.say) for i in range(WRITERS)
         }
 
         def consumer(name: str, fates: dict[int, str]) -> int:
@@ -122,7 +122,7 @@ def trial(
 
         for name in CONSUMERS:
             for fates in ({2: "hang", 4: "die"}, {2: "die", 4: "nack", 5: "part"}):
-                running[consumer(name, fates)] = lambda name=name: consumer(name, {})  # type: ignore[misc]
+                running[consumer(name, fates)] = partial(consumer, name, {})
         while (writers or running) and not report.violations:
             if time.monotonic() - begun > LONGEST:
                 report.violations.append(f"{len(writers)} writers and {len(running)} consumers do not come to an end")
@@ -161,5 +161,39 @@ def trial(
         for what, count in (("lost leases", log.done["lost"]), ("deaths", sum(log.deaths.values()))):
             if not count:
                 report.violations.append(f"the trial saw no {what}")
+    report.seconds = time.monotonic() - begun
+    return report
+
+
+def opening(urls: Callable[[int], str], rounds: int, folder: Path, *, title: str = "opening trial") -> Report:
+    """Six processes at a time make one new book, append to it and close it, all in the same moment."""
+    report = Report(title)
+    begun = time.monotonic()
+    warm()
+
+    def meet(url: str, say: Callable[[str], None], number: int, moment: float) -> None:
+        piece = Piece(f"w{number}", 1, 2)
+        time.sleep(max(moment - time.monotonic(), 0.0))
+        say(f"try append {piece}")
+        with rollbook.open(url) as book:
+            book.append(made(piece))
+        say(f"did append {piece}")
+        with rollbook.open(url, "r") as book:
+            if len(book.get(piece.uids)) != piece.count:
+                raise AssertionError(f"{piece}: not all of it is there")
+
+    with Logger(folder / "log") as logger:
+        while report.books < rounds and not report.violations:
+            url = urls(report.books)
+            report.books += 1
+            moment = time.monotonic() + 0.05
+            pids = [fork(partial(meet, url, logger.say, i, moment), logger.say) for i in range(6)]
+            codes = [wait(pid) for pid in pids]
+            checked(url, logger, report, others=False, done=False, sample=None)
+            report.violations += logger.state.errors
+            if any(codes) or len(logger.state.appended) != len(pids):
+                report.violations.append(f"processes ended with {codes}")
+            report.add(logger.state)
+            logger.restart()
     report.seconds = time.monotonic() - begun
     return report
