@@ -47,6 +47,9 @@ soak: $(STAMP)  ## the book under crashes: processes killed at random and inside
 	$(BIN)/python -m tests.book.trials crash --kills $(SOAK_KILLS) --url postgresql
 	$(BIN)/python -m tests.book.trials concurrency --url folder
 	$(BIN)/python -m tests.book.trials concurrency --url postgresql
+	$(BIN)/python -m tests.book.trials opening --url folder
+	$(BIN)/python -m tests.book.trials opening --url postgresql
+	$(BIN)/python -m tests.book.trials server
 
 COMPAT_PYTHON ?= python3.12
 COMPAT_TORCH ?= 2.11.0

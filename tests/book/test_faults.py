@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import rollbook
-from rollbook.book import BookError, Damaged, NewerLayout, NotABook, ReadOnly
+from rollbook.book import BookError, Damaged, NewerLayout, NotABook, ReadOnly, schema
 from rollbook.book import ledger as ledgers
 from rollbook.book.book import Book
 from rollbook.book.ledger import SQLiteLedger
@@ -275,6 +275,18 @@ def test_no_flipped_bit_passes_for_data(tmp_path: Path) -> None:
                 assert len(left) >= len(PIECES) - 1
 
 
+def test_a_flipped_medium_names_its_segment(tmp_path: Path) -> None:
+    folder = tmp_path / "book"
+    filled(folder)
+    with rollbook.open(folder) as book, book.ledger.read() as tx:
+        name, start, size = tx.one("SELECT segment, start, size FROM media")
+    data = bytearray((folder / "segments" / name).read_bytes())
+    data[start + size // 2] ^= 4
+    (folder / "segments" / name).write_bytes(bytes(data))
+    with rollbook.open(folder) as book, pytest.raises(Damaged, match=name):
+        book.get(PIECES[3].uids)
+
+
 def test_a_missing_segment(tmp_path: Path) -> None:
     folder = tmp_path / "book"
     filled(folder)
@@ -357,6 +369,23 @@ def test_a_lost_ledger_does_not_become_an_empty_book(tmp_path: Path, left: int |
     with pytest.raises((NotABook, Damaged), match="ledger|no book here"):
         rollbook.open(folder, mode).close()
     assert segment.read_bytes() == kept
+
+
+def test_another_that_makes_the_book_meanwhile_is_not_taken_for_a_lost_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "book"
+    real, others = schema.layout_of, [PIECES[0]]
+
+    def look(ledger: SQLiteLedger) -> int | None:
+        found = real(ledger)
+        while others:  # between the look for tables and what comes next
+            filled(folder, [others.pop()])
+        return found
+
+    monkeypatch.setattr(schema, "layout_of", look)
+    with rollbook.open(folder) as book:
+        assert len(book) == 2
 
 
 def test_a_hung_writer_holds_others_up_for_a_stated_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

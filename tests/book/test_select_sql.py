@@ -196,6 +196,7 @@ def test_records_that_are_gone(url: str) -> None:
             ("crashed", None, None),
         ]
         assert book.sql("select count(*) from experiences").rows() == [(5,)]
+        assert len(book.sql("select tokens from experiences")) == 5
         check(book)
 
 

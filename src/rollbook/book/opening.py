@@ -120,14 +120,16 @@ def _folder(
             f"{folder}: the folder is on {remote}, where locks and syncs cannot be trusted; expected a local disk "
             "(postgresql:// is for books that many machines share)"
         )
-    new = not path.exists()
     shelf = FolderShelf(str(folder), disk, segment_bytes)
-    if new:
-        _check_new(shelf, folder)
+    # Looked for before the ledger is: another process may be making the book, and a segment comes after the tables.
+    lost = bool(shelf.segments())
+    new = not path.exists()
+    if lost and new:
+        raise _lost(folder)
     ledger = SQLiteLedger(path, read_only=mode == "r", clock=clock or time.time)
     try:
-        if schema.layout_of(ledger) is None:
-            _check_new(shelf, folder)
+        if lost and schema.layout_of(ledger) is None:
+            raise _lost(folder)
         schema.prepare(ledger, create=mode != "r", where=str(folder), meta={})
         _check_schema(ledger, folder)
         if new:
@@ -138,12 +140,11 @@ def _folder(
         raise
 
 
-def _check_new(shelf: FolderShelf, folder: Path) -> None:
-    """Refuse to begin a ledger beside segments: it would know nothing of them, and compaction would remove them."""
-    if shelf.segments():
-        raise Damaged(
-            f"{folder}: it has segments, and its {LEDGER} is missing or empty; `rollbook check --repair` makes one"
-        )
+def _lost(folder: Path) -> Damaged:
+    """Why no ledger is begun beside segments: it would know nothing of them, and compaction would remove them."""
+    return Damaged(
+        f"{folder}: it has segments, and its {LEDGER} is missing or empty; `rollbook check --repair` makes one"
+    )
 
 
 _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master"

@@ -229,9 +229,16 @@ def restore(book: Book, many: Experiences) -> Experiences:
         if key not in places:
             # Removed with its last record, since that was read: look again.
             raise MissingSegment(f"the medium sha256:{key} is not in the ledger")
+        last.append(places[key])
         return book.shelf.get(places[key])
 
-    return attachments.restore(many, get)
+    last: list[Place] = []
+    try:
+        return attachments.restore(many, get)
+    except WireError as error:
+        if not last:
+            raise
+        raise Damaged(f"segment {last[-1].segment}, byte {last[-1].offset}: {error}") from None
 
 
 def numbers_of(book: Book, uids: Sequence[str]) -> list[int]:
