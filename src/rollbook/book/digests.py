@@ -64,6 +64,8 @@ FORMAT = 1
 _CORE = b"rollbook core 1\0"
 _WHOLE = b"rollbook whole 1\0"
 _ABSENT = b""
+_SHORT = 64
+"""Free-form texts below this many bytes, `{}` above all, are often the same in many records of a batch."""
 _SORTED = orjson.OPT_SORT_KEYS
 _AS_IS = frozenset((str, int, type(None)))
 _QUIET = {"float16": (0x7C00, 0x7E00), "bfloat16": (0x7F80, 0x7FC0)}
@@ -453,9 +455,13 @@ def _json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     empty = (b"[]",) if custom else (b"null", b"{}") if field.always else (b"null",)
     entries, depth = [], freeform.MAX_DEPTH
     loads, dumps = orjson.loads, orjson.dumps
+    known: dict[bytes, bytes] = {}
     for i, text in enumerate(_slices(columns[field.name])):
         if text is None:
             entries.append(_ABSENT)
+            continue
+        if len(text) < _SHORT and (entry := known.get(short := bytes(text))) is not None:
+            entries.append(entry)
             continue
         try:
             value = _canonical(loads(text), depth)
@@ -468,6 +474,8 @@ def _json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise WireError(f"record {i}: {field.name}: {error}") from None
         entries.append(_ABSENT if data in empty else head + H(data))
+        if len(text) < _SHORT:
+            known[short] = entries[-1]
     return entries
 
 

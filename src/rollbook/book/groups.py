@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollbook.book import before
+from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def _refresh(tx: Transaction, consumer: Consumer, gid: str, other: bool) -> None
     )
     known = tx.one("SELECT ready, rank, weight FROM groups WHERE consumer = ? AND gid = ?", (consumer.id, gid))
     was, rank, had = known or (0, UNRANKED, 1.0)
+    if type(was) is not int or type(rank) is not float or type(had) is not float:
+        raise Damaged(f"groups: {gid!r}: got {str(known)[:100]}, expected numbers")
     settings = consumer.settings
     size = size or settings.group_size
     waiting = [row for row in members if row[0] == "waiting"]
@@ -50,7 +53,7 @@ def _refresh(tx: Transaction, consumer: Consumer, gid: str, other: bool) -> None
     due = None if settings.partial_after is None or since is None else since + settings.partial_after
     # A group of unknown size is what has been brought of it.
     complete = size is None or runs >= size or (due is not None and due <= tx.now)
-    ready = complete and bool(waiting) and not held
+    ready = complete and bool(waiting) and not held and first is not None
     weight = had
     if other or not (waiting or held):
         rank = UNRANKED

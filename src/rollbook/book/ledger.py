@@ -27,6 +27,7 @@ BUSY_SECONDS = 120.0
 """How long a writer waits for the others before it gives up."""
 LOG = "-wal"
 """What SQLite adds to a database's name for that of its write-ahead log."""
+_DAMAGE = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
 MOST_BYTES = 64 << 20
 """The longest text or row that is read or written: a stranger's may be made as long as SQLite allows, a gigabyte."""
 IN_ONE = 500
@@ -225,9 +226,11 @@ class SQLiteLedger:
                     f"{self.path}: the ledger cannot be opened ({text}); if {self.path.name}{LOG} is there, the folder "
                     "has to be one that can be written: copy the book to one that can"
                 )
-        if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)):
+        if isinstance(error, sqlite3.ProgrammingError):
             return error
-        if any(told in text for told in ("malformed", "not a database", "corrupt", "Could not decode", "too big")):
+        if isinstance(error, sqlite3.IntegrityError):
+            return Damaged(f"{self.path}: the ledger's rows contradict each other ({text}); see `rollbook check`")
+        if any(told in text for told in _DAMAGE):
             return Damaged(
                 f"{self.path}: the ledger is damaged ({text}); `rollbook check --repair` recovers what it can"
             )
@@ -294,6 +297,8 @@ class SQLiteLedger:
                 if explained is error:
                     raise
                 raise explained from error
+            except OverflowError as error:
+                raise Damaged(f"{self.path}: a number out of range ({error}); see `rollbook check`") from error
         if begin != "BEGIN":
             reached("after commit")
 

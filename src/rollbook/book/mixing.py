@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rollbook.algorithms.registry import number, whole_number
 from rollbook.book.errors import LeaseLost
 from rollbook.book.leasing import Lease, nothing
+from rollbook.book.ledger import Transaction
 from rollbook.experiences import Experiences
 
 if TYPE_CHECKING:
@@ -152,9 +153,7 @@ class Mix:
     def owed(self) -> list[float]:
         """How many records each part is behind (or ahead of) its share."""
         with self.parts[0].book.ledger.read() as tx:
-            row = tx.one("SELECT value FROM meta WHERE key = ?", (f"mix:{self.name}",))
-        found = json.loads(row[0]) if row is not None else []
-        return found if len(found) == len(self.parts) else [0.0] * len(self.parts)
+            return self._owed(tx)
 
     def shares(self, n: int, owed: Sequence[float]) -> list[int]:
         """How many of `n` each part gives: what it is owed and its share, rounded so that the sum is `n`."""
@@ -174,8 +173,7 @@ class Mix:
         and the part is not owed for it."""
         whole_number("n", n, 1)
         end = time.monotonic() + timeout
-        owed = self.owed
-        given = self.shares(n, owed)
+        given = self._promise(n)
         leases: list[Lease] = []
         try:
             for part, count in zip(self.parts, given, strict=True):
@@ -195,20 +193,36 @@ class Mix:
         except BaseException:
             for lease in leases:
                 lease.nack("another part of the mix failed")
+            self._owe(given, self._due(n))
             raise
-        self._note(n, owed, given)
         return MixedLease(leases)
 
-    def _note(self, n: int, owed: Sequence[float], given: Sequence[int]) -> None:
-        debts = [
-            debt + n * part.share / self._total - count
-            for debt, part, count in zip(owed, self.parts, given, strict=True)
-        ]
+    def _due(self, n: int) -> list[float]:
+        """What each part's share of `n` comes to."""
+        return [n * part.share / self._total for part in self.parts]
+
+    def _promise(self, n: int) -> list[int]:
+        """How many of `n` each part gives, noted at once: two who lease from one mix do not pay one debt twice."""
         with self.parts[0].book.ledger.write() as tx:
-            tx.run(
-                "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-                (f"mix:{self.name}", json.dumps([round(debt, 9) for debt in debts])),
-            )
+            owed = self._owed(tx)
+            given = self.shares(n, owed)
+            self._write(tx, [debt + due - count for debt, due, count in zip(owed, self._due(n), given, strict=True)])
+        return given
+
+    def _owe(self, more: Sequence[float], less: Sequence[float]) -> None:
+        with self.parts[0].book.ledger.write() as tx:
+            self._write(tx, [debt + a - b for debt, a, b in zip(self._owed(tx), more, less, strict=True)])
+
+    def _owed(self, tx: Transaction) -> list[float]:
+        row = tx.one("SELECT value FROM meta WHERE key = ?", (f"mix:{self.name}",))
+        found: list[float] = json.loads(row[0]) if row is not None else []
+        return found if len(found) == len(self.parts) else [0.0] * len(self.parts)
+
+    def _write(self, tx: Transaction, debts: Sequence[float]) -> None:
+        tx.run(
+            "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+            (f"mix:{self.name}", json.dumps([round(debt, 9) for debt in debts])),
+        )
 
     def acks(self) -> Mapping[int, int]:
         """How many records of each part were trained on."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import choice
@@ -71,14 +72,18 @@ def admitted(tx: Transaction, evaluation: bool, count: int) -> None:
     )
 
 
+_TALLY = "CAST(state AS TEXT), CAST(n AS BIGINT)"
+"""SQLite keeps whatever it is given, text in a column of numbers too."""
+
+
 def counts(book: Book, name: str) -> Counts:
     """See `Book.counts`."""
     with book.ledger.read() as tx:
         mine = (consumers.named(tx, name).id,)
-        whole = dict(tx.all("SELECT state, n FROM tallies WHERE consumer = 0"))
-        found = tx.all("SELECT state, reason, n FROM tallies WHERE consumer = ? AND n <> 0", mine)
+        whole = dict(tx.all(f"SELECT {_TALLY} FROM tallies WHERE consumer = 0"))
+        found = tx.all(f"SELECT {_TALLY}, CAST(reason AS TEXT) FROM tallies WHERE consumer = ? AND n <> 0", mine)
     by_state = {
-        state: sum(n for each, _, n in found if each == state) for state in ("waiting", "cooling", "leased", "trained")
+        state: sum(n for each, n, _ in found if each == state) for state in ("waiting", "cooling", "leased", "trained")
     }
     return Counts(
         name,
@@ -86,7 +91,7 @@ def counts(book: Book, name: str) -> Counts:
         waiting=by_state["waiting"] + by_state["cooling"],
         leased=by_state["leased"],
         trained=by_state["trained"],
-        dropped={reason: n for state, reason, n in sorted(found) if state == "dropped"},
+        dropped={reason: n for state, n, reason in sorted(found, key=itemgetter(2)) if state == "dropped"},
         evaluation=whole.get("evaluation", 0),
     )
 

@@ -172,6 +172,7 @@ for _table, _key in (("work", "seq"), ("groups", "gid")):
 `work_before`, `groups_before`: rows that have changed since a checkpoint, as they were then."""
 
 INDICES = (
+    "CREATE INDEX records_batch ON records (batch, seq)",
     "CREATE INDEX records_gid ON records (gid, run)",
     "CREATE INDEX records_segment ON records (segment)",
     "CREATE INDEX work_waiting ON work (consumer, rank, seq) WHERE state = 'waiting'",
@@ -210,7 +211,11 @@ def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -
         if not create:
             raise NotABook(f"{where}: the book has layout {layout}; open it for writing once, and it becomes {LAYOUT}")
         with ledger.write() as tx:
-            migrate(tx, ledger.dialect)
+            reached = migrate(tx, ledger.dialect)
+            if reached != LAYOUT:
+                raise NotABook(
+                    f"{where}: the book has layout {layout}, and no step leads on from {reached} to {LAYOUT}"
+                )
     return False
 
 

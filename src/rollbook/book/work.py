@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rollbook.book import before, groups
 from rollbook.book.consumers import Consumer
+from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction, chunks
 
 WAITING, COOLING, LEASED, TRAINED, DROPPED = "waiting", "cooling", "leased", "trained", "dropped"
@@ -37,6 +38,9 @@ class Row(NamedTuple):
 
 
 COLUMNS = ", ".join(Row._fields)
+_NONE = type(None)
+_WHOLE, _REAL = (int, _NONE), (float, _NONE)
+_TYPES: tuple[Any, ...] = (int, str, str, (str, _NONE), float, _REAL, float, _WHOLE, int, int, _WHOLE, _REAL)
 
 
 class Event(NamedTuple):
@@ -51,17 +55,33 @@ class Event(NamedTuple):
     detail: dict[str, Any] | None = None
 
 
+def insert(tx: Transaction, table: str, columns: Sequence[str], made: Sequence[Sequence[Any]]) -> None:
+    """Add rows to a table. Columns in which none of them has a value are left out: SQLite's driver takes several times
+    as long over a `None` as over a number."""
+    if not made:
+        return
+    values = list(zip(*made, strict=True))
+    used = [i for i, column in enumerate(values) if column.count(None) < len(column)]
+    names, marks = ", ".join(columns[i] for i in used), ", ".join("?" * len(used))
+    tx.many(f"INSERT INTO {table} ({names}) VALUES ({marks})", zip(*(values[i] for i in used), strict=True))
+
+
+_EVENT = ("time", *Event._fields)
+
+
 def record(tx: Transaction, events: Iterable[Event]) -> None:
     """Write events, in order."""
-    tx.many(
-        "INSERT INTO events (time, kind, seq, consumer, reason, step, lease, detail) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        [(tx.now, *e[:6], None if e.detail is None else json.dumps(e.detail)) for e in events],
-    )
+    insert(tx, "events", _EVENT, [(tx.now, *e[:6], None if e.detail is None else json.dumps(e.detail)) for e in events])
 
 
 def rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
     """Rows of `work` under a condition."""
-    return [Row(*row) for row in tx.all(f"SELECT {COLUMNS} FROM work WHERE {where}", values)]
+    found = list(map(Row._make, tx.all(f"SELECT {COLUMNS} FROM work WHERE {where}", values)))
+    for row in found:
+        if not all(map(isinstance, row, _TYPES)):
+            # SQLite keeps whatever it is given, text in a column of numbers too.
+            raise Damaged(f"work: record number {row.seq}: got {str(row)[:200]}, which has values of other types")
+    return found
 
 
 def rows_of(tx: Transaction, consumer: Consumer, seqs: Sequence[int]) -> list[Row]:
@@ -98,10 +118,7 @@ def enter(tx: Transaction, consumer: Consumer, made: Sequence[Row]) -> None:
         entry = changes[row.state, row.reason or ""]
         entry[0] += 1
         entry[1] += row.weight
-    tx.many(
-        f"INSERT INTO work (consumer, {COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [(consumer.id, *row) for row in made],
-    )
+    insert(tx, "work", ("consumer", *Row._fields), [(consumer.id, *row) for row in made])
     _tally(tx, consumer, changes)
     consumer.inserts += sum(row.state != DROPPED for row in made)
     record(tx, [Event(DROPPED, row.seq, consumer.id, row.reason) for row in made if row.state == DROPPED])
