@@ -347,7 +347,8 @@ def leases(workload: Workload, theirs: Trinity, scratch: Path, books: Books) -> 
 
     def full(kind: str) -> Place:
         place = books.open(kind)
-        place.held.append(workload.build(Experience))
+        for part in parts(workload.build(Experience), 64):
+            place.held.append(part)
         return place
 
     def take(book: Book) -> int:

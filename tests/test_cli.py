@@ -163,14 +163,15 @@ def test_what_a_terminal_would_obey_is_not_printed(folder: Path, capsys: pytest.
 
 def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "some.jsonl"
-    assert run(capsys, "export", folder, out)[:2] == (0, f"exported 5 records to {out}\n")
+    assert run(capsys, "export", folder, out)[:2] == (0, f"exported 4 records to {out}\n")
     status, _, err = run(capsys, "export", folder, out)
     assert (status, "exists" in err) == (2, True)
-    assert json.loads(run(capsys, "export", folder, out, "--overwrite", "--json")[1]) == {"exported": 5}
+    assert json.loads(run(capsys, "export", folder, out, "--overwrite", "--json")[1]) == {"exported": 4}
+    assert "exported 1 " in run(capsys, "export", folder, tmp_path / "held.parquet", "--evaluation")[1]
     status, said, _ = run(capsys, "import", tmp_path / "new", out, "--json")
     assert status == 0
-    assert json.loads(said) == {"admitted": 5, "known": 0, "revised": 0, "stale": 0}
-    assert "5 were known" in run(capsys, "import", tmp_path / "new", out)[1]
+    assert json.loads(said) == {"admitted": 4, "known": 0, "revised": 0, "stale": 0}
+    assert "4 were known" in run(capsys, "import", tmp_path / "new", out)[1]
     with out.open("a") as file:
         file.write("{broken\n")
     assert run(capsys, "import", tmp_path / "other", out)[0] == 2

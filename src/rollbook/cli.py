@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     made = command("export", _export, "Write the records of a book to a file or folder.")
     made.add_argument("out", metavar="OUT", help="its name says the format: .parquet, .jsonl, .frames, .trxp, .hf")
     made.add_argument("--format", help="the format, if the name does not say it")
+    made.add_argument("--evaluation", action="store_true", help="the records for evaluation, instead of the others")
     made.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     made = command("import", _import, "Bring the records of a file or folder into a book, which is made if it is new.")
     made.add_argument("source", metavar="IN", help="Parquet, JSONL, a HF dataset, frames, TRXP, Trinity's SQLite ...")
@@ -113,7 +114,7 @@ def _size(count: float) -> str:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    path = options.path
+    path = options.path if _is_shared(options.path) else os.path.expanduser(options.path)
     if _is_shared(path) or os.path.lexists(os.path.join(path, "ledger.sqlite")):
         told = _told(path)
         if options.json:
@@ -301,7 +302,9 @@ def _export(options: argparse.Namespace) -> int:
     import rollbook
 
     with rollbook.open(options.path, "r") as book:
-        count = book.export(options.out, format=options.format, overwrite=options.overwrite)
+        count = book.export(
+            options.out, format=options.format, evaluation=options.evaluation, overwrite=options.overwrite
+        )
     if options.json:
         _print_json({"exported": count})
     else:

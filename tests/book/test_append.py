@@ -164,6 +164,10 @@ def test_evaluation_records_are_kept_beside_and_never_leased(url: str) -> None:
         assert book.counts("later").waiting == 1
         assert book.where(evaluation=True).count() == 2
         assert book["//0/0/0000"].info == {"i": 0}
+        book.fail(EID(task="t"), "timeout")
+        assert len(list(book)) == 3 and len(book) == 4  # A failed run is counted, and is no record to read.
+        with pytest.raises(ValueError, match="eid: got str '0/t/0'.*EID.parse"):
+            book.fail("0/t/0", "timeout")  # type: ignore[arg-type]
         assert book.history("//0/0/0000")[0].detail == {"evaluation": True}
         with pytest.raises(Conflict, match="for training, it is there for evaluation"):
             book.append(records(1))

@@ -211,6 +211,8 @@ def test_rewinding_asks_for_what_is_there() -> None:
         with pytest.raises(KeyError, match="'nowhere', the book has none"):
             book.rewind("nowhere")
         book.checkpoint("here")
+        with pytest.raises(ValueError, match=r"checkpoint: got Checkpoint\(.*expected its name"):
+            book.rewind(book.checkpoints()[0])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="later: .*'burn'"):
             book.rewind("here", later="burn")
 

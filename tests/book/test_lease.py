@@ -214,6 +214,9 @@ def test_progress_renews(url: str) -> None:
             clock.now += 8
             lease.batch(pad_token_id=0)
             assert lease.expires == clock.now + 10
+            clock.now += 8
+            assert len(lease.experiences) == 2  # Read long ago: looking at them again is progress too.
+            assert lease.expires == clock.now + 10
         clock.now += 8
         assert lease.renew(100) == clock.now + 100
         clock.now += 99
@@ -448,6 +451,8 @@ def test_proportional_priorities_and_their_weights(url: str) -> None:
         assert (lease.batch(pad_token_id=0).info or {})["weights"].tolist() == pytest.approx(lease.weights)
         with pytest.raises(ValueError, match="priorities: got 'unknown', which is not acknowledged here"):
             lease.ack(priorities={"unknown": 1.0})
+        with pytest.raises(ValueError, match="priorities: got list, expected {uid: number}"):
+            lease.ack(priorities=[1.0])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="priorities"):
             lease.ack(priorities={"//0/0/0": math.nan})
         lease.ack(priorities={"//0/0/0": 8.0})

@@ -303,3 +303,5 @@ def test_a_server_that_is_not_there_is_named_without_the_password(postgres: Serv
     with pytest.raises(BookError, match="no connection to PostgreSQL") as found:
         rollbook.open("postgresql://ana:secret@127.0.0.1:1/nowhere?connect_timeout=2")
     assert "secret" not in str(found.value) and "ana" in str(found.value)
+    with pytest.raises(ValueError, match="url: .*'postgresql://ana.*shema"):
+        rollbook.open("postgresql://ana@127.0.0.1:1/nowhere?shema=run7")

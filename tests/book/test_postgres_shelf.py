@@ -147,7 +147,10 @@ def test_a_length_that_is_not_there_is_refused_before_memory_is_taken(shelf: Pos
         shelf.get(Place(place.segment, 64, length))
 
 
-@pytest.mark.parametrize("segment", ["", "../x", "x' OR true --", new_name() + "/1", "\0"])
+NAMES = {"empty": "", "folder": "../x", "quoted": "x' OR true --", "continued": new_name() + "/1", "null": "\0"}
+
+
+@pytest.mark.parametrize("segment", NAMES.values(), ids=NAMES)
 def test_names_that_are_none_are_refused(shelf: PostgresShelf, segment: str) -> None:
     for act in (shelf.has, shelf.busy, shelf.remove, lambda name: shelf.get(Place(name, 64, 1))):
         with pytest.raises(Damaged, match="is not a segment's name"):

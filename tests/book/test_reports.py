@@ -103,6 +103,7 @@ def test_keep_rates_by_length_and_reward(url: str) -> None:
         book.append(record(suffix="nan", reward=math.nan))
         take(book, 2)
         book.drop(["//0/0/3", "//0/0/4"], "too long")
+        book.fail(EID(task="t", run=1), "timeout")  # It has no length: it is not among the short ones.
         found = book.keep_rates("length", edges=[0, 4, 9])
         assert [(rate.low, rate.high, rate.admitted, rate.trained, rate.dropped) for rate in found] == [
             (0.0, 4.0, 3, 2, 0),

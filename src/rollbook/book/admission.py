@@ -112,8 +112,6 @@ def append(
     coming = Coming(many, digests.digests(many, ids), tags.tags(many, ids), evaluation, lifted, frame)
     coming, doubled = _once(coming)
     end = None if timeout is None else time.monotonic() + timeout
-    revised = Appended()
-    fates: dict[str, str] = {}
     while True:
         with book.ledger.read() as tx:
             fresh, known, revisions = _sorted_out(tx, coming)
@@ -122,24 +120,29 @@ def append(
         if held is not None:
             _wait(held, end)
             continue
-        if revisions:
-            # Once they are written they are known, by their digests.
-            changed = revising.add(book, coming, revisions, author)
-            revised += Appended(revised=len(changed))
-            fates |= dict.fromkeys(changed, "revised")
-            continue
-        result = revised + Appended(known=known + doubled - revised.revised)
-        if not fresh:
-            return result, fates
         new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
-        stale = _commit(book, new, _store(book, new))
-        if stale is not None:
-            from rollbook.book.compaction import after_append
+        fates: dict[str, str] = {}
+        try:
+            admit = _Admit(book, new, _store(book, new)) if fresh else None
+            if revisions:
+                # In one transaction with the new ones, which comes about only if one of them brings something.
+                changed = revising.add(book, coming, revisions, author, admit)
+                fates = dict.fromkeys(changed, "revised")
+                known += len(revisions) - len(changed)
+            if admit is not None and admit.stale is None:
+                with book.ledger.write() as tx:
+                    admit(tx)
+        except _Overtaken:
+            continue
+        result = Appended(known=known + doubled, revised=len(fates))
+        if admit is None or admit.stale is None:
+            return result, fates
+        from rollbook.book.compaction import after_append
 
-            after_append(book)
-            fates |= {tag.uid: "stale" if i in stale else "admitted" for i, tag in enumerate(new.tags)}
-            return result + Appended(admitted=len(fresh), stale=len(stale)), fates
-        # Another writer came in between: look again.
+        book.known_kinds |= admit.columns
+        after_append(book)
+        fates |= {tag.uid: "stale" if i in admit.stale else "admitted" for i, tag in enumerate(new.tags)}
+        return result + Appended(admitted=len(fresh), stale=len(admit.stale)), fates
 
 
 def _once(coming: Coming) -> tuple[Coming, int]:
@@ -212,7 +215,7 @@ def _store(book: Book, coming: Coming) -> Stored:
     frame = encode(lifted.stripped) if coming.frame is None else coming.frame
     size = len(frame) + sum(len(lifted.blobs[key].data) for key in wanted)
     if book.quota is not None:
-        _check_quota(book, size)
+        check_quota(book, size)
     places = book.shelf.put([frame, *(lifted.blobs[key].data for key in wanted)])
     return Stored(places[0], dict(zip(wanted, places[1:], strict=True)), lifted.uses)
 
@@ -227,14 +230,21 @@ def _unknown(book: Book, hashes: list[str]) -> list[str]:
     return [key for key in hashes if key not in known]
 
 
-def _check_quota(book: Book, size: int) -> None:
+def check_quota(book: Book, size: int) -> None:
+    """Raise unless so many bytes more fit into the book's quota, after making room for them if need be."""
     from rollbook.book.compaction import make_room
 
     have = sum(book.shelf.segments().values())
     if have + size > book.quota and not make_room(book, size):  # type: ignore[operator]
+        with book.ledger.read() as tx:
+            held = tx.all(
+                "SELECT consumers.name, SUM(tallies.n) FROM tallies JOIN consumers ON consumers.id = tallies.consumer "
+                "WHERE tallies.state IN ('waiting', 'cooling', 'leased') AND tallies.n > 0 GROUP BY 1 ORDER BY 1"
+            )
         raise QuotaExceeded(
             f"quota: the book has {sum(book.shelf.segments().values())} bytes and would get {size} more, expected at "
             f"most {book.quota}; nothing that could be removed was left"
+            + "".join(f"; consumer {name!r} is not done with {n} records" for name, n in held)
         )
 
 
@@ -253,24 +263,37 @@ def _held(tx: Transaction, evaluation: bool, count: int) -> str | None:
     return next(filter(None, (_held_back(tx, consumer, count) for consumer in consumers.all_consumers(tx))), None)
 
 
-def _commit(book: Book, coming: Coming, stored: Stored) -> set[int] | None:
-    """Write the ledger; which records were too old for some consumer, or `None` if other writers changed what is new,
-    or filled what a limiter leaves."""
-    values: dict[str, list[float | None]] = {}
-    with book.ledger.write() as tx:
+class _Overtaken(Exception):
+    """Other writers changed what is new, or filled what a limiter leaves: look again."""
+
+
+class _Admit:
+    """Writes the ledger for records whose bytes are stored, within a transaction."""
+
+    def __init__(self, book: Book, coming: Coming, stored: Stored) -> None:
+        self.book = book
+        self.coming = coming
+        self.stored = stored
+        self.columns = kinds.kinds_of(coming.many) - book.known_kinds
+        self.stale: set[int] | None = None
+        """Which records were too old for some consumer; `None` until they are written."""
+
+    def __call__(self, tx: Transaction) -> None:
+        book, coming, stored = self.book, self.coming, self.stored
+        values: dict[str, list[float | None]] = {}
         for marks, part in chunks([tag.uid for tag in coming.tags]):
             if tx.one(f"SELECT 1 FROM records WHERE (gone IS NULL OR gone <> 'rewound') AND uid IN ({marks})", part):
-                return None
+                raise _Overtaken
         if not all(
             book.shelf.has(name) for name in {stored.frame.segment, *(p.segment for p in stored.media.values())}
         ):
-            return None
+            raise _Overtaken
         if any(not tx.one("SELECT 1 FROM media WHERE hash = ?", (key,)) for key in _borrowed(stored)):
-            return None  # A medium that was known has been removed meanwhile.
+            raise _Overtaken  # A medium that was known has been removed meanwhile.
         listening = [] if coming.evaluation else consumers.all_consumers(tx)
         for consumer in listening:
             if _held_back(tx, consumer, len(coming.tags)):
-                return None
+                raise _Overtaken
             key = consumer.settings.sampler.key
             if key is not None and key not in values:
                 values[key] = _numbers(coming, key)
@@ -279,13 +302,11 @@ def _commit(book: Book, coming: Coming, stored: Stored) -> set[int] | None:
         announced = work.announced(tx)
         for consumer in listening:
             stale |= _offer(tx, consumer, coming, base, values, announced)
-        columns = kinds.kinds_of(coming.many) - book.known_kinds
-        if columns:
-            tx.many("INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(columns))
+        if self.columns:
+            tx.many("INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(self.columns))
         if book.tokenizer is not None:
             tx.run("INSERT INTO meta (key, value) VALUES ('tokenizer', ?) ON CONFLICT DO NOTHING", (book.tokenizer,))
-    book.known_kinds |= columns
-    return stale
+        self.stale = stale
 
 
 def _borrowed(stored: Stored) -> list[str]:
@@ -425,7 +446,7 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
         for marks, part in chunks([tag.uid for tag in found]):
             sql = f"SELECT uid FROM records WHERE (gone IS NULL OR gone <> 'rewound') AND uid IN ({marks})"
             known.update(row[0] for row in tx.all(sql, part))
-        fresh = [i for i, tag in enumerate(found) if tag.uid not in known]
+        fresh = list({tag.uid: i for i, tag in enumerate(found) if tag.uid not in known}.values())
         if not fresh:
             return 0
         coming = coming.take(fresh)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import number, whole_number
+from rollbook.algorithms.registry import number, switch, whole_number
 from rollbook.book import (
     admission,
     checkpoints,
@@ -34,7 +35,7 @@ from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import BookError, ReadOnly
 from rollbook.book.leasing import Lease
 from rollbook.book.ledger import Ledger, Transaction
-from rollbook.book.naming import uid_of, uids_of
+from rollbook.book.naming import text_of, uid_of, uids_of
 from rollbook.book.selecting import Selection
 from rollbook.book.shelves import Shelf
 
@@ -124,6 +125,7 @@ class Book:
         inserts back this waits, at most `timeout` seconds, and then raises `BackPressure`.
         """
         self._writable("append")
+        text_of("author", author, 0)
         if timeout is not None:
             number("timeout", timeout, 0.0)
         return admission.append(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
@@ -138,23 +140,27 @@ class Book:
         """A streaming writer: small appends are gathered for at most `delay` seconds, or until `batch` records are
         together, and admitted as one."""
         self._writable("writer")
+        text_of("author", author, 0)
         from rollbook.book.writer import Writer
 
         return Writer(self, delay=delay, batch=batch, most=most, evaluation=evaluation, author=author)
 
     def fail(self, eids: EID | Sequence[EID], reason: str = "failed", *, group_size: int | None = None) -> int:
-        """Tombstones: runs that gave no record (a crash, a filter) and count for their group; how many are new."""
+        """Tombstones: runs that gave no record (a crash, a filter) and count for their group; how many are new.
+
+        They are dropped from the start, for this reason. Fail runs before the others of their group are appended: then
+        a crash in between leaves no group that waits for ever.
+        """
         self._writable("fail")
-        if not isinstance(reason, str) or not reason:
-            raise ValueError(f"reason: got {reason!r}, expected a word that says why")
-        listed = [eids] if hasattr(eids, "uid") else list(eids)
+        text_of("reason", reason)
+        listed = [eids] if hasattr(eids, "uid") or isinstance(eids, (str, Mapping)) else list(eids)
         return admission.tombstones(self, listed, reason, group_size) if listed else 0
 
     def drop(self, uids: Any, reason: str = "filtered", *, consumer: str | None = None) -> int:
-        """Give up records that wait or rest, for one consumer or for all; they still count for their groups."""
+        """Give up records that wait or rest, for one consumer or for all; they still count for their groups. How many
+        were given up, by all these consumers together."""
         self._writable("drop")
-        if not isinstance(reason, str) or not reason:
-            raise ValueError(f"reason: got {reason!r}, expected a word that says why")
+        text_of("reason", reason)
         seqs = reading.numbers_of(self, uids_of(uids))
         count = 0
         with self.ledger.write() as tx:
@@ -193,6 +199,9 @@ class Book:
                 return new
             consumers.configure(tx, found, new)
             admission.rerank(tx, found, self)
+            # Whoever waits for a lease looks again when there is an event.
+            told = {"settings": json.loads(new.to_json())}
+            work.record(tx, [work.Event("configured", consumer=found.id, detail=told)])
             return new
 
     def make_consumer(self, tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
@@ -286,8 +295,7 @@ class Book:
         (1.0, 'ana')
         """
         self._writable("revise")
-        if not isinstance(author, str) or not author:
-            raise ValueError(f"author: got {author!r}, expected who makes the revision")
+        _signed(author, reason)
         if isinstance(uid, Mapping):
             if fields:
                 raise ValueError(f"revise: got {', '.join(fields)} beside a mapping, expected one of the two")
@@ -301,12 +309,14 @@ class Book:
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
         """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes."""
         self._writable("redact")
+        _signed(author, reason)
         return revising.redact(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
         """Remove records; the ledger keeps their ids, so that they are not admitted again. The next compaction removes
         the bytes."""
         self._writable("delete")
+        _signed(author, reason)
         return revising.delete(self, uids_of(uids), author=author, reason=reason)
 
     # --- points to go back to ------------------------------------------------------------------------------------
@@ -384,6 +394,10 @@ class Book:
         """The record as it is now."""
         return reading.fetch(self, reading.numbers_of(self, [uid_of(uid)]))[0]
 
+    def __iter__(self) -> Iterator[Experience]:
+        """Every record as it is now, in the order of admission; those whose bytes are gone are left out."""
+        return iter(self.where())
+
     def get(self, uids: Any) -> Experiences:
         """Records by id, in this order."""
         return reading.fetch(self, reading.numbers_of(self, uids_of(uids)))
@@ -393,7 +407,7 @@ class Book:
             return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (uid_of(uid),)))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        """How many records were admitted, for training and evaluation."""
+        """How many records were admitted, for training and evaluation, failed runs among them."""
         with self.ledger.read() as tx:
             return int(tx.one("SELECT CAST(COALESCE(SUM(n), 0) AS BIGINT) FROM tallies WHERE consumer = 0")[0])
 
@@ -453,7 +467,8 @@ class Book:
     def keep_rates(
         self, by: str = "length", edges: Sequence[float] | None = None, consumer: str = TRAIN
     ) -> list[reports.KeepRate]:
-        """How many of the records of each length, or reward, were trained on."""
+        """How many of the records of each response length (`by="length"`, in tokens), or reward, were trained on, and
+        how many were dropped; without runs that failed, which have neither."""
         return reports.keep_rates(self, consumer, by, edges)
 
     def now(self) -> float:
@@ -507,15 +522,20 @@ class Book:
         path: str | os.PathLike[str],
         format: str | None = None,
         *conditions: tuple[str, str, Any],
+        evaluation: bool = False,
         overwrite: bool = False,
         **options: Any,
     ) -> int:
         """Write the records that meet all conditions (all, if there are none) as Parquet, a HF dataset, JSONL, frames
-        or TRXP (see `rollbook.book.transfer.FORMATS`); how many. The format follows from the path unless it is
-        given."""
+        or TRXP (see `rollbook.book.transfer.FORMATS`); how many. The format follows from the path unless it is given.
+
+        Files do not say what a record is for: those for training are written, or (`evaluation=True`) those that are
+        kept beside, for `import_(..., evaluation=True)`.
+        """
         from rollbook.book import transfer
 
-        return transfer.write(self.where(*conditions).batches(), path, format, overwrite=overwrite, **options)
+        kept = self.where(*conditions, evaluation=int(switch("evaluation", evaluation)))
+        return transfer.write(kept.batches(), path, format, overwrite=overwrite, **options)
 
     def import_(
         self,
@@ -562,3 +582,10 @@ class Book:
 
     def __repr__(self) -> str:
         return f"Book({self.url!r})"
+
+
+def _signed(author: str, reason: str | None) -> None:
+    """Refuse a change of records that nobody stands for."""
+    text_of("author", author)
+    if reason is not None:
+        text_of("reason", reason)

@@ -17,6 +17,7 @@ from rollbook.book import admission, before, consumers, groups, purging, reading
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import Conflict, Damaged
 from rollbook.book.ledger import Transaction, chunks, parsed
+from rollbook.book.naming import text_of
 from rollbook.book.windows import reached
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ def _point(name: Any, event: Any, seq: Any, made: Any, state: Any) -> Point:
 
 def find(tx: Transaction, name: str) -> Point:
     """The checkpoint of this name."""
+    if not isinstance(name, str):
+        raise ValueError(f"checkpoint: got {name!r}, expected its name, as book.checkpoint gave it")
+    text_of("checkpoint", name)
     row = tx.one("SELECT name, event, seq, made, state FROM checkpoints WHERE name = ?", (name,))
     if row is None:
         known = [repr(each) for (each,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
@@ -108,8 +112,8 @@ def find(tx: Transaction, name: str) -> Point:
 
 def make(book: Book, name: str | None, keep: int | None) -> str:
     """See `Book.checkpoint`."""
-    if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 200):
-        raise ValueError(f"checkpoint: got {name!r}, expected a name of 1 to 200 characters")
+    if name is not None:
+        text_of("checkpoint", name, 1, 200)
     if keep is not None:
         whole_number("keep", keep, 1)
     with book.ledger.write() as tx:

@@ -16,6 +16,7 @@ from rollbook.algorithms.registry import near, number, switch, whole_number
 from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction, parsed
 from rollbook.book.limits import LIMITERS, REMOVERS, MaxAge, MaxSize, MaxUses, MinSize, SamplesToInserts, check_together
+from rollbook.book.naming import text_of
 from rollbook.book.samplers import SAMPLERS, First, Item, Priority, Sampler, State, built, described
 
 NUMBERS = (
@@ -37,6 +38,14 @@ NUMBERS = (
 @dataclass(frozen=True)
 class Settings:
     """How one consumer group takes records.
+
+    `sampler` orders what waits (first in, first out); `removers` and `limiters` are any of those of `rollbook.book`.
+    Without `MaxUses` a record is trained on once, by every sampler but `Priority`. `max_staleness`: how many policy
+    versions behind the announced one a record's oldest token may be; `keep_stale` keeps the bytes of those too old.
+    `group_size`: how many runs make a group whose records do not say so; `partial_after`: seconds after which an
+    incomplete group is handed out as it is. `lease_seconds`: how long a lease lives without progress, and so how long
+    the records of a holder that was killed are away. `max_attempts`: how often a record may be leased in vain before it
+    is dropped. `seed`: of the samplers' chance.
 
     >>> Settings().max_uses, Settings(sampler=Priority()).max_uses
     (1, None)
@@ -239,6 +248,7 @@ def all_consumers(tx: Transaction) -> list[Consumer]:
 
 def find(tx: Transaction, name: str) -> Consumer | None:
     """The consumer of this name."""
+    text_of("consumer", name, 1, 200)
     row = tx.one(f"SELECT {_COLUMNS} FROM consumers WHERE name = ?", (name,))
     return None if row is None else _consumer(row)
 
@@ -254,8 +264,6 @@ def named(tx: Transaction, name: str) -> Consumer:
 
 def make(tx: Transaction, name: str, settings: Settings) -> Consumer:
     """A new consumer; its waiting room is empty until `work.enrol` fills it."""
-    if not isinstance(name, str) or not name or len(name) > 200:
-        raise ValueError(f"consumer: got {name!r}, expected a name of 1 to 200 characters")
     number_ = tx.one("SELECT COALESCE(MAX(id), 0) + 1 FROM consumers")[0]
     tx.run(
         f"INSERT INTO consumers (made, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, 0, 0, NULL, 0)",

@@ -44,8 +44,8 @@ def _refresh(tx: Transaction, consumer: Consumer, gid: str, other: bool) -> None
     )
     known = tx.one("SELECT ready, rank, weight FROM groups WHERE consumer = ? AND gid = ?", (consumer.id, gid))
     was, rank, had = known or (0, UNRANKED, 1.0)
-    if type(was) is not int or type(rank) is not float or type(had) is not float:
-        raise Damaged(f"groups: {gid!r}: got {str(known)[:100]}, expected numbers")
+    if type(was) is not int or not all(type(n) in (int, float) for n in (rank, had, size or 0, since or 0)):
+        raise Damaged(f"groups: {gid!r}: got {str((known, size, since))[:100]}, expected numbers")
     settings = consumer.settings
     size = size or settings.group_size
     waiting = [row for row in members if row[0] == "waiting"]
@@ -66,7 +66,8 @@ def _refresh(tx: Transaction, consumer: Consumer, gid: str, other: bool) -> None
             rank = sampler.rank(item, consumer.state)
     if ready or was:
         count, total = consumer.state.get("ready", (0, 0.0))
-        consumer.state["ready"] = (count + int(ready) - was, total + (ready * weight - was * had))
+        count += int(ready) - was
+        consumer.state["ready"] = (count, total + (ready * weight - was * had) if count else 0.0)
     if first is None:  # All of it was rewound: there is no such group.
         tx.run("DELETE FROM groups WHERE consumer = ? AND gid = ?", (consumer.id, gid))
         return

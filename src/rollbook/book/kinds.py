@@ -54,8 +54,8 @@ def schema_of(noted: Iterable[tuple[str, str]]) -> dict[str, pa.DataType]:
     return types
 
 
-def _type(text: str) -> pa.DataType | None:
-    match = _TENSOR.fullmatch(text)
+def _type(text: object) -> pa.DataType | None:
+    match = _TENSOR.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[1] not in _PORTABLE or match[1] not in DTYPES:
         return None
     kind = _PORTABLE[match[1]]

@@ -19,7 +19,7 @@ from rollbook.book import consumers, groups, reading, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import LeaseLost
 from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.naming import uids_of
+from rollbook.book.naming import text_of, uids_of
 from rollbook.book.samplers import Proportional
 from rollbook.book.windows import reached
 
@@ -81,6 +81,7 @@ class Lease:
         self._claim = claim
         self._experiences: Experiences | None = None
         self._left = dict(zip(claim.uids, claim.seqs, strict=True))
+        self._seconds = claim.seconds
         self.expires = claim.expires
         """When it ends without progress, by the database's clock, in seconds since 1970."""
 
@@ -109,8 +110,8 @@ class Lease:
         """Its records."""
         if self._experiences is None:
             self._experiences = reading.fetch(self._book, self._claim.seqs)
-            if self._left:
-                self._progress()
+        if self._left:
+            self._progress()
         return self._experiences
 
     def batch(self, **options: Any) -> ExperienceBatch:
@@ -126,18 +127,22 @@ class Lease:
 
     def _progress(self) -> None:
         """Start the time anew, once a good part of it is over: a database is not written for every look."""
-        if self._claim.id and self.expires - self._book.now() < self._claim.seconds * 0.75:
+        # More time than there ever was is left if the database's clock was put back.
+        if self._claim.id and not self._seconds * 0.75 <= self.expires - self._book.now() <= self._seconds:
             self.renew()
 
     def renew(self, seconds: float | None = None) -> float:
         """Start the time anew (or for another time from now); when it ends."""
-        lasts = self._claim.seconds if seconds is None else number("seconds", seconds, 0.0, 1e9)
+        lasts = self._seconds if seconds is None else number("seconds", seconds, 0.0, 1e9)
+        if not lasts > 0 and self._claim.id:
+            raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
         if not self._claim.id:
             return self.expires
         with self._book.ledger.write() as tx:
             self._check(tx)
-            self.expires = tx.now + lasts
-            tx.run("UPDATE leases SET expires = ? WHERE id = ?", (self.expires, self._claim.id))
+            ends = tx.now + lasts
+            tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (ends, lasts, self._claim.id))
+        self.expires, self._seconds = ends, lasts
         return self.expires
 
     def ack(
@@ -150,13 +155,21 @@ class Lease:
     ) -> int:
         """These records (or some of them: ids or records) were trained on, in optimizer step `step`; how many.
 
-        `priorities`: new numbers for a proportional sampler. `detail`: what the ledger should say of each (micro-batch,
-        weight). Raises `LeaseLost`, and changes nothing, if the lease has ended.
+        `priorities`: new numbers for a sampler with a `key`, by id (`dict(zip(lease.uids, numbers))`). `detail`: what
+        the ledger should say of each (micro-batch, weight). Raises `LeaseLost`, and changes nothing, if the lease has
+        ended.
         """
         if step is not None:
             step = whole_number("step", step)
+            if step >= 1 << 63:
+                raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
         chosen = self._chosen(uids)
         given = {}
+        if priorities is not None and not isinstance(priorities, Mapping):
+            raise ValueError(
+                f"priorities: got {type(priorities).__name__}, expected {{uid: number}}, as of "
+                "zip(lease.uids, numbers), since batches have that order"
+            )
         for uid, value in (priorities or {}).items():
             if uid not in chosen:
                 raise ValueError(f"priorities: got {uid!r}, which is not acknowledged here")
@@ -179,6 +192,7 @@ class Lease:
 
     def nack(self, reason: str = "given back", *, uids: Any = None, drop: bool = False) -> int:
         """Give records back, to be offered again at the place they had, or (`drop=True`) to be dropped; how many."""
+        text_of("reason", reason)
         chosen = self._chosen(uids)
         if not chosen:
             return 0
@@ -223,7 +237,7 @@ class Lease:
             raise LeaseLost(f"lease {self.fence}: it is {row[0] if row else 'not in the book'}, nothing was changed")
         if row[1] <= tx.now:
             raise LeaseLost(
-                f"lease {self.fence}: it ended {tx.now - row[1]:.3f} s ago, after {self._claim.seconds:g} s without "
+                f"lease {self.fence}: it ended {tx.now - row[1]:.3f} s ago, after {self._seconds:g} s without "
                 "progress; its records are offered again, and nothing was changed"
             )
 
@@ -438,7 +452,7 @@ def wanted(
         raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
     number("timeout", timeout, 0.0)
     holder = f"{socket.gethostname()}/{os.getpid()}"
-    return Wanted(consumer, int(count), by, max_staleness, seconds, holder)
+    return Wanted(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder)
 
 
 def pulse(book: Book, name: str) -> tuple[int, float | None]:

@@ -279,10 +279,8 @@ class SQLiteLedger:
                 self._patiently(connection, begin)
                 try:
                     if begin == "BEGIN":
-                        # What is read is fixed by the first look, which the last one to close the book may hold up.
-                        self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
-                    if begin == "BEGIN":
-                        # The first look takes the snapshot, and may meet one who recovers or clears the log.
+                        # The first look takes the snapshot, and may meet one who recovers, clears the log or is the
+                        # last to close the book.
                         self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
                     yield _SQLiteTransaction(connection, self.clock())
                     if begin != "BEGIN":

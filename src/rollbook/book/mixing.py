@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """One source of a mix: a book, its share, and the consumer group that is leased from."""
+    """One source of a mix: a book, its share, and the consumer group that is leased from.
+
+    Shares are relative: 4 and 1 are 0.8 and 0.2. `by="group"` counts groups of this part, not records. A source that is
+    to be gone through again and again has a consumer with `removers=[MaxUses(None)]`.
+    """
 
     book: Book
     share: float
@@ -145,6 +149,8 @@ class Mix:
         if not self.parts:
             raise ValueError("parts: got none, expected at least one")
         for i, part in enumerate(self.parts):
+            if not isinstance(part, Part):
+                raise ValueError(f"parts[{i}]: got {type(part).__name__}, expected a Part(book, share)")
             if not number(f"parts[{i}].share", part.share, 0.0, 1e9) > 0:
                 raise ValueError(f"parts[{i}].share: got {part.share!r}, expected a number above 0")
         self._total = sum(part.share for part in self.parts)

@@ -12,10 +12,24 @@ if TYPE_CHECKING:
     from rollbook.ids import EID
 
 
+def text_of(name: str, given: object, least: int = 1, most: int = 1 << 20) -> str:
+    """A text that every ledger can keep, else an error that says what it should have been.
+
+    >>> text_of("reason", "too long")
+    'too long'
+    """
+    if not isinstance(given, str) or not least <= len(given) <= most:
+        size = f" of {least} to {most} characters" if isinstance(given, str) and given else " that is not empty" * least
+        raise ValueError(f"{name}: got {str(given)[:100]!r}, expected a text{size}")
+    if "\0" in given or any("\ud800" <= letter <= "\udfff" for letter in given):
+        raise ValueError(f"{name}: got {given!r}, expected no NUL and no lone surrogate, which a database cannot keep")
+    return given
+
+
 def uid_of(given: str | EID | Experience) -> str:
     """The id, from an id or from what has one."""
     if isinstance(given, str):
-        return given
+        return text_of("uid", given, 0)
     found = getattr(getattr(given, "eid", given), "uid", None)
     if not isinstance(found, str):
         raise ValueError(f"uid: got {type(given).__name__}, expected an id, an EID or an Experience")

@@ -78,7 +78,9 @@ def open(
         elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
             raise ValueError(f"url: got {address!r}, expected a folder, 'memory:' or 'postgresql://...'")
         else:
-            ledger, shelf = _folder(Path(address), mode, segment_bytes, clock, disk or Disk())
+            # Absolute: a program may change its folder while the book is open.
+            folder = Path(os.path.abspath(os.path.expanduser(address)))
+            ledger, shelf = _folder(folder, mode, segment_bytes, clock, disk or Disk())
     book = Book(address, ledger, shelf, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
     try:
         if book.tokenizer is not None:

@@ -36,6 +36,8 @@ def connect(url: str, schema: str) -> psycopg.Connection[Any]:
         connection.execute("SET statement_timeout TO 0")
         connection.execute("SET synchronous_commit TO on")
         connection.execute("SET client_min_messages TO warning")
+    except psycopg.ProgrammingError as error:  # A word in the address that libpq does not know.
+        raise ValueError(f"url: got {shown(url)!r}: {str(error).strip()}") from None
     except psycopg.OperationalError as error:
         raise BookError(f"{shown(url)}: no connection to PostgreSQL: {str(error).strip()}") from None
     return connection

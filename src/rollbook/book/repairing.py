@@ -57,7 +57,7 @@ def repair(url: str | os.PathLike[str]) -> Report:
     if address.startswith(("postgresql://", "postgres://")):
         with Book(address, *_postgres(address, "r+", None, {}, None)) as book:
             return _mended(book, Report(address), lambda: _copy_schema(book))
-    folder = Path(address)
+    folder = Path(os.path.abspath(os.path.expanduser(address)))
     path = folder / LEDGER
     check_files(path)
     if not folder.is_dir():
@@ -67,7 +67,7 @@ def repair(url: str | os.PathLike[str]) -> Report:
     if why is None:
         # Not opened as users do: that looks at a consumer, which may be what is damaged.
         with Book(address, *_folder(folder, "r+", 256 << 20, None, Disk())) as book:
-            return _mended(book, report, lambda: _copy_ledger(book, _aside(folder)))
+            return _mended(book, report, lambda: _copy_ledger(path, _aside(folder)))
     return _rebuilt(folder, path, report, why)
 
 
@@ -121,9 +121,9 @@ def _aside(folder: Path) -> str:
     raise BookError(f"{base}: a thousand repairs in a second")
 
 
-def _copy_ledger(book: Book, aside: str) -> str:
+def _copy_ledger(path: Path, aside: str) -> str:
     """A copy of a ledger that is in use, as one transaction sees it."""
-    source = sqlite3.connect(f"{(Path(book.url) / LEDGER).resolve().as_uri()}?mode=ro", uri=True)
+    source = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     target = sqlite3.connect(os.path.join(aside, LEDGER))
     try:
         source.backup(target)

@@ -29,7 +29,7 @@ class Entry:
     """Seconds since 1970, by the database's clock."""
     kind: str
     """Of a record: admitted, leased, trained, nacked, expired, rested, dropped, returned, voided, revised, redacted,
-    deleted, removed. Of the book: announced, checkpoint, forgotten, rewound, compacted, copied."""
+    deleted, removed. Of the book: announced, configured, checkpoint, forgotten, rewound, compacted, copied."""
     reason: str | None
     consumer: str | None
     step: int | None
@@ -139,7 +139,9 @@ def keep_rates(book: Book, name: str, by: str, edges: Sequence[float] | None) ->
         found = tx.all(
             f"SELECT records.{column}, work.state, work.uses, COUNT(*) FROM work "
             "JOIN records ON records.seq = work.seq "
-            f"WHERE work.consumer = ? AND records.{column} IS NOT NULL GROUP BY 1, 2, 3 ORDER BY 1",
+            f"WHERE work.consumer = ? AND records.{column} IS NOT NULL "
+            "AND NOT (records.length = 0 AND records.gone IS NOT NULL) "  # Failed runs have no length.
+            "GROUP BY 1, 2, 3 ORDER BY 1",
             mine,
         )
     if edges is None:

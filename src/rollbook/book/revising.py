@@ -41,8 +41,10 @@ def rewrite(
     reason: str | None,
     given: Sequence[bytes] | None = None,
     retrain: bool = False,
+    also: Callable[[Transaction], None] | None = None,
 ) -> list[int]:
-    """Replace records by what `change` makes of them; the places of those that it changed."""
+    """Replace records by what `change` makes of them, and do what `also` does in the same transaction; the places of
+    those that it changed. Nothing, not `also` either, if it changes none."""
     for _ in range(_TRIES):
         with book.ledger.read() as tx:
             before = _revisions(tx, seqs)
@@ -57,19 +59,24 @@ def rewrite(
         many = from_rows([new for _, _, _, new, _ in made])
         lifted = attachments.lift(many)
         blobs = list(lifted.blobs)
-        places = book.shelf.put([encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)])
+        parts = [encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)]
+        if book.quota is not None and kind != "redacted":  # What must go is never kept for want of room.
+            from rollbook.book.admission import check_quota
+
+            check_quota(book, sum(len(part) for part in parts))
+        places = book.shelf.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
         found_tags = tags.tags(many)
         values: dict[str, list[float | None]] = {}
         with book.ledger.write() as tx:
             if _revisions(tx, seqs) != before or not book.shelf.has(places[0].segment):
-                continue  # Somebody else revised one of them meanwhile: on top of that, then.
+                continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
             if kind == "redacted":
                 to_purge(tx, [seq for _, seq, *_ in made])
                 _scrub(tx, seqs)
             share = -(-places[0].length // len(made))
             for slot, (i, seq, old, new, names) in enumerate(made):
-                n = before[seq] + 1
+                n = before[seq][0] + 1
                 tag = found_tags[slot]
                 changed = ", ".join(
                     f"{name} = ?"
@@ -106,14 +113,18 @@ def rewrite(
                     found_numbers = tags.numbers(many, ranked_by)
                     values[ranked_by] = [None if n is None or math.isnan(n) else n for n in found_numbers]
                 follow(tx, consumer, [seq for _, seq, *_ in made], values.get(ranked_by or ""), retrain)
+            if also is not None:
+                also(tx)
         return [i for i, *_ in made]
     raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
 
 
-def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, int]:
-    found: dict[int, int] = {}
+def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None]]:
+    """How often each was revised, and why it is gone, if it is."""
+    found: dict[int, tuple[int, str | None]] = {}
     for marks, part in chunks(seqs):
-        found.update(tx.all(f"SELECT seq, revision FROM records WHERE seq IN ({marks})", part))
+        rows = tx.all(f"SELECT seq, revision, gone FROM records WHERE seq IN ({marks})", part)
+        found.update((seq, (revision, gone)) for seq, revision, gone in rows)
     return found
 
 
@@ -157,8 +168,15 @@ def follow(
 # --- what users ask for -------------------------------------------------------------------------------------------
 
 
-def add(book: Book, coming: Coming, revisions: Sequence[tuple[int, int]], author: str) -> list[str]:
-    """Late fields that came with records the book has already; the ids of those that they changed."""
+def add(
+    book: Book,
+    coming: Coming,
+    revisions: Sequence[tuple[int, int]],
+    author: str,
+    also: Callable[[Transaction], None] | None,
+) -> list[str]:
+    """Late fields that came with records the book has already, and what `also` does if they change any; the ids of
+    those that they changed."""
     indices = [i for i, _ in revisions]
     rows = coming.many.take(indices).rows()
 
@@ -173,7 +191,7 @@ def add(book: Book, coming: Coming, revisions: Sequence[tuple[int, int]], author
 
     digest = [coming.digests.whole[i] for i in indices]
     seqs = [seq for _, seq in revisions]
-    revised = rewrite(book, seqs, change, kind="revised", author=author, reason="append", given=digest)
+    revised = rewrite(book, seqs, change, kind="revised", author=author, reason="append", given=digest, also=also)
     if len(revised) < len(seqs):
         _remember(book, seqs, digest, author)
     return [coming.tags[indices[i]].uid for i in revised]
@@ -232,7 +250,8 @@ def redact(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: st
         for name in fields:
             head, dot, key = name.partition(".")
             if dot:
-                blank[head] = {k: v for k, v in (blank.get(head) or getattr(old, head) or {}).items() if k != key}
+                left = blank[head] if head in blank else getattr(old, head)
+                blank[head] = {k: v for k, v in (left or {}).items() if k != key}
             else:
                 blank[head] = {} if FIELDS[head].always else None
         new = old.replace(**blank)

@@ -180,7 +180,7 @@ INDICES = (
     "CREATE INDEX work_version ON work (consumer, version) WHERE state = 'waiting'",
     "CREATE INDEX work_cooling ON work (consumer, until) WHERE state = 'cooling'",
     "CREATE INDEX work_lease ON work (lease) WHERE lease IS NOT NULL",
-    "CREATE INDEX work_gid ON work (consumer, gid)",
+    "CREATE INDEX work_gid ON work (consumer, gid, seq)",
     "CREATE INDEX groups_ready ON groups (consumer, rank, seq) WHERE ready = 1",
     "CREATE INDEX groups_due ON groups (consumer, due) WHERE ready = 0 AND due IS NOT NULL",
     "CREATE INDEX leases_active ON leases (consumer, expires) WHERE state = 'active'",

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 LEDGER_COLUMNS = (*tags.Tags._fields, "seq", "evaluation", "admitted", "revision", "bytes", "gone")
 """What a condition can ask the ledger for."""
+_ASKED = tuple(
+    dict.fromkeys(
+        [*LEDGER_COLUMNS, *(name for name, each in FIELDS.items() if each.kind in ("text", "number", "integer"))]
+    )
+)
+"""What a condition can be on, with the entries of `info` and `metrics`."""
 Condition = tuple[str, str, Any]
 _TESTS: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq,
@@ -59,7 +65,7 @@ def conditions(given: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
             raise ValueError(f"where: {name}: got operator {test!r}, expected one of {', '.join(OPERATORS)}")
         head = name.split(".")[0]
         if name not in LEDGER_COLUMNS and head not in FIELDS:
-            raise ValueError(f"where: {name!r} is no column{near(name, [*LEDGER_COLUMNS, *FIELDS])}")
+            raise ValueError(f"where: {name!r} is no column{near(name, [*_ASKED, 'info.NAME', 'metrics.NAME'])}")
         if test in ("in", "not in"):
             if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
                 raise ValueError(f"where: {name}: got {test} {value!r}, expected several values")
@@ -151,7 +157,7 @@ class Selection:
         return [each for each in self._asked if each[0] not in LEDGER_COLUMNS]
 
     def count(self) -> int:
-        """How many there are."""
+        """How many there are, those too whose bytes are gone and runs that failed (`gone` says why)."""
         if not self._late:
             sql, values = in_ledger(self._asked)
             with self._book.ledger.read() as tx:
@@ -159,7 +165,7 @@ class Selection:
         return sum(len(piece) for piece in self._pieces())
 
     def uids(self) -> list[str]:
-        """Their ids, in the order of admission."""
+        """Their ids, in the order of admission; like `count`, whether their bytes are there or not."""
         return [uid for piece in self._pieces() for _, uid, *_ in piece]
 
     def experiences(self) -> Experiences:
@@ -255,7 +261,8 @@ def checked_columns(columns: Sequence[str] | None) -> list[str] | None:
     for name in columns:
         if not isinstance(name, str) or (name not in LEDGER_COLUMNS and name not in FIELDS):
             raise ValueError(
-                f"columns: got {name!r}, expected names of columns{near(str(name), [*LEDGER_COLUMNS, *FIELDS])}"
+                f"columns: got {name!r}, expected names of columns"
+                f"{near(str(name), dict.fromkeys([*LEDGER_COLUMNS, *FIELDS]))}"
             )
     return list(dict.fromkeys(columns))
 

@@ -89,7 +89,7 @@ def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str,
     from rollbook.book.opening import open
 
     disk: Disk = options.get("disk") or Disk()
-    target = os.path.abspath(address)
+    target = os.path.abspath(os.path.expanduser(address))
     if os.path.lexists(target) and (os.path.islink(target) or not os.path.isdir(target) or os.listdir(target)):
         raise BookError(f"{address}: something is there already, expected a new or an empty folder")
     above, last = os.path.split(target)
@@ -170,9 +170,11 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
                 consumers.save(out, consumer)
         else:
             _count_anew(out)
+            _void_then(out, point)
+            last = out.one("SELECT MAX(id) FROM events")[0]
             checkpoints.undo(out, made, point, "drop")
             # In this book nothing of what was undone ever happened.
-            out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (point.event,))
+            out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
         detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])
         work.record(out, [work.Event("copied", reason=name, detail=detail)])
         reached("end of snapshot")
@@ -244,6 +246,18 @@ def _copy_meta(tx: Transaction, out: Transaction, point: Point | None) -> None:
     for key, value in new.items():
         out.run("DELETE FROM meta WHERE key = ?", (key,))
         out.run("INSERT INTO meta (key, value) VALUES (?, ?)", (key, value))
+
+
+def _void_then(out: Transaction, point: Point) -> None:
+    """Say of what was leased at the checkpoint that it is not in the copy: its holders know the other book only."""
+    out.run(
+        "INSERT INTO events (time, seq, consumer, kind, reason, lease, detail) "
+        f"SELECT {out.now!r}, held.seq, held.consumer, 'voided', ?, held.lease, '{{\"what\": \"leased\"}}' "
+        "FROM events AS held "
+        "WHERE held.kind = 'leased' AND held.id <= ? AND NOT EXISTS (SELECT 1 FROM events AS ended "
+        "WHERE ended.seq = held.seq AND ended.consumer = held.consumer AND ended.id > held.id) ORDER BY held.id",
+        (point.name, point.event),
+    )
 
 
 def _count_anew(out: Transaction) -> None:

@@ -96,7 +96,8 @@ def _tally(tx: Transaction, consumer: Consumer, changes: dict[tuple[str, str], l
     tx.many(
         "INSERT INTO tallies (consumer, state, reason, n, weight) VALUES (?, ?, ?, ?, ?) "
         "ON CONFLICT (consumer, state, reason) DO UPDATE SET n = tallies.n + excluded.n, "
-        "weight = tallies.weight + excluded.weight",
+        # Rounding errors do not outlive the rows they came from.
+        "weight = CASE tallies.n + excluded.n WHEN 0 THEN 0 ELSE tallies.weight + excluded.weight END",
         [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight],
     )
 
@@ -190,6 +191,11 @@ def requeue(tx: Transaction, consumer: Consumer, found: Sequence[Row], kind: str
 
 def expire(tx: Transaction, consumer: Consumer) -> None:
     """Take back what leases hold whose time is up, by the database's clock."""
+    # A clock that was put back would keep them as much longer: from now on they have the time they were given.
+    tx.run(
+        "UPDATE leases SET expires = ? + seconds WHERE consumer = ? AND state = 'active' AND expires > ? + seconds + 1",
+        (tx.now, consumer.id, tx.now),
+    )
     for (lease,) in tx.all(
         "SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ?", (consumer.id, tx.now)
     ):

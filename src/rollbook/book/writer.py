@@ -6,6 +6,7 @@ durable. Nothing is dropped silently: an error stays with the receipts of the re
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -28,6 +29,11 @@ class Receipt(Future[Appended]):
     """What becomes of the records of one `add`: `result()` waits until they are durable, or raises why they are not."""
 
     asked = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What was added is on its way: a wait for it can be given up, not the records themselves.
+        self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Appended:
         """What the append did with these records."""
@@ -69,11 +75,13 @@ class Writer:
         self._closing = False
         self._busy = False
         self._changed = threading.Condition()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._work, name="rollbook-writer", daemon=True)
         self._thread.start()
 
     def add(self, experiences: Experience | Iterable[Experience]) -> Receipt:
         """Take records; the receipt's `result()` waits until they are durable."""
+        self._check_process()
         # Columns hold what the records were now, not what the caller makes of them before the flush.
         many = as_many(experiences).compact()
         receipt = Receipt()
@@ -91,6 +99,7 @@ class Writer:
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all that was added is durable; raises what struck any of it, unless its receipt was asked."""
+        self._check_process()
         with self._changed:
             self._hurry = bool(self._pending)
             self._changed.notify_all()
@@ -104,7 +113,13 @@ class Writer:
         self._end()
         self._complain()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise BookError("writer: its thread did not follow into this forked process; make a writer here")
+
     def _end(self) -> None:
+        if os.getpid() != self._pid:
+            return  # What it holds is the parent's to write.
         with self._changed:
             self._closing = True
             self._changed.notify_all()
