@@ -11,7 +11,7 @@ from rollbook import Experience
 from tests.strategies import full_record
 
 HEAVY = ("torch", "pyarrow", "transformers", "datasets", "pandas", "polars", "duckdb", "numpy")
-PUBLIC = {"EID", "CustomField", "Experience", "ExperienceBatch", "Experiences", "WireError", "open"}
+PUBLIC = {"EID", "CustomField", "Experience", "ExperienceBatch", "Experiences", "WireError"}
 
 
 def child(script: str, *arguments: str) -> str:

@@ -57,6 +57,6 @@ _MODULES = (
     "wire",
 )
 
-__all__ = ["EID", "CustomField", "Experience", "ExperienceBatch", "Experiences", "WireError", "__version__", "open"]
+__all__ = ["EID", "CustomField", "Experience", "ExperienceBatch", "Experiences", "WireError", "__version__"]
 
 __getattr__, __dir__ = lazily(__name__, _HOMES, _MODULES)

@@ -78,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--format", help="the format, if it cannot be guessed")
     made.add_argument("--evaluation", action="store_true", help="for evaluation: kept beside, never trained on")
     made.add_argument("--skip", action="store_true", help="leave out rows that cannot be read")
+    made.add_argument("--table", help="of a Trinity database that has several")
+    made.add_argument("--tokenizer", metavar="PATH", help="for rollouts that are text alone (verl, TRL, OpenRLHF)")
     command("compact", _compact, "Remove bytes that nobody needs, and merge small segments.")
     return parser
 
@@ -317,12 +319,14 @@ def _import(options: argparse.Namespace) -> int:
 
     if not os.path.lexists(options.source):
         raise FileNotFoundError(f"{options.source}: there is no such file")
+    more = {name: getattr(options, name) for name in ("table", "tokenizer") if getattr(options, name) is not None}
     with rollbook.open(options.path) as book:
         done = book.import_(
             options.source,
             format=options.format,
             evaluation=options.evaluation,
             on_error="skip" if options.skip else "raise",
+            **more,
         )
     if options.json:
         _print_json({name: getattr(done, name) for name in done.__slots__})

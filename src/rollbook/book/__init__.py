@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rollbook.book.errors import NotABook as NotABook
     from rollbook.book.errors import QuotaExceeded as QuotaExceeded
     from rollbook.book.errors import ReadOnly as ReadOnly
+    from rollbook.book.findings import Finding as Finding
+    from rollbook.book.findings import Report as Report
     from rollbook.book.leasing import Lease as Lease
     from rollbook.book.limits import MaxAge as MaxAge
     from rollbook.book.limits import MaxSize as MaxSize
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from rollbook.book.opening import open as open
     from rollbook.book.query import QueryError as QueryError
     from rollbook.book.query import QueryTimeout as QueryTimeout
+    from rollbook.book.repairing import repair as repair
     from rollbook.book.reports import Counts as Counts
     from rollbook.book.samplers import Balanced as Balanced
     from rollbook.book.samplers import EasyToHard as EasyToHard
@@ -72,7 +75,10 @@ _HOMES = {
     "Compacted": "compaction",
     "Rewound": "checkpoints",
     "Counts": "reports",
+    "Finding": "findings",
     "Lease": "leasing",
+    "Report": "findings",
+    "repair": "repairing",
     "Mix": "mixing",
     "Part": "mixing",
     "QueryError": "query",
@@ -82,6 +88,7 @@ _HOMES = {
     "open": "opening",
 }
 
-__all__ = sorted(_HOMES)
+# Not `open`: a star would hide the built-in one.
+__all__ = sorted(name for name in _HOMES if name != "open")
 
 __getattr__, __dir__ = lazily(__name__, _HOMES)

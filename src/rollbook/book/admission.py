@@ -23,6 +23,8 @@ from rollbook.wire import encode
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
+FREE = "gone = 'rewound' OR (gone IS NOT NULL AND whole IS NULL)"
+"""Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
 _COLUMNS = (
     *("seq", *tags.Tags._fields, "evaluation", "admitted", "revision", "whole", "core"),
     *("segment", "start", "size", "slot", "bytes", "gone"),
@@ -123,13 +125,14 @@ def append(
         new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
         fates: dict[str, str] = {}
         try:
-            admit = _Admit(book, new, _store(book, new)) if fresh else None
+            admit = Admit(book, new) if fresh else None
             if revisions:
                 # In one transaction with the new ones, which comes about only if one of them brings something.
                 changed = revising.add(book, coming, revisions, author, admit)
                 fates = dict.fromkeys(changed, "revised")
                 known += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
+                admit.store()
                 with book.ledger.write() as tx:
                     admit(tx)
         except _Overtaken:
@@ -167,8 +170,8 @@ def _sorted_out(tx: Transaction, coming: Coming) -> tuple[list[int], int, list[t
             f"SELECT seq, uid, whole, core, evaluation, gone FROM records WHERE uid IN ({marks})", part
         ):
             i = place[uid]
-            if gone == "rewound":
-                continue
+            if gone == "rewound" or (gone is not None and whole is None):
+                continue  # The id is free: see `FREE`.
             del fresh[i]
             if bool(evaluation) != coming.evaluation:
                 raise Conflict(
@@ -267,22 +270,28 @@ class _Overtaken(Exception):
     """Other writers changed what is new, or filled what a limiter leaves: look again."""
 
 
-class _Admit:
-    """Writes the ledger for records whose bytes are stored, within a transaction."""
+class Admit:
+    """New records, in two steps: `store` puts their bytes on the shelf, a call writes the ledger in a transaction."""
 
-    def __init__(self, book: Book, coming: Coming, stored: Stored) -> None:
+    def __init__(self, book: Book, coming: Coming) -> None:
         self.book = book
         self.coming = coming
-        self.stored = stored
         self.columns = kinds.kinds_of(coming.many) - book.known_kinds
+        self.stored: Stored | None = None
         self.stale: set[int] | None = None
         """Which records were too old for some consumer; `None` until they are written."""
 
+    def store(self) -> None:
+        """Put their bytes on the shelf, once."""
+        self.stored = self.stored or _store(self.book, self.coming)
+
     def __call__(self, tx: Transaction) -> None:
         book, coming, stored = self.book, self.coming, self.stored
+        if stored is None:
+            raise _Overtaken
         values: dict[str, list[float | None]] = {}
         for marks, part in chunks([tag.uid for tag in coming.tags]):
-            if tx.one(f"SELECT 1 FROM records WHERE (gone IS NULL OR gone <> 'rewound') AND uid IN ({marks})", part):
+            if tx.one(f"SELECT 1 FROM records WHERE NOT ({FREE}) AND uid IN ({marks})", part):
                 raise _Overtaken
         if not all(
             book.shelf.has(name) for name in {stored.frame.segment, *(p.segment for p in stored.media.values())}
@@ -348,10 +357,10 @@ def _wait(why: str, end: float | None) -> None:
 
 def _insert(tx: Transaction, coming: Coming, stored: Stored | None, gone: str | None = None) -> int:
     """The records' rows; the number of the first."""
-    # A rewound record's id is free again: the new one takes a number of its own.
+    # A record under an id that is free again takes a number of its own.
     uids = [tag.uid for tag in coming.tags]
     for marks, part in chunks(uids):
-        for seq, uid in tx.all(f"SELECT seq, uid FROM records WHERE gone = 'rewound' AND uid IN ({marks})", part):
+        for seq, uid in tx.all(f"SELECT seq, uid FROM records WHERE ({FREE}) AND uid IN ({marks})", part):
             tx.run("UPDATE records SET uid = ? WHERE seq = ?", (f"{uid}~{seq}", seq))
     base = int(tx.one("SELECT COALESCE(MAX(seq), 0) + 1 FROM records")[0])
     count = len(uids)
@@ -368,8 +377,8 @@ def _insert(tx: Transaction, coming: Coming, stored: Stored | None, gone: str | 
                 int(coming.evaluation),
                 tx.now,
                 0,
-                coming.digests.whole[i],
-                coming.digests.core[i],
+                None if stored is None else coming.digests.whole[i],
+                None if stored is None else coming.digests.core[i],
                 *place,
                 None if stored is None else i,
                 share,
@@ -442,11 +451,13 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
     found = [tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0) for tag in tags.tags(many)]
     coming = Coming(many, digests.digests(many), found, False)
     with book.ledger.write() as tx:
-        known: set[str] = set()
-        for marks, part in chunks([tag.uid for tag in found]):
-            sql = f"SELECT uid FROM records WHERE (gone IS NULL OR gone <> 'rewound') AND uid IN ({marks})"
-            known.update(row[0] for row in tx.all(sql, part))
-        fresh = list({tag.uid: i for i, tag in enumerate(found) if tag.uid not in known}.values())
+        # A run that has a record, or failed already, is known: ids end in chance, and who starts again fails it again.
+        known: set[tuple[str, int]] = set()
+        for marks, part in chunks([tag.gid for tag in found]):
+            sql = f"SELECT gid, run FROM records WHERE (gone IS NULL OR gone <> 'rewound') AND gid IN ({marks})"
+            known.update((gid, run) for gid, run in tx.all(sql, part))
+        first = {(tag.gid, tag.run): i for i, tag in reversed(list(enumerate(found)))}
+        fresh = sorted(i for run, i in first.items() if run not in known)
         if not fresh:
             return 0
         coming = coming.take(fresh)

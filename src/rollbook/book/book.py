@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import number, switch, whole_number
+from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.book import (
     admission,
     checkpoints,
@@ -277,13 +277,14 @@ class Book:
         *,
         author: str,
         reason: str | None = None,
-        retrain: bool = False,
+        retrain: bool | str = False,
         **fields: Any,
     ) -> int:
         """Change what comes late (reward, advantages, `info` ...) of a record, or of many: `{uid: {field: value}}`.
 
         Who did it and when stands in the ledger. Dicts are merged. `retrain=True`: records that were trained or dropped
-        wait again. Returns how many records changed.
+        wait again; `retrain="group"`: and so do the other records of their groups, for estimators that compare within a
+        group. Returns how many records changed.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -304,6 +305,7 @@ class Book:
             changes = {uid_of(uid): fields}
         if not all(changes.values()):
             raise ValueError("revise: got no field to change")
+        choice("retrain", retrain, (False, True, "group"))
         return revising.revise(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
 
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
@@ -520,8 +522,8 @@ class Book:
     def export(
         self,
         path: str | os.PathLike[str],
-        format: str | None = None,
         *conditions: tuple[str, str, Any],
+        format: str | None = None,
         evaluation: bool = False,
         overwrite: bool = False,
         **options: Any,

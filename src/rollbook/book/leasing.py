@@ -81,6 +81,7 @@ class Lease:
         self._claim = claim
         self._experiences: Experiences | None = None
         self._left = dict(zip(claim.uids, claim.seqs, strict=True))
+        self._lost = False
         self._seconds = claim.seconds
         self.expires = claim.expires
         """When it ends without progress, by the database's clock, in seconds since 1970."""
@@ -233,6 +234,7 @@ class Lease:
 
     def _check(self, tx: Transaction) -> None:
         row = tx.one("SELECT state, expires FROM leases WHERE id = ?", (self._claim.id,))
+        self._lost = row is None or row[0] != "active" or row[1] <= tx.now
         if row is None or row[0] != "active":
             raise LeaseLost(f"lease {self.fence}: it is {row[0] if row else 'not in the book'}, nothing was changed")
         if row[1] <= tx.now:
@@ -274,11 +276,13 @@ class Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        told = self._lost
         if self._left and self._claim.id:
             try:
                 self.nack("not acknowledged" if error is None else _told(error))
             except LeaseLost:
-                if error is None:
+                # Whoever was told by `ack` or `renew` need not hear it again.
+                if error is None and not told:
                     raise
 
     async def __aenter__(self) -> Lease:

@@ -22,7 +22,7 @@ from rollbook.fields import FIELDS
 from rollbook.wire import encode
 
 if TYPE_CHECKING:
-    from rollbook.book.admission import Coming
+    from rollbook.book.admission import Admit, Coming
     from rollbook.book.book import Book
     from rollbook.experience import Experience
 
@@ -40,11 +40,11 @@ def rewrite(
     author: str,
     reason: str | None,
     given: Sequence[bytes] | None = None,
-    retrain: bool = False,
-    also: Callable[[Transaction], None] | None = None,
+    retrain: bool | str = False,
+    also: Admit | None = None,
 ) -> list[int]:
-    """Replace records by what `change` makes of them, and do what `also` does in the same transaction; the places of
-    those that it changed. Nothing, not `also` either, if it changes none."""
+    """Replace records by what `change` makes of them, and admit those of `also` in the same transaction; the places of
+    those that it changed. If it changes none, none are admitted either."""
     for _ in range(_TRIES):
         with book.ledger.read() as tx:
             before = _revisions(tx, seqs)
@@ -64,6 +64,8 @@ def rewrite(
             from rollbook.book.admission import check_quota
 
             check_quota(book, sum(len(part) for part in parts))
+        if also is not None:
+            also.store()
         places = book.shelf.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
         found_tags = tags.tags(many)
@@ -112,7 +114,10 @@ def rewrite(
                 if ranked_by is not None and ranked_by not in values:
                     found_numbers = tags.numbers(many, ranked_by)
                     values[ranked_by] = [None if n is None or math.isnan(n) else n for n in found_numbers]
-                follow(tx, consumer, [seq for _, seq, *_ in made], values.get(ranked_by or ""), retrain)
+                seqs_made = [seq for _, seq, *_ in made]
+                follow(tx, consumer, seqs_made, values.get(ranked_by or ""), retrain is not False)
+                if retrain == "group":
+                    follow(tx, consumer, _siblings(tx, [tag.gid for tag in found_tags], seqs_made), None, True)
             if also is not None:
                 also(tx)
         return [i for i, *_ in made]
@@ -126,6 +131,20 @@ def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str
         rows = tx.all(f"SELECT seq, revision, gone FROM records WHERE seq IN ({marks})", part)
         found.update((seq, (revision, gone)) for seq, revision, gone in rows)
     return found
+
+
+def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
+    """The other records of these groups that can be trained on."""
+    found: list[int] = []
+    for marks, part in chunks(list(dict.fromkeys(gids))):
+        found += [
+            row[0]
+            for row in tx.all(
+                f"SELECT seq FROM records WHERE gid IN ({marks}) AND evaluation = 0 AND gone IS NULL ORDER BY seq", part
+            )
+        ]
+    left = set(besides)
+    return [seq for seq in found if seq not in left]
 
 
 def _scalar(row: Experience, name: str) -> Any:
@@ -173,10 +192,10 @@ def add(
     coming: Coming,
     revisions: Sequence[tuple[int, int]],
     author: str,
-    also: Callable[[Transaction], None] | None,
+    also: Admit | None,
 ) -> list[str]:
-    """Late fields that came with records the book has already, and what `also` does if they change any; the ids of
-    those that they changed."""
+    """Late fields that came with records the book has already, and new records beside them if they change any; the ids
+    of those that they changed."""
     indices = [i for i, _ in revisions]
     rows = coming.many.take(indices).rows()
 
@@ -210,7 +229,7 @@ def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: 
 
 
 def revise(
-    book: Book, changes: Mapping[str, Mapping[str, Any]], *, author: str, reason: str | None, retrain: bool
+    book: Book, changes: Mapping[str, Mapping[str, Any]], *, author: str, reason: str | None, retrain: bool | str
 ) -> int:
     """See `Book.revise`."""
     allowed = [name for name, field in FIELDS.items() if digests.is_late(field)]

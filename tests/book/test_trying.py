@@ -1,0 +1,56 @@
+"""What a first user ran into: starting again, feedback on one run of a group, leases lost inside their block."""
+
+from __future__ import annotations
+
+import pytest
+
+import rollbook
+from rollbook import EID
+from rollbook.book import LeaseLost
+from tests.book.records import Clock, check, group, record
+
+
+def test_a_run_fails_once(url: str) -> None:
+    with rollbook.open(url) as book:
+        assert book.fail(EID(0, 1, 2), "timeout", group_size=4) == 1
+        assert book.fail(EID(0, 1, 2), "timeout", group_size=4) == 0  # another id, the same run
+        assert book.fail([EID(0, 1, 3), EID(0, 1, 3)], "timeout") == 1
+        book.append(group(2, runs=2))
+        assert book.fail(EID(0, 2, 1)) == 0  # it has a record
+        check(book)
+
+
+def test_a_run_that_failed_may_still_give_a_record(url: str) -> None:
+    one = record(1, suffix="x")
+    with rollbook.open(url) as book:
+        book.fail(one.eid, "timeout")
+        assert book.append(one).admitted == 1 and book.append(one).known == 1
+        assert book[one.eid.uid] == one
+        assert (book.counts().waiting, book.counts().dropped) == (1, {"timeout": 1})
+        check(book)
+
+
+def test_feedback_returns_the_whole_group(url: str) -> None:
+    with rollbook.open(url) as book:
+        rows = group(1, runs=3)
+        book.append(rows)
+        book.lease(1, by="group").ack(step=1)
+        assert book.revise(rows[1], reward=0.5, author="ana", retrain="group") == 1
+        with book.lease(1, by="group") as lease:
+            assert sorted(lease.uids) == sorted(row.eid.uid for row in rows)
+            assert lease.ack(step=2) == 3
+        with pytest.raises(ValueError, match="retrain: got 'all', expected one of False, True, 'group'"):
+            book.revise(rows[1], reward=1.0, author="ana", retrain="all")
+        check(book)
+
+
+def test_a_lost_lease_is_told_once() -> None:
+    clock = Clock()
+    with rollbook.open("memory:", clock=clock) as book:
+        book.append(record())
+        with book.lease(1, seconds=10) as lease:
+            clock.now += 11
+            with pytest.raises(LeaseLost):
+                lease.ack()
+        with pytest.raises(LeaseLost), book.lease(1, seconds=10):
+            clock.now += 11
