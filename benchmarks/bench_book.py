@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
 import os
 import shutil
 import sqlite3
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 
 import rollbook
 from benchmarks import harness, peers
-from benchmarks.harness import Comparison, Contender, Options, Report, Times
+from benchmarks.harness import Comparison, Contender, Options, Report
 from benchmarks.workload import Workload, check_same, make_workload, touch
 from rollbook import Experience, Experiences
 from rollbook.book import Book, First, Proportional, Uniform
@@ -426,6 +425,7 @@ SAMPLERS = {"first": First(), "uniform": Uniform(), "proportional": Proportional
 STEPS = (10**4, 10**5, 10**6)
 BATCH = 1000
 """Records of one step of the explorer."""
+CALLS = 5
 
 
 def uid(i: int) -> str:
@@ -481,16 +481,6 @@ def grow(book: Book, count: int) -> None:
             consumers.save(tx, consumer)
 
 
-def median_ms(work: Callable[[int], object], times: int = 41) -> float:
-    """Of calls one after the other."""
-    took = []
-    for i in range(times):
-        start = time.perf_counter()
-        work(i)
-        took.append(time.perf_counter() - start)
-    return statistics.median(took) * 1e3
-
-
 def million(options: Options) -> Report:
     """What a call takes on ledgers of ten thousand, a hundred thousand and a million waiting records.
 
@@ -499,43 +489,51 @@ def million(options: Options) -> Report:
     """
     memory = Path("/dev/shm")
     quick = memory.is_dir() and shutil.disk_usage(memory).free > 4e9
-    place = open_book(memory if quick else options.scratch or peers.default_scratch())
-    book: Book = place.held
-    book.append([Experience(tokens=[1, 2, 3], reward=0.5, info={"model_version": 0})])
-    for name, sampler in SAMPLERS.items():
-        book.consumer(name, sampler=sampler)
-    times: dict[str, list[float]] = {}
-
-    def note(what: str, work: Callable[[int], object], size: int) -> None:
-        times.setdefault(f"{what}, {size:,} records", []).append(median_ms(work) / 1e3)
-
-    for size in STEPS:
+    where = memory if quick else options.scratch or peers.default_scratch()
+    places = {size: open_book(where) for size in STEPS}
+    contenders = []
+    for size, place in places.items():
+        book: Book = place.held
+        book.append([Experience(tokens=[1, 2, 3], reward=0.5, info={"model_version": 0})])
+        for name, sampler in SAMPLERS.items():
+            book.consumer(name, sampler=sampler)
         grow(book, size)
         print(f"{size:,} records", file=sys.stderr)
-        for name in SAMPLERS:
-            note(f"lease 8 and ack, {name}", lambda _, name=name: book.lease(8, consumer=name).ack(step=1), size)
-        note(
-            "records of a batch",
-            lambda i, size=size: book.where(batch=(size // 2000 + i) % (size // BATCH)).uids(),
-            size,
-        )
-        note("history of a record", lambda i, size=size: book.history(uid(size // 2 + i)), size)
-        note("counts", lambda _: book.counts(), size)
-        note("append of 8", lambda _: book.append([Experience(tokens=[1, 2, 3], reward=0.5) for _ in range(8)]), size)
-    found = Times(times)
+        contenders += [Contender(f"{what}, {size:,} records", call) for what, call in calls(book, size).items()]
+    times = harness.measure(contenders, options.rounds or 15, options.seed)
     results = []
-    for what in dict.fromkeys(name[: name.rindex(", ")] for name in times):
+    for what in calls(places[STEPS[0]].held, STEPS[0]):
         few, many = (f"{what}, {size:,} records" for size in (STEPS[0], STEPS[-1]))
         # The logarithm of a hundred times as many is 1.5 times as large.
-        results.append(
-            found.compare(Comparison(f"{what}: a million over ten thousand", many, few, target=1.5, bound=True))
-        )
+        compared = Comparison(f"{what}: a million over ten thousand", many, few, target=1.5, bound=True)
+        results.append(times.compare(compared))
+    ledger = places[STEPS[-1]].folder / "book" / "ledger.sqlite"
     facts = {
         "records": f"{STEPS[-1]:,}",
+        "calls in a time": CALLS,
         "on": "a file system in memory" if quick else "a disk",
-        "MB of ledger": round((place.folder / "book" / "ledger.sqlite").stat().st_size / 1e6),
+        "MB of ledger": round(ledger.stat().st_size / 1e6),
     }
-    return Report("The book: a million records", facts, found, results)
+    return Report("The book: a million records", facts, times, results)
+
+
+def calls(book: Book, size: int) -> dict[str, Callable[[Any], object]]:
+    """What is asked of each ledger, several times in a row, each time of other records."""
+    turn = itertools.count()
+
+    def repeated(work: Callable[[int], object]) -> Callable[[Any], object]:
+        return lambda _: [work(next(turn)) for _ in range(CALLS)]
+
+    def lease(name: str) -> Callable[[int], object]:
+        return lambda _: book.lease(8, consumer=name).ack(step=1)
+
+    return {
+        **{f"lease 8 and ack, {name}": repeated(lease(name)) for name in SAMPLERS},
+        "records of a batch": repeated(lambda i: book.where(batch=i * 7 % (size // BATCH)).uids()),
+        "history of a record": repeated(lambda i: book.history(uid(i * 7919 % (size - 10) + 1))),
+        "counts": repeated(lambda _: book.counts()),
+        "append of 8": repeated(lambda _: book.append([Experience(tokens=[1, 2, 3], reward=0.5) for _ in range(8)])),
+    }
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

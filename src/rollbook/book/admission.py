@@ -23,7 +23,7 @@ from rollbook.wire import encode
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
-FREE = "gone = 'rewound' OR (gone IS NOT NULL AND whole IS NULL)"
+FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
 """Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
 _COLUMNS = (
     *("seq", *tags.Tags._fields, "evaluation", "admitted", "revision", "whole", "core"),
