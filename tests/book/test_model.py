@@ -393,11 +393,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule(task=st.integers(0, 2), runs=st.sets(st.integers(0, 2), min_size=1), size=st.sampled_from([None, 2]))
     def fail(self, task: int, runs: set[int], size: int | None) -> None:
+        """A run that has a record for training, or failed before, is known."""
         eids, records = [], []
+        known = {(one.group, one.run) for one in self.model.records.values() if not one.evaluation}
         for run in sorted(runs):
             eids.append(rollbook.EID(batch=1, task=task, run=run, step=0, suffix="failed"))
             uid = eids[-1].uid
-            if uid not in self.model.records:
+            if (f"1/{task}", run) not in known:
                 seq = len(self.model.records) + len(records) + 1
                 records.append(Record(uid, seq, f"1/{task}", run, size, None, None, self.model.now, failed="crashed"))
         assert self.book.fail(eids, "crashed", group_size=size) == len(records)

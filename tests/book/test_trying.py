@@ -17,6 +17,9 @@ def test_a_run_fails_once(url: str) -> None:
         assert book.fail([EID(0, 1, 3), EID(0, 1, 3)], "timeout") == 1
         book.append(group(2, runs=2))
         assert book.fail(EID(0, 2, 1)) == 0  # it has a record
+        book.append(record(3, suffix="e"), evaluation=True)
+        assert book.fail(EID(0, 3, 0)) == 1  # what is kept for evaluation is no run of a group
+        assert book.fail(EID(0, 3, 0, suffix="e")) == 0
         check(book)
 
 

@@ -454,10 +454,18 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
         # A run that has a record, or failed already, is known: ids end in chance, and who starts again fails it again.
         known: set[tuple[str, int]] = set()
         for marks, part in chunks([tag.gid for tag in found]):
-            sql = f"SELECT gid, run FROM records WHERE (gone IS NULL OR gone <> 'rewound') AND gid IN ({marks})"
+            sql = (
+                "SELECT gid, run FROM records WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') "
+                f"AND gid IN ({marks})"
+            )
             known.update((gid, run) for gid, run in tx.all(sql, part))
+        taken: set[str] = set()
+        for marks, part in chunks([tag.uid for tag in found]):
+            taken.update(
+                uid for (uid,) in tx.all(f"SELECT uid FROM records WHERE NOT ({FREE}) AND uid IN ({marks})", part)
+            )
         first = {(tag.gid, tag.run): i for i, tag in reversed(list(enumerate(found)))}
-        fresh = sorted(i for run, i in first.items() if run not in known)
+        fresh = sorted(i for run, i in first.items() if run not in known and found[i].uid not in taken)
         if not fresh:
             return 0
         coming = coming.take(fresh)
