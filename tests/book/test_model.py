@@ -505,7 +505,8 @@ class Machine(RuleBasedStateMachine):
         if not living:
             self.lost(lambda: lease.renew(seconds))
             return
-        held.expires = self.model.now + (held.seconds if seconds is None else seconds)
+        held.seconds = held.seconds if seconds is None else seconds
+        held.expires = self.model.now + held.seconds
         assert lease.renew(seconds) == held.expires
 
     def lost(self, act: Callable[[], Any]) -> None:

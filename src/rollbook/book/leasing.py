@@ -133,7 +133,7 @@ class Lease:
             self.renew()
 
     def renew(self, seconds: float | None = None) -> float:
-        """Start the time anew (or for another time from now); when it ends."""
+        """Start the time anew, from now on with `seconds` if they are given; when it ends."""
         lasts = self._seconds if seconds is None else number("seconds", seconds, 0.0, 1e9)
         if not lasts > 0 and self._claim.id:
             raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
