@@ -35,13 +35,17 @@ def test_a_run_that_failed_may_still_give_a_record(url: str) -> None:
 
 def test_feedback_returns_the_whole_group(url: str) -> None:
     with rollbook.open(url) as book:
-        rows = group(1, runs=3)
+        rows = group(1, runs=3, reward=0.25)
         book.append(rows)
         book.lease(1, by="group").ack(step=1)
         assert book.revise(rows[1], reward=0.5, author="ana", retrain="group") == 1
         with book.lease(1, by="group") as lease:
             assert sorted(lease.uids) == sorted(row.eid.uid for row in rows)
             assert lease.ack(step=2) == 3
+        assert (
+            book.revise(rows[0], reward=rows[0].reward, author="ana", retrain=True) == 0
+        )  # nothing new, and yet again
+        assert book.lease(5).uids == [rows[0].eid.uid]
         with pytest.raises(ValueError, match="retrain: got 'all', expected one of False, True, 'group'"):
             book.revise(rows[1], reward=1.0, author="ana", retrain="all")
         check(book)

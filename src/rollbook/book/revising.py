@@ -249,7 +249,24 @@ def revise(
         return (new, names) if names else None
 
     seqs = reading.numbers_of(book, list(changes))
-    return len(rewrite(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain))
+    done = rewrite(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain)
+    same_as_before = [seq for i, seq in enumerate(seqs) if i not in set(done)]
+    if retrain and same_as_before:
+        _return(book, same_as_before, retrain)
+    return len(done)
+
+
+def _return(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
+    """Have records wait again to which a revision changed nothing."""
+    with book.ledger.write() as tx:
+        found = list(seqs)
+        if retrain == "group":
+            gids: list[str] = []
+            for marks, part in chunks(seqs):
+                gids += [row[0] for row in tx.all(f"SELECT gid FROM records WHERE seq IN ({marks})", part)]
+            found += _siblings(tx, gids, seqs)
+        for consumer in consumers.all_consumers(tx):
+            follow(tx, consumer, found, None, True)
 
 
 REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
