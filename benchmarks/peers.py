@@ -5,6 +5,7 @@ The folder goes to the end of `sys.path`, so that both sides run on the same tor
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import shutil
@@ -91,10 +92,17 @@ def _installed(scratch: Path, name: str, requirements: tuple[str, ...]) -> Path:
     if target.is_dir():
         return target
     scratch.mkdir(parents=True, exist_ok=True)
+    with (scratch / f".{name}.lock").open("w") as held:
+        # Of several processes that want it at once, one installs and the others find it there.
+        fcntl.flock(held, fcntl.LOCK_EX)
+        return target if target.is_dir() else _install(scratch, target, requirements)
+
+
+def _install(scratch: Path, target: Path, requirements: tuple[str, ...]) -> Path:
     ignore = scratch / ".gitignore"
     if not ignore.exists():
         ignore.write_text("*\n")
-    part = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=scratch))
+    part = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=scratch))
     command = [
         sys.executable,
         "-m",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -246,7 +247,7 @@ def test_trl_conversations(tmp_path: Path) -> None:
 
 
 def test_trl_template_that_is_not_prefix_stable(tmp_path: Path) -> None:
-    changing = tiny.words()
+    changing = copy.deepcopy(tiny.words())  # others use the one that is kept
     changing.chat_template = "{% if messages | length > 1 %}yes {% else %}no {% endif %}" + tiny.TEMPLATE
     prompt, one = [{"role": "user", "content": PROMPT}], [{"role": "assistant", "content": "five"}]
     folder = completions(tmp_path / "c", 3, prompt=[prompt] * 2, completion=[one, one * 2], right=[1.0, 0.0])
