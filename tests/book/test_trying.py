@@ -51,6 +51,13 @@ def test_feedback_returns_the_whole_group(url: str) -> None:
         check(book)
 
 
+def test_consumer_groups_can_be_listed(url: str) -> None:
+    with rollbook.open(url, lease_seconds=60) as book:
+        book.lease(1, consumer="trian")
+        assert list(book.consumers()) == ["train", "trian"]
+        assert book.consumers()["train"].lease_seconds == 60
+
+
 def test_a_lost_lease_is_told_once() -> None:
     clock = Clock()
     with rollbook.open("memory:", clock=clock) as book:

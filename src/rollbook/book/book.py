@@ -204,6 +204,11 @@ class Book:
             work.record(tx, [work.Event("configured", consumer=found.id, detail=told)])
             return new
 
+    def consumers(self) -> dict[str, Settings]:
+        """The consumer groups there are, in the order they were made, and their settings."""
+        with self.ledger.read() as tx:
+            return {each.name: each.settings for each in consumers.all_consumers(tx)}
+
     def make_consumer(self, tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
         """A new consumer group, offered all that is in the book for training."""
         made = consumers.make(tx, name, Settings().changed(dict(settings or {})))
