@@ -541,7 +541,7 @@ class Machine(RuleBasedStateMachine):
         assert self.book[uid].reward == reward
         for reader in self.model.readers.values():
             row = reader.rows.get(uid)
-            if changed and retrain and row is not None and row.state in ("trained", "dropped"):
+            if retrain and row is not None and row.state in ("trained", "dropped"):
                 row.state, row.reason = "waiting", None
 
     @precondition(lambda self: self.url != "memory:")
