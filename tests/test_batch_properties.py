@@ -656,6 +656,7 @@ def item_of(row: Experience, recomputed: bool) -> BufferItem:
         raise CannotJoin("more log-probs than tokens")
     extras = {}
     used = {"returns", "advantages", "action_mask", "policy_logprobs" if recomputed else "logprobs"}
+    used |= {"ref_logprobs", "entropy", "values"}
     for name, field in FIELDS.items():
         value = getattr(row, name)
         if field.kind == "tensor" and field.axis == "response" and name not in used and value is not None:
@@ -668,6 +669,9 @@ def item_of(row: Experience, recomputed: bool) -> BufferItem:
         0,
         sequences=row.tokens.long(),
         action_log_probs=row.policy_logprobs if recomputed else row.logprobs,
+        base_action_log_probs=row.ref_logprobs,
+        values=row.values,
+        action_entropy=row.entropy,
         returns=row.returns,
         advantages=row.advantages,
         action_mask=row.action_mask,

@@ -433,6 +433,9 @@ OWN = [
     "group_size",
     "sampling",
     "policy_logprobs",
+    "ref_logprobs",
+    "entropy",
+    "values",
 ]
 
 

@@ -706,14 +706,17 @@ def test_records_hold_everything(actor: Actor, reference: Actor, critic: Critic)
     packed = batch.pack()
     for i, row in enumerate(back):
         assert row.tokens.tolist() == packed.sequences[i].tolist() and row.reward == batch.info["reward"][i].item()
-        for field, name in (("advantages", "advantages"), ("policy_logprobs", "action_log_probs")):
+        for field, name in (
+            ("advantages", "advantages"),
+            ("policy_logprobs", "action_log_probs"),
+            ("ref_logprobs", "base_action_log_probs"),
+            ("values", "values"),
+        ):
             torch.testing.assert_close(getattr(row, field), getattr(packed, name)[i])
-        assert row.info["values"] == pytest.approx(packed.values[i].tolist())
-        assert row.info["ref_logprobs"] == pytest.approx(packed.base_action_log_probs[i].tolist())
         assert row.metrics["length"] == len(row.response_text or "") and row.sampling["asked_seed"] == 11
     from rollbook.algorithms import estimate
 
-    found = estimate("gae", back, info_keys={"values": "values"})
+    found = estimate("gae", back)
     assert len(found.advantages) == 9
 
 

@@ -94,6 +94,9 @@ class Experience:
         group_size: int | None
         sampling: dict[str, Any] | None
         policy_logprobs: torch.Tensor | None
+        ref_logprobs: torch.Tensor | None
+        entropy: torch.Tensor | None
+        values: torch.Tensor | None
         experience_type: str
         odd: frozenset[str]
         unknown: Mapping[str, Any]
@@ -132,6 +135,9 @@ class Experience:
             group_size: int | None = None,
             sampling: Mapping[str, Any] | None = None,
             policy_logprobs: Any = None,
+            ref_logprobs: Any = None,
+            entropy: Any = None,
+            values: Any = None,
             experience_type: str | None = None,
             **declared: Any,
         ) -> None: ...

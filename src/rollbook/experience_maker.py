@@ -414,8 +414,8 @@ class NaiveExperienceMaker:
         """The same experience as records, a row for each sample: what bytes, Parquet and a book take.
 
         Each has what the engine said of it (texts, messages, log-probs, versions, sampling options), `reward`,
-        `policy_logprobs`, `advantages`, `returns`, the parts of its reward in `metrics`, and where there are models for
-        them the reference's log-probs and the critic's values as lists in `info` (`ref_logprobs`, `values`).
+        `policy_logprobs`, `advantages`, `returns`, the parts of its reward in `metrics`, and where they were computed
+        the reference's log-probs (`ref_logprobs`), the critic's `values` and each token's `entropy`.
 
         >>> from rollbook.rollout import ScriptedEngine
         >>> maker = NaiveExperienceMaker(

@@ -183,6 +183,9 @@ FIELDS: dict[str, Field] = {
         Field("group_size", "integer", doc="How many runs this record's task has."),
         Field("sampling", "json", holds="dict", doc="Temperature, top_p, top_k, seed and what else the engine used."),
         Field("policy_logprobs", "tensor", "response", "float32", doc="[R] The old policy's, recomputed."),
+        Field("ref_logprobs", "tensor", "response", "float32", doc="[R] The reference policy's."),
+        Field("entropy", "tensor", "response", "float32", doc="[R] Of the distribution each token was drawn from."),
+        Field("values", "tensor", "response", "float32", doc="[R] The critic's, before each token."),
         Field("experience_type", "text", doc="`single_turn`, `multi_turn` or `dpo`; inferred once, then kept."),
     )
 }
@@ -209,14 +212,14 @@ BATCH_FIELDS: dict[str, BatchField] = {
     for f in (
         BatchField("sequences", "sequence", ("tokens",)),
         BatchField("action_log_probs", "response", ("policy_logprobs", "logprobs")),
-        BatchField("base_action_log_probs", "response"),
-        BatchField("values", "response"),
+        BatchField("base_action_log_probs", "response", ("ref_logprobs",)),
+        BatchField("values", "response", ("values",)),
         BatchField("returns", "response", ("returns",)),
         BatchField("advantages", "response", ("advantages",)),
         BatchField("attention_mask", "sequence", absent=1),
         BatchField("action_mask", "response", ("action_mask",), absent=1),
         BatchField("kl", "response"),
-        BatchField("action_entropy", "response"),
+        BatchField("action_entropy", "response", ("entropy",)),
     )
 }
 """LightRFT's names. A record's other response-axis fields go to a batch's `extras`, under their own names."""

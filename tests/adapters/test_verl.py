@@ -287,8 +287,8 @@ def test_what_verl_adds_comes_back(verl: Any, algorithms: Any) -> None:
         assert row.logprobs.tolist() == old.logprobs.tolist() and row.reward == old.reward
         assert row.policy_logprobs.tolist() == (old.logprobs + 1).tolist()
         assert row.advantages.tolist() == advantages[i, :width].tolist()
-        assert row.info["trainer"]["values"].tolist() == [0.0] * width
-        assert row.replace(info=old.info, policy_logprobs=None, advantages=None, returns=None) == old
+        assert row.values.tolist() == [0.0] * width
+        assert row.replace(info=old.info, policy_logprobs=None, advantages=None, returns=None, values=None) == old
     batch = from_verl(data)
     assert batch.action_log_probs.tolist() == data.batch["old_log_probs"].masked_fill(~_own(batch), 0).tolist()
     assert batch.extras["logprobs"].tolist() == data.batch["rollout_log_probs"].tolist()

@@ -90,7 +90,10 @@ def _of_records(many: Experiences, keys: Mapping[str, str]) -> Inputs:
         "token_rewards": lambda: _partly(many, "token_level_reward")[0],
         "without_token_rewards": lambda: _partly(many, "token_level_reward")[1],
         "log_probs": lambda: _first(_tokens(many, "policy_logprobs"), lambda: _tokens(many, "logprobs")),
+        "ref_log_probs": lambda: _tokens(many, "ref_logprobs"),
         "teacher_log_probs": lambda: _tokens(many, "teacher_logprobs"),
+        "values": lambda: _tokens(many, "values"),
+        "entropy": lambda: _tokens(many, "entropy"),
     }
     makers |= {name: lambda key=key: _info(many.values("info"), key) for name, key in keys.items()}  # type: ignore[misc]
     return Inputs(makers, len(many))

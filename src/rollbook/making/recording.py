@@ -16,10 +16,15 @@ from rollbook.experiences import Experiences
 from rollbook.making.whole import Whole
 from rollbook.rollout.types import Sample
 
-_FIELDS = {"policy_logprobs": "action_log_probs", "advantages": "advantages", "returns": "returns"}
+_FIELDS = {
+    "policy_logprobs": "action_log_probs",
+    "ref_logprobs": "base_action_log_probs",
+    "entropy": "action_entropy",
+    "values": "values",
+    "advantages": "advantages",
+    "returns": "returns",
+}
 """A record's fields, and those of a batch that they come from."""
-_IN_INFO = {"ref_logprobs": "base_action_log_probs", "values": "values"}
-"""What a record has no field for, and keeps as a list in `info`."""
 
 
 def records_of(rollouts: Sequence[Sample], whole: Whole) -> Experiences:
@@ -37,9 +42,6 @@ def records_of(rollouts: Sequence[Sample], whole: Whole) -> Experiences:
         raise ValueError(f"rollouts: got {len(rollouts)} samples, expected {len(whole)}, one for each row")
     masks = whole.rows("action_mask")
     rows = [_masked(one.to_experience(), None if masks is None else masks[i]) for i, one in enumerate(rollouts)]
-    for name, field in _IN_INFO.items():
-        for row, values in zip(rows, whole.rows(field) or (), strict=False):
-            row.info[name] = values.tolist()
     for row, error in zip(rows, whole.entries("reward_error") or (), strict=False):
         if error is not None:
             row.info["reward_error"] = error
