@@ -1,0 +1,141 @@
+"""`diff`: two spans of steps, two runs, or two trajectories, side by side.
+
+Invariant: the first side is always what was, the second what is; a change is the second less the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import re
+from typing import Any
+
+from rollbook.cli.opened import Opened, opened, uid_of
+from rollbook.cli.terminal import OK, block, coloured, cut, figure, percent, print_json, printable, styled, table
+
+
+def diff(options: argparse.Namespace) -> int:
+    """Compare what the command names."""
+    from rollbook.viewer.comparing import Side, compare, span
+
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(opened(options.path))
+        other = one if options.other is None else stack.enter_context(opened(options.other))
+        if options.words is not None:
+            return _words(one, other, options)
+        spans: list[tuple[int | None, int | None]] = [(None, None), (None, None)]
+        if options.other is None:
+            spans = list(_quarters(one, options))
+        for i, asked in enumerate((options.a, options.b)):
+            if asked is not None:
+                spans[i] = span(asked)
+        sides = [Side(run.source, run.index, *each) for run, each in zip((one, other), spans, strict=True)]
+        found = compare(*sides, texts=options.texts, limit=options.limit, solved=options.solved)
+    for name, flag in (("a", "--a"), ("b", "--b")):
+        if not found[name]["n"]:
+            raise ValueError(f"diff: there is nothing in the steps of {flag}, expected such as `rollbook show` lists")
+    if options.json:
+        print_json(found)
+    else:
+        _print(found)
+    return OK
+
+
+def _quarters(run: Opened, options: argparse.Namespace) -> Any:
+    """The first and the last quarter of a run's steps, where none are named."""
+    rows = run.index.query("SELECT DISTINCT step FROM samples WHERE evaluation = 0 ORDER BY step")
+    steps = [row[0] for row in rows]
+    if len(steps) < 2 and (options.a is None or options.b is None):
+        raise ValueError(f"diff: the run has {len(steps)} steps, expected two or more, or another run to compare with")
+    size = max(1, len(steps) // 4)
+    return ((steps[0], steps[size - 1]), (steps[-size], steps[-1])) if steps else ((None, None), (None, None))
+
+
+def _print(found: dict[str, Any]) -> None:
+    for name in ("a", "b"):
+        side = found[name]
+        first, last = side["steps"]
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        told = f"{printable(side['name'])}, {steps}: {side['n']:,} trajectories, {side['groups']:,} groups"
+        print(styled(name.upper(), "bold"), told)
+    rows = []
+    for name, metric in found["metrics"].items():
+        if metric is not None:
+            sides = [figure((metric[side] or {}).get(each)) for each in ("p25", "p50", "p75") for side in ("a", "b")]
+            sure = (
+                ""
+                if metric["p"] is None
+                else "clear"
+                if metric["p"] < 0.001
+                else "likely"
+                if metric["p"] < 0.05
+                else ""
+            )
+            rows.append([name, *sides, figure(metric["shift"]), figure(metric["ks"]), sure])
+    print()
+    names = ("", "p25 A", "B", "median A", "B", "p75 A", "B", "shift", "KS", "change")
+    for line in table(names, rows, right=range(1, 9)):
+        print(line)
+    rows = [[name, percent(each["a"]), percent(each["b"])] for name, each in found["shares"].items()]
+    rows += [
+        [f"reward: {printable(name)}", figure(each["a"]), figure(each["b"])] for name, each in found["parts"].items()
+    ]
+    print()
+    for line in table(("", "A", "B"), rows, right=(1, 2)):
+        print(line)
+    if found["phrases"]:
+        told = found["texts"]
+        print(styled(f"\nphrases, in {told['a']} and {told['b']} responses", "bold"))
+        rows = [
+            [printable(each["phrase"]), percent(each["share_a"]), percent(each["share_b"]), figure(each["reward"])]
+            for each in found["phrases"]
+        ]
+        for line in table(("phrase", "in A", "in B", "goes with reward"), rows, right=(1, 2, 3)):
+            print(line)
+    prompts = found["prompts"]
+    print(
+        f"\n{prompts['common']:,} prompts are in both; solved from a mean reward of {figure(prompts['solved_from'])}: "
+        f"{styled(str(prompts['solved_count']) + ' newly solved', 'green')}, "
+        f"{styled(str(prompts['broken_count']) + ' newly broken', 'red')}"
+    )
+    for name in ("newly_solved", "newly_broken"):
+        for each in prompts[name]:
+            sign = "+" if name == "newly_solved" else "-"
+            moved = f"{figure(each['a'])} → {figure(each['b'])}"
+            print(f"{sign} {moved}  {printable(each['gid_b'])}  {cut(printable(each['opening']), 90)}")
+
+
+# --- two trajectories -----------------------------------------------------------------------------------------------
+
+
+def _words(one: Opened, other: Opened, options: argparse.Namespace) -> int:
+    from rollbook.viewer.comparing import responses
+
+    uids = [uid_of(run.index, what) for run, what in zip((one, other), options.words, strict=True)]
+    texts = [next(iter(responses(run.source, [uid])))[1] for run, uid in zip((one, other), uids, strict=True)]
+    pieces = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in texts]
+    changes: list[dict[str, str]] = []
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, *pieces, autojunk=False).get_opcodes():
+        one_side, other_side = "".join(pieces[0][a:b]), "".join(pieces[1][c:d])
+        # A space that two changes have between them is no part that stayed.
+        if changes and (changes[-1]["kind"] != "equal") and (kind != "equal" or one_side.isspace()):
+            changes[-1] = {"kind": "replace", "a": changes[-1]["a"] + one_side, "b": changes[-1]["b"] + other_side}
+        else:
+            changes.append({"kind": kind, "a": one_side, "b": other_side})
+    if options.json:
+        print_json({"a": uids[0], "b": uids[1], "changes": changes})
+        return OK
+    print(styled(f"- {printable(uids[0])}", "red"))
+    print(styled(f"+ {printable(uids[1])}", "green"))
+    made = []
+    for change in changes:
+        if change["kind"] == "equal":
+            made.append(block(change["a"]))
+            continue
+        for side, sign, colour in (("a", "-", "red"), ("b", "+", "green")):
+            if change[side]:
+                text = block(change[side])
+                made.append(styled(text, colour) if coloured() else f"[{sign}{text}{sign}]")
+    print("".join(made))
+    return OK

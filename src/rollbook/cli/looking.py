@@ -1,0 +1,184 @@
+"""`ls`, `sql` and `history`: what a book holds, what it answers, what happened to a record.
+
+Invariant: `ls` asks the ledger and nothing else; neither pyarrow nor torch nor duckdb is loaded for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from rollbook.cli.terminal import OK, print_json, print_table, printable, size, styled, when
+
+
+def ls(options: argparse.Namespace) -> int:
+    """List a book's contents, the books of a folder, or the samples that meet a condition."""
+    if options.where is not None:
+        return _samples(options)
+    path = options.path if _is_shared(options.path) else os.path.expanduser(options.path)
+    if _is_shared(path) or os.path.lexists(os.path.join(path, "ledger.sqlite")):
+        told = _told(path)
+        if options.json:
+            print_json(told)
+            return OK
+        for name in ("records", "evaluation", "policy_version", "segments", "bytes", "made"):
+            shown = size(told[name]) if name == "bytes" and told[name] is not None else told[name]
+            if shown is not None:
+                print(f"{name.replace('_', ' '):15}{printable(shown)}")
+        if told["checkpoints"]:
+            print(f"{'checkpoints':15}{printable(', '.join(told['checkpoints']))}")
+        rows = [[each[name] for name in STATES] for each in told["consumers"]]
+        if rows:
+            print()
+            print_table(STATES, rows)
+        return OK
+    if not os.path.isdir(path):
+        raise FileNotFoundError(f"{path}: there is no such folder")
+    found = []
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False) and os.path.lexists(os.path.join(entry.path, "ledger.sqlite")):
+            try:
+                found.append({"name": entry.name, **_told(entry.path)})
+            except (ValueError, OSError) as error:
+                found.append({"name": entry.name, "error": str(error)})
+    if options.json:
+        print_json(found)
+    elif not found:
+        print("no books here")
+    else:
+        rows = [[each["name"], each.get("records"), _trained(each), each.get("error")] for each in found]
+        print_table(("book", "records", "trained", ""), rows)
+    return OK
+
+
+def _samples(options: argparse.Namespace) -> int:
+    from rollbook.cli.opened import opened
+    from rollbook.cli.terminal import figure, table, tail
+
+    with opened(options.path) as run:
+        found = run.answers.list(view="samples", filter=options.where, sort=options.sort, limit=options.limit)
+    if options.json:
+        print_json(found["rows"])
+        return OK
+    names = ("uid", "step", "reward", "advantage", "tokens", "entropy", "kl", "status", "state", "how it ends")
+    rows = []
+    for row in found["rows"]:
+        told = [printable(row["uid"]), str(row["step"]), figure(row["reward"]), figure(row["advantage"])]
+        told += [figure(row["response_tokens"]), figure(row["entropy"]), figure(row["kl"]), row["status"]]
+        rows.append([*told, row["state"], tail(printable(row["closing"] or ""))])
+    for line in table(names, rows, right=range(1, 7)):
+        print(line)
+    if found["total"] > len(rows):
+        print(styled(f"{len(rows)} of {found['total']:,}; --limit N shows more", "dim"))
+    return OK
+
+
+STATES = ("consumer", "waiting", "leased", "trained", "dropped")
+
+
+def _trained(told: dict[str, Any]) -> int | None:
+    return told["consumers"][0]["trained"] if told.get("consumers") else None
+
+
+def _is_shared(path: str) -> bool:
+    return path.startswith(("postgresql://", "postgres://"))
+
+
+def _told(path: str) -> dict[str, Any]:
+    """What the ledger says of the whole; nothing but the ledger's own modules is loaded."""
+    if _is_shared(path):
+        import rollbook
+
+        with rollbook.open(path, "r") as book:
+            told = _from_ledger(book.ledger)
+            sizes = book.shelf.segments()
+        return {**told, "segments": len(sizes), "bytes": sum(sizes.values())}
+    from pathlib import Path
+
+    from rollbook.book.ledger import SQLiteLedger
+
+    ledger = SQLiteLedger(Path(path) / "ledger.sqlite", read_only=True)
+    try:
+        told = _from_ledger(ledger)
+    finally:
+        ledger.close()
+    parts = os.path.join(path, "segments")
+    sizes = {}
+    if os.path.isdir(parts) and not os.path.islink(parts):
+        with os.scandir(parts) as entries:
+            sizes = {each.name: each.stat(follow_symlinks=False).st_size for each in entries}
+    return {**told, "segments": len(sizes), "bytes": sum(sizes.values())}
+
+
+def _from_ledger(ledger: Any) -> dict[str, Any]:
+    import sqlite3
+
+    try:
+        with ledger.read() as tx:
+            meta = dict(tx.all("SELECT key, value FROM meta WHERE key IN ('policy_version', 'made') LIMIT 2"))
+            tallies = tx.all("SELECT consumer, state, SUM(n) FROM tallies GROUP BY 1, 2")
+            names = tx.all("SELECT id, name FROM consumers ORDER BY id LIMIT 1000")
+            points = [name for (name,) in tx.all("SELECT name FROM checkpoints ORDER BY event LIMIT 1000")]
+    except sqlite3.Error as error:
+        raise ValueError(f"the ledger cannot be read: {error}; `rollbook check` says more") from None
+    count = {(consumer, state): n for consumer, state, n in tallies}
+    return {
+        "records": count.get((0, "admitted"), 0),
+        "evaluation": count.get((0, "evaluation"), 0),
+        "policy_version": meta.get("policy_version"),
+        "made": when(meta.get("made")),
+        "checkpoints": [str(name) for name in points],
+        "consumers": [
+            {
+                "consumer": name,
+                "waiting": count.get((number, "waiting"), 0) + count.get((number, "cooling"), 0),
+                **{state: count.get((number, state), 0) for state in STATES[2:]},
+            }
+            for number, name in names
+        ],
+    }
+
+
+def sql(options: argparse.Namespace) -> int:
+    import rollbook
+
+    with rollbook.open(options.path, "r") as book:
+        table = book.sql(options.query, memory=options.memory, seconds=options.seconds).arrow()
+    if options.json:
+        print_json(table.to_pylist())
+    else:
+        print_table(table.column_names, ([*row.values()] for row in table.to_pylist()))
+    return OK
+
+
+def history(options: argparse.Namespace) -> int:
+    import rollbook
+
+    with rollbook.open(options.path, "r") as book:
+        entries = book.history(_whole(book, options.uid))
+    names = ("time", "kind", "reason", "consumer", "step", "lease", "detail")
+    if options.json:
+        print_json([{name: getattr(entry, name) for name in names} for entry in entries])
+    else:
+        rows = [[when(each.time), *(getattr(each, name) for name in names[1:-1])] for each in entries]
+        told = [json.dumps(each.detail, default=str) if each.detail else None for each in entries]
+        print_table(names, [[*row, detail] for row, detail in zip(rows, told, strict=True)])
+    return OK
+
+
+def _whole(book: Any, uid: str) -> str:
+    """The uid that begins so, if there is but one; `3/12/0` is run 0 of a task before it is another beginning."""
+    with book.ledger.read() as tx:
+        for beginning in (uid, f"{uid}/", uid):
+            last = beginning + "\U0010ffff"
+            rows = tx.all("SELECT uid FROM records WHERE uid >= ? AND uid < ? ORDER BY uid LIMIT 9", (beginning, last))
+            found = [str(each) for (each,) in rows if str(each).startswith(beginning)]
+            if uid in found:
+                return uid
+            if len(found) == 1:
+                return found[0]
+    if found:
+        raise ValueError(f"uid: got {uid!r}, which {len(found)} or more begin with: {', '.join(found)}")
+    return uid

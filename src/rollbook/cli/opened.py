@@ -1,0 +1,56 @@
+"""A run opened to be looked at by a command: its source, its index brought up to date, and the answers they give.
+
+Invariant: what a command says is of the run as it was when it was opened; nothing is written to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rollbook.viewer.answers import Answers
+    from rollbook.viewer.index import Index
+    from rollbook.viewer.sources import Source
+
+
+class Opened(NamedTuple):
+    """What there is to ask."""
+
+    source: Source
+    index: Index
+    answers: Answers
+
+
+@contextlib.contextmanager
+def opened(path: str, tokenizer: str | None = None) -> Iterator[Opened]:
+    """Open a run and index all of it."""
+    from rollbook.viewer.answers import Answers
+    from rollbook.viewer.index import Index
+    from rollbook.viewer.sources import open_source
+
+    with contextlib.closing(open_source(path, tokenizer=tokenizer)) as source, Index() as index:
+        while source.refresh(index):
+            pass
+        index.settle()
+        yield Opened(source, index, Answers(source, index))
+
+
+def uid_of(index: Index, what: str) -> str:
+    """The uid that is meant: the whole of it, or a beginning that no other has."""
+    if index.query("SELECT 1 FROM samples WHERE uid = ?", [what]):
+        return what
+    # `137/12/3` is run 3 of a task before it is the beginning of run 30.
+    for beginning in (f"{what}/", what):
+        found = index.query(
+            "SELECT uid FROM samples WHERE substr(uid, 1, ?) = ? ORDER BY n LIMIT 9", [len(beginning), beginning]
+        )
+        if len(found) == 1:
+            return str(found[0][0])
+        if found:
+            listed = ", ".join(uid for (uid,) in found[:8])
+            raise ValueError(f"id: got {what!r}, which {len(found)} or more begin with: {listed}")
+    raise ValueError(
+        f"id: got {what!r}, which is no trajectory or group here; `rollbook ls PATH --where ...` lists them"
+    )

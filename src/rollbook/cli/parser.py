@@ -1,0 +1,221 @@
+"""`rollbook COMMAND …`: which commands there are, what they take, and how they end.
+
+Invariant: a command's module is loaded when the command runs, never to print help. What a book or a file refuses is one
+line on the standard error and status 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rollbook.cli.terminal import OK, UNREADABLE, WHEN, printable, use_colour
+
+BOOK = "a book: its folder, or postgresql://..."
+RUN = "a book, a run folder, or rollouts that this or another tool saved"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status: 0 well, 1 something was found, 2 it could not be done.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     main(["ls", folder])
+    no books here
+    0
+    """
+    options = build().parse_args(_joined(sys.argv[1:] if arguments is None else list(arguments)))
+    use_colour(options.color)
+    module, _, name = options.run.partition(":")
+    try:
+        status: int = getattr(importlib.import_module(f"rollbook.cli.{module}"), name)(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read it has enough; Python would complain again when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, KeyError, ImportError, TimeoutError) as error:
+        said = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"rollbook {options.command}: {_one_line(str(said))}", file=sys.stderr)
+        return UNREADABLE
+    return status
+
+
+def _joined(arguments: list[str]) -> list[str]:
+    """`--sort -reward` as `--sort=-reward`: a value that begins with a minus would be taken for an option."""
+    made: list[str] = []
+    for each in arguments:
+        if made and made[-1] == "--sort" and each.startswith("-") and not each.startswith("--"):
+            made[-1] = f"--sort={each}"
+        else:
+            made.append(each)
+    return made
+
+
+def _one_line(text: str) -> str:
+    return "\n  ".join(printable(line) for line in text.splitlines())
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says the nearest name of a command or an option that does not exist."""
+
+    def error(self, message: str) -> Any:
+        words = message.split("'")
+        if "invalid choice" in message and len(words) > 1:
+            import difflib
+
+            near = difflib.get_close_matches(words[1], COMMANDS, 1)
+            message = f"{words[1]!r} is no command{f'; did you mean {near[0]!r}?' if near else ''}"
+            message += f" There are: {', '.join(COMMANDS)}"
+        elif message.startswith("unrecognized arguments: -"):
+            import difflib
+
+            given = message.split(": ", 1)[1].split()[0].split("=")[0]
+            known = [each for action in self._actions for each in action.option_strings]
+            near = difflib.get_close_matches(given, known, 1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        super().error(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and self.prog != "rollbook" and any(each.startswith("--") for each in rest):
+            self.error(f"unrecognized arguments: {' '.join(each for each in rest if each.startswith('-'))}")
+        return found, rest
+
+
+COMMANDS: dict[str, str] = {
+    "ls": "List what a book holds, or the books in a folder.",
+    "show": "Show a run, a step, a group or one trajectory, its tokens coloured.",
+    "view": "Open the web viewer on a run.",
+    "doctor": "Say what is wrong with a run, and what to do; status 0: nothing, 1: something, 2: unreadable.",
+    "diff": "Compare two spans of steps, or two runs: distributions, phrases, prompts solved and broken.",
+    "sql": "Ask a question in SQL, of experiences, events, work, leases, revisions ...",
+    "history": "Tell everything that happened to one record.",
+    "export": "Write records to a file or folder, or as one HTML page.",
+    "import": "Bring the records of a file or folder into a book, which is made if it is new.",
+    "check": "Check everything a book promises; status 0: all is well, 1: not, 2: unreadable.",
+    "compact": "Remove bytes that nobody needs, and merge small segments.",
+    "completion": "Print the completion script of a shell.",
+}
+
+
+def build() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    from rollbook import __version__
+
+    parser = _Parser(
+        prog="rollbook",
+        description="Look at runs of experience, find what is wrong with them, and move records in and out.",
+        epilog="A PATH is the folder of a book, postgresql://user@host/database for one on a server, or, to look at, "
+        "rollouts that another tool saved. `rollbook COMMAND --help` says more of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"rollbook {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def command(name: str, run: str, *, path: str | None = BOOK) -> Any:
+        made = commands.add_parser(name, help=COMMANDS[name], description=COMMANDS[name])
+        if path is not None:
+            made.add_argument("path", metavar="PATH", help=path)
+        made.add_argument("--json", action="store_true", help="print JSON")
+        made.add_argument("--color", choices=WHEN, default="auto", help="colours: auto (on a terminal), always, never")
+        made.set_defaults(run=run)
+        return made
+
+    made = command("ls", "looking:ls", path="a book, a folder of books, or saved rollouts")
+    made.add_argument("--where", metavar="FILTER", help='list samples: such as "reward < 0.2 and truncated"')
+    made.add_argument("--sort", metavar="COLUMNS", default="n", help="with --where: such as -reward,length")
+    made.add_argument("--limit", type=int, default=50, help="with --where: so many rows (50)")
+
+    made = command("show", "showing:show", path=RUN)
+    made.add_argument("what", metavar="ID", nargs="?", help="a uid or its beginning (137/12/3), a group (137/12)")
+    made.add_argument("--step", type=int, help="show a step: its groups and their rewards")
+    made.add_argument("--lens", "-l", metavar="NAME", help="what colours the tokens: entropy, logprob, kl, ... or off")
+    made.add_argument("--raw", action="store_true", help="all tokens as the trainer saw them, in one piece")
+    made.add_argument("--tokens", metavar="A:B", help="these tokens only, one a line with every number")
+    made.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's folder, for books that keep none")
+
+    made = command("view", "viewing:view", path=RUN)
+    made.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
+    made.add_argument("--port", type=int, default=None, help="the port (8420, or a free one)")
+    made.add_argument("--socket", metavar="PATH", help="listen on a Unix socket instead")
+    made.add_argument("--token", help="the secret of the address; a random one if not given")
+    made.add_argument("--open", action="store_true", help="open a browser")
+    made.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's folder, for books that keep none")
+    made.add_argument("--trusted-host", metavar="HOST", action="append", default=[], help="a further name to answer to")
+    made.add_argument("--annotate", action="store_true", help="let pages write stars and notes into the book")
+    made.add_argument(
+        "--unsafe-allow-unauthenticated", action="store_true", help="ask nobody for the secret: anyone who can connect"
+    )
+
+    made = command("doctor", "viewing:doctor", path=RUN)
+    made.add_argument("--steps", metavar="A-B", help="only these steps")
+    made.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="another threshold")
+    made.add_argument("--verbose", action="store_true", help="say what is well, too")
+    made.add_argument("--thresholds", action="store_true", help="print every threshold and what it means")
+    made.add_argument("--evaluation", action="store_true", help="the records for evaluation, instead of the others")
+    made.add_argument(
+        "--fail-on",
+        choices=("low", "medium", "high", "never"),
+        default="medium",
+        help="status 1 from this severity on (medium)",
+    )
+
+    made = command("diff", "differing:diff", path=RUN)
+    made.add_argument("other", metavar="OTHER", nargs="?", help="another run; without it, --a and --b of one run")
+    made.add_argument("--a", metavar="STEPS", help="steps of the first side: 7 or 3-9 (the first quarter)")
+    made.add_argument("--b", metavar="STEPS", help="steps of the second side (the last quarter)")
+    made.add_argument("--texts", type=int, default=400, help="of how many responses a side phrases are counted (400)")
+    made.add_argument("--solved", type=float, help="the mean reward from which a prompt counts as solved")
+    made.add_argument("--limit", type=int, default=15, help="so many phrases and prompts (15)")
+    made.add_argument("--words", metavar="ID", nargs=2, help="compare two trajectories word by word instead")
+
+    made = command("sql", "looking:sql")
+    made.add_argument("query", metavar="QUERY", help='such as "select tid, avg(reward) from experiences group by 1"')
+    made.add_argument("--seconds", type=float, default=60.0, help="how long it may take (60)")
+    made.add_argument("--memory", default="1GB", help="how much memory it may take (1GB)")
+
+    made = command("history", "looking:history")
+    made.add_argument("uid", metavar="UID", help="the record's id, or its beginning if no other has it")
+
+    made = command("export", "keeping:export", path="a book; for HTML also saved rollouts")
+    made.add_argument(
+        "out", metavar="OUT", help="its name says the format: .parquet, .jsonl, .frames, .trxp, .hf, .html"
+    )
+    made.add_argument("--format", help="the format, if the name does not say it")
+    made.add_argument("--evaluation", action="store_true", help="the records for evaluation, instead of the others")
+    made.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    page = made.add_argument_group("an HTML page")
+    page.add_argument(
+        "--id", metavar="ID", action="append", default=[], help="a trajectory or a group; may be repeated"
+    )
+    page.add_argument("--where", metavar="FILTER", help="the samples that meet a condition")
+    page.add_argument("--redact", metavar="REGEX", action="append", default=[], help="black out what matches")
+    page.add_argument("--no-images", action="store_true", help="leave pictures out")
+    page.add_argument("--max-mb", type=float, help="refuse to write a larger file")
+    page.add_argument("--title", help="the page's title")
+    page.add_argument("--theme", choices=("auto", "light", "dark"), default="auto")
+    page.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's folder, for books that keep none")
+
+    made = command("import", "keeping:import_")
+    made.add_argument("source", metavar="IN", help="Parquet, JSONL, a HF dataset, frames, TRXP, Trinity's SQLite ...")
+    made.add_argument("--format", help="the format, if it cannot be guessed")
+    made.add_argument("--evaluation", action="store_true", help="for evaluation: kept beside, never trained on")
+    made.add_argument("--skip", action="store_true", help="leave out rows that cannot be read")
+    made.add_argument("--table", help="of a Trinity database that has several")
+    made.add_argument("--tokenizer", metavar="PATH", help="for rollouts that are text alone (verl, TRL, OpenRLHF)")
+
+    made = command("check", "keeping:check")
+    made.add_argument("--repair", action="store_true", help="mend what can be mended; what is changed is kept aside")
+    made.add_argument("--quick", action="store_true", help="do not look at every byte of the data")
+
+    command("compact", "keeping:compact")
+
+    made = command("completion", "completion:completion", path=None)
+    made.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return parser

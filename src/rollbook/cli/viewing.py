@@ -1,0 +1,65 @@
+"""`view` and `doctor`: the web viewer, and what is wrong with a run.
+
+Invariant: both only read, unless `--annotate` says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rollbook.cli.terminal import OK, columns, print_json, printable, styled, table
+
+_STYLES = {"high": "red", "medium": "yellow", "low": "blue"}
+
+
+def view(options: argparse.Namespace) -> int:
+    """Serve the pages until the user ends it."""
+    from rollbook.viewer.server import PORT, serve
+
+    serve(
+        options.path,
+        host=options.host,
+        port=PORT if options.port is None else options.port,
+        socket=options.socket,
+        token=options.token,
+        open_browser=options.open,
+        tokenizer=options.tokenizer,
+        trusted_hosts=options.trusted_host,
+        annotate=options.annotate,
+        unsafe_allow_unauthenticated=options.unsafe_allow_unauthenticated,
+        json=options.json,
+    )
+    return OK
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Examine a run."""
+    from rollbook.doctor import Thresholds, examine, lines
+
+    thresholds = Thresholds.of(*options.set)
+    if options.thresholds:
+        return _thresholds(thresholds, options)
+    from rollbook.viewer.comparing import span
+
+    steps = None if options.steps is None else span(options.steps)
+    diagnosis = examine(options.path, steps=steps, thresholds=thresholds, evaluation=options.evaluation)
+    if options.json:
+        print_json(diagnosis.as_dict())
+    else:
+        for line in lines(diagnosis, width=min(columns(), 120), verbose=options.verbose):
+            first = line.split(" ", 1)[0]
+            print(styled(line, "bold", _STYLES[first]) if first in _STYLES else line)
+    return diagnosis.status(options.fail_on)
+
+
+def _thresholds(thresholds: Any, options: argparse.Namespace) -> int:
+    from rollbook.doctor.report import meanings
+
+    found = [(name, getattr(thresholds, name), meaning) for name, meaning in meanings().items()]
+    if options.json:
+        print_json([{"name": name, "value": value, "meaning": meaning} for name, value, meaning in found])
+    else:
+        for line in table(("threshold", "value", "meaning"), [[n, printable(v), printable(m)] for n, v, m in found]):
+            print(line)
+    return OK

@@ -1,0 +1,309 @@
+"""One part of a run against another, or one run against another: what moved, which phrases, which prompts.
+
+Invariant: both sides are measured in the same way, on samples drawn by the same seed; a number that one side does not
+have is `None`, never 0. What was looked at, and how much of it, is said beside the result.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.viewer.statistics import histograms, kolmogorov, quantiles
+
+if TYPE_CHECKING:
+    from rollbook.viewer.index import Index
+    from rollbook.viewer.sources import Source
+
+METRICS = {
+    "reward": "reward",
+    "length": "response_tokens",
+    "entropy": "entropy",
+    "kl": "kl",
+    "mismatch": "mismatch",
+    "lag": "lag",
+}
+"""What is compared, and the index's column of it."""
+SHARES = {
+    "truncated": "status = 'truncated'",
+    "errors": "status = 'error'",
+    "loops": "repetition >= 0.5",
+    "trained": "state = 'trained'",
+    "dropped": "state = 'dropped'",
+}
+TEXTS = 400
+"""Of how many responses of a side the phrases are counted, drawn at random, unless more are asked for."""
+LONGEST = 4
+"""Words of a phrase, at most."""
+_WORD = re.compile(r"[^\W_]+(?:['\u2019][^\W_]+)*|[^\w\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What is compared: all steps of a run, or those from `first` to `last`."""
+
+    source: Source
+    index: Index
+    first: int | None = None
+    last: int | None = None
+    name: str = ""
+
+    @property
+    def where(self) -> tuple[str, list[Any]]:
+        """The condition of its samples, and the condition's values."""
+        found, values = ["evaluation = 0"], []
+        for bound, sign in ((self.first, ">="), (self.last, "<=")):
+            if bound is not None:
+                found.append(f"step {sign} ?")
+                values.append(bound)
+        return " AND ".join(found), values
+
+
+def span(text: str) -> tuple[int, int]:
+    """`7` or `3-9` as the first and the last step.
+
+    >>> span("3-9"), span("7")
+    ((3, 9), (7, 7))
+    """
+    found = re.fullmatch(r"\s*(-?\d{1,18})\s*(?:(?:-|\.\.|:)\s*(-?\d{1,18})\s*)?", text)
+    if found is None:
+        raise ValueError(f"steps: got {text!r}, expected a step such as 7, or a span such as 3-9")
+    first = int(found[1])
+    last = first if found[2] is None else int(found[2])
+    if last < first:
+        raise ValueError(f"steps: got {text!r}, expected the first step before the last")
+    return first, last
+
+
+def compare(a: Side, b: Side, *, texts: int = TEXTS, limit: int = 40, solved: float | None = None) -> dict[str, Any]:
+    """What is different in `b`: distributions, shares, parts of the reward, phrases, prompts solved and broken.
+
+    `texts`: of how many responses of each side phrases are counted (0: none). `solved`: the mean reward from which a
+    prompt counts as solved; halfway between the lowest and the highest reward of both sides if it is not given.
+    """
+    found: dict[str, Any] = {"a": _told(a), "b": _told(b)}
+    found["metrics"] = {name: _metric(a, b, column) for name, column in METRICS.items()}
+    found["shares"] = {name: {"a": _share(a, test), "b": _share(b, test)} for name, test in SHARES.items()}
+    found["parts"] = _parts(a, b)
+    found["prompts"] = _prompts(a, b, limit, solved)
+    found["phrases"], found["texts"] = _phrases(a, b, texts, limit) if texts else ([], {"a": 0, "b": 0})
+    return found
+
+
+def _told(side: Side) -> dict[str, Any]:
+    where, values = side.where
+    n, groups, first, last = side.index.query(
+        f"SELECT COUNT(*), COUNT(DISTINCT gid), MIN(step), MAX(step) FROM samples WHERE {where}", values
+    )[0]
+    return {"name": side.name or side.source.name, "n": n, "groups": groups, "steps": None if n == 0 else [first, last]}
+
+
+def _column(side: Side, column: str) -> NDArray[np.float64]:
+    where, values = side.where
+    rows = side.index.query(f"SELECT {column} FROM samples WHERE {where} AND {column} IS NOT NULL", values)
+    found = np.array([row[0] for row in rows], dtype=np.float64)
+    return found[np.isfinite(found)]
+
+
+def _metric(a: Side, b: Side, column: str) -> dict[str, Any] | None:
+    one, other = _column(a, column), _column(b, column)
+    if not len(one) and not len(other):
+        return None
+    told: dict[str, Any] = {"a": quantiles(one), "b": quantiles(other), **histograms(one, other)}
+    if len(one) and len(other):
+        distance, chance = kolmogorov(one, other)
+        told |= {"ks": distance, "p": chance, "shift": float(np.median(other) - np.median(one))}
+    else:
+        told |= {"ks": None, "p": None, "shift": None}
+    return told
+
+
+def _share(side: Side, test: str) -> float | None:
+    where, values = side.where
+    n, share = side.index.query(f"SELECT COUNT(*), AVG({test}) FROM samples WHERE {where}", values)[0]
+    return None if not n else float(share or 0.0)
+
+
+def _parts(a: Side, b: Side) -> dict[str, dict[str, float | None]]:
+    found: dict[str, dict[str, float | None]] = {}
+    for which, side in (("a", a), ("b", b)):
+        where, values = side.where
+        rows = side.index.query(
+            "SELECT part.key, AVG(part.value) FROM samples, json_each(samples.parts) part "
+            f"WHERE {where} AND samples.parts IS NOT NULL AND part.type IN ('integer', 'real') GROUP BY 1 LIMIT 200",
+            values,
+        )
+        for name, mean in rows:
+            found.setdefault(str(name), {"a": None, "b": None})[which] = float(mean)
+    return dict(sorted(found.items()))
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+def _prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, Any]:
+    rewards: list[dict[str, tuple[float, int, str, str]]] = []
+    ends: list[float] = []
+    for side in (a, b):
+        where, values = side.where
+        rows = side.index.query(
+            "SELECT prompt, AVG(reward), COUNT(*), MAX(gid), MAX(opening), MIN(reward), MAX(reward) FROM samples "
+            f"WHERE {where} AND reward IS NOT NULL AND prompt IS NOT NULL GROUP BY prompt",
+            values,
+        )
+        rewards.append({row[0]: (float(row[1]), int(row[2]), row[3], row[4] or "") for row in rows})
+        ends += [bound for row in rows for bound in row[5:] if math.isfinite(bound)]
+    if solved is None and ends:
+        solved = (min(ends) + max(ends)) / 2
+    one, other = rewards
+    both = sorted(one.keys() & other.keys())
+    moved = [
+        {
+            "prompt": prompt,
+            "opening": other[prompt][3] or one[prompt][3],
+            "a": one[prompt][0],
+            "b": other[prompt][0],
+            "gid_a": one[prompt][2],
+            "gid_b": other[prompt][2],
+            "n_a": one[prompt][1],
+            "n_b": other[prompt][1],
+        }
+        for prompt in both
+    ]
+
+    def crossed(low: str, high: str) -> list[dict[str, Any]]:
+        if solved is None:
+            return []
+        found = [each for each in moved if each[low] < solved <= each[high]]
+        return sorted(found, key=lambda each: (each[low] - each[high], each["prompt"]))
+
+    better, worse = crossed("a", "b"), crossed("b", "a")
+    return {
+        "solved_from": solved,
+        "common": len(both),
+        "only_a": len(one) - len(both),
+        "only_b": len(other) - len(both),
+        "newly_solved": better[:limit],
+        "newly_broken": worse[:limit],
+        "solved_count": len(better),
+        "broken_count": len(worse),
+    }
+
+
+# --- phrases --------------------------------------------------------------------------------------------------------
+
+
+def phrases_of(text: str) -> Counter[str]:
+    """How often each phrase of one to four words is in a text; none goes over the end of a sentence.
+
+    >>> phrases_of("Wait, wait. No")["wait"], "wait no" in phrases_of("Wait, wait. No")
+    (2, False)
+    """
+    found: Counter[str] = Counter()
+    sentence: list[str] = []
+    for word in (*(each.group().casefold() for each in _WORD.finditer(text)), "."):
+        if word[0].isalnum():
+            sentence.append(word)
+            continue
+        if word in '.!?;:"()[]{}<>|/=*#`~':
+            for size in range(1, LONGEST + 1):
+                found.update(" ".join(sentence[i : i + size]) for i in range(len(sentence) - size + 1))
+            sentence = []
+    return found
+
+
+def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    sides = [_texts(side, texts) for side in (a, b)]
+    counted = [[phrases_of(text) for _, _, text in side] for side in sides]
+    documents = [Counter(phrase for each in side for phrase in each) for side in counted]
+    totals = [Counter[str]() for _ in sides]
+    for total, side in zip(totals, counted, strict=True):
+        for each in side:
+            total.update(each)
+    sizes = [max(1, len(side)) for side in sides]
+    scored = []
+    for phrase in documents[0].keys() | documents[1].keys():
+        many = documents[0][phrase] + documents[1][phrase]
+        if many < 3 or (phrase.replace(" ", "").isdigit()):
+            continue
+        score = _odds(documents[0][phrase], sizes[0], documents[1][phrase], sizes[1])
+        if abs(score) >= 2.5:
+            scored.append((score, phrase))
+    scored.sort(key=lambda each: (-abs(each[0]), -len(each[1]), each[1]))
+    kept: list[tuple[float, str]] = []
+    homes: list[set[int]] = []
+    every = [each for side in counted for each in side]
+    for score, phrase in scored:
+        if len(kept) >= limit:
+            break
+        home = {i for i, each in enumerate(every) if phrase in each}
+        # What is found in the same texts as a phrase that stands already, or in it, says nothing new.
+        if not any(
+            len(home & known) > 0.8 * len(home | known) or f" {phrase} " in f" {other} "
+            for known, (_, other) in zip(homes, kept, strict=True)
+        ):
+            kept.append((score, phrase))
+            homes.append(home)
+    found = []
+    for score, phrase in kept:
+        rewards, there, uids = [], [], []
+        for side, counts in zip(sides, counted, strict=True):
+            for (uid, reward, _), each in zip(side, counts, strict=True):
+                if phrase in each and len(uids) < 200:
+                    uids.append(uid)
+                if reward is not None and math.isfinite(reward):
+                    rewards.append(reward)
+                    there.append(float(phrase in each))
+        found.append(
+            {
+                "phrase": phrase,
+                "a": totals[0][phrase] / sizes[0],
+                "b": totals[1][phrase] / sizes[1],
+                "share_a": documents[0][phrase] / sizes[0],
+                "share_b": documents[1][phrase] / sizes[1],
+                "z": score,
+                "reward": _correlation(rewards, there),
+                "uids": uids[-8:],
+            }
+        )
+    return found, {"a": len(sides[0]), "b": len(sides[1])}
+
+
+def _odds(one: int, ones: int, other: int, others: int) -> float:
+    """How sure it is that the second share is another: the log of the odds' ratio over its standard error, with half a
+    text added to each cell."""
+    cells = [one + 0.5, ones - one + 0.5, other + 0.5, others - other + 0.5]
+    return math.log(cells[2] * cells[1] / (cells[3] * cells[0])) / math.sqrt(sum(1 / cell for cell in cells))
+
+
+def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+    if len(one) < 8 or len(set(one)) < 2 or len(set(other)) < 2:
+        return None
+    return float(np.corrcoef(np.array(one), np.array(other))[0, 1])
+
+
+def _texts(side: Side, count: int) -> list[tuple[str, float | None, str]]:
+    where, values = side.where
+    rows = side.index.query(f"SELECT uid, reward FROM samples WHERE {where} AND gone IS NULL ORDER BY n", values)
+    if len(rows) > count:
+        rows = sorted(random.Random(0).sample(rows, count))
+    rewards = dict(rows)
+    return [(uid, rewards[uid], text) for uid, text in responses(side.source, [uid for uid, _ in rows])]
+
+
+def responses(source: Source, uids: Sequence[str], piece: int = 64) -> Iterable[tuple[str, str]]:
+    """The text of each response, as pages show it; a few at a time are in memory."""
+    for at in range(0, len(uids), piece):
+        for each in source.documents(uids[at : at + piece]):
+            if each.tokenized == "ids":
+                yield each.uid, each.response_text or ""
+            else:
+                yield each.uid, each.text[int(each.ends[each.prompt_tokens - 1]) if each.prompt_tokens else 0 :]

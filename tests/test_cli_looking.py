@@ -1,0 +1,349 @@
+"""The commands that look at a run: `show`, `diff`, `doctor`, `view`, `ls --where`, `export … .html`, `completion`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollbook
+from rollbook.cli import main, terminal
+from rollbook.cli.parser import COMMANDS
+from tests.viewer import story
+
+ESCAPE = re.compile("\x1b\\[[0-9;]*m")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A short run."""
+    return story.make(tmp_path_factory.mktemp("story") / "run", steps=8, groups=3, runs=4)
+
+
+@pytest.fixture(autouse=True)
+def _plain() -> Any:
+    """What one test says of colours is not what the next one gets."""
+    yield
+    terminal.use_colour("auto")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that goes well prints."""
+    assert main(arguments) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that is refused says."""
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert not told.out
+    return told.err
+
+
+def on_a_terminal(*arguments: str, **more: str) -> str:
+    """What a command writes to a real terminal."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **more}
+    environment.pop("NO_COLOR", None) if "NO_COLOR" not in more else None
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rollbook.cli", *arguments], stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    kept = b""
+    while True:
+        if not select.select([ours], [], [], 120)[0]:
+            child.kill()
+            raise AssertionError("the command did not end")
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:
+            break
+        if not piece:
+            break
+        kept += piece
+    os.close(ours)
+    assert child.wait(60) == 0, kept.decode()
+    return kept.decode()
+
+
+# --- show -----------------------------------------------------------------------------------------------------------
+
+
+def test_show_a_run_a_step_and_a_group(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = said(capsys, "show", run)
+    assert "reward" in whole and whole.count("\n") > 10
+    told = json.loads(said(capsys, "show", run, "--json"))
+    assert [each["step"] for each in told["steps"]] == list(range(8))
+    groups = json.loads(said(capsys, "show", run, "--step", "3", "--json"))["groups"]
+    assert len(groups) == 3 and all(len(each["rewards"]) == 4 for each in groups)
+    table = said(capsys, "show", run, "--step", "3")
+    assert all(each["gid"] in table for each in groups)
+    gid = groups[0]["gid"]
+    rows = json.loads(said(capsys, "show", run, gid, "--json"))["rows"]
+    assert sorted(row["uid"] for row in rows) == sorted(groups[0]["uids"])
+    assert all(row["uid"] in said(capsys, "show", run, gid) for row in rows)
+
+
+def test_show_a_trajectory(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with rollbook.open(run, "r") as book:
+        record = next(iter(book.where(batch="3", task="10", run=1)))
+    uid, text = record.eid.uid, story.tokenizer().decode(record.tokens.tolist(), skip_special_tokens=False)
+    shown = said(capsys, "show", run, uid)
+    assert shown == said(capsys, "show", run, "3/10/1")  # its beginning
+    body = "".join(shown.split()).replace("·", "")
+    for piece in text.split():
+        assert "".join(piece.split()) in body
+    assert "system" in shown and "not trained on" in shown and "tool" in shown
+    raw = said(capsys, "show", run, uid, "--raw", "--lens", "off")
+    assert raw.rstrip("\n").endswith(text.rstrip("\n"))
+    whole = json.loads(said(capsys, "show", run, uid, "--json"))
+    assert whole["tokens"] == record.tokens.tolist() and whole["reward"] == record.reward
+
+
+def test_tokens_are_listed_with_their_own_numbers(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with rollbook.open(run, "r") as book:
+        record = next(iter(book.where(batch="2", task="6", run=0)))
+    at = record.prompt_length + 5
+    table = said(capsys, "show", run, record.eid.uid, "--tokens", f"{at}:{at + 2}").splitlines()
+    names, line = table[-3].split(), table[-2]
+    text = re.search("'.*'", line)
+    assert text is not None
+    cells = [*line[: text.start()].split(), "", *line[text.end() :].split()]
+    told = dict(zip(names, cells, strict=True))
+    assert told["token"] == str(at) and told["id"] == str(record.tokens[at].item()) and told["trained"] == "yes"
+    for name, field in (("entropy", record.entropy), ("logprob", record.logprobs), ("advantage", record.advantages)):
+        assert float(told[name]) == pytest.approx(field[5].item(), rel=0.01), name
+    assert "expected such as 100:120" in refused(capsys, "show", run, record.eid.uid, "--tokens", "a:b")
+
+
+def test_colours_are_for_terminals(run: str) -> None:
+    plain = on_a_terminal("show", run, "3/10/1", NO_COLOR="1").replace("\r\n", "\n")
+    deep = on_a_terminal("show", run, "3/10/1", COLORTERM="truecolor").replace("\r\n", "\n")
+    simple = on_a_terminal("show", run, "3/10/1", COLORTERM="").replace("\r\n", "\n")
+    assert "\x1b" not in plain and "48;2;" in deep and "48;5;" in simple and "48;2;" not in simple
+    without = [ESCAPE.sub("", text) for text in (deep, simple)]
+    assert without[0] == without[1]
+    body = plain.split("\n\n", 1)[1]
+    assert without[0].endswith(body)  # The same text, whatever its colours.
+
+
+def test_nothing_in_a_record_commands_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]52;c;ZXZpbA==\x07 \x1b[2J \u202egnp.exe\u202c \x9b31m \r\b"
+    with rollbook.open(tmp_path / "run", tokenizer=story.tokenizer()) as book:
+        ids = story.tokenizer().encode(evil).ids
+        book.append(
+            [
+                rollbook.Experience(
+                    eid=rollbook.EID(batch=0, task=evil, run=i, suffix=evil),
+                    tokens=[*ids, *ids],
+                    prompt_length=len(ids),
+                    prompt_text=evil,
+                    response_text=evil,
+                    reward=float(i),
+                    entropy=[0.5] * len(ids),
+                    finish_reason=evil,
+                    info={evil: evil, "reference": evil},
+                    metrics={evil: 1.0},
+                )
+                for i in range(2)
+            ]
+        )
+        uid = next(iter(book)).eid.uid
+    path = str(tmp_path / "run")
+    for arguments in (
+        ["show", path],
+        ["show", path, "--step", "0"],
+        ["show", path, uid],
+        ["show", path, uid, "--raw"],
+        ["show", path, uid, "--tokens", ":"],
+        ["show", path, uid.rsplit("/", 3)[0]],
+        ["ls", path, "--where", "reward >= 0"],
+        ["diff", path, path],
+        ["diff", path, "--words", uid, uid],
+        ["doctor", path],
+        ["show", path, evil],
+    ):
+        main(arguments)
+        told = capsys.readouterr()
+        bad = {each for each in told.out + told.err if not each.isprintable() and each != "\n"}
+        assert not bad, (arguments[:1], bad)
+        main([*arguments, "--color", "always"])
+        told = capsys.readouterr()
+        bad = {each for each in ESCAPE.sub("", told.out + told.err) if not each.isprintable() and each != "\n"}
+        assert not bad, (arguments[:1], bad)
+
+
+def test_what_is_not_there_is_said(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no trajectory or group" in refused(capsys, "show", run, "99/1")
+    assert "which 9 or more begin with" in refused(capsys, "show", run, "3")
+    assert "nothing here" in refused(capsys, "show", run, "--step", "99")
+    assert "entropy" in refused(capsys, "show", run, "3/10/1", "--lens", "entropi")
+    assert "expected one of them" in refused(capsys, "show", run, "3/10/1", "--step", "1")
+    assert "truncated" in refused(capsys, "ls", run, "--where", "truncate and reward > 1")
+
+
+def test_ls_where(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(said(capsys, "ls", run, "--where", "reward > 0.5 and step >= 2", "--sort", "-reward", "--json"))
+    rewards = [row["reward"] for row in rows]
+    assert rows and min(rewards) > 0.5 and rewards == sorted(rewards, reverse=True)
+    with rollbook.open(run, "r") as book:
+        expected = [
+            each for each in book.where(("reward", ">", 0.5), evaluation=0) if each.eid.batch >= 2
+        ]  # evaluation records are listed by `evaluation`
+    listed = [row for row in rows if not row["evaluation"]]
+    assert len(listed) == min(50, len(expected))
+    assert "--limit N shows more" in said(capsys, "ls", run, "--where", "reward >= -9", "--limit", "2")
+
+
+def test_history_takes_a_beginning(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = said(capsys, "history", run, "3/10/1/0/s")
+    assert whole == said(capsys, "history", run, "3/10/1")
+    assert "admitted" in whole and "or more begin with" in refused(capsys, "history", run, "3/")
+
+
+# --- diff, doctor ---------------------------------------------------------------------------------------------------
+
+
+def test_diff_of_two_spans_and_of_two_runs(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(said(capsys, "diff", run, "--a", "0-1", "--b", "6-7", "--json"))
+    assert found["a"]["steps"] == [0, 1] and found["b"]["steps"] == [6, 7] and found["a"]["n"] == 24
+    assert found["metrics"]["entropy"]["shift"] < 0  # The story's entropy falls.
+    told = said(capsys, "diff", run)
+    assert "entropy" in told and "newly solved" in told and "median A" in told
+    other = story.make(tmp_path / "other", steps=3, groups=3, runs=4, seed=5)
+    both = json.loads(said(capsys, "diff", run, other, "--json"))
+    assert both["a"]["n"] == 96 and both["b"]["n"] == 36 and both["prompts"]["common"] > 0
+    assert "nothing in the steps of --b" in refused(capsys, "diff", run, "--b", "77")
+    assert "expected a step such as 7" in refused(capsys, "diff", run, "--a", "early")
+
+
+def test_diff_of_words(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = json.loads(said(capsys, "diff", run, "--words", "3/10/0", "3/10/1", "--json"))["changes"]
+    with rollbook.open(run, "r") as book:
+        for side, number in (("a", 0), ("b", 1)):
+            record = next(iter(book.where(batch="3", task="10", run=number)))
+            ids = record.tokens.tolist()[record.prompt_length :]
+            text = story.tokenizer().decode(ids, skip_special_tokens=False)
+            assert "".join(each[side] for each in changes) == text
+    assert any(each["kind"] == "equal" for each in changes) and any(each["kind"] != "equal" for each in changes)
+
+
+def test_doctor(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", run]) in (0, 1)
+    assert "records" in capsys.readouterr().out
+    names = [each["name"] for each in json.loads(said(capsys, "doctor", run, "--thresholds", "--json"))]
+    assert len(names) > 10 and all(name in said(capsys, "doctor", run, "--thresholds") for name in names)
+    with rollbook.open(tmp_path / "sick") as book:
+        book.append(
+            [
+                rollbook.Experience(
+                    eid=rollbook.EID(batch=step, task=task, run=i),
+                    tokens=[1, 2, step, task, i],
+                    reward=0.5,
+                    group_size=8,
+                )
+                for step in range(6)
+                for task in range(4)
+                for i in range(8)
+            ]
+        )
+    sick = str(tmp_path / "sick")
+    assert main(["doctor", sick, "--json"]) == 1
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert diagnosis["findings"] and all(each["uids"] and each["advice"] for each in diagnosis["findings"])
+    assert main(["doctor", sick, "--fail-on", "never"]) == 0
+    capsys.readouterr()
+    assert "did you mean" in refused(capsys, "doctor", run, "--set", f"{names[0][:-1]}=1")
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def test_export_of_a_page(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "group.html")
+    told = json.loads(said(capsys, "export", run, out, "--id", "3/10", "--json"))
+    assert told["trajectories"] == 4 and told["size"] == os.path.getsize(out)
+    assert b"Content-Security-Policy" in Path(out).read_bytes()
+    assert "--overwrite replaces it" in refused(capsys, "export", run, out, "--id", "3/10")
+    said(capsys, "export", run, out, "--where", "step = 2", "--overwrite", "--redact", "boxes", "--title", "a title")
+    assert b"a title" in Path(out).read_bytes()
+    assert "expected --id ID" in refused(capsys, "export", run, str(tmp_path / "x.html"))
+    assert "is for HTML pages" in refused(capsys, "export", run, str(tmp_path / "x.jsonl"), "--redact", "a")
+    assert os.stat(out).st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    old = os.umask(0)
+    os.umask(old)
+    return old
+
+
+def test_view_serves_until_it_is_told_to_end(run: str) -> None:
+    command = [sys.executable, "-m", "rollbook.cli", "view", run, "--port", "0", "--json"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    try:
+        url = json.loads(child.stdout.readline())["url"]
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=[\w-]{22,}", url)
+        import urllib.request
+
+        with urllib.request.urlopen(url.split("#")[0], timeout=30) as page:
+            assert b"<!doctype html>" in page.read().lower()
+        child.send_signal(signal.SIGINT)
+        end = time.monotonic() + 30
+        while child.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        assert child.poll() == 0
+    finally:
+        child.kill()
+        child.communicate()
+
+
+# --- completion -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_names_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = said(capsys, "completion", shell)
+    assert all(name in script for name in COMMANDS) and "fail-on" in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    script = said(capsys, "completion", "bash")
+
+    def completed(*words: str) -> list[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        ask = f'COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _rollbook; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout.split()
+
+    assert completed("rollbook", "do") == ["doctor"]
+    assert "--fail-on" in completed("rollbook", "doctor", "--f")
+    assert completed("rollbook", "doctor", "--fail-on", "hi") == ["high"]
+    assert "zsh" in completed("rollbook", "completion", "z")
+    assert "pyproject.toml" in completed("rollbook", "ls", "pyproj")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"), [(["lss", "x"], "'ls'"), (["doctr", "x"], "'doctor'"), (["ls", "x", "--jsn"], "--json")]
+)
+def test_the_nearest_name_is_offered(arguments: list[str], near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and f"did you mean {near}" in capsys.readouterr().err
