@@ -143,6 +143,7 @@ def append(
         from rollbook.book.compaction import after_append
 
         book.known_kinds |= admit.columns
+        book.untold = None
         after_append(book)
         fates |= {tag.uid: "stale" if i in admit.stale else "admitted" for i, tag in enumerate(new.tags)}
         return result + Appended(admitted=len(fresh), stale=len(admit.stale)), fates
@@ -278,12 +279,17 @@ class Admit:
         self.coming = coming
         self.columns = kinds.kinds_of(coming.many) - book.known_kinds
         self.stored: Stored | None = None
+        self.vocabulary: str | None = None
         self.stale: set[int] | None = None
         """Which records were too old for some consumer; `None` until they are written."""
 
     def store(self) -> None:
         """Put their bytes on the shelf, once."""
         self.stored = self.stored or _store(self.book, self.coming)
+        if self.book.untold is not None and self.vocabulary is None:
+            from rollbook.book.vocabularies import to_keep
+
+            self.vocabulary = to_keep(self.book)
 
     def __call__(self, tx: Transaction) -> None:
         book, coming, stored = self.book, self.coming, self.stored
@@ -315,6 +321,10 @@ class Admit:
             tx.many("INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(self.columns))
         if book.tokenizer is not None:
             tx.run("INSERT INTO meta (key, value) VALUES ('tokenizer', ?) ON CONFLICT DO NOTHING", (book.tokenizer,))
+            if self.vocabulary is not None:
+                check_tokenizer(tx, book)
+                new = "INSERT INTO meta (key, value) VALUES ('vocabulary', ?) ON CONFLICT DO NOTHING"
+                tx.run(new, (self.vocabulary,))
         self.stale = stale
 
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from rollbook.experience import Experience
     from rollbook.experiences import Experiences
     from rollbook.ids import EID
+    from rollbook.viewer.vocabulary import Vocabulary
 
 TRAIN = "train"
 """The consumer group that is meant where none is named."""
@@ -94,6 +95,8 @@ class Book:
         """Counts appends, from anywhere on: programs that append once and end merge small segments now and then too."""
         self.known_kinds: set[tuple[str, str]] = set()
         """Columns and their types that the ledger is known to have noted."""
+        self.untold: Any = None
+        """The tokenizer itself, until the ledger is known to have its vocabulary."""
 
     def start(self, settings: Mapping[str, Any]) -> None:
         """Have the consumer group "train" there, with these settings."""
@@ -482,6 +485,13 @@ class Book:
         """The database's clock, in seconds since 1970."""
         with self.ledger.read() as tx:
             return float(tx.now)
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The bytes of each token id, from the tokenizer that the book was first written with; `None` if it was opened
+        without one, or with a fingerprint alone."""
+        from rollbook.book import vocabularies
+
+        return vocabularies.kept(self)
 
     # --- keeping house --------------------------------------------------------------------------------------------
 

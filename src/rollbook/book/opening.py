@@ -44,7 +44,8 @@ def open(
 
     `url` is a folder (`runs/demo`), `memory:`, or `postgresql://user@host/database` (`?schema=NAME` for more than one
     book in a database). `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
-    its fingerprint): a book takes records of one tokenizer. `quota`: the most bytes its data may take. `data`: for
+    its fingerprint): a book takes records of one tokenizer, and keeps its vocabulary, so that its texts can be shown
+    without it. `quota`: the most bytes its data may take. `data`: for
     PostgreSQL, a folder or an object store (any fsspec address) for the data instead of the database. `settings`: those
     of the consumer group "train" (see `Book.consumer`). `clock` replaces the database's clock in simulations, `disk`
     the file operations in trials.
@@ -82,6 +83,8 @@ def open(
             folder = Path(os.path.abspath(os.path.expanduser(address)))
             ledger, shelf = _folder(folder, mode, segment_bytes, clock, disk or Disk())
     book = Book(address, ledger, shelf, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
+    if not isinstance(tokenizer, str):
+        book.untold = tokenizer
     try:
         if book.tokenizer is not None:
             with ledger.read() as tx:
