@@ -164,3 +164,33 @@ def test_book_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "runs" / "demo" / "ledger.sqlite").exists()
     for name in ("book", "twin", "copy"):
         scope[name].close()
+
+
+def test_seeing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's code runs, and every command and every lens with a key is named on it."""
+    from rollbook.cli.parser import COMMANDS
+    from rollbook.viewer.documents import LENSES
+
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "seeing.md"
+    scope: dict[str, Any] = {}
+    for code in blocks(page):
+        exec(code, scope)
+    assert scope["page"].trajectories == 4 and scope["page"].redactions > 0 and not scope["saver"].errors
+    text = page.read_text()
+    assert all(name in text for name in COMMANDS)
+    assert all(
+        f"| `{lens.key}` | {lens.label.lower()} |" in text.replace("KL", "kl") for lens in LENSES.values() if lens.key
+    )
+
+
+def test_doctor_page() -> None:
+    """The page's code runs and finds something, and its list is the code's own."""
+    from rollbook.doctor import page
+
+    text = (ROOT / "docs" / "doctor.md").read_text()
+    assert text.endswith(page().strip() + "\n"), "docs/doctor.md: the illnesses are not those of rollbook.doctor.page()"
+    scope: dict[str, Any] = {}
+    for code in blocks(ROOT / "docs" / "doctor.md"):
+        exec(code, scope)
+    assert scope["diagnosis"].findings
