@@ -1,0 +1,31 @@
+"""The doctor: what is wrong with a run, with evidence and what to do.
+
+Invariant: it reads an index of the run and changes nothing; what separates ill from well is a threshold.
+
+>>> from rollbook.doctor import ILLNESSES, Thresholds
+>>> len(ILLNESSES), Thresholds().zero_variance
+(18, 0.6)
+"""
+
+from __future__ import annotations
+
+from rollbook.doctor.examining import examine, look
+from rollbook.doctor.findings import SEVERITIES, Diagnosis, Examined, Finding
+from rollbook.doctor.illnesses import ILLNESSES, Illness
+from rollbook.doctor.report import lines, page, table
+from rollbook.doctor.thresholds import Thresholds
+
+__all__ = [
+    "ILLNESSES",
+    "SEVERITIES",
+    "Diagnosis",
+    "Examined",
+    "Finding",
+    "Illness",
+    "Thresholds",
+    "examine",
+    "lines",
+    "look",
+    "page",
+    "table",
+]

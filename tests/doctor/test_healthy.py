@@ -1,0 +1,137 @@
+"""No false alarm: healthy runs of many sizes, group sizes and kinds of reward, and books that are no RL runs at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollbook
+from rollbook import EID, Experience
+from rollbook.doctor import ILLNESSES, Thresholds, examine
+from rollbook.doctor.examining import diagnose
+from rollbook.doctor.samples import Samples
+from tests.doctor.books import Run
+
+KINDS = ("binary", "signs", "continuous", "parts", "none")
+SHAPES = ((1, 4, 4), (2, 8, 8), (4, 8, 2), (5, 16, 1), (6, 3, 16), (24, 4, 4))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_healthy_book(seed: int) -> None:
+    steps, groups, runs = SHAPES[seed % len(SHAPES)]
+    run = Run(100 + seed, steps=steps, groups=groups, runs=runs, kind=KINDS[seed % len(KINDS)])
+    diagnosis = examine(run.write())
+    assert diagnosis.healthy, [(each.title, each.detail) for each in diagnosis.findings]
+    assert [each.illness for each in diagnosis.examined] == list(ILLNESSES)
+    assert diagnosis.status("low") == 0
+
+
+def columns(run: Run) -> dict[str, Any]:
+    """What an index has of a run, without a book in between."""
+    made = [f"{step}/{task}" for step, task in zip(run.step, run.task, strict=True)]
+    return {
+        "uid": [f"{gid}/{i}" for gid, i in zip(made, run.run, strict=True)],
+        "gid": made,
+        "step": run.step,
+        "run": run.run,
+        "reward": run.reward,
+        "length": run.lengths + 4,
+        "response_tokens": run.lengths,
+        "trained_tokens": run.lengths,
+        "advantage": run.centred(),
+        "entropy": run.entropy,
+        "mismatch": run.mismatch,
+        "kl": run.kl,
+        "lag": run.lag,
+        "version_max": run.step,
+        "nans": np.zeros(run.n),
+        "repetition": run.dice.beta(1, 20, run.n),
+        "digest": np.arange(run.n).tolist(),
+        "group_size": np.full(run.n, run.runs),
+        "status": ["truncated" if cut else "finished" for cut in run.truncated],
+        "state": ["dropped" if gone else "trained" for gone in run.dropped],
+    }
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_many_healthy_runs(seed: int) -> None:
+    """Ten at a time: what reaches the checks is the same as from a book."""
+    for i in range(10):
+        dice = np.random.default_rng((seed, i))
+        steps, groups, runs = (int(dice.choice(each)) for each in ((1, 3, 4, 8, 30), (2, 4, 8, 16), (1, 2, 4, 8)))
+        run = Run(seed * 1000 + i, steps=steps, groups=groups, runs=runs, kind=str(dice.choice(KINDS)))
+        diagnosis = diagnose(Samples(columns(run)), Thresholds())
+        assert diagnosis.healthy, (seed, i, [(each.title, each.detail) for each in diagnosis.findings])
+
+
+def test_a_book_without_anything_in_it() -> None:
+    diagnosis = examine(rollbook.open("memory:"))
+    assert diagnosis.healthy
+    assert (diagnosis.records, diagnosis.steps, diagnosis.judged) == (0, None, 0)
+
+
+def test_one_record() -> None:
+    book = rollbook.open("memory:")
+    book.append(Experience(eid=EID(batch="0", task="0"), tokens=[1, 2, 3], reward=0.0))
+    assert examine(book).healthy
+
+
+def test_demonstrations() -> None:
+    """Neither rewards nor log-probs; the texts of a data set."""
+    dice = np.random.default_rng(0)
+    book = rollbook.open("memory:")
+    book.append([Experience(tokens=dice.integers(0, 999, 60).astype(np.int32), prompt_length=10) for _ in range(200)])
+    diagnosis = examine(book)
+    assert diagnosis.healthy
+    said = {each.illness: each for each in diagnosis.examined}
+    assert said["duplicates"].status == "ok"
+    assert said["zero-variance"] == ("zero-variance", "not judged", "no group has two scored samples")
+
+
+def test_preference_pairs() -> None:
+    dice = np.random.default_rng(0)
+    book = rollbook.open("memory:")
+    book.append(
+        [
+            Experience(
+                tokens=dice.integers(0, 999, 10).astype(np.int32),
+                prompt_length=10,
+                chosen=dice.integers(0, 999, 40).astype(np.int32),
+                rejected=dice.integers(0, 999, 60).astype(np.int32),
+            )
+            for _ in range(100)
+        ]
+    )
+    assert examine(book).healthy
+
+
+def test_no_log_probs() -> None:
+    run = Run(3)
+    run.measured = False
+    diagnosis = examine(run.write())
+    assert diagnosis.healthy
+    said = {each.illness: each.status for each in diagnosis.examined}
+    for illness in ("entropy-collapse", "logprob-mismatch", "kl-blowup", "advantage-mean", "stale-data"):
+        assert said[illness] == "not judged"
+
+
+def test_evaluation_alone() -> None:
+    run = Run(3)
+    run.evaluation = True
+    book = run.write()
+    assert examine(book).records == 0
+    diagnosis = examine(book, evaluation=True)
+    assert diagnosis.healthy
+    assert diagnosis.records == run.n
+    said = {each.illness: each.status for each in diagnosis.examined}
+    assert said["zero-variance"] == "not judged"
+    assert said["truncation-rewarded"] == "ok"
+
+
+def test_a_sampler_that_logs_what_is_no_reward() -> None:
+    """Numbers beside the reward are not its parts, however much they vary."""
+    run = Run(4)
+    run.parts = {"accuracy": run.reward.copy(), "seconds": run.dice.gamma(2, 100, run.n), "format_ok": np.ones(run.n)}
+    assert examine(run.write()).healthy

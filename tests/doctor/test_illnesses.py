@@ -1,0 +1,240 @@
+"""Each illness alone: a book in which it was planted has it and no other, and a smaller dose has none."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from rollbook.doctor import ILLNESSES, Diagnosis, Thresholds, examine
+from rollbook.viewer import filters
+from rollbook.viewer.index import Index
+from rollbook.viewer.sources import load, open_source
+from tests.doctor.books import PLANTS, Run
+
+# A filter cannot say these exactly: it opens more than the ill ones (ranks within a step, orders within a group).
+WIDER = {"keep-rate-bias", "reward-follows-length", "component-dominates"}
+
+
+def made(illness: str, dose: float, seed: int, **others: object) -> Run:
+    function, _, _, needs = PLANTS[illness]
+    run = Run(seed, **{**needs, **others})
+    function(run, dose)
+    return run
+
+
+def names(diagnosis: Diagnosis) -> set[str]:
+    return {each.illness for each in diagnosis.findings}
+
+
+def test_every_illness_has_a_plant() -> None:
+    assert set(PLANTS) == set(ILLNESSES)
+
+
+@pytest.mark.parametrize("illness", list(PLANTS))
+def test_it_is_found_and_nothing_else(illness: str) -> None:
+    run = made(illness, PLANTS[illness][1], list(PLANTS).index(illness))
+    with Index() as index:
+        load(open_source(run.write()), index)
+        diagnosis = examine(index)
+        assert names(diagnosis) == {illness}
+        (finding,) = diagnosis.findings
+        planted = {run.uid(i) for i in np.flatnonzero(run.planted)}
+        assert 0 < len(finding.uids) <= 24
+        assert len(set(finding.uids)) == len(finding.uids)
+        assert set(finding.uids) <= planted
+        condition = filters.parse(finding.filter, list(run.parts))
+        opened = {uid for (uid,) in index.query(f"SELECT uid FROM samples WHERE {condition.sql}", condition.values)}
+    assert set(finding.uids) <= opened
+    if illness not in WIDER:
+        assert len(opened) == finding.count
+    first, last = finding.steps
+    steps = {int(uid.split("/")[0]) for uid in finding.uids}
+    assert first <= min(steps)
+    assert max(steps) <= last
+    assert finding.severity in ("high", "medium")
+    assert {each.illness: each.status for each in diagnosis.examined}[illness] == "found"
+
+
+@pytest.mark.parametrize("illness", list(PLANTS))
+def test_a_small_dose_is_no_illness(illness: str) -> None:
+    diagnosis = examine(made(illness, PLANTS[illness][2], 2).write())
+    assert diagnosis.healthy, [each.title for each in diagnosis.findings]
+    assert {each.illness: each.status for each in diagnosis.examined}[illness] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("illness", "thresholds"),
+    [
+        ("zero-variance", "zero_variance=0.98"),
+        ("stale-data", {"stale_lag": 9}),
+        ("logprob-mismatch", "mismatch=0.5"),
+        ("repetition-loops", "loops=0.5"),
+        ("length-explosion", Thresholds(length_growth=9.0)),
+        ("kl-blowup", "kl=9,kl_growth=1e9"),
+    ],
+)
+def test_thresholds_decide(illness: str, thresholds: object) -> None:
+    book = made(illness, PLANTS[illness][1], 0).write()
+    assert names(examine(book)) == {illness}
+    assert examine(book, thresholds=thresholds).healthy  # type: ignore[arg-type]
+
+
+def test_what_is_said_twice_is_the_same() -> None:
+    book = made("truncation-rewarded", 0.9, 3).write()
+    one, two = examine(book), examine(book)
+    assert one == two
+    assert json.loads(json.dumps(one.as_dict(), allow_nan=False)) == one.as_dict()
+
+
+# --- causes that one illness can have ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "word"), [(1.0, "harder"), (0.0, "easier")])
+def test_zero_variance_tells_solved_from_unsolved(value: float, word: str) -> None:
+    run = Run(0, steps=16)
+    flat = run.group % 10 < 8
+    run.truncated[:] = False
+    run.reward[flat] = value
+    run.reward[~flat] = (run.run[~flat] % 2).astype(float)
+    (finding,) = examine(run.write()).findings
+    assert finding.illness == "zero-variance"
+    assert word in finding.advice
+
+
+def test_zero_variance_that_was_filtered_costs_only_generation() -> None:
+    run = made("zero-variance", 0.9, 0)
+    run.dropped = run.planted.copy()
+    (finding,) = examine(run.write()).findings
+    assert (finding.illness, finding.severity) == ("zero-variance", "low")
+
+
+def test_pairs_are_flat_by_chance() -> None:
+    run = Run(0, steps=20, groups=16, runs=2)
+    run.truncated[:] = False
+    run.reward = (run.dice.random(run.n) < 0.5).astype(float)
+    assert examine(run.write()).healthy
+
+
+@pytest.mark.parametrize(
+    ("value", "illness"), [(1.0, "reward-saturation"), (0.0, "reward-collapse"), (-1.0, "reward-collapse")]
+)
+def test_one_reward_everywhere(value: float, illness: str) -> None:
+    run = Run(0)
+    run.reward[:] = value
+    diagnosis = examine(run.write())
+    assert names(diagnosis) == {illness}
+    said = {each.illness: each for each in diagnosis.examined}
+    assert said["zero-variance"].status == "explained"
+    assert illness in said["zero-variance"].why
+
+
+def test_one_step_alone_can_differ_between_engine_and_trainer() -> None:
+    run = Run(0)
+    run.mismatch[run.step == 5] = 0.4
+    (finding,) = examine(run.write()).findings
+    assert (finding.illness, finding.steps) == ("logprob-mismatch", (5, 5))
+
+
+def test_old_samples_may_differ() -> None:
+    run = Run(0)
+    old = run.dice.random(run.n) < 0.3
+    run.lag[old] = 3
+    run.mismatch[old] = 0.3
+    assert examine(run.write()).healthy
+
+
+def test_length_that_pays_is_no_explosion() -> None:
+    run = made("length-explosion", 4.0, 0)
+    run.reward = (run.dice.random(run.n) < 0.2 + 0.5 * run.time).astype(float)
+    diagnosis = examine(run.write())
+    assert diagnosis.healthy
+    assert "rose with it" in {each.illness: each.why for each in diagnosis.examined}["length-explosion"]
+
+
+def test_loops_explain_length() -> None:
+    run = Run(0)
+    run.reward = (run.dice.random(run.n) < 0.5).astype(float)
+    run.truncated[:] = False
+    late = (run.time > 0.5) & (run.dice.random(run.n) < 0.5)
+    run.loop = late.copy()
+    run.lengths[late] = 300
+    run.reward[late] = run.dice.random(int(late.sum())) < 0.5
+    diagnosis = examine(run.write())
+    assert names(diagnosis) == {"repetition-loops"}
+    assert {each.illness: each.status for each in diagnosis.examined}["length-explosion"] == "explained"
+
+
+def test_the_same_answer_everywhere() -> None:
+    run = Run(0)
+    some = np.flatnonzero(run.dice.random(run.n) < 0.4)
+    for i in some:
+        run.copies[int(i)] = 0
+        run.lengths[i] = 30
+        run.truncated[i] = False
+    (finding,) = examine(run.write()).findings
+    assert finding.illness == "duplicates"
+    assert "several prompts" in finding.detail
+
+
+def test_rewards_that_could_not_be_scored() -> None:
+    run = Run(0)
+    lost = run.dice.random(run.n) < 0.1
+    run.reward[lost] = np.nan
+    (finding,) = examine(run.write()).findings
+    assert (finding.illness, finding.severity, finding.count) == ("nans", "medium", int(lost.sum()))
+    run = Run(0)
+    run.reward[7] = np.nan
+    assert examine(run.write()).healthy
+
+
+def test_a_shorter_answer_can_be_what_pays() -> None:
+    run = made("reward-follows-length", 1.0, 0)
+    run.reward = -run.reward
+    (finding,) = examine(run.write()).findings
+    assert finding.illness == "reward-follows-length"
+    assert "shorter" in finding.title
+
+
+def test_failed_runs_complete_their_groups() -> None:
+    run = made("groups-incomplete", 0.4, 0)
+    run.failed, run.missing = run.missing, np.zeros(run.n, bool)
+    assert examine(run.write()).healthy
+
+
+def test_the_newest_groups_may_lack_runs() -> None:
+    run = Run(0)
+    run.missing = (run.step >= 10) & (run.run == 0)
+    assert examine(run.write()).healthy
+
+
+def test_tokens_centred_is_centred() -> None:
+    run = Run(0)
+    long = run.lengths > np.median(run.lengths)
+    # Long samples are pushed down and short ones up, so that the mean over tokens is 0.
+    run.advantages = (
+        np.where(long, -0.5, 0.5 * run.lengths[long].sum() / run.lengths[~long].sum()) + 0.3 * run.centred()
+    )
+    assert examine(run.write()).healthy
+
+
+def test_versions_may_count_optimizer_steps() -> None:
+    run = Run(0)
+    run.lag = run.dice.integers(0, 2, run.n) * 8
+    book = run.write()
+    assert names(examine(book)) == {"stale-data"}
+    run = Run(0)
+    run.stride = 8
+    run.lag = run.dice.integers(0, 2, run.n) * 8
+    assert examine(run.write()).healthy
+
+
+def test_two_illnesses_are_two_findings() -> None:
+    run = Run(0)
+    for illness in ("nans", "stale-data", "groups-incomplete"):
+        PLANTS[illness][0](run, PLANTS[illness][1])
+    diagnosis = examine(run.write())
+    assert names(diagnosis) == {"nans", "stale-data", "groups-incomplete"}
+    ranks = [("high", "medium", "low").index(each.severity) for each in diagnosis.findings]
+    assert ranks == sorted(ranks)

@@ -1,0 +1,98 @@
+"""The text of a diagnosis, its JSON and its exit status."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollbook.doctor import Diagnosis, Examined, Finding, lines
+
+HOSTILE = "a\x1b[31m\x07/\u202ex\n/0/0/\ud800"
+
+
+def finding(severity: str, **changes: object) -> Finding:
+    values: dict[str, object] = {
+        "illness": "duplicates",
+        "severity": severity,
+        "title": f"titled {HOSTILE}",
+        "detail": f"detailed {HOSTILE}",
+        "advice": "do something " * 20,
+        "steps": (3, 9),
+        "uids": tuple(f"{HOSTILE}{i}" for i in range(9)),
+        "count": 1234,
+        "filter": "duplicate and step >= 3",
+        "share": 0.5,
+    }
+    return Finding(**(values | changes))  # type: ignore[arg-type]
+
+
+def diagnosis(*severities: str) -> Diagnosis:
+    examined = (
+        Examined("duplicates", "found", "titled"),
+        Examined("nans", "ok", "0 records have NaNs"),
+        Examined("zero-variance", "explained", f"follows from duplicates: {HOSTILE}"),
+        Examined("stale-data", "not judged", "no record says which policy version made it"),
+    )
+    return Diagnosis(f"run {HOSTILE}", tuple(finding(each) for each in severities), examined, 5000, (0, 9))
+
+
+def test_nothing_from_the_records_reaches_the_terminal_raw() -> None:
+    text = "\n".join(lines(diagnosis("high"), verbose=True))
+    assert all(each.isprintable() or each == "\n" for each in text)
+    assert "\\x1b[31m" in text
+    assert "\\u202e" in text
+    text.encode()
+
+
+def test_what_is_printed() -> None:
+    text = lines(diagnosis("high", "low"), width=60)
+    assert text[0].endswith("5,000 records, steps 0 to 9")
+    first = [line for line in text if line.startswith(("high ", "low "))]
+    assert len(first) == 2
+    assert first[0].endswith("[duplicates]")
+    assert any("filter: duplicate and step >= 3" in line for line in text)
+    assert any("and 3 more" in line for line in text)
+    assert "Could not be judged:" in text
+    assert "  stale-data: no record says which policy version made it" in text
+    assert "Well:" not in text
+    assert all(len(line) <= 60 for line in text if line.startswith("  What") or "do something" in line)
+
+
+def test_a_healthy_run_says_so() -> None:
+    text = lines(diagnosis(), verbose=True)
+    assert "Nothing is wrong: 3 of 4 illnesses were judged." in text
+    assert "  nans: 0 records have NaNs" in text
+
+
+def test_strict_json() -> None:
+    found = diagnosis("high").as_dict()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["findings"][0]["steps"] == [3, 9]
+    assert found["examined"][3] == {
+        "illness": "stale-data",
+        "status": "not judged",
+        "why": "no record says which policy version made it",
+    }
+    assert diagnosis().as_dict()["healthy"] is True
+
+
+@pytest.mark.parametrize(
+    ("severities", "fail_on", "status"),
+    [
+        ((), "low", 0),
+        (("low",), "low", 1),
+        (("low",), "medium", 0),
+        (("medium", "low"), "medium", 1),
+        (("medium",), "high", 0),
+        (("high",), "high", 1),
+        (("high",), "never", 0),
+    ],
+)
+def test_exit_status(severities: tuple[str, ...], fail_on: str, status: int) -> None:
+    assert diagnosis(*severities).status(fail_on) == status
+
+
+def test_exit_status_of_what_is_no_severity() -> None:
+    with pytest.raises(ValueError, match="fail_on"):
+        diagnosis().status("bad")
