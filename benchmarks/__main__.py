@@ -7,6 +7,7 @@ from benchmarks import (
     bench_estimators,
     bench_hf,
     bench_plans,
+    bench_saver,
     bench_tokens,
     harness,
 )
@@ -20,4 +21,5 @@ if __name__ == "__main__":
         bench_estimators.run,
         bench_tokens.run,
         bench_book.run,
+        bench_saver.run,
     )

@@ -1,0 +1,268 @@
+"""Where samples lie: batches, buffer items and records, each read under the same names.
+
+Invariant: what is given is not changed, not even by being read; what comes out is on the host and without padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollbook.batch import ExperienceBatch
+from rollbook.buffer_item import BufferItem, peek
+from rollbook.experience import Experience
+from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA, tensor_fields
+from rollbook.layouts import sheet_of_batch
+from rollbook.saving.pictures import Picture, Pictures, flat, remote, shown
+from rollbook.saving.plain import Plain, host
+from rollbook.saving.sample import Sample
+
+_KEPT = ("finish_reason", "truncate_status", "parent", "group_size", "prompt_text", "response_text")
+_FREE = ("messages", "tools", "sampling")
+_RESPONSE = tuple(name for name, one in BATCH_FIELDS.items() if one.axis == "response")
+
+
+class Held:
+    """The samples of something that a caller gave, each read where it lies; `places` says where that is."""
+
+    def __init__(self, places: list[tuple[int, int]]) -> None:
+        self.places = places
+
+    def read(self, i: int, name: str) -> NDArray[Any] | None:
+        """A per-token field of sample i by a batch's name, without padding, on the host."""
+        raise NotImplementedError
+
+    def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
+        """Further arrays of the response with one number a token, by a record's names, each read when it is called."""
+        raise NotImplementedError
+
+    def info(self, i: int) -> Mapping[Any, Any]:
+        """What was found out about sample i."""
+        raise NotImplementedError
+
+    def entry(self, i: int, name: str) -> Any:
+        """Its `eid`, `labels`, `references` or `raw_images`."""
+        raise NotImplementedError
+
+    def tokens(self, i: int) -> NDArray[np.int64]:
+        """[L] The token ids of sample i."""
+        found = self.read(i, "sequences")
+        if found is None:
+            raise ValueError("sequences: got None, expected token ids")
+        return found.astype(np.int64)
+
+    def slots(self, i: int) -> int:
+        """R: how many tokens of sample i the response has, the model's and others'."""
+        raise NotImplementedError
+
+    def fill(self, i: int, sample: Sample, plain: Plain, pictures: Pictures) -> None:
+        """Add what only this kind of holder knows."""
+        said = self.info(i)
+        sample.label = plain.of(self.entry(i, "labels"), "label")
+        sample.reference = plain.of(self.entry(i, "references"), "reference")
+        sample.info = plain.of(said, "info") if said else None
+        inner = found if isinstance(found := said.get("info"), Mapping) else {}
+        metrics = said.get("reward_metrics", said.get("metrics"))
+        sample.parts = parts_of(metrics, plain)
+        sample.segments = plain.of(said.get("segments", inner.get("segments")), "segments")
+        for name in _KEPT:
+            if isinstance(value := said.get(name), (str, int)):
+                sample.more[name] = value
+        sample.images = images_of(flat(self.entry(i, "raw_images")), pictures, sample.notes)
+
+
+class OfBatch(Held):
+    """The samples of a batch, padded or packed."""
+
+    def __init__(self, experience: int, batch: ExperienceBatch, problems: list[str]) -> None:
+        # Pixels are not saved, and need not be told apart by sample.
+        bare: dict[str, Any] = dict.fromkeys((*BATCH_MEDIA, "media"))
+        if batch.raw_images is not None and not isinstance(batch.raw_images, (list, tuple)):
+            bare["raw_images"] = [batch.raw_images] if len(batch) == 1 else None
+        try:
+            self.sheet = sheet_of_batch(dataclasses.replace(batch, **bare))
+        except ValueError as error:
+            # What is said of the samples may be wrong while the tokens are right.
+            bare |= dict.fromkeys(("info", "labels", "references", "raw_images"))
+            self.sheet = sheet_of_batch(dataclasses.replace(batch, **bare))
+            problems.append(f"experiences[{experience}]: {error}")
+        super().__init__([(experience, i) for i in range(len(self.sheet))])
+
+    def read(self, i: int, name: str) -> NDArray[Any] | None:
+        row = self.sheet.row(name, i)
+        return None if row is None else host(row)
+
+    def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
+        found: dict[str, Callable[[], NDArray[Any]]] = {}
+        for name, column in self.sheet.columns.items():
+            plain = isinstance(column, torch.Tensor) and column.dim() == 1
+            if name.startswith("extras.") and plain and i not in self.sheet.origin.absent.get(name, ()):
+                found[name.removeprefix("extras.")] = partial(self._there, i, name)
+        return found
+
+    def _there(self, i: int, name: str) -> NDArray[Any]:
+        row = self.sheet.row(name, i)
+        return np.empty(0) if row is None else host(row)
+
+    def info(self, i: int) -> Mapping[Any, Any]:
+        return self.sheet.infos[0][i] or {}
+
+    def entry(self, i: int, name: str) -> Any:
+        return self.sheet.value(name, i)
+
+    def slots(self, i: int) -> int:
+        return int(self.sheet.responses[i])
+
+
+class OfItem(Held):
+    """One buffer item, LightRFT's too, with padding or without."""
+
+    def __init__(self, experience: int, item: Any) -> None:
+        super().__init__([(experience, 0)])
+        self.item = item
+        tokens = self.get("sequences")
+        if tokens is None:
+            raise ValueError("sequences: got None, expected token ids")
+        width = len(tokens)
+        slots = len(next((row for name in _RESPONSE if (row := self.get(name)) is not None), ()))
+        if slots > width:
+            raise ValueError(f"got {slots} response slots, expected at most its {width} tokens")
+        attended = self._row("attention_mask")
+        kept = np.flatnonzero(attended) if attended is not None else np.arange(width)
+        first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (width, width)
+        begin = max(self.get("action_start") or 0, first - (width - slots))
+        self.spans: dict[str, tuple[int, int]] = {
+            "sequence": (first, last),
+            "response": (begin, max(min(slots, last - (width - slots)), begin)),
+        }
+
+    def get(self, name: str) -> Any:
+        """A field of the item, which stays as it is: an item keeps what it is asked for by attribute."""
+        if isinstance(self.item, BufferItem):
+            return peek(self.item.__dict__, name)
+        return getattr(self.item, name, None)
+
+    def _row(self, name: str) -> NDArray[Any] | None:
+        value = self.get(name)
+        return None if value is None else host(torch.as_tensor(value)).reshape(-1)
+
+    def read(self, i: int, name: str) -> NDArray[Any] | None:
+        row = self._row(name)
+        start, stop = self.spans[BATCH_FIELDS[name].axis]
+        return None if row is None else row[start:stop]
+
+    def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
+        start, stop = self.spans["response"]
+        given = (self.get("extras") or {}).items()
+        return {
+            name: partial(host, value[start:stop])
+            for name, value in given
+            if isinstance(value, torch.Tensor) and value.dim() == 1
+        }
+
+    def info(self, i: int) -> Mapping[Any, Any]:
+        return self.get("info") or {}
+
+    def entry(self, i: int, name: str) -> Any:
+        return self.get(name)
+
+    def slots(self, i: int) -> int:
+        start, stop = self.spans["response"]
+        return stop - start
+
+
+class OfRecords(Held):
+    """Records: `Experience`s."""
+
+    def __init__(self, places: list[tuple[int, int]], rows: Sequence[Experience]) -> None:
+        super().__init__(places)
+        self.rows = rows
+
+    def read(self, i: int, name: str) -> NDArray[Any] | None:
+        row = self.rows[i]
+        if name == "sequences":
+            parts = [row.tokens, row.chosen] if row.experience_type == "dpo" else [row.tokens]
+            return np.concatenate([host(part) for part in parts if part is not None])
+        for source in BATCH_FIELDS[name].sources:
+            if getattr(row, source) is not None:
+                return self._response(i, source)
+        return None
+
+    def _response(self, i: int, name: str) -> NDArray[Any]:
+        value = getattr(self.rows[i], name)
+        if isinstance(value, int):
+            return np.full(self.slots(i), value, dtype=np.int64)
+        return host(value)
+
+    def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
+        row = self.rows[i]
+        taken = {source for one in BATCH_FIELDS.values() for source in one.sources}
+        if row.policy_logprobs is not None:
+            taken.discard("logprobs")  # the engine's, beside the trainer's
+        return {
+            one.name: partial(self._response, i, one.name)
+            for one in tensor_fields("response")
+            if not one.trailing and one.name not in taken and getattr(row, one.name) is not None
+        }
+
+    def info(self, i: int) -> Mapping[Any, Any]:
+        row = self.rows[i]
+        said = {"finish_reason": row.finish_reason, "truncate_status": row.truncate_status, "reward": row.reward}
+        return {**row.info, **{name: value for name, value in said.items() if value is not None}}
+
+    def entry(self, i: int, name: str) -> Any:
+        return self.rows[i].eid if name == "eid" else None
+
+    def slots(self, i: int) -> int:
+        row = self.rows[i]
+        if row.experience_type == "dpo":
+            return 0 if row.chosen is None else len(row.chosen)
+        if row.truncate_status == "prompt_truncated" and row.logprobs is not None and row.logprobs.dim():
+            return min(len(row.logprobs), len(row.tokens))
+        return max(len(row.tokens) - row.prompt_length, 0)
+
+    def fill(self, i: int, sample: Sample, plain: Plain, pictures: Pictures) -> None:
+        row = self.rows[i]
+        sample.label = plain.of(row.info.get("label"), "label")
+        sample.reference = plain.of(row.info.get("reference"), "reference")
+        places = shown(row.messages)
+        sample.images = images_of(places, pictures, sample.notes)
+        found = zip(places, sample.images, strict=True)
+        plain.references = {id(part): f"sha256:{one.sha256}" for part, one in found if one is not None}
+        sample.info = plain.of(row.info, "info")
+        sample.parts = parts_of(row.metrics, plain)
+        sample.segments = plain.of(row.info.get("segments"), "segments")
+        sample.more["kind"] = row.experience_type
+        for name in (*_KEPT, *_FREE):
+            if (value := getattr(row, name)) is not None:
+                sample.more[name] = plain.of(value, name)
+        if row.rejected is not None:
+            sample.rejected = host(row.rejected).astype(np.int64)
+
+
+def parts_of(metrics: Any, plain: Plain) -> dict[str, Any]:
+    """The parts of a reward: the numbers among what was measured."""
+    if not isinstance(metrics, Mapping):
+        return {}
+    found = plain.of(metrics, "reward_parts")
+    return {name: value for name, value in found.items() if isinstance(value, (int, float)) or value is None}
+
+
+def images_of(given: Iterable[Any], pictures: Pictures, notes: list[str]) -> list[Picture | None]:
+    """The pictures of a sample, `None` for one that is not there, or that cannot be had: the reason is noted."""
+    found: list[Picture | None] = []
+    for k, one in enumerate(given):
+        picture = None
+        if one is not None and not remote(one):
+            try:
+                picture = pictures.of(one)
+            except Exception as error:  # images come in the forms of many libraries, which raise what they like
+                notes.append(f"images[{k}]: {error}")
+        found.append(picture)
+    return found

@@ -1,0 +1,500 @@
+"""What is saved: the same of batches, items and records, complete, aligned and strict; and nothing that is given is
+changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollbook import EID, Experience, Experiences
+from rollbook.algorithms.tokens import entropy_from_logits, from_logits
+from rollbook.batch import ExperienceBatch, from_experiences
+from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
+from rollbook.replay_buffer import BufferItem, remove_padding_in_sequences, split_experience_batch
+from rollbook.rollout import ScriptedEngine
+from rollbook.trajectory_saver import (
+    TrajectorySaver,
+    _calculate_entropy_from_log_probs,
+    _check_reflection_pattern,
+    create_trajectory_saver,
+)
+from tests.saver.making import END, TEXTS, TOKENIZER, batches, ids, read, record, rollout
+
+ARRAYS = ("advantages", "return", "action_log_probs", "values", "base_action_log_probs", "action_entropy", "logprobs")
+PLACES = ("experience_index", "sample_in_exp", "info", "kind", "prompt_text", "response_text", "finish_reason")
+"""What tells a batch from a record, or one list of them from another."""
+
+
+def saver(folder: Path, **options: Any) -> TrajectorySaver:
+    return TrajectorySaver(folder, TOKENIZER, **options)
+
+
+# --- every form of experience -------------------------------------------------------------------------------------
+
+
+def forms(rows: list[Experience]) -> dict[str, list[Any]]:
+    """The same samples in every form that a trainer may hold them in."""
+    padded = batches(rows, 4, pad_token_id=0)
+    items = [item for batch in padded for item in split_experience_batch(batch)]
+    foreign = [SimpleNamespace(**{**vars(batch), "origin": None}) for batch in padded]
+    return {
+        "records": rows,
+        "columns": [Experiences(rows[:3]), Experiences(rows[3:])],
+        "padded": padded,
+        "fresh": batches(rows, 4, layout="prompt_left_response_right"),
+        "packed": batches(rows, 4, packing_samples=True),
+        "items": remove_padding_in_sequences(items),
+        "padded items": items,
+        "another's batches": foreign,
+        "mixed": [Experiences(rows[:2]), *rows[2:4], *batches(rows[4:], 4)],
+    }
+
+
+@pytest.mark.parametrize("mark", [False, True])
+def test_every_form_gives_the_same_records(mark: bool, tmp_path: Path) -> None:
+    rows = rollout(2, 5)
+    made = forms(rows)
+    found = {}
+    for name, experiences in made.items():
+        one = saver(tmp_path / name, mark_high_entropy_tokens=mark)
+        path, _ = one.save_trajectories(experiences, 5, 10)
+        assert not one.errors, name
+        found[name] = [{k: v for k, v in each.items() if k not in PLACES} for each in read(path)]
+        assert [each["uid"] for each in found[name]] == [row.eid.uid for row in rows]
+    for name, records in found.items():
+        # A batch pads what one of its records lacks: all of these have everything.
+        assert records == [{**one, "policy_versions": [3] * len(one["mask"])} for one in found["records"]], name
+
+
+def test_a_record_is_complete(tmp_path: Path) -> None:
+    row = record(
+        "né?",
+        "wait 😀",
+        EID(3, "a/b", 2, 1, "s"),
+        metrics={"format": 1.0, "accuracy": 0.0, "note": "x"},
+        info={"label": "L", "reference": [1, 2], "segments": [{"kind": "prompt", "start": 0, "stop": 4}]},
+        messages=[{"role": "user", "content": "né?"}],
+        tools=[{"name": "calc"}],
+        sampling={"temperature": 0.7},
+        group_size=4,
+        parent="p",
+        loss_weights=[1.0] * (len(ids("wait 😀")) + 1),
+    )
+    (found,) = read(saver(tmp_path).save_trajectories([row], 3)[0])
+    length = len(ids("wait 😀")) + 1
+    assert found["uid"] == "3/a%2Fb/2/1/s" and found["gid"] == "3/a%2Fb"
+    assert (found["batch"], found["task"], found["run"], found["turn"]) == (3, "a/b", 2, 1)
+    assert found["reward"] == 1.0 and found["reward_parts"] == {"format": 1.0, "accuracy": 0.0}
+    assert (found["label"], found["reference"]) == ("L", [1, 2])
+    assert found["segments"] == row.info["segments"] and found["kept"] == "all" and found["kept_weight"] == 1
+    assert found["full_sequence"] == found["text"] == "né?wait 😀<|end|>"
+    assert found["generated_text"] == found["pure_generated_text"] == "wait 😀"
+    assert found["prompt_text"] == "né?" and found["prompt_tokens"] == len(ids("né?"))
+    assert found["token_ids"] == row.tokens.tolist() and found["response_token_count"] == length
+    for name in (*ARRAYS, "mask", "loss_weights", "policy_versions"):
+        assert len(found[name]) == length, name
+    assert found["token_ends"][-1] == len(found["text"]) and len(found["token_ends"]) == len(found["token_ids"])
+    assert found["action_log_probs"] == pytest.approx((-torch.arange(length) / 8 - 0.25).tolist())
+    assert found["logprobs"] == pytest.approx((-torch.arange(length) / 8).tolist())
+    assert found["policy_entropy"] == pytest.approx(float(row.entropy.mean()))
+    for name in ("messages", "tools", "sampling", "group_size", "parent", "finish_reason"):
+        assert found[name] == getattr(row, name), name
+    assert found["kind"] == "single_turn" and found["info"]["label"] == "L"
+
+
+def test_one_token_is_a_list_too(tmp_path: Path) -> None:
+    (found,) = read(saver(tmp_path).save_trajectories([record("a", "")], 1)[0])
+    assert all(len(found[name]) == 1 for name in ARRAYS) and found["response_token_count"] == 1
+    assert found["generated_text"] == "" and found["reflection_pattern_details"] == {} and found["repeat_score"] == 0
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=1, max_size=4), st.data())
+def test_texts_of_tokens_are_the_text(tmp_path: Path, texts: list[str], draw: Any) -> None:
+    """Several turns: what the model wrote is its text, whatever a tool wrote in between."""
+    tokens, mask = [], []
+    for i, text in enumerate(texts):
+        part = [*ids(text), END]
+        tokens += part
+        mask += [i % 2 == 0] * len(part)
+    entropy = draw.draw(st.lists(st.floats(0, 5, width=32), min_size=len(mask), max_size=len(mask)))
+    row = Experience(tokens=[*ids("Q"), *tokens], prompt_length=1, action_mask=mask, entropy=entropy)
+    made = saver(tmp_path, mark_high_entropy_tokens=True, high_entropy_token_ratio=0.5)
+    (found,) = read(made.save_trajectories([row], 1)[0])
+    assert found["generated_text"] == "".join(texts[::2])
+    for name in ("generated", "pure_generated"):
+        assert "".join(token["text"] for token in found[f"{name}_tokens"]) == found[f"{name}_text"]
+    assert found["full_sequence"] == "Q" + "".join(text + "<|end|>" for text in texts)
+    ends = [0, *found["token_ends"]]
+    assert "".join(found["text"][a:b] for a, b in pairwise(ends)) == found["text"]
+    assert [bool(one) for one in found["mask"]] == mask and len(found["action_entropy"]) == len(mask)
+    own = np.array(entropy, dtype=np.float32)[np.array(mask)]
+    scores = {j: one["entropy_score"] for j, one in enumerate(found["generated_tokens"]) if one["high_entropy"]}
+    assert len(scores) == max(1, len(own) // 2) and len(found["generated_tokens"]) == len(own)
+    assert all(score == pytest.approx(own[j]) for j, score in scores.items())
+    assert min(scores.values()) >= max((e for j, e in enumerate(own) if j not in scores), default=-1) - 1e-6
+
+
+def test_a_response_that_is_masked_as_a_whole_is_shown(tmp_path: Path) -> None:
+    row = record("Q", "so", experience_type="multi_turn", action_mask=[False] * 3)
+    (found,) = read(saver(tmp_path).save_trajectories([row], 1)[0])
+    assert found["generated_text"] == "so" and found["mask"] == [0, 0, 0]
+
+
+def test_a_preference_pair(tmp_path: Path) -> None:
+    row = Experience(tokens=ids("Q:"), chosen=[*ids("yes"), END], rejected=[*ids("no"), END])
+    (found,) = read(saver(tmp_path).save_trajectories([row], 1)[0])
+    assert found["generated_text"] == "yes" and found["rejected"]["text"] == "Q:no<|end|>"
+    assert found["kind"] == "dpo" and found["prompt_tokens"] == 2
+
+
+# --- alignment ----------------------------------------------------------------------------------------------------
+
+
+def test_entropy_is_of_the_distribution_that_the_token_was_drawn_from(tmp_path: Path) -> None:
+    """A bigram model: the entropy of token i is a number that token i - 1 alone decides, and no two are equal."""
+    draw = torch.Generator().manual_seed(3)
+    vocabulary = len(TOKENIZER)
+    table = torch.randn(vocabulary, vocabulary, generator=draw) * torch.linspace(0.2, 4, vocabulary)[:, None]
+    known = entropy_from_logits(table)
+    rows = []
+    for length in (1, 4, 9):
+        tokens = [*ids("ab")]
+        for _ in range(length):
+            tokens.append(int(torch.multinomial(table[tokens[-1]].softmax(-1), 1, generator=draw)))
+        rows.append(Experience(tokens=tokens, prompt_length=2, eid=EID(0, length, suffix="s")))
+    for layout in ("left", "prompt_left_response_right"):
+        batch = from_experiences(rows, layout=layout)
+        log_probs, entropy = from_logits(table[batch.sequences], batch.sequences.roll(-1, 1), entropy=True)
+        batch.action_entropy, batch.action_log_probs = batch.at_actions(entropy), batch.at_actions(log_probs)
+        given_forms = {
+            "batch": [batch],
+            "packed": [batch.pack()],
+            "items": remove_padding_in_sequences(split_experience_batch(batch)),
+        }
+        for name, experiences in given_forms.items():
+            made = saver(tmp_path / layout / name, mark_high_entropy_tokens=True, high_entropy_token_ratio=1.0)
+            for found, row in zip(read(made.save_trajectories(experiences, 0)[0]), rows, strict=True):
+                before = row.tokens[1:-1]
+                expected = known[before].tolist()
+                assert found["action_entropy"] == pytest.approx(expected, abs=1e-4)
+                scores = [token["entropy_score"] for token in found["generated_tokens"]]
+                assert scores == pytest.approx(expected, abs=1e-4)
+                chances = table.log_softmax(-1)[before, row.tokens[2:]].tolist()
+                assert found["action_log_probs"] == pytest.approx(chances, abs=1e-4)
+                assert found["policy_entropy"] == pytest.approx(sum(expected) / len(expected), abs=1e-4)
+
+
+def test_a_makers_batches(tmp_path: Path) -> None:
+    """What the maker gives has ids, log-probs of both sides and why a response ended: all of it is saved."""
+    (two,), (three,) = ids("2"), ids("3")
+    engine = ScriptedEngine({"1+1=": [[two, END], [three, END]]})
+    maker = NaiveExperienceMaker(
+        None, None, None, None, TOKENIZER, 16, None, reward_fn=lambda response_ids: float(response_ids[0] == two),
+        config=MakerConfig(n_samples_per_prompt=2, advantage_estimator="dr_grpo"), engine=engine,
+    )  # fmt: skip
+    made = maker.make_experience_list(["1+1="], all_labels=["math"], all_references=["2"])
+    found = read(saver(tmp_path).save_trajectories(made, 1)[0])
+    assert [one["reward"] for one in found] == [1.0, 0.0] and found[0]["gid"] == found[1]["gid"]
+    assert found[0]["generated_text"] == "2" and found[0]["finish_reason"] == "stop"
+    assert (found[0]["label"], found[0]["reference"]) == ("math", "2")
+    assert found[0]["logprobs"] == found[0]["action_log_probs"] and found[0]["named"]
+
+
+def test_an_engines_samples_and_a_processor(tmp_path: Path) -> None:
+    (two,) = ids("2")
+    samples = ScriptedEngine([[two, END]]).generate([ids("1+1="), ids("0+2=")])
+    processor = SimpleNamespace(tokenizer=TOKENIZER, decode=lambda *_: "not asked")
+    found = read(TrajectorySaver(tmp_path, processor).save_trajectories(samples, 1)[0])
+    assert [one["text"] for one in found] == ["1+1=2<|end|>", "0+2=2<|end|>"]
+    assert found[0]["generated_text"] == "2" and found[0]["uid"] == samples[0].eid.uid
+
+
+def test_an_array_that_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
+    item = BufferItem(torch.tensor([*ids("ab"), END]), torch.zeros(2), *[None] * 4, None, torch.ones(2).bool(), {})
+    item.values = torch.zeros(1)
+    made = saver(tmp_path)
+    with pytest.warns(UserWarning, match="values: got 1 entries, expected 2"):
+        path, stats = made.save_trajectories([item], 1)
+    (found,) = read(path)
+    assert "values" not in found and found["notes"] == ["values: got 1 entries, expected 2; left out"]
+    assert found["action_log_probs"] == [0, 0] and stats == {"trajectory/save_errors": 1.0}
+
+
+def test_marks_need_entropies(tmp_path: Path) -> None:
+    made = saver(tmp_path, mark_high_entropy_tokens=True)
+    with pytest.warns(UserWarning, match="no sample has entropies"):
+        path, _ = made.save_trajectories([record("a", "b", entropy=None)], 1)
+    (found,) = read(path)
+    assert "generated_tokens" not in found and found["policy_entropy"] is None and made.error_count == 0
+
+
+# --- strict and harmless ------------------------------------------------------------------------------------------
+
+
+class Odd:
+    def __str__(self) -> str:
+        raise RuntimeError("not for you")
+
+
+def test_whatever_info_holds_is_strict_json(tmp_path: Path) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    info = {
+        "nan": math.nan, "inf": [math.inf, -math.inf], "tensor": torch.tensor([1.0, math.nan]), "0-d": torch.tensor(2),
+        "half": torch.tensor([0.5], dtype=torch.bfloat16), "array": np.arange(3), "scalar": np.float32(math.nan),
+        "set": {3, 1}, "bytes": b"\xff\x00", "text": b"ok", "tuple": (1, (2,)), 7: "key", "lone": "\ud800",
+        "big": 1 << 80, "odd": Odd(), "path": Path("x"), "loop": loop, "huge": torch.zeros(1 << 19), "complex": 1 + 2j,
+        "none": None, "flag": np.bool_(True), "words": np.array(["a", "b"]), "dates": np.array(["2024-01-01"], "M8[D]"),
+    }  # fmt: skip
+    row = record("a", "b", reward=math.nan, metrics={"x": math.inf})
+    row.info.update(info)
+    row.advantages[0] = math.inf
+    item = split_experience_batch(from_experiences([record("a", "b")]))[0]
+    item.info = info | {"reward": math.nan}
+    made = saver(tmp_path)
+    path, _ = made.save_trajectories([row, item], 1)
+    assert not made.errors
+    for one in read(path):
+        found = one["info"]
+        assert found["nan"] is None and found["inf"] == [None, None] and found["tensor"] == [1.0, None]
+        assert found["0-d"] == 2 and found["half"] == [0.5] and found["array"] == [0, 1, 2] and found["scalar"] is None
+        assert found["set"] == [1, 3] and found["bytes"] == {"$bytes": "ff00"} and found["text"] == "ok"
+        assert found["tuple"] == [1, [2]] and found["7"] == "key" and found["lone"] == "���"
+        assert found["big"] == str(1 << 80) and "Odd" in found["odd"] and found["path"] == "x"
+        assert found["huge"] == "tensor of torch.float32, shape [524288]" and found["flag"] is True
+        assert found["words"] == ["a", "b"] and one["reward"] is None
+        assert one["nonfinite"]["info.inf[1]"] == {"-inf": 1} and one["nonfinite"]["reward"] == {"nan": 1}
+    first = read(path)[0]
+    assert first["advantages"][0] is None and first["nonfinite"]["advantages"] == {"inf": 1}
+    assert first["reward_parts"] == {"x": None}
+
+
+def test_nothing_that_is_given_changes(tmp_path: Path) -> None:
+    rows = rollout(1, 4)
+    given_ones = forms(rows)
+    before = {
+        name: [copy.deepcopy(one) for one in some] for name, some in given_ones.items() if name != "another's batches"
+    }
+    for name, some in before.items():
+        saver(tmp_path / name, mark_high_entropy_tokens=True).save_trajectories(
+            given_ones[name], 1, 3, compute_stats="all"
+        )
+        assert given_ones[name] == some
+    item = split_experience_batch(from_experiences(rows))[0]
+    held = set(item.__dict__)
+    saver(tmp_path / "item").save_trajectories([item], 1)
+    assert set(item.__dict__) == held  # not even what it was asked for stays in it
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def test_names_and_return_values(tmp_path: Path) -> None:
+    made = saver(tmp_path / "new" / "folder")
+    rows = rollout(1, 3)
+    assert made.save_trajectories([], 1) == (None, None) and not list((tmp_path / "new" / "folder").glob("*.json"))
+    path, stats = made.save_trajectories(rows, 7)
+    assert path == str(tmp_path / "new" / "folder" / "trajectories_step_7.json") and stats is None
+    assert made.save_trajectories(rows, 7, 0, compute_stats=True) == (path, {}) and read(path) == []
+    path, stats = made.save_trajectories(rows, np.int64(8), 2, "eval", compute_stats=True)
+    assert Path(path or "").name == "eval_step_8.json" and len(read(path)) == 2
+    assert list(stats or ()) == [
+        f"trajectory/{name}_mean"
+        for name in ("repeat_score", "reflection_pattern_score", "policy_entropy", "response_token_count")
+    ]
+    assert sorted(one.name for one in (tmp_path / "new" / "folder").iterdir()) == [
+        "eval_step_8.json", "images", "trajectories_step_7.json"
+    ]  # fmt: skip
+
+
+def test_one_record_a_line(tmp_path: Path) -> None:
+    path, _ = saver(tmp_path).save_trajectories(rollout(2, 3), 1)
+    lines = Path(path or "").read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("[", "]") and len(lines) == 8
+    assert [json.loads(line.rstrip(","))["sample_in_exp"] for line in lines[1:-1]] == [0] * 6
+
+
+def test_statistics_of_what_is_saved_and_of_all(tmp_path: Path) -> None:
+    rows = rollout(6, 4)
+    made = saver(tmp_path)
+    path, some = made.save_trajectories(rows, 1, 5, compute_stats=True)
+    kept = read(path)
+    _, every = made.save_trajectories(rows, 2, 5, compute_stats="all")
+    whole = read(made.save_trajectories(rows, 3, 100)[0])
+    assert some is not None and every is not None and some != every
+    for records, stats in ((kept, some), (whole, every)):
+        for name in ("repeat_score", "reflection_pattern_score", "policy_entropy", "response_token_count"):
+            assert stats[f"trajectory/{name}_mean"] == pytest.approx(sum(one[name] for one in records) / len(records))
+
+
+def test_groups_are_kept_whole_and_say_why(tmp_path: Path) -> None:
+    rows = rollout(8, 4)
+    found = read(saver(tmp_path).save_trajectories(batches(rows), 1, 12)[0])
+    assert len(found) == 12 and len({one["uid"] for one in found}) == 12
+    groups = {one["gid"] for one in found}
+    assert len(groups) == 3 and all(one["kept"] for one in found)
+    by_lot = [one for one in found if one["kept_weight"] is not None]
+    assert len(by_lot) == 4 and {one["kept_weight"] for one in by_lot} == {8.0}
+    again = read(saver(tmp_path / "again").save_trajectories(list(reversed(rows)), 1, 12)[0])
+    assert {one["uid"] for one in again} == {one["uid"] for one in found}
+    other = read(saver(tmp_path / "other").save_trajectories(rows, 2, 12)[0])
+    assert {one["uid"] for one in other} != {one["uid"] for one in found}
+    first = read(saver(tmp_path / "first", keep="first").save_trajectories(rows, 1, 5)[0])
+    assert [one["uid"] for one in first] == [row.eid.uid for row in rows[:5]] and first[0]["kept"] == "first"
+    own = saver(tmp_path / "own", keep=lambda some, count: [(some[-1], "because")])
+    (last,) = read(own.save_trajectories(rows, 1, 5)[0])
+    assert last["uid"] == rows[-1].eid.uid and last["kept"] == "because"
+
+
+def test_a_sample_that_comes_twice_is_saved_once(tmp_path: Path) -> None:
+    rows = rollout(1, 3)
+    assert len(read(saver(tmp_path).save_trajectories([*rows, *batches(rows)], 1)[0])) == 3
+
+
+def test_samples_without_ids_get_one_by_content(tmp_path: Path) -> None:
+    batch = from_experiences(rollout(2, 2))
+    batch.ids = None
+    one, other = (read(saver(tmp_path / name).save_trajectories([batch], 4)[0]) for name in "ab")
+    assert [record["uid"] for record in one] == [record["uid"] for record in other]
+    assert len({record["uid"] for record in one}) == 4 and len({record["gid"] for record in one}) == 2
+    assert not one[0]["named"] and EID.parse(one[0]["uid"]).batch == 4
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+class Refuses:
+    eos_token_id = END
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        if len(ids) > 6:
+            raise RuntimeError("too long for me")
+        return TOKENIZER.decode(ids, **options)
+
+
+def test_what_cannot_be_saved_is_counted_and_said_once(tmp_path: Path) -> None:
+    made = TrajectorySaver(tmp_path, Refuses())
+    rows = [record("a", "b"), record("a", "b" * 50), record("a", "c")]
+    with pytest.warns(UserWarning, match="too long for me"):
+        found = [made.save_trajectories(rows, 0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found += [made.save_trajectories(rows, step) for step in (1, 2)]
+    for path, stats in found:
+        assert [one["generated_text"] for one in read(path)] == ["b", "c"]
+        assert stats == {"trajectory/save_errors": 1.0}
+    assert made.error_count == 3 and "too long for me" in made.errors[0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"experiences": [3]},
+        {"experiences": 3},
+        {"experiences": [ExperienceBatch(None, *[None] * 8)]},
+        {"step": "x"},
+        {"step": None},
+        {"num_samples": -1},
+        {"num_samples": 2.5},
+        {"prefix": "../up"},
+        {"prefix": ""},
+        {"compute_stats": "some"},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:saving trajectories")
+def test_no_call_stops_training(call: dict[str, Any], tmp_path: Path) -> None:
+    made = saver(tmp_path / "in")
+    path, stats = made.save_trajectories(**{"experiences": rollout(1, 2), "step": 1, **call})
+    assert path is None and stats == {"trajectory/save_errors": 1.0} and made.error_count == 1
+    assert not list(tmp_path.rglob("*.json"))
+    path, stats = made.save_trajectories(rollout(1, 2), 1, compute_stats=True)
+    assert len(read(path)) == 2 and "trajectory/save_errors" not in (stats or {})
+
+
+@pytest.mark.filterwarnings("error")
+def test_not_even_a_warning_that_is_an_error_stops_training(tmp_path: Path) -> None:
+    assert saver(tmp_path).save_trajectories([3], 1) == (None, {"trajectory/save_errors": 1.0})
+
+
+@pytest.mark.filterwarnings("ignore:saving trajectories")
+def test_one_bad_batch_costs_no_other(tmp_path: Path) -> None:
+    rows = rollout(2, 2)
+    bad = from_experiences(rows[:2])
+    bad.advantages = bad.advantages[:, :1]
+    half = from_experiences(rows[2:])
+    half.info["reward"] = torch.zeros(7)
+    made = saver(tmp_path)
+    path, stats = made.save_trajectories([bad, half, rows[0]], 1)
+    assert [one["uid"] for one in read(path)] == [rows[i].eid.uid for i in (2, 3, 0)]
+    assert stats == {"trajectory/save_errors": 2.0} and "advantages" in made.errors[0]
+
+
+@pytest.mark.filterwarnings("ignore:saving trajectories")
+def test_a_folder_that_is_gone_or_full_is_an_error_of_that_save(tmp_path: Path) -> None:
+    made = saver(tmp_path / "in")
+    (tmp_path / "in" / "images").rmdir()
+    (tmp_path / "in").rmdir()
+    (tmp_path / "in").write_text("a file in its place")
+    assert made.save_trajectories(rollout(1, 1), 1) == (None, {"trajectory/save_errors": 1.0})
+
+
+def test_what_is_no_error_passes(tmp_path: Path) -> None:
+    class Stops:
+        def decode(self, ids: Any) -> str:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        TrajectorySaver(tmp_path, Stops()).save_trajectories(rollout(1, 1), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tokenizer": 3}, "tokenizer: got int"),
+        ({"max_image_size": 0}, "max_image_size: got 0"),
+        ({"save_images_separately": "no"}, "save_images_separately: got 'no'"),
+        ({"mark_high_entropy_tokens": 1}, "mark_high_entropy_tokens: got 1"),
+        ({"high_entropy_token_ratio": "x"}, "high_entropy_token_ratio: got 'x'"),
+        ({"keep": "best"}, "keep: got 'best', expected one of"),
+        ({"background": None}, "background: got None"),
+        ({"ranks": 3}, "ranks: got 3"),
+    ],
+)
+def test_a_constructor_says_what_is_wrong(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        TrajectorySaver(**{"save_dir": tmp_path, "tokenizer": TOKENIZER, **options})
+
+
+# --- LightRFT's names ---------------------------------------------------------------------------------------------
+
+
+def test_made_from_arguments(tmp_path: Path) -> None:
+    args = SimpleNamespace(save_trajectories=True, save_path=str(tmp_path))
+    made = create_trajectory_saver(args, TOKENIZER)
+    assert made is not None and made.save_dir == tmp_path / "trajectories" and made.max_image_size == 512
+    assert (made.mark_high_entropy_tokens, made.high_entropy_token_ratio) == (False, 0.2)
+    args.mark_high_entropy_tokens, args.high_entropy_token_ratio = True, 0.0
+    made = create_trajectory_saver(args, TOKENIZER)
+    assert made is not None and (made.mark_high_entropy_tokens, made.high_entropy_token_ratio) == (True, 0.0)
+    assert create_trajectory_saver(SimpleNamespace(save_trajectories=False), TOKENIZER) is None
+
+
+def test_helpers() -> None:
+    assert _check_reflection_pattern(TEXTS[0])["wait"] == 1
+    chances = torch.full((3, 8), 1 / 8).log()
+    assert _calculate_entropy_from_log_probs(chances) == pytest.approx(math.log(8))
+    assert _calculate_entropy_from_log_probs(torch.zeros(1)) == _calculate_entropy_from_log_probs(None) == 0.0

@@ -1,0 +1,158 @@
+"""Several processes: the union of their samples, each once, by the first; whatever goes wrong in one, none waits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from PIL import Image
+
+from rollbook.algorithms.ranks import ALONE
+from rollbook.batch import from_experiences
+from rollbook.trajectory_saver import TrajectorySaver
+from tests.saver.making import TOKENIZER, read, rollout
+
+WORLD = 2
+
+
+class Bomb:
+    """A list that cannot be walked."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no such rollout")
+
+
+def with_images(rows: list[Any], colours: list[str]) -> list[Any]:
+    batch = from_experiences(rows)
+    batch.raw_images = [[Image.new("RGB", (4, 4), colour)] for colour in colours]
+    return [batch]
+
+
+def unnamed(rows: list[Any]) -> list[Any]:
+    batch = from_experiences(rows)
+    batch.ids = None
+    return [batch]
+
+
+def scenes(rank: int) -> dict[str, dict[str, Any]]:
+    """What each process calls, by name; all make the same calls."""
+    rows = rollout(6, 2)
+    part = rows[6 * rank : 6 * rank + 6]
+    return {
+        "apart": {"experiences": part, "num_samples": 100, "compute_stats": True},
+        "copies": {"experiences": rows, "num_samples": 100},
+        "unnamed": {"experiences": unnamed(part), "num_samples": 100},
+        "unnamed copies": {"experiences": unnamed(rows), "num_samples": 100},
+        "few": {"experiences": part, "num_samples": 5, "compute_stats": "all"},
+        "one is empty": {"experiences": [] if rank == 1 else part, "num_samples": 100},
+        "the first is empty": {"experiences": part if rank else []},
+        "all are empty": {"experiences": []},
+        "one fails": {"experiences": Bomb() if rank == 1 else part, "num_samples": 100},
+        "the first fails": {"experiences": Bomb() if rank == 0 else part, "num_samples": 100},
+        "all fail": {"experiences": Bomb()},
+        "bad choice": {"experiences": part, "num_samples": 2, "keep": lambda some, count: [1 // 0]},
+        "images": {
+            "experiences": with_images(part, ["red"] * 6 if not rank else ["blue", "red"] * 3),
+            "num_samples": 100,
+        },
+        "alone": {"experiences": part if rank == 0 else None, "ranks": ALONE},
+        "behind": {"experiences": part, "num_samples": 100, "background": True},
+    }
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    try:
+        found: dict[str, Any] = {}
+        for name, call in scenes(rank).items():
+            options = {key: call.pop(key) for key in ("keep", "ranks", "background") if key in call}
+            if options.get("ranks") is ALONE and rank:
+                found[name] = None, None  # a saver that one process has for itself
+                continue
+            saver = TrajectorySaver(f"{folder}/{name}", TOKENIZER, **options)
+            found[name] = saver.save_trajectories(step=5, **call)
+            saver.flush()
+        Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each process's calls gave, by rank, and the folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(worker, args=(str(folder),), nprocs=WORLD, join=True)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)], folder
+
+
+ALL = [row.eid.uid for row in rollout(6, 2)]
+
+
+def saved(told: Any, name: str) -> list[dict[str, Any]]:
+    """The records of a scene, which the first process alone wrote."""
+    found, folder = told
+    assert [one[name] for one in found[1:]] == [[None, None]] * (WORLD - 1)
+    path = folder / name / "trajectories_step_5.json"
+    assert found[0][name][0] == str(path)
+    return read(path)
+
+
+@pytest.mark.parametrize("name", ["apart", "copies", "behind"])
+def test_the_union_without_copies(told: Any, name: str) -> None:
+    assert [one["uid"] for one in saved(told, name)] == ALL
+
+
+@pytest.mark.parametrize("name", ["unnamed", "unnamed copies"])
+def test_samples_without_ids(told: Any, name: str) -> None:
+    found = saved(told, name)
+    assert [one["full_sequence"] for one in found] == [one["full_sequence"] for one in saved(told, "apart")]
+    assert len({one["uid"] for one in found}) == len(ALL)
+
+
+def test_places_are_of_the_process_that_had_it(told: Any) -> None:
+    places = [(one["rank"], one["experience_index"], one["sample_in_exp"]) for one in saved(told, "apart")]
+    assert places == [(rank, i, 0) for rank in range(WORLD) for i in range(6)]
+
+
+def test_the_same_is_kept_as_in_one_process(told: Any, tmp_path: Path) -> None:
+    alone = TrajectorySaver(tmp_path, TOKENIZER)
+    path, stats = alone.save_trajectories(rollout(6, 2), 5, 5, compute_stats="all")
+    found = saved(told, "few")
+    assert [(one["uid"], one["kept"], one["kept_weight"]) for one in found] == [
+        (one["uid"], one["kept"], one["kept_weight"]) for one in read(path)
+    ]
+    assert told[0][0]["few"][1] == pytest.approx(stats)
+    _, whole = alone.save_trajectories(rollout(6, 2), 6, 100, compute_stats=True)
+    assert told[0][0]["apart"][1] == pytest.approx(whole) == stats
+
+
+def test_a_process_without_samples_takes_part(told: Any) -> None:
+    assert [one["uid"] for one in saved(told, "one is empty")] == ALL[:6]
+    assert [one["uid"] for one in saved(told, "the first is empty")] == ALL[6:]
+    assert [one["all are empty"] for one in told[0]] == [[None, None]] * WORLD
+
+
+def test_a_process_that_fails_costs_its_own_samples(told: Any) -> None:
+    assert [one["uid"] for one in saved(told, "one fails")] == ALL[:6]
+    assert [one["uid"] for one in saved(told, "the first fails")] == ALL[6:]
+    for name, count in (("one fails", 1), ("the first fails", 1), ("all fail", 2), ("bad choice", 1)):
+        assert told[0][0][name][1] == {"trajectory/save_errors": count}
+    for name in ("all fail", "bad choice"):
+        assert [one[name][0] for one in told[0]] == [None] * WORLD
+        assert not list((told[1] / name).glob("*.json"))
+
+
+def test_images_of_every_process(told: Any) -> None:
+    found = saved(told, "images")
+    first, other = "images/step5_exp0_sample0_img0.png", "images/step5_rank1_exp0_sample0_img0.png"
+    assert [one["image_paths"] for one in found] == [[first]] * 6 + [[other], [first]] * 3
+    assert sorted(one.name for one in (told[1] / "images" / "images").iterdir()) == [Path(first).name, Path(other).name]
+
+
+def test_a_process_by_itself(told: Any) -> None:
+    assert [one["uid"] for one in saved(told, "alone")] == ALL[:6]

@@ -1,0 +1,192 @@
+"""Files appear whole or not at all, whoever is killed; writing in the background drops what finds no room."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.saving.background import Background
+from rollbook.saving.files import Files
+from rollbook.trajectory_saver import TrajectorySaver
+from tests.saver.making import TOKENIZER, read, rollout
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from rollbook.saving import files as module
+from rollbook.saving.pictures import Picture
+
+files = module.Files(Path(sys.argv[1]), True)
+
+def write(turn):
+    text = b'"%d' % turn + b"x" * 500_000 + b'"'
+    picture = Picture(str(turn), b"%d" % turn * 10_000, 1, 1)
+    files.write("trajectories", 1, [text] * 4, {"step1_exp0_sample0_img0.png": picture})
+
+def dying(function, left):
+    def called(*given):
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return function(*given)
+    return called
+
+write(0)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        first = int(line)
+        if first < 100:  # at the n-th of the calls that matter
+            left = [first]
+            os.fsync, os.replace = dying(os.fsync, left), dying(os.replace, left)
+        for turn in range(1, 10**9):
+            write(first * 1000 + turn)
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("gone", flush=True)
+"""
+
+
+def test_a_kill_leaves_a_whole_file(tmp_path: Path) -> None:
+    """At every call that touches the disk, and at any moment: the old file is there, or the new one."""
+    given: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    seen = set()
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], **given) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        for turn in (*range(9), *range(100, 106)):
+            parent.stdin.write(f"{turn}\n")
+            parent.stdin.flush()
+            child = int(parent.stdout.readline())
+            if turn >= 100:
+                time.sleep(0.007 * (turn - 99))
+                os.kill(child, signal.SIGKILL)
+            assert parent.stdout.readline() == "gone\n"
+            found = json.loads((tmp_path / "trajectories_step_1.json").read_bytes())
+            assert len(set(found)) == 1 and len(found) == 4
+            image = (tmp_path / "images" / "step1_exp0_sample0_img0.png").read_bytes()
+            assert len(image) % 10_000 == 0 and image == image[: len(image) // 10_000] * 10_000
+            seen.add(found[0][:8])
+            assert all(one.name.startswith(".") for one in tmp_path.rglob("*.partial"))
+        parent.stdin.close()
+    assert len(seen) > 3 and list(tmp_path.rglob("*.partial"))
+    for one in tmp_path.rglob("*.partial"):
+        os.utime(one, (0, 0))
+    Files(tmp_path, True)  # what was left long ago goes
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("at", ["fsync", "replace"])
+@pytest.mark.filterwarnings("ignore:saving trajectories")
+def test_a_disk_that_fails_leaves_the_old_file(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = TrajectorySaver(tmp_path, TOKENIZER)
+    path, _ = made.save_trajectories(rollout(1, 2), 1)
+    before = read(path)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"rollbook.saving.files.os.{at}", full)
+        assert made.save_trajectories(rollout(2, 2), 1) == (None, {"trajectory/save_errors": 1.0})
+    assert read(path) == before and sorted(one.name for one in tmp_path.iterdir()) == ["images", Path(path or "").name]
+    assert "No space left" in made.errors[0]
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    made = TrajectorySaver(tmp_path, TOKENIZER, background=True, mark_high_entropy_tokens=True)
+    rows = rollout(2, 2)
+    path, stats = made.save_trajectories(rows, 1, compute_stats=True)
+    assert path == str(tmp_path / "trajectories_step_1.json") and stats is None
+    for row in rows:
+        row.advantages.fill_(99.0)  # training goes on with the same memory
+    made.flush()
+    found = read(path)
+    assert all(one["advantages"][0] == 0.5 for one in found)
+    _, stats = made.save_trajectories(rows, 2, compute_stats=True)
+    mean = sum(one["response_token_count"] for one in found) / len(found)
+    assert stats is not None and stats["trajectory/response_token_count_mean"] == mean  # of the save before
+    made.flush()
+    assert len(read(tmp_path / "trajectories_step_2.json")) == 4 and made.dropped == 0
+
+
+class Slow:
+    """Decodes when it is told to."""
+
+    eos_token_id = 2
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def decode(self, ids: Any) -> str:
+        self.go.wait(60)
+        return TOKENIZER.decode(ids)
+
+
+def test_what_finds_no_room_is_dropped_and_counted(tmp_path: Path) -> None:
+    tokenizer = Slow()
+    made = TrajectorySaver(tmp_path, tokenizer, background=True)
+    found = [made.save_trajectories(rollout(1, 1), step) for step in range(6)]
+    tokenizer.go.set()
+    made.flush()
+    taken = [path for path, _ in found if path is not None]
+    assert 2 <= len(taken) <= 3 and made.dropped == 6 - len(taken)
+    assert found[-1] == (None, {"trajectory/dropped": float(made.dropped)})
+    assert sorted(map(str, tmp_path.glob("*.json"))) == sorted(taken)
+
+
+@pytest.mark.filterwarnings("ignore:saving trajectories")
+def test_errors_in_the_background_come_with_the_next_save(tmp_path: Path) -> None:
+    made = TrajectorySaver(tmp_path / "in", TOKENIZER, background=True)
+    (tmp_path / "in" / "trajectories_step_1.json").mkdir()
+    (tmp_path / "in" / "trajectories_step_1.json" / "x").touch()
+    assert made.save_trajectories(rollout(1, 1), 1)[1] is None
+    made.flush()
+    assert made.error_count == 1
+    assert made.save_trajectories(rollout(1, 1), 2)[1] == {"trajectory/save_errors": 1.0}
+    made.flush()
+
+
+def test_a_program_that_ends_has_written_everything(tmp_path: Path) -> None:
+    program = (
+        "import sys; from rollbook.trajectory_saver import TrajectorySaver; from rollbook import Experience\n"
+        "class T:\n    def decode(self, ids): return ''.join(chr(97 + i) for i in ids)\n"
+        "saver = TrajectorySaver(sys.argv[1], T(), background=True)\n"
+        "saver.save_trajectories([Experience(tokens=[1, 2, 3])] , 1)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
+    assert read(tmp_path / "trajectories_step_1.json")[0]["generated_text"] == "cd"
+
+
+def test_a_saver_that_nobody_holds_writes_what_it_took(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Slow()
+    made = TrajectorySaver(tmp_path, tokenizer, background=True)
+    path, _ = made.save_trajectories(rollout(1, 1), 1)
+    del made
+    threads = [one for one in threading.enumerate() if one.name == "rollbook saver"]
+    tokenizer.go.set()
+    for _ in range(600):
+        gc.collect()  # the last to hold it is the job itself, in the thread that it must not wait for
+        if not any(one.is_alive() for one in threads):
+            break
+        time.sleep(0.02)
+    assert len(read(path)) == 1 and not any(one.is_alive() for one in threads)
+    assert "join" not in capfd.readouterr().err
+
+
+def test_a_job_that_raises_stops_no_other() -> None:
+    done: list[int] = []
+    worker = Background(room=4)
+    worker.submit(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    worker.submit(lambda: done.append(1))
+    worker.flush()
+    assert done == [1]
