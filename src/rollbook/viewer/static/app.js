@@ -1,0 +1,490 @@
+// app.js: the frame around the pages: address, header, keys, live news.
+// Invariant: the address after `#` holds the whole state of a page; opening it again shows the same.
+
+import { count, debounce, el, empty, icon, plural, visible } from "./dom.js";
+import { api } from "./api.js";
+import { setGlobalKeys, setPageKeys, showKeys } from "./keys.js";
+
+const appPages = new Map();
+const appScroll = new Map(); // address -> how far it was scrolled
+const appThemes = ["system", "light", "dark"];
+const appThemeIcons = { system: "system", light: "sun", dark: "moon" };
+
+let appRun = null;
+let appOpen = null; // {context, page, hash}
+let appTurn = 0; // rises with every navigation: an answer that comes late knows that it is late
+let appParts = null; // nodes of the header
+
+/** Makes a page known: `open(context)` fills context.root and returns {title, keys, crumbs, ready (a promise: it is as
+    tall as it will be), live(change), close()}. */
+export function registerPage(name, open) {
+  appPages.set(name, open);
+}
+
+// ---- addresses
+
+/** "#/step/137?sort=-reward" -> {path: ["step", "137"], params: Map}. */
+export function parseHash(hash) {
+  const text = hash.replace(/^#\/?/, "");
+  const at = text.indexOf("?");
+  const params = new Map(at < 0 ? [] : new URLSearchParams(text.slice(at + 1)));
+  const path = (at < 0 ? text : text.slice(0, at)).split("/").filter(Boolean).map((part) => {
+    try {
+      return decodeURIComponent(part);
+    } catch {
+      return part;
+    }
+  });
+  return { path, params };
+}
+
+/** The address of a page: link("step", 137, {sort: "-reward"}) -> "#/step/137?sort=-reward". */
+export function link(...given) {
+  const last = given[given.length - 1];
+  const params = last !== null && typeof last === "object" ? given.pop() : {};
+  const pairs = Object.entries(params instanceof Map ? Object.fromEntries(params) : params)
+    .filter(([, value]) => value !== null && value !== undefined && value !== "" && value !== false)
+    .map(([name, value]) => encodeURIComponent(name) + "=" + encodeURIComponent(value === true ? "1" : String(value)));
+  return "#/" + given.map((part) => encodeURIComponent(String(part))).join("/") + (pairs.length ? "?" + pairs.join("&") : "");
+}
+
+function appGo(hash, options) {
+  const target = hash.startsWith("#") ? hash : "#" + hash;
+  if (target === location.hash) {
+    appRoute(false);
+    return;
+  }
+  appScroll.set(location.hash, window.scrollY);
+  if (options && options.replace) {
+    history.replaceState(null, "", target);
+    appRoute(false);
+  } else {
+    history.pushState(null, "", target);
+    appRoute(false);
+  }
+}
+
+// ---- what a reader keeps: theme, palette, stars
+
+function appRead(name, otherwise) {
+  try {
+    return localStorage.getItem("rollbook." + name) || otherwise;
+  } catch {
+    return otherwise; // a file:// page may have no storage
+  }
+}
+
+function appWrite(name, value) {
+  try {
+    localStorage.setItem("rollbook." + name, value);
+  } catch {
+    // nothing is lost but the preference
+  }
+}
+
+// Until the reader chooses: as whoever saved the file did, else as the system.
+function appTheme() {
+  return appRead("theme", document.documentElement.dataset.given || "system");
+}
+
+function appApplyTheme() {
+  const root = document.documentElement;
+  const theme = appTheme();
+  if (theme === "system") delete root.dataset.theme;
+  else root.dataset.theme = theme === "dark" ? "dark" : "light";
+  root.dataset.palette = appRead("palette", "default") === "safe" ? "safe" : "default";
+  document.dispatchEvent(new Event("themechange"));
+}
+
+function appCycleTheme() {
+  const next = appThemes[(appThemes.indexOf(appTheme()) + 1) % appThemes.length];
+  appWrite("theme", next);
+  appApplyTheme();
+  appPaintButtons();
+  appAnnounce("theme: " + next);
+}
+
+function appCyclePalette() {
+  const next = appRead("palette", "default") === "safe" ? "default" : "safe";
+  appWrite("palette", next);
+  appApplyTheme();
+  appPaintButtons();
+  appAnnounce(next === "safe" ? "colour-blind-safe palette" : "default palette");
+}
+
+function appPaintButtons() {
+  if (!appParts) return;
+  const theme = appTheme();
+  const safe = appRead("palette", "default") === "safe";
+  empty(appParts.theme, icon(appThemeIcons[theme]));
+  appParts.theme.setAttribute("aria-label", "Theme: " + theme);
+  appParts.theme.title = "Theme: " + theme + " (t)";
+  empty(appParts.palette, icon("palette"));
+  appParts.palette.setAttribute("aria-pressed", String(safe));
+  appParts.palette.title = (safe ? "Palette: colour-blind safe" : "Palette: default") + " (c)";
+}
+
+function appStars() {
+  const key = "stars." + (appRun ? appRun.name : "");
+  const held = new Set(JSON.parse(appRead(key, "[]")));
+  return {
+    has: (id) => held.has(id),
+    count: () => held.size,
+    all: () => [...held],
+    toggle(id) {
+      if (held.has(id)) held.delete(id);
+      else held.add(id);
+      appWrite(key, JSON.stringify([...held]));
+      return held.has(id);
+    },
+  };
+}
+
+// ---- words to the reader
+
+function appAnnounce(text) {
+  if (!appParts) return;
+  appParts.announcer.textContent = appParts.announcer.textContent === text ? text + "\u00a0" : text;
+}
+
+function appToast(text) {
+  const note = el("div", { class: "toast", text: visible(text) });
+  appParts.toasts.append(note);
+  setTimeout(() => note.remove(), 4000);
+}
+
+function appHome() {
+  return api.isStatic && api.start ? api.start : link();
+}
+
+function appFailure(error, retry) {
+  const missing = error.status === 404;
+  return el("section", { class: "panel failure", role: "alert" },
+    el("h1", { text: missing ? "Not here" : "This page could not be shown" }),
+    el("p", { text: visible(error.message || String(error)) }),
+    el("p", null,
+      el("button", { class: "button", type: "button", text: "Try again", on: { click: retry } }), " ",
+      el("a", { class: "button", href: appHome(), text: api.isStatic ? "Start" : "Overview" })));
+}
+
+function appLocked() {
+  document.title = "rollbook: locked";
+  empty(document.body,
+    el("main", { class: "locked" },
+      el("section", { class: "panel" },
+        icon("lock"),
+        el("h1", { text: "Open the address that the terminal printed" }),
+        el("p", { text: "This viewer answers only who holds its key. The key is the last part of the address, after “#token=”. Copy the whole address from the terminal where “rollbook view” runs, and open it here." }),
+        el("p", { class: "muted", text: "A viewer that was started again has a new key." }))));
+}
+
+// ---- export
+
+/** Asks what a single HTML file shall hold, and saves it. `what`: {uids} or {gid} or {filter}; `words`: what that is, for the reader. */
+function appExport(what, words) {
+  const images = el("input", { type: "checkbox", checked: true });
+  const redact = el("input", { type: "text", class: "input wide", placeholder: "a regular expression, such as [\\w.]+@[\\w.]+", spellcheck: "false", autocomplete: "off" });
+  const title = el("input", { type: "text", class: "input wide", placeholder: "rollbook", autocomplete: "off", maxlength: "200" });
+  const state = el("p", { class: "muted", role: "status" });
+  const save = el("button", { class: "button primary", type: "submit", text: "Save HTML" });
+  const box = el("dialog", { class: "dialog", aria: { label: "Export" }, on: { close: () => box.remove() } },
+    el("form", { class: "dialog-body", method: "dialog", on: { submit: write } },
+      el("div", { class: "dialog-head" }, el("h2", { text: "Export as one HTML file" })),
+      el("p", { text: "Holds " + visible(words) + ": prompts, responses and numbers of each token. It opens anywhere, without a server, and asks the network for nothing." }),
+      el("label", { class: "field" }, el("span", { text: "Title" }), title),
+      el("label", { class: "field" }, el("span", { text: "Redact" }), redact),
+      el("label", { class: "check" }, images, "with images"),
+      state,
+      el("div", { class: "dialog-foot" },
+        el("button", { class: "button", type: "button", text: "Cancel", on: { click: () => box.close() } }), save)));
+  async function write(event) {
+    event.preventDefault();
+    save.disabled = true;
+    state.textContent = "Writing…";
+    try {
+      const file = await api.file("/api/export", { ...what, images: images.checked, redact: redact.value || null, title: title.value || null });
+      const url = URL.createObjectURL(file.blob);
+      const anchor = el("a", { href: url, download: file.name });
+      anchor.click();
+      setTimeout(() => URL.revokeObjectURL(url), 60000);
+      box.close();
+      appToast("saved " + file.name + " (" + (file.blob.size / 1e6).toFixed(1) + " MB)");
+    } catch (error) {
+      state.textContent = visible(error.message);
+      save.disabled = false;
+    }
+  }
+  document.body.append(box);
+  box.showModal();
+}
+
+// ---- pages
+
+function appContext(hash, turn) {
+  const { path, params } = parseHash(hash);
+  const root = el("div", { class: "page" });
+  const current = () => turn === appTurn;
+  const context = {
+    root,
+    path: path.length ? path : ["overview"],
+    run: appRun,
+    api,
+    link,
+    stars: appStars(),
+    get closed() {
+      return !current();
+    },
+    params: {
+      get: (name, otherwise) => (params.has(name) ? params.get(name) : otherwise),
+      all: () => Object.fromEntries(params),
+      set(changes, options) {
+        for (const [name, value] of Object.entries(changes)) {
+          if (value === null || value === undefined || value === "" || value === false) params.delete(name);
+          else params.set(name, value === true ? "1" : String(value));
+        }
+        if (!current()) return;
+        const next = link(...path, params);
+        if (next === location.hash) return;
+        if (options && options.push) history.pushState(null, "", next);
+        else history.replaceState(null, "", next);
+        appOpen.hash = next;
+      },
+    },
+    go: (target, options) => current() && appGo(target, options),
+    announce: (text) => current() && appAnnounce(text),
+    toast: (text) => current() && appToast(text),
+    crumbs: (list) => current() && appCrumbs(list),
+    exportHtml: (what, words) => appExport(what, words),
+  };
+  return context;
+}
+
+function appCrumbs(list) {
+  appOpen.crumbs = list || [];
+  empty(appParts.crumbs, (list || []).map((crumb, i) =>
+    el("li", null,
+      crumb.href ? el("a", { href: crumb.href, text: visible(crumb.text) })
+        : el("span", { aria: { current: i === list.length - 1 ? "page" : null }, text: visible(crumb.text) }))));
+}
+
+async function appRoute(restore) {
+  const turn = (appTurn += 1);
+  if (appOpen && appOpen.page && appOpen.page.close) appOpen.page.close();
+  const hash = location.hash || "#/";
+  const place = restore ? appScroll.get(hash) : undefined; // before an empty page forgets it
+  const context = appContext(hash, turn);
+  const name = context.path[0];
+  const open = appPages.get(name);
+  setPageKeys([]);
+  appOpen = { context, page: null, hash, crumbs: [] };
+  empty(appParts.main, context.root);
+  appCrumbs([]);
+  for (const item of appParts.nav) item.node.setAttribute("aria-current", item.name === name ? "page" : "false");
+  if (!restore) window.scrollTo(0, 0);
+  const slow = setTimeout(() => turn === appTurn && appParts.main.setAttribute("aria-busy", "true"), 120);
+  try {
+    if (!open) throw Object.assign(new Error("there is no page “" + name + "”"), { status: 404 });
+    const page = (await open(context)) || {};
+    if (turn !== appTurn) {
+      if (page.close) page.close();
+      return;
+    }
+    appOpen.page = page;
+    setPageKeys(page.keys);
+    if (page.crumbs) appCrumbs(page.crumbs);
+    else if (!appOpen.crumbs.length && name !== "overview") appCrumbs([{ text: page.title || name }]);
+    document.title = (page.title && name !== "overview" ? page.title + " · " : "") + appRun.name + " · rollbook";
+    if (turn > 1 && !context.root.contains(document.activeElement)) appParts.main.focus({ preventScroll: true });
+    appAnnounce(page.title || name);
+    await page.ready;
+    if (turn === appTurn && place !== undefined) window.scrollTo(0, place);
+  } catch (error) {
+    if (turn !== appTurn || error.name === "AbortError") return;
+    if (error.status === 401) {
+      appLocked();
+      return;
+    }
+    if (!error.status) console.error(error);
+    empty(context.root, appFailure(error, () => appRoute(false)));
+  } finally {
+    clearTimeout(slow);
+    if (turn === appTurn) appParts.main.removeAttribute("aria-busy");
+  }
+}
+
+function appUp() {
+  const above = appOpen ? appOpen.crumbs.filter((crumb) => crumb.href) : [];
+  if (above.length) appGo(above[above.length - 1].href);
+  else if (api.isStatic && location.hash !== api.start) appGo(api.start);
+  else if (!api.isStatic && appOpen && appOpen.context.path[0] !== "overview") appGo(link());
+  else return false;
+  return true;
+}
+
+// ---- header
+
+function appFacts() {
+  const { steps, progress } = appRun;
+  const facts = [];
+  if (steps && steps.count) facts.push("step " + steps.last);
+  facts.push(plural(appRun.records, "sample"));
+  appParts.facts.textContent = facts.join(" · ");
+  const reading = progress && progress.total > progress.measured;
+  appParts.progress.hidden = !reading;
+  if (reading) {
+    appParts.progress.textContent = "reading " + Math.floor((100 * progress.measured) / progress.total) + "%";
+    appParts.progress.title = count(progress.measured) + " of " + count(progress.total) + " samples measured so far";
+  }
+}
+
+function appStatus(status) {
+  const live = appRun.live && (status === "live" || status === "polling");
+  appParts.live.dataset.state = !appRun.live ? "done" : live ? "live" : "waiting";
+  appParts.live.hidden = api.isStatic;
+  const words = !appRun.live ? "finished: nothing more will come" : live ? "live: new samples appear as they come" : "waiting for the viewer's server";
+  appParts.live.title = words;
+  empty(appParts.live, el("span", { class: "dot" }), el("span", { text: !appRun.live ? "" : live ? "live" : "waiting" }), el("span", { class: "sr", text: words }));
+}
+
+function appHeader() {
+  const searchable = !api.isStatic && appRun.features && appRun.features.search && appPages.has("search");
+  const box = el("input", { type: "search", class: "input search", placeholder: "Search text…", aria: { label: "Search prompts and responses", keyshortcuts: "/" }, autocomplete: "off", spellcheck: "false" });
+  const search = el("form", { class: "search-form", role: "search", hidden: !searchable, on: { submit: (event) => {
+    event.preventDefault();
+    if (box.value.trim()) appGo(link("search", { q: box.value.trim() }));
+  } } }, icon("search"), box, el("kbd", { text: "/", aria: { hidden: "true" } }));
+  const pages = [
+    ["overview", "Overview", link(), true],
+    ["samples", "Samples", link("samples"), true],
+    ["compare", "Compare", link("compare"), true],
+    ["sql", "SQL", link("sql"), Boolean(appRun.features && appRun.features.sql)],
+  ];
+  const nav = pages
+    .filter(([name, , , wanted]) => wanted && appPages.has(name) && !api.isStatic)
+    .map(([name, text, href]) => ({ name, node: el("a", { href, text }) }));
+  const theme = el("button", { class: "icon-button", type: "button", on: { click: appCycleTheme } });
+  const palette = el("button", { class: "icon-button", type: "button", aria: { label: "Colour-blind-safe palette" }, on: { click: appCyclePalette } });
+  const help = el("button", { class: "icon-button", type: "button", title: "Keys (?)", aria: { label: "Keys" }, text: "?", on: { click: () => appKeys() } });
+  const live = el("span", { class: "live", role: "status" });
+  const facts = el("span", { class: "facts" });
+  const progress = el("span", { class: "chip", hidden: true });
+  const crumbs = el("ol", { class: "crumbs" });
+  const main = el("main", { id: "main", tabindex: "-1" });
+  const announcer = el("div", { class: "sr", aria: { live: "polite" } });
+  const toasts = el("div", { class: "toasts", aria: { live: "polite" } });
+  const header = el("header", { class: "top" },
+    el("a", { class: "skip", href: "#main", text: "Skip to the page", on: { click: (event) => {
+      event.preventDefault();
+      main.focus();
+    } } }),
+    el("nav", { class: "where", aria: { label: "Where you are" } },
+      el("a", { class: "brand", href: appHome(), title: api.isStatic ? "Start" : "Overview" }, appMark(), el("span", { class: "run-name", text: visible(appRun.name) })),
+      crumbs),
+    live, facts, progress,
+    api.isStatic ? el("span", { class: "chip", text: "saved file", title: "One file: what it holds was chosen when it was saved" }) : null,
+    el("span", { class: "spring" }),
+    search,
+    nav.length ? el("nav", { class: "pages", aria: { label: "Pages" } }, nav.map((item) => item.node)) : null,
+    el("span", { class: "tools" }, palette, theme, help));
+  empty(document.body, header, main, announcer, toasts);
+  appParts = { header, main, announcer, toasts, crumbs, live, facts, progress, theme, palette, box, searchable, nav };
+  appPaintButtons();
+}
+
+// The mark: the bars of a group, best first.
+function appMark() {
+  const mark = icon("mark");
+  mark.classList.add("mark");
+  for (const d of ["M5 20V5", "M10 20V9", "M15 20v-6", "M20 20v-2"]) {
+    const bar = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    bar.setAttribute("d", d);
+    mark.append(bar);
+  }
+  return mark;
+}
+
+function appKeys() {
+  const page = appOpen && appOpen.page;
+  showKeys(page && page.title ? page.title : "This page");
+}
+
+function appBindKeys() {
+  setGlobalKeys([
+    { key: "/", label: appParts.searchable ? "search prompts and responses" : "", run: () => {
+      if (!appParts.searchable) return false;
+      appParts.box.focus();
+      appParts.box.select();
+      return true;
+    } },
+    { key: ":", label: appPages.has("sql") && !api.isStatic ? "SQL" : "", run: () => {
+      if (!appPages.has("sql") || api.isStatic) return false;
+      appGo(link("sql"));
+      return true;
+    } },
+    { key: "o", label: api.isStatic ? "" : "overview", run: () => (api.isStatic ? false : appGo(link())) },
+    { key: "t", label: "theme: system, light, dark", run: appCycleTheme },
+    { key: "c", label: "palette: default, colour-blind safe", run: appCyclePalette },
+    { key: "?", label: "this list", run: appKeys },
+    { key: "Escape", label: "back: leave a box, or one level up", run: appUp },
+  ]);
+}
+
+// ---- start
+
+function appLive() {
+  const facts = debounce(async () => {
+    try {
+      Object.assign(appRun, await api.json("/api/run"));
+      appFacts();
+      appStatus("live");
+    } catch {
+      // the next change asks again
+    }
+  }, 300);
+  api.live((change) => {
+    appRun.cursor = change.cursor;
+    appRun.records = change.records;
+    facts();
+    if (appOpen && appOpen.page && appOpen.page.live) appOpen.page.live(change);
+  }, appStatus);
+}
+
+/** Starts the viewer: the key of the address, the run, the header, the page. */
+export async function startApp() {
+  appApplyTheme();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("themechange")));
+  try {
+    await api.open();
+    const given = /^#token=([^&/]+)(?:&at=(.*))?$/.exec(location.hash);
+    if (given) {
+      const after = given[2] ? "#" + decodeURIComponent(given[2]).replace(/^#/, "") : "#/";
+      history.replaceState(null, "", location.pathname + location.search + after);
+      await api.session(decodeURIComponent(given[1]));
+    }
+    appRun = await api.json("/api/run");
+  } catch (error) {
+    if (error.status === 401) appLocked();
+    else empty(document.body, el("main", { class: "locked" }, appFailure(error, () => location.reload())));
+    return;
+  }
+  if (api.isStatic && !location.hash && api.start) history.replaceState(null, "", api.start);
+  appHeader();
+  appFacts();
+  appStatus("live");
+  appBindKeys();
+  history.scrollRestoration = "manual";
+  window.addEventListener("scroll", debounce(() => appOpen && appOpen.page && appScroll.set(location.hash, window.scrollY), 100), { passive: true });
+  window.addEventListener("popstate", () => {
+    const given = /^#token=/.test(location.hash);
+    if (given) location.reload();
+    else if (appOpen && location.hash !== appOpen.hash) appRoute(true);
+  });
+  document.addEventListener("click", (event) => {
+    const anchor = event.target.closest ? event.target.closest("a[href^='#/']") : null;
+    if (!anchor || event.defaultPrevented || event.button || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
+    event.preventDefault();
+    appGo(anchor.getAttribute("href"));
+  });
+  await appRoute(false);
+  if (!api.isStatic) appLive();
+}

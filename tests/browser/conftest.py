@@ -1,0 +1,77 @@
+"""What the browser tests share: one book a worker, and one browser, one server and one tab a module."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollbook.viewer.server import Server
+from tests.browser.chrome import Chrome, Page
+from tests.viewer import story
+
+STEPS, GROUPS, RUNS = 12, 4, 4
+
+
+@pytest.fixture(scope="session")
+def book(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A story of a few steps, which no test changes."""
+    return story.make(tmp_path_factory.mktemp("run") / "story", steps=STEPS, groups=GROUPS, runs=RUNS)
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Chrome]:
+    with Chrome() as made:
+        yield made
+
+
+def measured(server: Server, records: int | None = None) -> Server:
+    """The server, once it has looked at every sample (and has so many of them)."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        run = server.api.answers.run()  # type: ignore[union-attr]
+        enough = run["records"] > 0 if records is None else run["records"] >= records
+        if enough and run["progress"]["measured"] == run["progress"]["total"]:
+            return server
+        time.sleep(0.02)
+    raise AssertionError("the samples were never all measured")
+
+
+@pytest.fixture(scope="module")
+def server(book: str) -> Iterator[Server]:
+    with Server(book, port=0) as made:
+        yield measured(made)
+
+
+@pytest.fixture(scope="module")
+def tab(chrome: Chrome, server: Server) -> Page:
+    """A tab that has traded the token of the address."""
+    made = chrome.page()
+    made.goto(server.url)
+    return made
+
+
+@pytest.fixture
+def page(tab: Page, server: Server) -> Iterator[Page]:
+    """A tab that shows the overview as if for the first time; at the end nothing may have gone wrong in it."""
+    tab.viewport(1440, 900)
+    tab.media(dark=False)
+    tab.requests.clear()
+    tab.problems.clear()
+    tab.eval(
+        "localStorage.clear(); delete document.documentElement.dataset.theme;"
+        "document.documentElement.dataset.palette = 'default'; CSS.highlights.clear();"
+        "document.querySelectorAll('dialog').forEach(d => d.close()); document.querySelector('.brand')?.click()"
+    )
+    tab.wait("document.querySelectorAll('table[aria-label=Steps] tr[aria-rowindex]').length > 0")
+    yield tab
+    assert tab.problems == []
+
+
+@pytest.fixture
+def growing(tmp_path: Path) -> Iterator[Server]:
+    """A server of a book that a test may add to."""
+    with Server(story.make(tmp_path / "growing", steps=3, groups=GROUPS, runs=RUNS), port=0) as made:
+        yield measured(made)
