@@ -110,7 +110,7 @@ class Chrome:
         )
         os.close(theirs_read)
         os.close(theirs_write)
-        self._to, self._from = ours_write, os.fdopen(ours_read, "rb", buffering=1 << 20)
+        self._to, self._from = ours_write, ours_read
         self._writing = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -168,8 +168,9 @@ class Chrome:
     def _read(self) -> None:
         rest = b""
         while True:
-            data = self._from.read1(1 << 20)
+            data = os.read(self._from, 1 << 20)
             if not data:
+                os.close(self._from)
                 break
             *whole, rest = (rest + data).split(b"\0")
             for text in whole:

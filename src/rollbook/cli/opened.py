@@ -28,12 +28,10 @@ def opened(path: str, tokenizer: str | None = None) -> Iterator[Opened]:
     """Open a run and index all of it."""
     from rollbook.viewer.answers import Answers
     from rollbook.viewer.index import Index
-    from rollbook.viewer.sources import open_source
+    from rollbook.viewer.sources import load, open_source
 
     with contextlib.closing(open_source(path, tokenizer=tokenizer)) as source, Index() as index:
-        while source.refresh(index):
-            pass
-        index.settle()
+        load(source, index)
         yield Opened(source, index, Answers(source, index))
 
 

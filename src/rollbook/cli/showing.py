@@ -152,11 +152,10 @@ def _trajectory(run: Opened, uid: str, options: argparse.Namespace) -> int:
         print_json(run.source.record(uid))
         return OK
     told = run.answers.run()
-    for line in _header(one):
+    listed = None if options.tokens is None else list(_listed(one, options.tokens))
+    for line in (*_header(one), *(listed or ())):
         print(line)
-    if options.tokens is not None:
-        for line in _listed(one, options.tokens):
-            print(line)
+    if listed is not None:
         return OK
     name, why = _lens(one, options.lens)
     scale = next((each["scale"] for each in told["lenses"] if each["id"] == name), None)
