@@ -17,16 +17,29 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from rollbook.viewer import assets
-from rollbook.viewer.files.images import sniff
 from rollbook.viewer.guard import Guard
-from rollbook.viewer.pictures import MOST_PIXELS
-from rollbook.viewer.plain import plain, text
+from rollbook.viewer.messages import (
+    MEDIA_POLICY,
+    PAGE_POLICY,
+    Reader,
+    Request,
+    Response,
+    arguments,
+    as_json,
+    attachment,
+    failure,
+    fields,
+    flag,
+    image_type,
+    respond,
+    step_range,
+    whole,
+    word,
+)
 from rollbook.viewer.queries import Busy, TooLate, Workers, as_csv
 
 if TYPE_CHECKING:
@@ -44,143 +57,6 @@ _LOOK = 0.5
 """How often a stream that has nothing to say looks whether anybody still listens."""
 _GZIP_FROM = 4 << 10
 
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
-)
-MEDIA_POLICY = "default-src 'none'; frame-ancestors 'none'; sandbox"
-_ALWAYS = (
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Cross-Origin-Opener-Policy", "same-origin"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-)
-
-
-@dataclass
-class Request:
-    """A question. `headers`: names in lower case, in order, duplicates kept: two Hosts are not one. `path` as it came,
-    without its parameters; `local`: the address that the connection came in on, as host:port."""
-
-    method: str
-    path: str
-    query: list[tuple[str, str]] = field(default_factory=list)
-    headers: list[tuple[str, str]] = field(default_factory=list)
-    body: bytes = b""
-    peer: str = ""
-    local: str = ""
-    scheme: str = "http"
-
-    def all(self, name: str) -> list[str]:
-        """Every value of a header; `name` in lower case."""
-        return [value for key, value in self.headers if key == name]
-
-
-@dataclass
-class Response:
-    """An answer: bytes, or a stream that its server closes."""
-
-    status: int
-    headers: list[tuple[str, str]]
-    body: bytes | Stream
-
-
-class Unavailable(ValueError):
-    """A question that this source, or this server, does not answer."""
-
-
-def respond(
-    status: int, body: bytes | Stream, kind: str, *more: tuple[str, str], policy: str = PAGE_POLICY
-) -> Response:
-    """A response with the headers that all of them have. Nothing is kept by a browser unless `more` says so."""
-    headers = [("Content-Type", kind), ("Content-Security-Policy", policy), *_ALWAYS, *more]
-    if not any(name == "Cache-Control" for name, _ in more):
-        headers.append(("Cache-Control", "no-store"))
-    return Response(status, headers, body)
-
-
-def failure(status: int, error: str) -> Response:
-    """An error as pages read it: {"error": "one sentence"}."""
-    return respond(status, orjson.dumps({"error": text(error)}), "application/json")
-
-
-def as_json(value: Any) -> bytes:
-    """Strict JSON: what is no finite number is null, and a lone surrogate is U+FFFD.
-
-    >>> as_json({"reward": float("nan"), "text": "\\ud800"}).decode()
-    '{"reward":null,"text":"�"}'
-    """
-    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    try:
-        return orjson.dumps(value, option=option)
-    except orjson.JSONEncodeError:
-        return orjson.dumps(plain(value))
-
-
-def image_type(content: bytes) -> str | None:
-    """The type of an image that a page may show, by its first bytes: PNG, JPEG, GIF or WebP. Nothing else is one: an
-    SVG is a document that can run scripts, and one of more pixels than a browser should unpack is none either.
-
-    >>> [image_type(content) for content in (b"GIF89a\\1\\0\\1\\0", b"GIF89a\\xff\\xff\\xff\\xff", b"<svg onload=...>")]
-    ['image/gif', None, None]
-    """
-    found = sniff(content)
-    return None if found is None or (found[1] or 0) * (found[2] or 0) > MOST_PIXELS else found[0]
-
-
-# --- parameters --------------------------------------------------------------------------------------------------
-
-
-def _whole(name: str, given: str) -> int:
-    if re.fullmatch(r"-?[0-9]{1,18}", given) is None:
-        raise ValueError(f"{name}: got {given[:40]!r}, expected a whole number")
-    return int(given)
-
-
-def _flag(name: str, given: str) -> bool:
-    if given not in ("0", "1"):
-        raise ValueError(f"{name}: got {given[:40]!r}, expected 0 or 1")
-    return given == "1"
-
-
-def _word(name: str, given: str) -> str:
-    if len(given) > 4096:
-        raise ValueError(f"{name}: got {len(given)} characters, expected at most 4096")
-    return given
-
-
-def _range(name: str, given: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", given)
-    if found is None:
-        raise ValueError(f"{name}: got {given[:40]!r}, expected steps as FIRST-LAST")
-    return int(found[1]), int(found[2] or found[1])
-
-
-Reader = Callable[[str, str], Any]
-
-
-def arguments(
-    query: list[tuple[str, str]], known: Mapping[str, Reader], needed: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """The parameters of a question by name; one that is not known, stands twice, or is missing is an error.
-
-    >>> arguments([("step", "137"), ("evaluation", "0")], {"step": _whole, "evaluation": _flag})
-    {'step': 137, 'evaluation': False}
-    """
-    found: dict[str, Any] = {}
-    for name, value in query:
-        if name not in known:
-            expected = ", ".join(known) or "none"
-            raise ValueError(f"parameter {name[:40]!r} is not known here; expected {expected}")
-        if name in found:
-            raise ValueError(f"parameter {name} stands twice")
-        if value:
-            found[name] = known[name](name, value)
-    for name in needed:
-        if name not in found:
-            raise ValueError(f"parameter {name} is missing")
-    return found
-
 
 @dataclass(frozen=True)
 class _Route:
@@ -191,36 +67,38 @@ class _Route:
     answer: Callable[[Api, dict[str, Any]], Any]
 
 
-_UID = {"uid": _word}
+_UID = {"uid": word}
 ROUTES: dict[str, _Route] = {
     "/api/run": _Route({}, (), lambda api, given: api.run()),
-    "/api/steps": _Route({"since": _whole, "evaluation": _flag}, (), lambda api, given: api.answers.steps(**given)),
+    "/api/steps": _Route({"since": whole, "evaluation": flag}, (), lambda api, given: api.answers.steps(**given)),
     "/api/look": _Route({}, (), lambda api, given: api.answers.look()),
-    "/api/step": _Route({"step": _whole, "evaluation": _flag}, ("step",), lambda api, given: api.answers.step(**given)),
+    "/api/step": _Route({"step": whole, "evaluation": flag}, ("step",), lambda api, given: api.answers.step(**given)),
     "/api/list": _Route(
         {
-            "view": _word,
-            "step": _whole,
-            "gid": _word,
-            "prompt": _word,
-            "filter": _word,
-            "sort": _word,
-            "offset": _whole,
-            "limit": _whole,
-            "snapshot": _word,
-            "evaluation": _flag,
+            "view": word,
+            "step": whole,
+            "gid": word,
+            "prompt": word,
+            "filter": word,
+            "sort": word,
+            "offset": whole,
+            "limit": whole,
+            "snapshot": word,
+            "evaluation": flag,
         },
         (),
         lambda api, given: api.answers.list(**given),
     ),
-    "/api/group": _Route({"gid": _word}, ("gid",), lambda api, given: api.answers.group(**given)),
+    "/api/group": _Route({"gid": word}, ("gid",), lambda api, given: api.answers.group(**given)),
     "/api/neighbours": _Route(_UID, ("uid",), lambda api, given: api.answers.neighbours(**given)),
     "/api/record": _Route(_UID, ("uid",), lambda api, given: api.source.record(given["uid"])),
     "/api/history": _Route(_UID, ("uid",), lambda api, given: api.history(given["uid"])),
-    "/api/prompt": _Route({"prompt": _word}, ("prompt",), lambda api, given: api.answers.prompt(**given)),
-    "/api/compare": _Route({"a": _range, "b": _range}, ("a", "b"), lambda api, given: api.answers.compare(**given)),
+    "/api/prompt": _Route({"prompt": word}, ("prompt",), lambda api, given: api.answers.prompt(**given)),
+    "/api/compare": _Route(
+        {"a": step_range, "b": step_range}, ("a", "b"), lambda api, given: api.answers.compare(**given)
+    ),
     "/api/search": _Route(
-        {"q": _word, "mode": _word, "limit": _whole, "step": _whole},
+        {"q": word, "mode": word, "limit": whole, "step": whole},
         ("q",),
         lambda api, given: api.answers.search(**given),
     ),
@@ -445,7 +323,7 @@ class Api:
         """The ledger's entries of one record."""
         entries = self.source.history(uid)
         if entries is None:
-            raise Unavailable("what is open here has no ledger")
+            raise ValueError("what is open here has no ledger")
         return {"entries": entries}
 
     def notes(self) -> dict[str, Any]:
@@ -461,7 +339,7 @@ class Api:
         return done
 
     def _sql(self, request: Request) -> Response:
-        given = _fields(request, {"query": str, "rows": int, "format": str}, ("query",))
+        given = fields(request, {"query": str, "rows": int, "format": str}, ("query",))
         kind = given.pop("format", "json")
         if kind not in ("json", "csv"):
             raise ValueError(f"format: got {kind[:40]!r}, expected json or csv")
@@ -469,7 +347,7 @@ class Api:
         found = self.workers.sql(given["query"], seconds=self.seconds, rows=given.get("rows", 1000))
         if kind == "csv":
             body = as_csv(found["columns"], found["rows"])
-            return respond(200, body, "text/csv; charset=utf-8", _attachment("rollbook.csv"))
+            return respond(200, body, "text/csv; charset=utf-8", attachment("rollbook.csv"))
         return self._json(request, {**found, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
 
     def _export(self, request: Request) -> Response:
@@ -484,15 +362,15 @@ class Api:
             "images": bool,
             "theme": str,
         }
-        given = _fields(request, known, ())
+        given = fields(request, known, ())
         made = self._within(lambda: export_html(self.source, self.answers, workers=self.workers, **given))
         kind = "text/html; charset=utf-8"
-        return respond(200, made.content, kind, _attachment(made.name), policy=MEDIA_POLICY)
+        return respond(200, made.content, kind, attachment(made.name), policy=MEDIA_POLICY)
 
     def _annotate(self, request: Request) -> Response:
         if self.annotations is None:
             return failure(403, "this viewer only reads; start it with --annotate to keep stars and notes")
-        given = _fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
+        given = fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
         self.answers.neighbours(given["uid"])  # KeyError: there is no such record
         return self._json(request, self.annotations.set(**given))
 
@@ -538,32 +416,6 @@ class Stream:
             release, self._release = self._release, None
         if release is not None:
             release()
-
-
-def _attachment(name: str) -> tuple[str, str]:
-    return "Content-Disposition", f'attachment; filename="{name}"'
-
-
-def _fields(request: Request, known: Mapping[str, Any], needed: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a posted JSON object."""
-    try:
-        given = orjson.loads(request.body)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"the body is not JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError("the body is expected to be a JSON object")
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"field {name[:40]!r} is not known here; expected {', '.join(known)}")
-        kinds = known[name] if isinstance(known[name], tuple) else (known[name],)
-        if type(value) not in kinds:
-            expected = " or ".join(kind.__name__ for kind in kinds)
-            raise ValueError(f"{name}: got {type(value).__name__}, expected {expected}")
-    for name in needed:
-        if name not in given:
-            raise ValueError(f"field {name} is missing")
-    return given
 
 
 _MEDIA = re.compile(r"/api/media/[0-9a-f]{64}")

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import parse_qsl, quote
 
-from rollbook.viewer.api import MAX_BODY, Api, Request, Response, failure, open_api, respond
+from rollbook.viewer.api import MAX_BODY, Api, open_api
 from rollbook.viewer.guard import Guard, authorities, checked_token
+from rollbook.viewer.messages import Request, Response, failure, respond
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

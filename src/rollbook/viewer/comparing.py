@@ -222,6 +222,8 @@ def phrases_of(text: str) -> Counter[str]:
 
 def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
     sides = [_texts(side, texts) for side in (a, b)]
+    if not all(sides):
+        return [], {"a": len(sides[0]), "b": len(sides[1])}
     counted = [[phrases_of(text) for _, _, text in side] for side in sides]
     documents = [Counter(phrase for each in side for phrase in each) for side in counted]
     totals = [Counter[str]() for _ in sides]

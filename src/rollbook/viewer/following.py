@@ -233,6 +233,8 @@ class Follower:
                 yield from self._measured(ns[:half])
                 yield from self._measured(ns[half:])
                 return
+            with self.book.ledger.read():
+                pass  # A book that was closed, or cannot be reached, is no damage: that raises here.
             rows = {}
             if len(self.problems) < _MOST_PROBLEMS:
                 self.problems.append(f"record number {ns[0]}: {error}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollbook.viewer.api import Request
+    from rollbook.viewer.messages import Request
 
 HEADER = "x-rollbook"
 """A header that a form or an image of another site cannot send; without CORS no script of one can either."""
@@ -83,7 +83,7 @@ def authorities(port: int, bound: str, trusted: Iterable[str] = ()) -> frozenset
 class Guard:
     """The rules of one viewer. `token` None: nobody needs one, as the user asked.
 
-    >>> from rollbook.viewer.api import Request
+    >>> from rollbook.viewer.messages import Request
     >>> guard = Guard(authorities(8420, "127.0.0.1"), "a-token-of-16-or-more")
     >>> guard.check(Request("GET", "/", headers=[("host", "evil.example:8420")])).status
     421

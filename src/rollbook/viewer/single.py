@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
 from rollbook.algorithms.registry import choice
-from rollbook.viewer.api import as_json, image_type
 from rollbook.viewer.bundle import page_script, page_style
 from rollbook.viewer.documents import Trajectory
 from rollbook.viewer.frames import encode
 from rollbook.viewer.measures import closing_of, opening_of
+from rollbook.viewer.messages import as_json, image_type
 from rollbook.viewer.queries import Workers
 
 if TYPE_CHECKING:

@@ -319,9 +319,9 @@ class Watcher:
                 error = str(raised) if isinstance(raised, BookError) else f"{type(raised).__name__}: {raised}"
                 found = None
             if error != self.error:
-                self.error = error
                 with contextlib.suppress(ValueError):  # closed meanwhile
                     self.index.keep("error", error)
+                self.error = error
             self._looked.set()
             if found:
                 pause = self.seconds

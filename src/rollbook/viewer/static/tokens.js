@@ -420,7 +420,7 @@ export class TokenPane {
         button,
         el("span", { class: "tk-kind-name", text: TOKENS_KIND_WORDS[kind] }),
         segment.name ? el("span", { class: "tk-tool-name", text: visible(segment.name) }) : null,
-        el("span", { class: "tk-facts", text: plural(segment.stop - segment.start, "token") }),
+        el("span", { class: "tk-facts", text: plural(Math.min(segment.stop, this.to) - Math.max(segment.start, this.from), "token") }),
       );
     }
     if (entry !== undefined) {
