@@ -9,6 +9,7 @@ import contextlib
 import gzip
 import hashlib
 import http.client
+import json
 import os
 import re
 import shutil
@@ -27,9 +28,10 @@ import pytest
 
 import rollbook
 from rollbook.viewer import api as apis
-from rollbook.viewer import assets, server
-from rollbook.viewer.api import ROUTES, Request, image_type
+from rollbook.viewer import assets, listening, server
+from rollbook.viewer.api import ROUTES
 from rollbook.viewer.frames import decode
+from rollbook.viewer.messages import Request, image_type
 from rollbook.viewer.server import Server
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, Got, ask, connect, parsed, post, receive, send
@@ -265,7 +267,9 @@ def every_kind(viewer: Server, rows: list[dict[str, Any]]) -> Iterator[tuple[str
     yield "no HTTP", parsed(send(viewer, b"hello\r\n\r\n"))
 
 
-def test_point_1_every_answer_has_the_headers(viewer: Server, rows: list[dict[str, Any]]) -> None:
+def test_points_1_and_4_every_answer_has_the_headers_and_none_the_token(
+    viewer: Server, rows: list[dict[str, Any]]
+) -> None:
     for name, got in every_kind(viewer, rows):
         policy = got.header("content-security-policy")
         if "/api/media/" in name or name == "export":
@@ -281,6 +285,8 @@ def test_point_1_every_answer_has_the_headers(viewer: Server, rows: list[dict[st
         assert got.header("cache-control"), name
         assert not any(key.startswith("access-control-") for key, _ in got.headers), "no CORS, ever"
         assert "server" not in dict(got.headers)
+        assert str(viewer.token).encode() not in got.body, name
+        assert all(str(viewer.token) not in value for _, value in got.headers), name
         if got.status >= 400:
             assert got.header("content-type") == "application/json" and got.error
 
@@ -422,8 +428,11 @@ def test_point_3_a_unix_socket_is_its_owners(book: str, tmp_path: Path) -> None:
                 head = f"GET /api/run HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {running.token}\r\n"
                 connection.sendall(f"{head}Connection: close\r\n\r\n".encode())
                 assert parsed(receive(connection)).status == expected, host
+        other = Server(book, socket=path)
         with pytest.raises(ValueError, match="somebody listens"):
-            Server(book, socket=path).start()
+            other.start()
+        other.close()
+        assert path.exists(), "it is not the other's to remove"
         assert f"ssh -L 8420:{path} " in "\n".join(server._greeting(running, 8420))
     assert not path.exists()
     path.write_text("precious")
@@ -447,12 +456,6 @@ def test_point_4_the_token_is_exchanged_for_a_cookie_once(viewer: Server) -> Non
     assert ask(viewer, "/api/run", headers=kept, token=False).status == 200
     sql = {"query": "select 1"}
     assert ask(viewer, "/api/sql", "POST", kept, body=sql, token=False).status == 200
-
-
-def test_point_4_nobody_is_told_the_token(viewer: Server, rows: list[dict[str, Any]]) -> None:
-    for name, got in every_kind(viewer, rows):
-        assert str(viewer.token).encode() not in got.body, name
-        assert all(str(viewer.token) not in value for _, value in got.headers), name
 
 
 def test_point_4_two_viewers_have_two_tokens_and_two_cookies(viewer: Server, book: str) -> None:
@@ -670,7 +673,7 @@ def test_point_10_a_regex_that_never_ends_is_stopped(book: str, rows: list[dict[
     with Server(book) as running:
         settled(running)
         assert running.api is not None
-        running.api.seconds = 2.0
+        running.api.seconds = 1.0
         begun = time.monotonic()
         got = ask(running, "/api/search?mode=regex&q=" + quoted("(\\w+\\s?)+\\1(\\w+\\s?)+$~"))
         assert got.status == 408 or not got.json["complete"]
@@ -733,7 +736,7 @@ def test_point_13_a_body_that_is_announced_is_asked_for(viewer: Server) -> None:
 
 
 def test_point_13_slow_clients_are_not_waited_for(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_REQUEST_SECONDS", 0.6)
+    monkeypatch.setattr(listening, "_REQUEST_SECONDS", 0.6)
     with Server(book) as running:
         with connect(running) as idle, connect(running) as slow, connect(running) as stuck:
             slow.sendall(b"GET / HTTP/1.1\r\nHost: ")
@@ -753,7 +756,7 @@ def test_point_13_slow_clients_are_not_waited_for(book: str, monkeypatch: pytest
 
 
 def test_point_13_connections_are_counted(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_CONNECTIONS", 4)
+    monkeypatch.setattr(listening, "_CONNECTIONS", 4)
     with Server(book) as running, contextlib.ExitStack() as stack:
         held = [stack.enter_context(connect(running)) for _ in range(4)]
         until = time.monotonic() + SECONDS
@@ -870,6 +873,9 @@ def test_closing_ends_threads_streams_and_files(book: str) -> None:
     for stream in streams:
         read_until(stream, b"retry: ")
     idle = connect(running)
+    until = time.monotonic() + SECONDS
+    while len(running.listeners[0].open) < 4 and time.monotonic() < until:
+        time.sleep(0.01)
     running.close()
     assert not index.exists()
     for stream in [*streams, idle]:
@@ -894,22 +900,29 @@ def test_a_path_that_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> N
 SERVE = """
 import sys
 from rollbook.viewer.server import serve
-serve(sys.argv[1], port=0, quiet=False)
+serve(sys.argv[1], port=0, json=len(sys.argv) > 2)
 """
 
 
 def test_the_command_prints_its_address_and_ends_when_told(book: str) -> None:
     command = [sys.executable, "-c", SERVE, book]
-    signals = (signal.SIGINT, signal.SIGTERM)
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in signals]
+    signals = {signal.SIGINT: [], signal.SIGTERM: ["json"]}
+    processes = [
+        subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE) for more in signals.values()
+    ]
     try:
-        for process, told in zip(processes, signals, strict=True):
+        for process, (told, for_programs) in zip(processes, signals.items(), strict=True):
             assert process.stdout is not None
-            lines = [process.stdout.readline().decode() for _ in range(3)]
-            url = next(line.strip() for line in lines if "#token=" in line)
+            first = process.stdout.readline().decode()
+            if for_programs:
+                said = json.loads(first)
+                url = said["url"]
+                assert said["token"] in url and str(said["port"]) in url and said["socket"] is None
+            else:
+                url = first.strip()
+                assert process.stdout.readline().startswith(b"from another machine: ssh -L ")
             address, _, token = url.partition("/#token=")
             assert len(token) == 22
-            assert any(line.startswith("from another machine: ssh -L ") for line in lines)
             connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=SECONDS)
             connection.request("GET", "/api/events", headers={"Authorization": f"Bearer {token}"})
             assert connection.getresponse().status == 200  # a page listens: it holds nothing up

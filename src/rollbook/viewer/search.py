@@ -233,7 +233,7 @@ class Search:
         pattern, also, flags = q, list[str](), re.MULTILINE
         if mode == "substring":
             pattern, flags = re.escape(q), re.IGNORECASE
-        elif mode == "phrase" and not self.index.full_text:
+        elif mode == "phrase":
             (pattern, *also), flags = map(_expression, wanted), re.IGNORECASE
         try:
             re.compile(pattern, flags)
