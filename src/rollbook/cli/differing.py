@@ -116,7 +116,7 @@ def _words(one: Opened, other: Opened, options: argparse.Namespace) -> int:
     texts = [next(iter(responses(run.source, [uid])))[1] for run, uid in zip((one, other), uids, strict=True)]
     pieces = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in texts]
     changes: list[dict[str, str]] = []
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, *pieces, autojunk=False).get_opcodes():
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, pieces[0], pieces[1], autojunk=False).get_opcodes():
         one_side, other_side = "".join(pieces[0][a:b]), "".join(pieces[1][c:d])
         # A space that two changes have between them is no part that stayed.
         if changes and (changes[-1]["kind"] != "equal") and (kind != "equal" or one_side.isspace()):

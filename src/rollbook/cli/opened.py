@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollbook.viewer.answers import Answers
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from rollbook.viewer.sources import Source
 
 
-class Opened(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Opened:
     """What there is to ask."""
 
     source: Source

@@ -165,7 +165,7 @@ def _prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, An
         solved = (min(ends) + max(ends)) / 2
     one, other = rewards
     both = sorted(one.keys() & other.keys())
-    moved = [
+    moved: list[dict[str, Any]] = [
         {
             "prompt": prompt,
             "opening": other[prompt][3] or one[prompt][3],
@@ -256,9 +256,11 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
             homes.append(home)
     found = []
     for score, phrase in kept:
-        rewards, there, uids = [], [], []
-        for side, counts in zip(sides, counted, strict=True):
-            for (uid, reward, _), each in zip(side, counts, strict=True):
+        rewards: list[float] = []
+        there: list[float] = []
+        uids: list[str] = []
+        for samples, counts in zip(sides, counted, strict=True):
+            for (uid, reward, _), each in zip(samples, counts, strict=True):
                 if phrase in each and len(uids) < 200:
                     uids.append(uid)
                 if reward is not None and math.isfinite(reward):
