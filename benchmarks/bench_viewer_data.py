@@ -91,6 +91,10 @@ def questions(answers: Answers, steps: int) -> dict[str, Callable[[], Any]]:
     def step() -> int:
         return next(turn) * 37 % steps
 
+    def three() -> tuple[int, int]:
+        first = step() * (steps - 3) // steps
+        return first, first + 2
+
     def paged() -> Any:
         first = answers.list(filter=f"reward < .5 and len > {60 + next(turn) % 9}", sort="-kl_max")
         return answers.list(sort="-kl_max", offset=100, snapshot=first["snapshot"])
@@ -110,7 +114,7 @@ def questions(answers: Answers, steps: int) -> dict[str, Callable[[], Any]]:
         "group": lambda: answers.group(gids[next(turn) * 7919 % len(gids)]),
         "neighbours of a sample": lambda: answers.neighbours(uids[next(turn) * 7919 % len(uids)]),
         "look here": lambda: (setattr(answers, "_looked", None), answers.look()),
-        "compare 3 steps with 3": lambda: answers.compare((step(), steps), (step(), steps)),
+        "compare 3 steps with 3": lambda: answers.compare(three(), three()),
         "search: phrase": lambda: answers.search("let me verify this"),
         "search: rare phrase": lambda: answers.search(f"question {next(turn) % 800}"),
         "search: substring": lambda: answers.search("rea is ha", "substring"),

@@ -1,0 +1,140 @@
+"""The search page in a real browser: what it finds is what the texts say, by keys and by addresses."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from rollbook.viewer.server import Server
+from tests.browser.chrome import Page
+from tests.browser.conftest import GROUPS, RUNS, STEPS, measured
+from tests.viewer import story
+
+
+@pytest.fixture(scope="module")
+def texts(server: Server) -> dict[str, str]:
+    """The response of each sample of training, by uid; the server's index of texts is complete."""
+    uids = [row.eid.uid for step in range(STEPS) for row in story.rollout(step, GROUPS, RUNS)]
+    source = server.api.source  # type: ignore[union-attr]
+    found = {one.uid: one.text[one.prompt_end :] for at in range(0, len(uids), 64) for one in source.documents(uids[at : at + 64])}
+    while not server.api.answers.search("answer")["complete"]:  # type: ignore[union-attr]
+        pass
+    return found
+
+
+def search(page: Page, **given: Any) -> None:
+    """Open the address of a search and wait for its answer."""
+    page.eval(f"location.hash = '#/search?{'&'.join(f'{name}={quote(str(value))}' for name, value in given.items())}'")
+    page.wait("document.querySelector('.search-page') && (document.querySelector('p[role=status]').innerText.includes('ms') || !!document.querySelector('[role=alert]'))")
+
+
+def found(page: Page) -> set[str]:
+    return set(page.texts(".hit-id"))
+
+
+def responses(page: Page) -> set[str]:
+    hits = page.eval("[...document.querySelectorAll('.hit-link')].map(e => [e.querySelector('.hit-id').innerText, e.querySelector('.chip').innerText])")
+    return {uid for uid, where in hits if where == "response"}
+
+
+def test_words_are_found_where_they_stand_and_nowhere_else(page: Page, texts: dict[str, str]) -> None:
+    search(page, q="let me reconsider", limit=1000)
+    expected = {uid for uid, text in texts.items() if re.search(r"let me reconsider\b", text, re.IGNORECASE)}
+    assert responses(page) & texts.keys() == expected and 0 < len(expected) < len(texts)
+    assert {each.lower() for each in page.texts("mark")} == {"let me reconsider"}
+    assert f"{page.count('.hit')} places" in page.text("p[role=status]")
+    steps = [int(each.split("/")[0]) for each in page.texts(".hit-id")]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_parts_of_words_and_patterns_have_modes_of_their_own(page: Page, texts: dict[str, str]) -> None:
+    search(page, q="econsid", limit=1000)
+    assert page.count(".hit") == 0 and "Anywhere" in page.text(".empty-state")
+    page.click(".segmented button:nth-child(2)")
+    page.wait("document.querySelectorAll('.hit').length > 0")
+    assert "mode=substring" in page.hash()
+    assert responses(page) & texts.keys() == {uid for uid, text in texts.items() if "econsid" in text}
+    search(page, q=r"leaves -?\d+\.</think>", mode="regex", step=3, limit=1000)
+    expected = {uid for uid, text in texts.items() if uid.startswith("3/") and re.search(r"leaves -?\d+\.</think>", text)}
+    assert responses(page) & texts.keys() == expected and expected
+    assert page.eval("document.querySelector('[aria-label=\"Only in step\"]').value") == "3"
+
+
+def test_keys_go_from_result_to_result_and_into_one(page: Page, texts: dict[str, str]) -> None:
+    page.key("/")
+    page.type("let me verify")
+    page.key("Enter")
+    page.wait("location.hash === '#/search?q=let%20me%20verify' && document.querySelectorAll('.hit').length > 3")
+    at = "[...document.querySelectorAll('.hit-link')].indexOf(document.activeElement)"
+    assert page.wait(f"{at} === 0 || null") is True
+    page.key("j", "j")
+    assert page.eval(at) == 2
+    page.key("k")
+    assert page.eval(at) == 1
+    uid = page.texts(".hit-id")[1]
+    page.key("/")
+    assert page.eval("document.activeElement.getAttribute('aria-label')") == "Search for"
+    page.key("ArrowDown", "j", "Enter")
+    page.wait("!!document.querySelector('.tk-pane .tk-chunk')")
+    assert page.hash().startswith("#/t/" + quote(uid, safe="")) and "q=" in page.hash()
+    page.wait("CSS.highlights.size > 0 && [...CSS.highlights.values()].some(h => h.size > 0)")  # the place is marked there
+    page.eval("history.back()")
+    page.wait("document.querySelectorAll('.hit').length > 3")
+    assert page.hash() == "#/search?q=let%20me%20verify"
+
+
+def test_more_results_are_asked_for(page: Page, texts: dict[str, str]) -> None:
+    search(page, q="boxes")
+    assert page.count(".hit") == 100
+    page.eval("[...document.querySelectorAll('main button')].find(b => b.innerText === 'Show more').click()")
+    page.wait("document.querySelectorAll('.hit').length > 100")
+    assert "limit=200" in page.hash()
+    shown = page.count(".hit")
+    page.reload()
+    page.wait(f"document.querySelectorAll('.hit').length === {shown}")
+
+
+def test_a_pattern_that_would_run_for_ever_is_stopped_with_words(
+    page: Page, server: Server, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searching = server.api.answers.searching  # type: ignore[union-attr]
+    monkeypatch.setattr(searching, "search", functools.partial(searching.search, seconds=1.0))
+    search(page, q=r"(\w+\s?)+@@", mode="regex")
+    said = page.text("[role=alert]")
+    assert "took too long" in said and "1 seconds" in said and r"(\\w+" in said
+    assert page.count(".hit") == 0
+    search(page, q="[a-", mode="regex")
+    assert "no regular expression" in page.text("[role=alert]")
+    assert page.problems and all("/api/search" in each for each in page.problems)  # the two answers 408 and 400
+    page.problems.clear()
+
+
+def test_a_search_during_the_reading_of_texts_says_so_and_goes_on(
+    page: Page, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searching = server.api.answers.searching  # type: ignore[union-attr]
+    done = []
+    monkeypatch.setattr(searching, "complete", lambda: bool(done))
+    monkeypatch.setattr("rollbook.viewer.search._PATIENCE", 0.0)
+    search(page, q="let me verify")
+    said = page.text("p[role=status]")
+    total = measured(server).api.answers.run()["progress"]["total"]  # type: ignore[union-attr]
+    assert "still reading texts" in said and f"of {total} searched so far" in said
+    page.key("j")
+    kept = page.eval("document.activeElement.innerText")
+    done.append(True)
+    page.wait("!document.querySelector('p[role=status]').innerText.includes('still reading')")
+    assert page.eval("document.activeElement.innerText") == kept  # who stands on a result stays on it
+
+
+def test_what_is_searched_for_is_text(page: Page, texts: dict[str, str]) -> None:
+    search(page, q="<script>window.__pwn=1</script>", mode="substring")
+    assert page.texts(".hit-id") == ["5/2/1/0/s"] and page.text("mark") == "<script>window.__pwn=1</script>"
+    assert "⟦U+202E⟧" in page.text(".hit-text")
+    search(page, q='"let me" AND NOT (verify* OR NEAR(')  # words like any others to the index
+    assert page.count(".hit") == 0 and page.count("[role=alert]") == 0
+    assert page.eval("window.__pwn") is None
