@@ -37,6 +37,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)  ## side by side with peers and the hardware's bounds; installs the peer into .bench/
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.bench_viewer_data
 
 FUZZ_FRAMES ?= 200000
 fuzz: $(STAMP)  ## mutated frames in child processes, with and without python -O

@@ -9,6 +9,7 @@ from benchmarks import (
     bench_plans,
     bench_saver,
     bench_tokens,
+    bench_viewer_page,
     harness,
 )
 
@@ -22,4 +23,5 @@ if __name__ == "__main__":
         bench_tokens.run,
         bench_book.run,
         bench_saver.run,
+        bench_viewer_page.run,
     )
