@@ -165,7 +165,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     out = tmp_path / "some.jsonl"
     assert run(capsys, "export", folder, out)[:2] == (0, f"exported 4 records to {out}\n")
     status, _, err = run(capsys, "export", folder, out)
-    assert (status, "exists" in err) == (2, True)
+    assert (status, "--overwrite" in err) == (2, True)
     assert json.loads(run(capsys, "export", folder, out, "--overwrite", "--json")[1]) == {"exported": 4}
     assert "exported 1 " in run(capsys, "export", folder, tmp_path / "held.parquet", "--evaluation")[1]
     status, said, _ = run(capsys, "import", tmp_path / "new", out, "--json")

@@ -189,6 +189,7 @@ def test_what_is_not_there_is_said(run: str, capsys: pytest.CaptureFixture[str])
     assert "no trajectory or group" in refused(capsys, "show", run, "99/1")
     assert "which 9 or more begin with" in refused(capsys, "show", run, "3")
     assert "nothing here" in refused(capsys, "show", run, "--step", "99")
+    assert "nothing here" in refused(capsys, "show", run, "--step", "99", "--json")
     assert "entropy" in refused(capsys, "show", run, "3/10/1", "--lens", "entropi")
     assert "expected one of them" in refused(capsys, "show", run, "3/10/1", "--step", "1")
     assert "truncated" in refused(capsys, "ls", run, "--where", "truncate and reward > 1")
@@ -205,6 +206,76 @@ def test_ls_where(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     listed = [row for row in rows if not row["evaluation"]]
     assert len(listed) == min(50, len(expected))
     assert "--limit N shows more" in said(capsys, "ls", run, "--where", "reward >= -9", "--limit", "2")
+
+
+def test_ls_lists_samples_by_order_or_number_too(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(said(capsys, "ls", run, "--sort", "-reward", "--limit", "3", "--json"))
+    every = json.loads(said(capsys, "ls", run, "--limit", "500", "--json"))
+    rewards = sorted((row["reward"] for row in every), reverse=True)
+    assert [row["reward"] for row in rows] == rewards[:3] and len(every) > 50
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that a command meets on its first day: nothing, evaluation alone, pairs, and another tool's files."""
+    folder = tmp_path_factory.mktemp("odd")
+    rollbook.open(folder / "empty").close()
+    with rollbook.open(folder / "eval") as book:
+        made = [rollbook.Experience(eid=rollbook.EID(s, 0, i), tokens=[1, 2, 3], reward=1.0 * i)
+                for s in range(2) for i in range(2)]  # fmt: skip
+        book.append(made, evaluation=True)
+    with rollbook.open(folder / "pairs") as book:
+        book.append([rollbook.Experience(eid=rollbook.EID(0, 0), tokens=[1, 2], chosen=[3], rejected=[4, 5])])
+    (folder / "verl").mkdir()
+    rows = [{"input": f"Q{i // 2}", "output": "so", "gts": "5", "score": 1.0, "step": 1} for i in range(4)]
+    (folder / "verl" / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "other").mkdir()
+    (folder / "other" / "notes.txt").write_text("no rollouts")
+    return folder
+
+
+def test_ls_of_rollouts_and_of_anything_else(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (odd / "verl", odd / "verl" / "1.jsonl"):
+        told = json.loads(said(capsys, "ls", str(path), "--json"))
+        assert told == {"kind": "verl", "records": 4, "evaluation": 0, "groups": 2, "steps": [1, 1]}
+        assert "records        4" in said(capsys, "ls", str(path))
+    assert said(capsys, "ls", str(odd / "other")) == "no books here\n"
+    assert "no rollouts" in refused(capsys, "ls", str(odd / "other" / "notes.txt"))
+    assert "no such folder or file" in refused(capsys, "ls", str(odd / "none"))
+
+
+def test_runs_without_records_for_training(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, held_out = str(odd / "empty"), str(odd / "eval")
+    assert "nothing in it yet" in said(capsys, "show", empty)
+    told = said(capsys, "show", held_out)
+    assert "all for evaluation" in told and len(json.loads(said(capsys, "show", held_out, "--json"))["steps"]) == 2
+    assert "1/0" in said(capsys, "show", held_out, "--step", "1")
+    assert "eval has no records for training" in refused(capsys, "diff", held_out, held_out)
+    assert "--evaluation examines" in said(capsys, "doctor", held_out)
+    assert "--evaluation examines" not in said(capsys, "doctor", held_out, "--evaluation")
+    assert "nothing here" in refused(capsys, "doctor", held_out, "--steps", "7")
+
+
+def test_a_pair_is_shown(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "3 (2 of the prompt" in said(capsys, "show", str(odd / "pairs"), "0/0/0")
+
+
+def test_an_error_names_the_command_once(run: str, odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for told in (
+        refused(capsys, "diff", str(odd / "empty")),
+        refused(capsys, "show", run, "3/10/1", "--step", "1"),
+        refused(capsys, "check", run, "--repair", "--quick"),
+    ):
+        command = told.split()[1]
+        assert told.count(command) == 1, told
+
+
+def test_options_of_one_trajectory_need_one(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for what in ([], ["3/10"], ["--step", "3"]):
+        for option in (["--raw"], ["--tokens", "1:2"], ["--lens", "kl"]):
+            assert f"{option[0]}: of one trajectory" in refused(capsys, "show", run, *what, *option)
+    last = said(capsys, "show", run, "3/10/1", "--tokens", "-1:").splitlines()[-1]
+    assert "<|im_end|>" in last
 
 
 def test_history_takes_a_beginning(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,7 +351,16 @@ def test_export_of_a_page(run: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     said(capsys, "export", run, out, "--where", "step = 2", "--overwrite", "--redact", "boxes", "--title", "a title")
     assert b"a title" in Path(out).read_bytes()
     assert "expected --id ID" in refused(capsys, "export", run, str(tmp_path / "x.html"))
-    assert "is for HTML pages" in refused(capsys, "export", run, str(tmp_path / "x.jsonl"), "--redact", "a")
+    for option in (["--redact", "a"], ["--theme", "dark"], ["--max-mb", "1"]):
+        told = refused(capsys, "export", run, str(tmp_path / "x.jsonl"), *option)
+        assert told.startswith(f"rollbook export: {option[0]}: for HTML pages alone")
+    (tmp_path / "x.jsonl").touch()
+    assert "--overwrite replaces it" in refused(capsys, "export", run, str(tmp_path / "x.jsonl"))
+    for name in ("x.jsonl", "x.html"):
+        far = str(tmp_path / "none" / name)
+        assert f"there is no folder {tmp_path / 'none'}" in refused(
+            capsys, "export", run, far, *(["--id", "3/10"] * far.endswith("html"))
+        )
     assert os.stat(out).st_mode & 0o777 == 0o666 & ~_umask()
 
 
@@ -347,3 +427,29 @@ def test_the_nearest_name_is_offered(arguments: list[str], near: str, capsys: py
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and f"did you mean {near}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["completion", "tcsh"], "tcsh"),
+        (["ls", "x", "--color", "red"], "red"),
+        (["doctor", "x", "--fail-on", "all"], "all"),
+        (["ls", "x", "--limit", "0"], "got '0', expected a whole number from 1 on"),
+        (["show", "x", "--step", "-1"], "got '-1', expected a whole number from 0 on"),
+        (["diff", "x", "--texts", "few"], "got 'few', expected a whole number from 0 on"),
+        (["view", "x", "--port", "70000"], "got '70000', expected a whole number from 0 to 65535"),
+    ],
+)
+def test_a_value_that_is_none(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and expected in told and "is no command" not in told
+
+
+def test_text_alone_cannot_be_imported_without_a_tokenizer(
+    odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = refused(capsys, "import", str(tmp_path / "new"), str(odd / "verl" / "1.jsonl"))
+    assert told.rstrip().endswith("--tokenizer PATH")

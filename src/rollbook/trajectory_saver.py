@@ -2,7 +2,7 @@
 
 Invariant: saving never stops training: whatever goes wrong is counted, reported as a metric and said once. What is
 saved of a sample does not depend on whether it came padded, packed, as an item or as a record, nor on how many
-processes there are.
+processes there are; `full_sequence` alone, as LightRFT's, is of the row as it was given, with what padding it has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollbook.saving.offsets import Decoder
 from rollbook.saving.pictures import Picture, Pictures
 from rollbook.saving.plain import host
 from rollbook.saving.rendering import Measures, Renderer, measured, response_of, spread_of
-from rollbook.saving.repetition import reflections, repeat_score
+from rollbook.saving.repetition import REFLECTIONS, reflections, repeat_score
 from rollbook.saving.sample import Candidate, Sample
 from rollbook.saving.together import attempted, from_first, here, to_first
 
@@ -387,8 +387,13 @@ def _calculate_repeatness(s: str) -> float:
 
 
 def _check_reflection_pattern(text: str) -> dict[str, int]:
-    """`reflections`."""
-    return reflections(text)
+    """`reflections`; of an empty text, 0 of each."""
+    return reflections(text) or dict.fromkeys(REFLECTIONS, 0)
+
+
+def _calculate_reflection_pattern_score(text: str) -> int:
+    """How many phrases of reflection there are."""
+    return sum(reflections(text).values())
 
 
 def _calculate_entropy_from_log_probs(log_probs: torch.Tensor | None) -> float:

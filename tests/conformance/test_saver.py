@@ -101,12 +101,16 @@ def test_records(given: str, tmp_path: Path) -> None:
     assert os.path.basename(path or "") == upstream["file"] and saver.error_count == 0
     records = saved(path)
     one_each = "items" in given
+    padded = given in ("padded items", "batch")
     for i, (record, theirs) in enumerate(zip(records, upstream["records"], strict=True)):
         keys = [key for key in theirs if key != "has_images"]
         assert [key for key in record if key in theirs] == list(theirs)
         assert list(record)[: len(keys)] == keys
-        for key in ("global_step", "full_sequence", "pure_generated_text", "repeat_score", "has_images"):
+        for key in ("global_step", "pure_generated_text", "repeat_score", "has_images"):
             assert record[key] == theirs[key], key
+        assert record["text"] == theirs["full_sequence"]
+        around = (["<pad>", ""], ["", "<pad>" * 4])[i] if padded else ["", ""]  # the row as it was given
+        assert record["full_sequence"] == around[0] + record["text"] + around[1]
         for key in ("reflection_pattern_score", "reflection_pattern_details"):
             assert record[key] == theirs[key], key
         place = record["experience_index"], record["sample_in_exp"]

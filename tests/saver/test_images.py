@@ -60,6 +60,12 @@ def test_equal_images_are_stored_once_and_every_file_is_shown(tmp_path: Path) ->
         assert written.convert("RGB").getpixel((0, 0)) == (0, 0, 255)
 
 
+def test_a_list_of_no_image_is_one_all_the_same(tmp_path: Path) -> None:
+    found = read(saver(tmp_path).save_trajectories([batch([[None], [], None])], 1)[0])
+    assert [one["has_images"] for one in found] == [True, False, False] and files(tmp_path) == []
+    assert found[0]["image_paths"] == [None] and found[0]["num_images"] == 1 and "num_images" not in found[1]
+
+
 def test_one_bare_image_of_an_item(tmp_path: Path) -> None:
     item = split_experience_batch(from_experiences([record("a", "b")]))[0]
     for images, count in ((picture("red"), 1), ([picture("red"), picture("blue")], 2)):
@@ -128,7 +134,8 @@ def test_an_image_that_cannot_be_had(tmp_path: Path) -> None:
     path, stats = made.save_trajectories([batch(given)], 1)
     found = read(path)
     assert found[0]["image_paths"] == [None, "images/step1_exp0_sample0_img1.png"] and found[0]["num_images"] == 2
-    assert [one["has_images"] for one in found] == [True, False, False, False]
+    assert all(one["has_images"] for one in found)  # they have one, which is not to be had
+    assert [one["image_paths"] for one in found[1:]] == [one["image_sha256"] for one in found[1:]] == [[None]] * 3
     assert stats == {"trajectory/save_errors": 3.0} and "cannot be read" in found[0]["notes"][0]
     assert not found[1].get("notes")  # nothing is fetched, and that is no error
 
@@ -214,7 +221,7 @@ class Refuses:
 def test_a_record_that_fails_leaves_no_image(tmp_path: Path) -> None:
     made = from_experiences([record("a", "b" * 20), record("a", "c"), record("a", "d")])
     made.raw_images = [[picture("red"), picture("blue")], [picture("blue")], [picture("green")]]
-    found = read(TrajectorySaver(tmp_path, Refuses()).save_trajectories([made], 1)[0])
+    found = read(TrajectorySaver(tmp_path, Refuses()).save_trajectories([made.pack()], 1)[0])
     assert [one["image_paths"] for one in found] == [
         ["images/step1_exp0_sample1_img0.png"], ["images/step1_exp0_sample2_img0.png"]
     ]  # fmt: skip

@@ -27,14 +27,22 @@ from rollbook.rollout import ScriptedEngine
 from rollbook.trajectory_saver import (
     TrajectorySaver,
     _calculate_entropy_from_log_probs,
+    _calculate_reflection_pattern_score,
     _check_reflection_pattern,
     create_trajectory_saver,
 )
 from tests.saver.making import END, TEXTS, TOKENIZER, batches, ids, read, record, rollout
 
 ARRAYS = ("advantages", "return", "action_log_probs", "values", "base_action_log_probs", "action_entropy", "logprobs")
-PLACES = ("experience_index", "sample_in_exp", "info", "kind", "prompt_text", "response_text", "finish_reason")
+PLACES = (
+    "experience_index", "sample_in_exp", "full_sequence", "info", "kind", "prompt_text", "response_text",
+    "finish_reason",
+)  # fmt: skip
 """What tells a batch from a record, or one list of them from another."""
+
+
+PAD = TOKENIZER.decode([0])
+PADDED = ("padded", "fresh", "padded items", "another's batches", "mixed")
 
 
 def saver(folder: Path, **options: Any) -> TrajectorySaver:
@@ -71,6 +79,10 @@ def test_every_form_gives_the_same_records(mark: bool, tmp_path: Path) -> None:
         one = saver(tmp_path / name, mark_high_entropy_tokens=mark)
         path, _ = one.save_trajectories(experiences, 5, 10)
         assert not one.errors, name
+        for each in read(path):
+            # The row as it was given, with the padding around it.
+            assert each["full_sequence"].replace(PAD, "") == each["text"]
+            assert (each["full_sequence"] == each["text"]) or name in PADDED
         found[name] = [{k: v for k, v in each.items() if k not in PLACES} for each in read(path)]
         assert [each["uid"] for each in found[name]] == [row.eid.uid for row in rows]
     for name, records in found.items():
@@ -224,13 +236,118 @@ def test_an_engines_samples_and_a_processor(tmp_path: Path) -> None:
 
 def test_an_array_that_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
     item = BufferItem(torch.tensor([*ids("ab"), END]), torch.zeros(2), *[None] * 4, None, torch.ones(2).bool(), {})
-    item.values = torch.zeros(1)
+    item.values, item.advantages = torch.zeros(3), torch.tensor([0.25])
     made = saver(tmp_path)
-    with pytest.warns(UserWarning, match="values: got 1 entries, expected 2"):
+    with pytest.warns(UserWarning, match="values: got 3 entries, expected 2"):
         path, stats = made.save_trajectories([item], 1)
     (found,) = read(path)
-    assert "values" not in found and found["notes"] == ["values: got 1 entries, expected 2; left out"]
+    assert "values" not in found and found["notes"] == ["values: got 3 entries, expected 2; left out"]
     assert found["action_log_probs"] == [0, 0] and stats == {"trajectory/save_errors": 1.0}
+    assert found["advantages"] == 0.25  # one number for all tokens is that
+
+
+def columns(**changed: Any) -> ExperienceBatch:
+    """Two samples of two tokens each, of which some fields are changed."""
+    given = {
+        "sequences": torch.tensor([[0, *ids("abc")], [*ids("abcd")]]), "action_log_probs": -torch.ones(2, 2),
+        "base_action_log_probs": None, "values": None, "returns": None, "advantages": torch.ones(2, 2),
+        "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]), "action_mask": torch.ones(2, 2).bool(),
+        "info": {"reward": torch.tensor([1.0, 0.0])}, "labels": ["L0", "L1"], "references": ["R0", "R1"],
+    }  # fmt: skip
+    return ExperienceBatch(**{**given, **changed})
+
+
+@pytest.mark.parametrize(
+    "advantages", [torch.tensor([0.5, -0.5]), torch.tensor([[0.5], [-0.5]]), torch.tensor(0.5)], ids=["B", "Bx1", "0-d"]
+)
+def test_one_number_for_a_sample_stays_one(advantages: torch.Tensor, tmp_path: Path) -> None:
+    made = saver(tmp_path)
+    found = read(made.save_trajectories([columns(advantages=advantages)], 1)[0])
+    assert [one["advantages"] for one in found] == [0.5, 0.5 if advantages.dim() == 0 else -0.5]
+    assert all(one["action_log_probs"] == [-1, -1] for one in found) and not made.errors
+    assert [one["label"] for one in found] == ["L0", "L1"]
+
+
+@pytest.mark.filterwarnings("ignore:saving trajectories")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("advantages", torch.ones(3, 2)),
+        ("advantages", "ones"),
+        ("action_entropy", torch.ones(2, 3)),
+        ("attention_mask", torch.ones(2, 9)),
+        ("action_mask", torch.ones(2, 2, 2)),
+        ("labels", ["L0"]),
+        ("references", 7),
+        ("raw_images", 7),
+        ("info", [1, 2]),
+        ("action_starts", torch.tensor([7, 7])),
+        ("extras", {"loss_weights": torch.ones(1)}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_field_that_does_not_fit_costs_itself_alone(name: str, value: Any, tmp_path: Path) -> None:
+    made = saver(tmp_path)
+    path, stats = made.save_trajectories([columns(**{name: value})], 1)
+    found = read(path)
+    assert stats == {"trajectory/save_errors": 1.0} and len(made.errors) == 1
+    assert any(each in made.errors[0] for each in (name, "loss_weights"))
+    assert [one["generated_text"] for one in found] == ["bc", "cd"]
+    for key, expected in (("label", "L"), ("reference", "R")):
+        if name != f"{key}s":
+            assert [one[key] for one in found] == [f"{expected}0", f"{expected}1"]
+    for field in ("advantages", "action_log_probs"):
+        assert name == field or all(len(one[field]) == 2 for one in found)
+    assert name == "info" or [one["reward"] for one in found] == [1.0, 0.0]
+
+
+def test_packed_entropies_and_rows_alone(tmp_path: Path) -> None:
+    """Entropies of the model's tokens end to end; a packed batch with a padded matrix of them; sequences (S,)."""
+    mask = torch.tensor([[True, False], [True, True]])
+    found = read(
+        saver(tmp_path / "a").save_trajectories(
+            [columns(action_mask=mask, action_entropy=torch.tensor([1.0, 2.0, 3.0]))], 1
+        )[0]
+    )
+    assert [one["action_entropy"] for one in found] == [[1, 0], [2, 3]]
+    assert [one["policy_entropy"] for one in found] == [1, 2.5]
+    lists = SimpleNamespace(
+        sequences=[torch.tensor(ids("abc")), torch.tensor(ids("ab"))],
+        action_mask=[torch.ones(2).bool(), torch.ones(1).bool()],
+        action_entropy=torch.tensor([[1.0, 2.0], [0.0, 3.0]]),
+    )
+    found = read(saver(tmp_path / "b").save_trajectories([lists], 1)[0])
+    assert [one["action_entropy"] for one in found] == [[1, 2], [3]]
+    whole = columns(info={"reward": torch.tensor([1.0, 0.0]), "n": 3})
+    alone = {
+        name: value[0] if isinstance(value, torch.Tensor) else value[:1] if isinstance(value, list) else value
+        for name, value in vars(whole).items()
+        if name != "origin"
+    }
+    rows = [{**alone, "info": {"reward": torch.tensor([1.0]), "n": 3}}]
+    rows.append({**rows[0], "action_mask": whole.action_mask[:1], "advantages": whole.advantages[:1]})
+    for row in rows:
+        made = saver(tmp_path / "c")
+        (found_one,) = read(made.save_trajectories([ExperienceBatch(**row)], 1)[0])
+        assert not made.errors and found_one["generated_text"] == "bc" and found_one["label"] == "L0"
+        assert found_one["info"] == {"reward": 1.0, "n": 3} and found_one["advantages"] == [1, 1]
+
+
+def test_info_is_of_the_sample_or_whole(tmp_path: Path) -> None:
+    info = {
+        "reward": torch.tensor([1.0, 0.0]), "bins": torch.arange(3), "array": np.arange(5), "all": torch.tensor(2.5),
+        "row": torch.ones(2, 3), "reward_metrics": {"f": torch.tensor([1.0, 0.0]), "q": torch.arange(4), "s": 0.5},
+        "text": "x", "none": None,
+    }  # fmt: skip
+    made = saver(tmp_path)
+    found = read(made.save_trajectories([columns(info=info), columns(info={}), columns(info=None)], 1)[0])
+    assert not made.errors and found[0]["info"] == {
+        "reward": 1.0, "bins": [0, 1, 2], "array": [0, 1, 2, 3, 4], "all": 2.5, "row": [1, 1, 1],
+        "reward_metrics": {"f": 1.0, "q": [0, 1, 2, 3], "s": 0.5}, "text": "x", "none": None,
+    }  # fmt: skip
+    assert list(found[0]["info"]) == list(info) and found[1]["info"]["reward_metrics"]["f"] == 0.0
+    assert found[0]["reward_parts"] == {"f": 1.0, "s": 0.5}
+    assert found[2]["info"] == {} and "info" not in found[4]
 
 
 def test_marks_need_entropies(tmp_path: Path) -> None:
@@ -269,8 +386,9 @@ def test_whatever_info_holds_is_strict_json(tmp_path: Path) -> None:
     assert not made.errors
     for one in read(path):
         found = one["info"]
+        half = [0.5] if one["experience_index"] == 0 else 0.5  # of an item, its number
         assert found["nan"] is None and found["inf"] == [None, None] and found["tensor"] == [1.0, None]
-        assert found["0-d"] == 2 and found["half"] == [0.5] and found["array"] == [0, 1, 2] and found["scalar"] is None
+        assert found["0-d"] == 2 and found["half"] == half and found["array"] == [0, 1, 2] and found["scalar"] is None
         assert found["set"] == [1, 3] and found["bytes"] == {"$bytes": "ff00"} and found["text"] == "ok"
         assert found["tuple"] == [1, [2]] and found["7"] == "key" and found["lone"] == "���"
         assert found["big"] == str(1 << 80) and "Odd" in found["odd"] and found["path"] == "x"
@@ -434,13 +552,13 @@ def test_not_even_a_warning_that_is_an_error_stops_training(tmp_path: Path) -> N
 def test_one_bad_batch_costs_no_other(tmp_path: Path) -> None:
     rows = rollout(2, 2)
     bad = from_experiences(rows[:2])
-    bad.advantages = bad.advantages[:, :1]
+    bad.sequences = bad.sequences.float()
     half = from_experiences(rows[2:])
-    half.info["reward"] = torch.zeros(7)
+    half.advantages = half.advantages[:1]
     made = saver(tmp_path)
     path, stats = made.save_trajectories([bad, half, rows[0]], 1)
     assert [one["uid"] for one in read(path)] == [rows[i].eid.uid for i in (2, 3, 0)]
-    assert stats == {"trajectory/save_errors": 2.0} and "advantages" in made.errors[0]
+    assert stats == {"trajectory/save_errors": 2.0} and "expected token ids" in made.errors[0]
 
 
 @pytest.mark.filterwarnings("ignore:saving trajectories")
@@ -494,7 +612,8 @@ def test_made_from_arguments(tmp_path: Path) -> None:
 
 
 def test_helpers() -> None:
-    assert _check_reflection_pattern(TEXTS[0])["wait"] == 1
+    assert _check_reflection_pattern(TEXTS[0])["wait"] == 1 == _calculate_reflection_pattern_score(TEXTS[0])
+    assert set(_check_reflection_pattern("").values()) == {0} and _calculate_reflection_pattern_score("") == 0
     chances = torch.full((3, 8), 1 / 8).log()
     assert _calculate_entropy_from_log_probs(chances) == pytest.approx(math.log(8))
     assert _calculate_entropy_from_log_probs(torch.zeros(1)) == _calculate_entropy_from_log_probs(None) == 0.0

@@ -110,7 +110,7 @@ def test_the_union_without_copies(told: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["unnamed", "unnamed copies"])
 def test_samples_without_ids(told: Any, name: str) -> None:
     found = saved(told, name)
-    assert [one["full_sequence"] for one in found] == [one["full_sequence"] for one in saved(told, "apart")]
+    assert [one["text"] for one in found] == [one["text"] for one in saved(told, "apart")]
     assert len({one["uid"] for one in found}) == len(ALL)
 
 

@@ -32,9 +32,11 @@ def diff(options: argparse.Namespace) -> int:
                 spans[i] = span(asked)
         sides = [Side(run.source, run.index, *each) for run, each in zip((one, other), spans, strict=True)]
         found = compare(*sides, texts=options.texts, limit=options.limit, solved=options.solved)
-    for name, flag in (("a", "--a"), ("b", "--b")):
+    for name, asked, run in (("a", options.a, one), ("b", options.b, other)):
         if not found[name]["n"]:
-            raise ValueError(f"diff: there is nothing in the steps of {flag}, expected such as `rollbook show` lists")
+            if asked is None:
+                raise ValueError(f"diff: {run.source.name} has no records for training, expected some to compare")
+            raise ValueError(f"diff: there is nothing in the steps of --{name}, expected such as `rollbook show` lists")
     if options.json:
         print_json(found)
     else:

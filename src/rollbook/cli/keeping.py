@@ -57,11 +57,17 @@ def _print_report(report: Any) -> None:
 
 def export(options: argparse.Namespace) -> int:
     """Write records to a file, or some of them as a page."""
+    if not options.overwrite and os.path.lexists(options.out):
+        raise FileExistsError(f"{options.out}: is there already; --overwrite replaces it")
+    folder = os.path.dirname(os.path.abspath(options.out))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"{options.out}: there is no folder {folder}")
     if options.format == "html" or (options.format is None and options.out.endswith((".html", ".htm"))):
         return _page(options)
     given = [f"--{name.replace('_', '-')}" for name in _PAGE if getattr(options, name)]
-    if given or options.theme != "auto" or options.max_mb is not None:
-        raise ValueError(f"{', '.join(given) or 'this option'}: is for HTML pages, expected OUT to end in .html")
+    given += ["--theme"] * (options.theme != "auto") + ["--max-mb"] * (options.max_mb is not None)
+    if given:
+        raise ValueError(f"{', '.join(given)}: for HTML pages alone, expected OUT to end in .html, or --format html")
     import rollbook
 
     with rollbook.open(options.path, "r") as book:
@@ -82,8 +88,6 @@ def _page(options: argparse.Namespace) -> int:
     from rollbook.cli.opened import opened, uid_of
     from rollbook.viewer.single import write_html
 
-    if not options.overwrite and os.path.lexists(options.out):
-        raise FileExistsError(f"{options.out}: is there already; --overwrite replaces it")
     if bool(options.id) == bool(options.where):
         raise ValueError("export: an HTML page shows trajectories: expected --id ID (one or more), or --where FILTER")
     with opened(options.path, options.tokenizer) as run:
@@ -122,13 +126,18 @@ def import_(options: argparse.Namespace) -> int:
         raise FileNotFoundError(f"{options.source}: there is no such file")
     more = {name: getattr(options, name) for name in ("table", "tokenizer") if getattr(options, name) is not None}
     with rollbook.open(options.path) as book:
-        done = book.import_(
-            options.source,
-            format=options.format,
-            evaluation=options.evaluation,
-            on_error="skip" if options.skip else "raise",
-            **more,
-        )
+        try:
+            done = book.import_(
+                options.source,
+                format=options.format,
+                evaluation=options.evaluation,
+                on_error="skip" if options.skip else "raise",
+                **more,
+            )
+        except ValueError as error:
+            if options.tokenizer is None and str(error).startswith("tokenizer: got None"):
+                raise ValueError(f"{error}: --tokenizer PATH") from error
+            raise
     if options.json:
         print_json({name: getattr(done, name) for name in done.__slots__})
     else:

@@ -15,7 +15,7 @@ from rollbook.cli.terminal import OK, print_json, print_table, printable, size, 
 
 def ls(options: argparse.Namespace) -> int:
     """List a book's contents, the books of a folder, or the samples that meet a condition."""
-    if options.where is not None:
+    if any(given is not None for given in (options.where, options.sort, options.limit)):
         return _samples(options)
     path = options.path if _is_shared(options.path) else os.path.expanduser(options.path)
     if _is_shared(path) or os.path.lexists(os.path.join(path, "ledger.sqlite")):
@@ -35,7 +35,9 @@ def ls(options: argparse.Namespace) -> int:
             print_table(STATES, rows)
         return OK
     if not os.path.isdir(path):
-        raise FileNotFoundError(f"{path}: there is no such folder")
+        if not os.path.lexists(path):
+            raise FileNotFoundError(f"{path}: there is no such folder or file")
+        return _rollouts(options)
     found = []
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False) and os.path.lexists(os.path.join(entry.path, "ledger.sqlite")):
@@ -43,6 +45,11 @@ def ls(options: argparse.Namespace) -> int:
                 found.append({"name": entry.name, **_told(entry.path)})
             except (ValueError, OSError) as error:
                 found.append({"name": entry.name, "error": str(error)})
+    if not found and any(os.scandir(path)):
+        try:
+            return _rollouts(options)
+        except (ValueError, OSError):
+            pass  # a folder of something else
     if options.json:
         print_json(found)
     elif not found:
@@ -53,12 +60,30 @@ def ls(options: argparse.Namespace) -> int:
     return OK
 
 
+def _rollouts(options: argparse.Namespace) -> int:
+    """Tell what saved rollouts hold."""
+    from rollbook.cli.opened import opened
+
+    with opened(options.path) as run:
+        told = run.answers.run()
+    known = {name: told[name] for name in ("kind", "records", "evaluation", "groups")}
+    first, last = told["steps"]["first"], told["steps"]["last"]
+    if options.json:
+        print_json({**known, "steps": None if first is None else [first, last]})
+        return OK
+    for name, value in {**known, "steps": None if first is None else f"{first} to {last}"}.items():
+        if value is not None:
+            print(f"{name:15}{printable(value)}")
+    return OK
+
+
 def _samples(options: argparse.Namespace) -> int:
     from rollbook.cli.opened import opened
     from rollbook.cli.terminal import figure, table, tail
 
     with opened(options.path) as run:
-        found = run.answers.list(view="samples", filter=options.where, sort=options.sort, limit=options.limit)
+        order, most = options.sort or "n", options.limit or 50
+        found = run.answers.list(view="samples", filter=options.where, sort=order, limit=most)
     if options.json:
         print_json(found["rows"])
         return OK

@@ -10,7 +10,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollbook.cli.terminal import OK, UNREADABLE, WHEN, printable, use_colour
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, KeyError, ImportError, TimeoutError) as error:
-        said = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"rollbook {options.command}: {_one_line(str(said))}", file=sys.stderr)
+        said = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        print(f"rollbook {options.command}: {_one_line(said.removeprefix(f'{options.command}: '))}", file=sys.stderr)
         return UNREADABLE
     return status
 
@@ -51,8 +51,8 @@ def _joined(arguments: list[str]) -> list[str]:
     """`--sort -reward` as `--sort=-reward`: a value that begins with a minus would be taken for an option."""
     made: list[str] = []
     for each in arguments:
-        if made and made[-1] == "--sort" and each.startswith("-") and not each.startswith("--"):
-            made[-1] = f"--sort={each}"
+        if made and made[-1] in ("--sort", "--tokens") and each.startswith("-") and not each.startswith("--"):
+            made[-1] = f"{made[-1]}={each}"
         else:
             made.append(each)
     return made
@@ -67,11 +67,11 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         words = message.split("'")
-        if "invalid choice" in message and len(words) > 1:
+        if message.startswith("argument COMMAND: invalid choice") and len(words) > 1:
             import difflib
 
             near = difflib.get_close_matches(words[1], COMMANDS, 1)
-            message = f"{words[1]!r} is no command{f'; did you mean {near[0]!r}?' if near else ''}"
+            message = f"{words[1]!r} is no command{f'; did you mean {near[0]!r}?' if near else '.'}"
             message += f" There are: {', '.join(COMMANDS)}"
         elif message.startswith("unrecognized arguments: -"):
             import difflib
@@ -87,6 +87,22 @@ class _Parser(argparse.ArgumentParser):
         if rest and self.prog != "rollbook" and any(each.startswith("--") for each in rest):
             self.error(f"unrecognized arguments: {' '.join(each for each in rest if each.startswith('-'))}")
         return found, rest
+
+
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """What makes a whole number of an option's text, from `least` on."""
+
+    def made(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            found = least - 1
+        if found < least or (most is not None and found > most):
+            span = f"from {least} on" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number {span}")
+        return found
+
+    return made
 
 
 COMMANDS: dict[str, str] = {
@@ -129,12 +145,12 @@ def build() -> argparse.ArgumentParser:
 
     made = command("ls", "looking:ls", path="a book, a folder of books, or saved rollouts")
     made.add_argument("--where", metavar="FILTER", help='list samples: such as "reward < 0.2 and truncated"')
-    made.add_argument("--sort", metavar="COLUMNS", default="n", help="with --where: such as -reward,length")
-    made.add_argument("--limit", type=int, default=50, help="with --where: so many rows (50)")
+    made.add_argument("--sort", metavar="COLUMNS", help="list samples in this order: such as -reward,length")
+    made.add_argument("--limit", metavar="N", type=_whole(1), help="list so many samples (50)")
 
     made = command("show", "showing:show", path=RUN)
     made.add_argument("what", metavar="ID", nargs="?", help="a uid or its beginning (137/12/3), a group (137/12)")
-    made.add_argument("--step", type=int, help="show a step: its groups and their rewards")
+    made.add_argument("--step", metavar="N", type=_whole(0), help="show a step: its groups and their rewards")
     made.add_argument("--lens", "-l", metavar="NAME", help="what colours the tokens: entropy, logprob, kl, ... or off")
     made.add_argument("--raw", action="store_true", help="all tokens as the trainer saw them, in one piece")
     made.add_argument("--tokens", metavar="A:B", help="these tokens only, one a line with every number")
@@ -142,9 +158,11 @@ def build() -> argparse.ArgumentParser:
 
     made = command("view", "viewing:view", path=RUN)
     made.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
-    made.add_argument("--port", type=int, default=None, help="the port (8420, or a free one)")
+    made.add_argument("--port", type=_whole(0, 65535), default=None, help="the port (8420, or a free one)")
     made.add_argument("--socket", metavar="PATH", help="listen on a Unix socket instead")
-    made.add_argument("--token", help="the secret of the address; a random one if not given")
+    made.add_argument(
+        "--token", help="the secret of the address; a random one if not given (others cannot see it in ROLLBOOK_TOKEN)"
+    )
     made.add_argument("--open", action="store_true", help="open a browser")
     made.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's folder, for books that keep none")
     made.add_argument("--trusted-host", metavar="HOST", action="append", default=[], help="a further name to answer to")
@@ -170,9 +188,11 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("other", metavar="OTHER", nargs="?", help="another run; without it, --a and --b of one run")
     made.add_argument("--a", metavar="STEPS", help="steps of the first side: 7 or 3-9 (the first quarter)")
     made.add_argument("--b", metavar="STEPS", help="steps of the second side (the last quarter)")
-    made.add_argument("--texts", type=int, default=400, help="of how many responses a side phrases are counted (400)")
+    made.add_argument(
+        "--texts", metavar="N", type=_whole(0), default=400, help="count phrases in so many responses a side (400)"
+    )
     made.add_argument("--solved", type=float, help="the mean reward from which a prompt counts as solved")
-    made.add_argument("--limit", type=int, default=15, help="so many phrases and prompts (15)")
+    made.add_argument("--limit", metavar="N", type=_whole(0), default=15, help="so many phrases and prompts (15)")
     made.add_argument("--words", metavar="ID", nargs=2, help="compare two trajectories word by word instead")
 
     made = command("sql", "looking:sql")

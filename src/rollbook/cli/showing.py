@@ -46,8 +46,12 @@ def show(options: argparse.Namespace) -> int:
     with opened(options.path, options.tokenizer) as run:
         if options.what is not None and options.step is not None:
             raise ValueError(f"show: got {options.what!r} and --step {options.step}, expected one of them")
+        alone = [f"--{name}" for name in ("raw", "tokens", "lens") if getattr(options, name)]
+        groups = "SELECT 1 FROM samples WHERE gid = ? LIMIT 1"
+        if alone and (options.what is None or run.index.query(groups, [options.what])):
+            raise ValueError(f"{', '.join(alone)}: of one trajectory, expected its uid (137/12/3) or its beginning")
         if options.what is not None:
-            if run.index.query("SELECT 1 FROM samples WHERE gid = ? LIMIT 1", [options.what]):
+            if run.index.query(groups, [options.what]):
                 return _group(run, options)
             return _trajectory(run, uid_of(run.index, options.what), options)
         return _step(run, options) if options.step is not None else _run(run, options)
@@ -58,10 +62,18 @@ def show(options: argparse.Namespace) -> int:
 
 def _run(run: Opened, options: argparse.Namespace) -> int:
     told, steps = run.answers.run(), run.answers.steps()["steps"]
+    only = not steps and bool(told["evaluation"])
+    if only:
+        steps = run.answers.steps(evaluation=True)["steps"]
     if options.json:
         print_json({"run": told, "steps": steps})
         return OK
-    print(styled(printable(told["name"]), "bold"), f"· {told['records']:,} trajectories, {told['groups']:,} groups")
+    kind = ", all for evaluation" if only else ""
+    counts = f"{told['records']:,} trajectories, {told['groups']:,} groups{kind}"
+    print(styled(printable(told["name"]), "bold"), f"· {counts}")
+    if not steps:
+        print("there is nothing in it yet")
+        return OK
     for name in ("reward", "length", "entropy", "kl", "mismatch", "lag"):
         means = [None if each[name] is None else each[name]["mean"] for each in steps]
         if any(mean is not None for mean in means):
@@ -93,11 +105,13 @@ def _thinned(values: list[float | None], most: int) -> list[float | None]:
 
 def _step(run: Opened, options: argparse.Namespace) -> int:
     found = run.answers.list(view="groups", step=options.step, limit=1000)
+    if not found["rows"]:
+        found = run.answers.list(view="groups", step=options.step, limit=1000, evaluation=True)
+    if not found["rows"]:
+        raise ValueError(f"--step: got {options.step}, of which there is nothing here")
     if options.json:
         print_json({"step": options.step, "groups": found["rows"]})
         return OK
-    if not found["rows"]:
-        raise ValueError(f"--step: got {options.step}, of which there is nothing here")
     top = max((reward for row in found["rows"] for reward in row["rewards"] if reward is not None), default=0.0)
     low = min((reward for row in found["rows"] for reward in row["rewards"] if reward is not None), default=0.0)
     rows = []

@@ -6,6 +6,7 @@ Invariant: both only read, unless `--annotate` says otherwise.
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from rollbook.cli.terminal import OK, columns, print_json, printable, styled, table
@@ -22,7 +23,8 @@ def view(options: argparse.Namespace) -> int:
         host=options.host,
         port=PORT if options.port is None else options.port,
         socket=options.socket,
-        token=options.token,
+        # A variable, since other users of the machine can list commands with what stands behind them.
+        token=options.token or os.environ.get("ROLLBOOK_TOKEN") or None,
         open_browser=options.open,
         tokenizer=options.tokenizer,
         trusted_hosts=options.trusted_host,
@@ -44,12 +46,16 @@ def doctor(options: argparse.Namespace) -> int:
 
     steps = None if options.steps is None else span(options.steps)
     diagnosis = examine(options.path, steps=steps, thresholds=thresholds, evaluation=options.evaluation)
+    if not diagnosis.records and steps is not None:
+        raise ValueError(f"--steps: got {options.steps}, of which there is nothing here")
     if options.json:
         print_json(diagnosis.as_dict())
     else:
         for line in lines(diagnosis, width=min(columns(), 120), verbose=options.verbose):
             first = line.split(" ", 1)[0]
             print(styled(line, "bold", _STYLES[first]) if first in _STYLES else line)
+        if not diagnosis.records and not options.evaluation:
+            print("\nThere are no records for training here; --evaluation examines those for evaluation.")
     return diagnosis.status(options.fail_on)
 
 

@@ -25,7 +25,7 @@ from rollbook.rollout.types import Sample as Sampled
 from rollbook.saving.holding import Held, OfBatch, OfItem, OfRecords
 from rollbook.saving.pictures import Pictures
 from rollbook.saving.plain import Plain
-from rollbook.saving.sample import ARRAYS, Candidate, Sample
+from rollbook.saving.sample import ARRAYS, NUMBERS, Candidate, Sample
 
 _CUT = ("length", "response_truncated", "prompt_truncated")
 
@@ -76,11 +76,12 @@ class Samples:
             return OfRecords([(number, i) for i in range(len(one))], one.rows())
         if isinstance(one, (list, tuple)) and all(isinstance(row, Experience) for row in one):
             return OfRecords([(number, i) for i in range(len(one))], one)
-        sequences = getattr(one, "sequences", None)
-        if isinstance(one, BufferItem) or (isinstance(sequences, torch.Tensor) and sequences.dim() == 1):
-            return OfItem(number, one)
+        sequences: Any = getattr(one, "sequences", None)
+        bare = isinstance(sequences, torch.Tensor) and sequences.dim() == 1
         if isinstance(one, ExperienceBatch):
-            return OfBatch(number, one, self.problems)
+            return OfBatch(number, dataclasses.replace(one, sequences=sequences[None]) if bare else one, self.problems)
+        if isinstance(one, BufferItem) or bare:
+            return OfItem(number, one)
         if isinstance(sequences, (list, torch.Tensor)):
             # A batch of LightRFT's own, or any object with its names.
             names = [f.name for f in dataclasses.fields(ExperienceBatch) if f.name != "origin"]
@@ -91,7 +92,7 @@ class Samples:
     def _add(self, held: Held, i: int, experience: int, row: int) -> None:
         slots = held.slots(i)
         mask = held.read(i, "action_mask")
-        given, info = held.entry(i, "eid"), held.info(i)
+        given, info = held.entry(i, "eid"), held.info(i) or {}
         eid = given if isinstance(given, EID) else self._made_id(held.tokens(i), slots)
         reward = number_of(info.get("reward"))
         reason = info.get("finish_reason")
@@ -161,10 +162,14 @@ class Samples:
         if pictures is not None:
             arrays = {ours: held.read(i, name) for name, ours in ARRAYS.items()}
             arrays.update((name, read()) for name, read in held.extras(i).items())
+            made.padded = held.padded(i)
             held.fill(i, made, plain, pictures)
             made.reward = None if known.reward is None else plain.number(known.reward, "reward")
         for name, values in arrays.items():
             if values is None:
+                continue
+            if len(values) == 1 != slots and name in NUMBERS:
+                made.numbers[name] = plain.number(float(values[0]), name)
                 continue
             if len(values) != slots:
                 made.notes.append(f"{name}: got {len(values)} entries, expected {slots}; left out")

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from rollbook.batch import ExperienceBatch
 from rollbook.buffer_item import BufferItem, peek
 from rollbook.experience import Experience
-from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA, tensor_fields
-from rollbook.layouts import sheet_of_batch
+from rollbook.fields import BATCH_FIELDS, tensor_fields
+from rollbook.saving.fitting import apart, fitted, single, together
 from rollbook.saving.pictures import Picture, Pictures, flat, remote, shown
 from rollbook.saving.plain import Plain, host
 from rollbook.saving.sample import Sample
@@ -42,8 +42,8 @@ class Held:
         """Further arrays of the response with one number a token, by a record's names, each read when it is called."""
         raise NotImplementedError
 
-    def info(self, i: int) -> Mapping[Any, Any]:
-        """What was found out about sample i."""
+    def info(self, i: int) -> Mapping[Any, Any] | None:
+        """What was found out about sample i, if anything is said of it."""
         raise NotImplementedError
 
     def entry(self, i: int, name: str) -> Any:
@@ -57,16 +57,21 @@ class Held:
             raise ValueError("sequences: got None, expected token ids")
         return found.astype(np.int64)
 
+    def padded(self, i: int) -> NDArray[np.int64] | None:
+        """[S] The token ids of sample i as they were given, padding and all; `None` if there is none."""
+        raise NotImplementedError
+
     def slots(self, i: int) -> int:
         """R: how many tokens of sample i the response has, the model's and others'."""
         raise NotImplementedError
 
     def fill(self, i: int, sample: Sample, plain: Plain, pictures: Pictures) -> None:
         """Add what only this kind of holder knows."""
-        said = self.info(i)
+        given = self.info(i)
+        said = given or {}
         sample.label = plain.of(self.entry(i, "labels"), "label")
         sample.reference = plain.of(self.entry(i, "references"), "reference")
-        sample.info = plain.of(said, "info") if said else None
+        sample.info = plain.of(given, "info")
         inner = found if isinstance(found := said.get("info"), Mapping) else {}
         metrics = said.get("reward_metrics", said.get("metrics"))
         sample.parts = parts_of(metrics, plain)
@@ -81,22 +86,22 @@ class OfBatch(Held):
     """The samples of a batch, padded or packed."""
 
     def __init__(self, experience: int, batch: ExperienceBatch, problems: list[str]) -> None:
-        # Pixels are not saved, and need not be told apart by sample.
-        bare: dict[str, Any] = dict.fromkeys((*BATCH_MEDIA, "media"))
-        if batch.raw_images is not None and not isinstance(batch.raw_images, (list, tuple)):
-            bare["raw_images"] = [batch.raw_images] if len(batch) == 1 else None
-        try:
-            self.sheet = sheet_of_batch(dataclasses.replace(batch, **bare))
-        except ValueError as error:
-            # What is said of the samples may be wrong while the tokens are right.
-            bare |= dict.fromkeys(("info", "labels", "references", "raw_images"))
-            self.sheet = sheet_of_batch(dataclasses.replace(batch, **bare))
-            problems.append(f"experiences[{experience}]: {error}")
+        self.batch = batch
+        info, self.whole = apart(batch.info, len(batch))
+        made = fitted(dataclasses.replace(batch, info=info) if self.whole else batch)
+        self.sheet, self.numbers = made.sheet, made.numbers
+        problems += [f"experiences[{experience}]: {what}" for what in made.left_out]
         super().__init__([(experience, i) for i in range(len(self.sheet))])
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
+        if name in self.numbers:
+            return self.numbers[name][i : i + 1]
         row = self.sheet.row(name, i)
         return None if row is None else host(row)
+
+    def padded(self, i: int) -> NDArray[np.int64] | None:
+        row = self.batch.sequences[i]
+        return None if len(row) == self.sheet.tokens[i] else host(row).astype(np.int64)
 
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
         found: dict[str, Callable[[], NDArray[Any]]] = {}
@@ -110,8 +115,9 @@ class OfBatch(Held):
         row = self.sheet.row(name, i)
         return np.empty(0) if row is None else host(row)
 
-    def info(self, i: int) -> Mapping[Any, Any]:
-        return self.sheet.infos[0][i] or {}
+    def info(self, i: int) -> Mapping[Any, Any] | None:
+        own = None if self.sheet.info is None else self.sheet.infos[0][i]
+        return together(self.batch.info or {}, own or {}, self.whole) if self.whole else own
 
     def entry(self, i: int, name: str) -> Any:
         return self.sheet.value(name, i)
@@ -130,13 +136,15 @@ class OfItem(Held):
         if tokens is None:
             raise ValueError("sequences: got None, expected token ids")
         width = len(tokens)
-        slots = len(next((row for name in _RESPONSE if (row := self.get(name)) is not None), ()))
+        known = {name: len(row) for name in _RESPONSE if (row := self._row(name)) is not None}
+        slots = known.get("action_mask", max(known.values(), default=0))
         if slots > width:
             raise ValueError(f"got {slots} response slots, expected at most its {width} tokens")
         attended = self._row("attention_mask")
-        kept = np.flatnonzero(attended) if attended is not None else np.arange(width)
+        kept = np.arange(width) if attended is None or len(attended) != width else np.flatnonzero(attended)
         first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (width, width)
         begin = max(self.get("action_start") or 0, first - (width - slots))
+        self.widths: dict[str, int] = {"sequence": width, "response": slots}
         self.spans: dict[str, tuple[int, int]] = {
             "sequence": (first, last),
             "response": (begin, max(min(slots, last - (width - slots)), begin)),
@@ -153,9 +161,11 @@ class OfItem(Held):
         return None if value is None else host(torch.as_tensor(value)).reshape(-1)
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
-        row = self._row(name)
-        start, stop = self.spans[BATCH_FIELDS[name].axis]
-        return None if row is None else row[start:stop]
+        row, axis = self._row(name), BATCH_FIELDS[name].axis
+        if row is None or len(row) != self.widths[axis]:
+            return row  # what does not fit is not made to
+        start, stop = self.spans[axis]
+        return row[start:stop]
 
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
         start, stop = self.spans["response"]
@@ -166,8 +176,13 @@ class OfItem(Held):
             if isinstance(value, torch.Tensor) and value.dim() == 1
         }
 
-    def info(self, i: int) -> Mapping[Any, Any]:
-        return self.get("info") or {}
+    def padded(self, i: int) -> NDArray[np.int64] | None:
+        row, (start, stop) = self._row("sequences"), self.spans["sequence"]
+        return None if row is None or stop - start == len(row) else row.astype(np.int64)
+
+    def info(self, i: int) -> Mapping[Any, Any] | None:
+        said: Mapping[Any, Any] | None = self.get("info")
+        return said if said is None else single(said)
 
     def entry(self, i: int, name: str) -> Any:
         return self.get(name)
@@ -210,6 +225,9 @@ class OfRecords(Held):
             for one in tensor_fields("response")
             if not one.trailing and one.name not in taken and getattr(row, one.name) is not None
         }
+
+    def padded(self, i: int) -> None:
+        return None
 
     def info(self, i: int) -> Mapping[Any, Any]:
         row = self.rows[i]

@@ -74,6 +74,12 @@ class Decoder:
             return self._vocabulary.special(ids)
         return np.isin(np.asarray(ids, dtype=np.int64), np.array(sorted(self.special_ids), dtype=np.int64))
 
+    def text(self, ids: Any) -> str:
+        """The text of `ids` [L], special tokens visible."""
+        return (
+            self.decode([int(i) for i in ids]) if self._vocabulary is None else self._vocabulary.text_and_ends(ids)[0]
+        )
+
     def text_and_ends(self, ids: Any) -> tuple[str, NDArray[np.int64]]:
         """The text of `ids` [L], special tokens visible, and [L] where each token ends, in characters of it."""
         if self._vocabulary is not None:

@@ -19,11 +19,9 @@ from rollbook.algorithms.masks import high_entropy_mask
 from rollbook.fields import FIELDS
 from rollbook.saving.offsets import Decoder
 from rollbook.saving.repetition import reflections, repeat_score
-from rollbook.saving.sample import ARRAYS, Sample
+from rollbook.saving.sample import ARRAYS, NUMBERS, Sample
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
-_FIRST = ("advantages", "return", "action_log_probs", "values")
-"""LightRFT's arrays, in its order."""
 _MOST_PIECES = 1 << 18
 
 
@@ -112,7 +110,7 @@ class Renderer:
             "global_step": step,
             "experience_index": sample.experience,
             "sample_in_exp": sample.row,
-            "full_sequence": text,
+            "full_sequence": text if sample.padded is None else self.decoder.text(sample.padded),
             "generated_text": response.text,
             "pure_generated_text": response.pure_text,
             "label": sample.label,
@@ -127,7 +125,11 @@ class Renderer:
             marked = self._marked(response, entropy[response.chosen], self.ratio)
             record["generated_tokens"] = orjson.Fragment(b"[" + b",".join(marked) + b"]")
             record["pure_generated_tokens"] = orjson.Fragment(b"[" + b",".join(marked[: response.pure]) + b"]")
-        record |= {name: _writable(sample.arrays[name]) for name in _FIRST if name in sample.arrays}
+        for name in NUMBERS:
+            if name in sample.arrays:
+                record[name] = _writable(sample.arrays[name])
+            elif name in sample.numbers:
+                record[name] = sample.numbers[name]
         if sample.info is not None:
             record["info"] = sample.info
         record |= self._images(sample, paths)
@@ -151,7 +153,7 @@ class Renderer:
         return tokens
 
     def _images(self, sample: Sample, paths: list[str | None]) -> dict[str, Any]:
-        if not any(one is not None for one in sample.images):
+        if not sample.images:
             return {"has_images": False}
         said: dict[str, Any] = {"has_images": True, "num_images": len(sample.images)}
         if self.separate_images:
@@ -164,7 +166,7 @@ class Renderer:
         eid, prompt = sample.eid, sample.prompt
         log_probs = sample.arrays.get("action_log_probs")
         spread = None if log_probs is None else spread_of(log_probs[response.chosen])
-        own = [name for name in ARRAYS.values() if name not in _FIRST]
+        own = [name for name in ARRAYS.values() if name not in NUMBERS]
         known = [name for name in sample.arrays if name in FIELDS and name not in ARRAYS.values()]
         custom = [name for name in sample.arrays if name not in FIELDS and name not in ARRAYS.values()]
         more: dict[str, Any] = {
@@ -193,7 +195,7 @@ class Renderer:
         if custom:
             more["custom"] = {name: _writable(sample.arrays[name]) for name in custom}
         more |= {name: value for name, value in sample.more.items() if name not in more}
-        if any(one is not None for one in sample.images):
+        if sample.images:
             more["image_sha256"] = [None if one is None else one.sha256 for one in sample.images]
         if sample.rejected is not None:
             tokens = np.concatenate([sample.tokens[:prompt], sample.rejected])

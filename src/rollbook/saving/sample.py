@@ -24,6 +24,8 @@ ARRAYS = {
     "kl": "kl",
 }
 """A batch's per-token fields, and their names in the JSON; the first four are LightRFT's, in its order."""
+NUMBERS = tuple(ARRAYS.values())[:4]
+"""LightRFT's, which may be one number for the whole sample."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,10 @@ class Sample:
     """[R] True where the model chose the token."""
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     """[R] each, by their names in the JSON."""
+    numbers: dict[str, float | None] = field(default_factory=dict)
+    """What came as one number for all tokens, by its name in the JSON."""
+    padded: NDArray[np.int64] | None = None
+    """[S] The tokens as they were given, where there was padding around them."""
     label: Any = None
     reference: Any = None
     info: Any = None
