@@ -6,6 +6,7 @@ Tests named after a point are those of the security notes, in their order.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import http.client
@@ -28,7 +29,8 @@ import pytest
 
 import rollbook
 from rollbook.viewer import api as apis
-from rollbook.viewer import assets, listening, server
+from rollbook.viewer import assets, listening, queries, server
+from rollbook.viewer.annotations import Annotations
 from rollbook.viewer.api import ROUTES
 from rollbook.viewer.frames import decode
 from rollbook.viewer.messages import Request, image_type
@@ -387,6 +389,27 @@ def test_point_3_a_port_that_is_taken_is_replaced(viewer: Server, book: str) -> 
         assert f"port {viewer.port} is taken" in "\n".join(server._greeting(other, viewer.port))
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_point_3_a_port_that_somebody_has_under_the_other_loopback_is_not_used(
+    book: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A browser may take localhost for ::1, and a page that is there reads the token from the address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    bind = server._bind_tcp
+
+    def bound(name: str, wanted: int) -> socket.socket:
+        if (name, wanted) == ("::1", port):
+            raise OSError(errno.EADDRINUSE, "taken")
+        return bind(name, wanted)
+
+    monkeypatch.setattr(server, "_bind_tcp", bound)
+    with Server(book, host=host, port=port) as running:
+        assert running.port != port and ask(running, "/api/run").status == 200
+    monkeypatch.setattr(server.getpass, "getuser", lambda: {}["nobody"])
+    assert " ssh -L " in "\n".join(server._greeting(running, 0)), "in a container a user may have no name"
+
+
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "::", "", "10.0.0.5", "192.168.1.1", "gpu-node-7", "127.0.0.1.evil.example"]
 )
@@ -566,6 +589,23 @@ def test_point_6_reading_is_all_it_does_unless_told_to_annotate(
         assert again.check().ok, "the book is as it was"
 
 
+def test_point_6_a_file_of_notes_may_be_a_strangers(tmp_path: Path) -> None:
+    lines = [b"[" * 100_000, b'{"uid": "a", "star": 1, "note": "' + b"x" * 20_000 + b'", "time": 1}', b"1", b"\xff"]
+    lines += [b'{"uid": "b", "star": 1, "note": "", "time": 1' + b"0" * 5000 + b"}", b'{"uid": "c", "star": 1}']
+    notes = tmp_path / "annotations.jsonl"
+    notes.write_bytes(b"\n".join([*lines, b'{"uid": "d", "star": true, "note": "kept", "time": 2}']))
+    found = Annotations(tmp_path)
+    assert {uid: len(kept["note"]) for uid, kept in found.all().items()} == {"a": 10_000, "d": 4}
+    found.set("e\n", note='"}\n{"uid": "forged", "star": true, "note": "", "time": 1}\r\u2028')
+    assert set(Annotations(tmp_path).all()) == {"a", "d", "e\n"}, "no note begins a line"
+    for make in (lambda: notes.symlink_to(tmp_path / "elsewhere"), lambda: os.mkfifo(notes), notes.mkdir):
+        notes.unlink()
+        make()
+        with pytest.raises(ValueError, match="annotate: .* no file"):
+            Annotations(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
 # --- 7: paths -------------------------------------------------------------------------------------------------------
 
 
@@ -666,6 +706,27 @@ def test_point_8_a_body_is_a_small_flat_object(viewer: Server, body: bytes, said
     assert got.status == 400 and said in got.error
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"uids": [{}]},
+        {"uids": [["a"]]},
+        {"uids": [1, None]},
+        {"uids": ["{uid}"], "redact": "a{99999999999999}"},
+        {"uids": ["{uid}"], "redact": "(" * 900},
+        {"uids": ["{uid}"], "redact": "x" * 1001},
+        {"uids": ["{uid}"], "redact": ["x"] * 101},
+        {"uids": ["{uid}"], "redact": [{}]},
+    ],
+)
+def test_point_8_what_is_asked_of_an_export_is_checked(
+    viewer: Server, rows: list[dict[str, Any]], body: dict[str, Any]
+) -> None:
+    uids = [rows[0]["uid"] if each == "{uid}" else each for each in body["uids"]]
+    got = post(viewer, "/api/export", {**body, "uids": uids})
+    assert got.status == 400 and re.match("uids: got|redact: ", got.error)
+
+
 # --- 10: regular expressions that never end -------------------------------------------------------------------------
 
 
@@ -676,10 +737,10 @@ def test_point_10_a_regex_that_never_ends_is_stopped(book: str, rows: list[dict[
         running.api.seconds = 1.0
         begun = time.monotonic()
         got = ask(running, "/api/search?mode=regex&q=" + quoted("(\\w+\\s?)+\\1(\\w+\\s?)+$~"))
-        assert got.status == 408 or not got.json["complete"]
+        assert got.status == 504 or not got.json["complete"]
         pattern = r"(?:[\s\S]+)+~{99}"
         got = post(running, "/api/export", {"uids": [rows[0]["uid"]], "redact": pattern})
-        assert got.status == 408, got.body
+        assert got.status == 504, got.body
         assert time.monotonic() - begun < SECONDS
         assert ask(running, "/api/run").status == 200
 
@@ -704,6 +765,11 @@ def test_point_10_a_regex_that_never_ends_is_stopped(book: str, rows: list[dict[
         (b"GET / HTTP/1.1\r\nHost: {own}\r\nContent-Length: -1\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: {own}\r\nContent-Length: +1\r\n\r\na", 400),
         (b"GET / HTTP/1.1\r\nHost: {own}\r\nContent-Length: 99999999\r\n\r\n", 413),
+        (b"GET / HTTP/1.1\nHost: {own}\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: {own}\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: {own}\r\nX: a\nY: b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: {own}\r\n\nGET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: {own}\r\nContent-Length: 0, 0\r\n\r\n", 400),
         (b"GET / HTTP/1.0\r\nHost: {own}\r\n\r\n", 200),
         (b"GET / HTTP/1.1\r\nHost: {own}\r\nContent-Length: 3\r\nConnection: close\r\n\r\nabc", 200),
     ],
@@ -713,6 +779,14 @@ def test_point_13_requests_are_bounded_and_strict(viewer: Server, data: bytes, s
     assert got.status == status
     if status != 200:
         assert got.error and got.header("connection") == "close"
+
+
+def test_point_13_no_header_takes_long_to_read(viewer: Server) -> None:
+    begun = time.monotonic()
+    for spaces in (b" " * 2000 + b"\0", b"a" + b" \t" * 1000 + b"\0", b"\t" * 2000 + b"b" + b" " * 2000 + b"\0"):
+        assert parsed(send(viewer, b"GET / HTTP/1.1\r\nX:" + spaces + b"\r\n\r\n")).status == 400
+    # A pattern that tries each space in three places takes half a minute, in which nobody is answered.
+    assert time.monotonic() - begun < 10
 
 
 def test_point_13_who_may_not_ask_sends_no_body(viewer: Server) -> None:
@@ -762,11 +836,57 @@ def test_point_13_connections_are_counted(book: str, monkeypatch: pytest.MonkeyP
         until = time.monotonic() + SECONDS
         while len(running.listeners[0].open) < 4 and time.monotonic() < until:
             time.sleep(0.01)
-        assert send(running, b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 429 ")
+        with connect(running) as refused:
+            # What comes after the answer was sent does not take it back: the connection is not cut over it.
+            time.sleep(0.2)
+            refused.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            time.sleep(0.1)
+            refused.shutdown(socket.SHUT_WR)
+            assert receive(refused).startswith(b"HTTP/1.1 429 ")
         held[0].close()
         while len(running.listeners[0].open) > 3 and time.monotonic() < until:
             time.sleep(0.01)
         assert ask(running, "/").status == 200
+
+
+def test_point_13_a_connection_that_finds_no_thread_keeps_no_place(
+    book: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(listening, "_CONNECTIONS", 1)
+
+    def none_left(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Server(book) as running:
+        with monkeypatch.context() as patched:
+            patched.setattr(listening.socketserver.ThreadingMixIn, "process_request", none_left)
+            for _ in range(3):
+                with contextlib.suppress(OSError):
+                    send(running, b"GET / HTTP/1.1\r\n\r\n")
+        assert ask(running, "/").status == 200
+        assert "can't start new thread" in capfd.readouterr().err
+
+
+def test_point_13_a_process_with_many_files_serves_as_any_other(viewer: Server) -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard < 4096 and hard > 0 else 4096, hard))
+    held: list[int] = []
+    try:
+        while not held or held[-1] < 1100:
+            held.append(os.dup(0))
+        with listen(viewer) as stream:
+            read_until(stream, b"retry: ")
+            stream.settimeout(1.5)
+            with pytest.raises(TimeoutError):
+                stream.recv(1)  # it goes on
+        assert viewer.api is not None
+        with queries.Workers() as workers:
+            assert workers.mask(["abc"], ["b"]) == ["a█c"]
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def listen(running: Server, cursor: int | None = None) -> socket.socket:
@@ -833,7 +953,7 @@ def test_point_13_a_question_has_its_time(viewer: Server, monkeypatch: pytest.Mo
     monkeypatch.setattr(api, "seconds", 0.2)
     monkeypatch.setattr(api.source, "record", lambda uid: release.wait(SECONDS) and {})
     late = [ask(viewer, "/api/record?uid=x") for _ in range(apis._OVERDUE)]
-    assert {got.status for got in late} == {408} and "longer than 0.2 seconds" in late[0].error
+    assert {got.status for got in late} == {504} and "longer than 0.2 seconds" in late[0].error
     # What is late still works somewhere: no more is taken on until it is done.
     assert ask(viewer, "/api/record?uid=x").status == 429
     release.set()
@@ -873,9 +993,9 @@ def test_closing_ends_threads_streams_and_files(book: str) -> None:
     for stream in streams:
         read_until(stream, b"retry: ")
     idle = connect(running)
-    until = time.monotonic() + SECONDS
-    while len(running.listeners[0].open) < 4 and time.monotonic() < until:
-        time.sleep(0.01)
+    # One that nobody has taken up yet would be cut, by the system: it is answered once.
+    idle.sendall(f"HEAD / HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\n\r\n".encode())
+    read_until(idle, b"\r\n\r\n")
     running.close()
     assert not index.exists()
     for stream in [*streams, idle]:

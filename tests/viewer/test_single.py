@@ -264,6 +264,75 @@ def test_point_11_a_redaction_reaches_ids_names_and_keys(tmp_path: Path) -> None
             export_html(source, answers, gid=gid, redact=".")
 
 
+def test_point_11_a_redaction_reaches_numbers_and_every_list_of_ids(tmp_path: Path) -> None:
+    vocabulary = story.tokenizer()
+    ids = vocabulary.encode("call 5550199").ids
+    with rollbook.open(tmp_path / "book", tokenizer=vocabulary) as book:
+        book.append(
+            Experience(
+                eid=EID(batch=1, task=5550199, suffix="s"),
+                tokens=ids,
+                prompt_length=1,
+                reward=0.25,
+                truncate_status="of 5550199",
+                info={
+                    "phone": 5550199,
+                    "cents": 5550199.25,
+                    "few": ids[:3],
+                    "in": [[i] for i in ids],
+                    "as": [*map(float, ids)],
+                },
+                metrics={"accuracy": 0.5},
+            )
+        )
+    for source, answers in opened(str(tmp_path / "book")):
+        (row,) = answers.list(view="samples")["rows"]
+        assert "5550199" in everything(export_html(source, answers, uids=[row["uid"]]).content)
+        made = export_html(source, answers, uids=[row["uid"]], redact=r"\d{7}")
+        shown = everything(made.content)
+        assert "5550199" not in shown
+        (one,) = frames(made.content)
+        assert one["info"]["phone"] == "█" * 7 and one["info"]["cents"] == "█" * 7 + ".25"
+        for name in ("few", "in", "as"):
+            assert "could be token ids" in one["info"][name]
+        assert (one["reward"], one["metrics"]) == (0.25, {"accuracy": 0.5}), "what was measured stays"
+        # The hash of a prompt, with all of it but a few digits, tells the digits to who tries them all.
+        assert row["prompt"] not in shown and re.fullmatch("[a-f]{16}", one["prompt"])
+
+
+def test_point_11_a_redaction_reaches_all_of_a_files_row(tmp_path: Path) -> None:
+    secret = "jane@example.com"
+    names = ("id", "key", "status", "kind", "type", "role", "state", "mime", "sha256", "truncate_status")
+    row = {"input": f"write to {secret}", "output": "done", "score": 1.0, "step": 1}
+    (tmp_path / "1.jsonl").write_text(json.dumps({**row, **dict.fromkeys(names, secret), secret: 1}) + "\nbroken {\n")
+    for source, answers in opened(str(tmp_path / "1.jsonl")):
+        (kept,) = answers.list(view="samples")["rows"]
+        made = export_html(source, answers, uids=[kept["uid"]], redact="jane@[a-z.]+")
+        shown = everything(made.content)
+        assert "jane" not in shown and "example.com" not in shown
+        (one,) = frames(made.content)
+        # Its id was made of the hash of what it says.
+        assert kept["uid"].split("/")[-1] not in shown and kept["prompt"] not in shown and one["uid"] != kept["uid"]
+        (start,) = re.findall('#/t/[^"]*', everything(made.content))
+        assert start == "#/t/" + one["uid"].replace("/", "%2F")
+
+
+def test_point_11_what_could_not_be_read_is_not_told(tmp_path: Path) -> None:
+    folder = tmp_path / "home-of-ana"
+    folder.mkdir()
+    (folder / "1.jsonl").write_text(json.dumps({"input": "a", "output": "b", "score": 1.0, "step": 1}) + "\n")
+    (folder / "2.json").write_text("{" + " " * 100)
+    for source, answers in opened(str(folder)):
+        answers.index.keep("error", f"BookError: {folder}/ledger.sqlite is damaged")
+        assert str(tmp_path) in str(answers.run()["problems"])
+        (kept,) = answers.list(view="samples")["rows"]
+        made = export_html(source, answers, uids=[kept["uid"]])
+        assert (
+            str(tmp_path) not in everything(made.content)
+            and payload(made.content)["responses"]["/api/run"]["problems"] == []
+        )
+
+
 def test_point_11_a_cut_opening_hides_no_half_of_a_secret(tmp_path: Path) -> None:
     text = "word " * 42 + "the password is correct-horse-battery-staple " + "end " * 80
     with rollbook.open(tmp_path / "book", tokenizer=story.tokenizer()) as book:

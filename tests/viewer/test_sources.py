@@ -17,7 +17,7 @@ from rollbook.book import Book
 from rollbook.book.errors import BookError
 from rollbook.viewer.answers import Answers
 from rollbook.viewer.index import Index
-from rollbook.viewer.sources import BookSource, Watcher, load, open_source
+from rollbook.viewer.sources import BookSource, Watcher, load, named, open_source
 from rollbook.viewer.vocabulary import Vocabulary
 from tests.book.conftest import *  # noqa: F403 (the fixtures of books of each kind)
 
@@ -330,3 +330,8 @@ def test_many_writers_and_a_follower_agree(tmp_path: Path) -> None:
     for each in (index, source, book):
         each.close()
     assert isinstance(book, Book)
+
+
+def test_a_run_is_never_called_by_its_address_which_may_have_a_password() -> None:
+    assert named("postgresql://ana:secret@db.example/runs?schema=demo") == "runs/demo"
+    assert named("postgresql://ana:secret@") == named("postgresql://ana:secret@db.example/") == "postgresql"

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rollbook.viewer.index import Index
     from rollbook.viewer.sources import Source
 
+_VERDICT = re.compile(r" Ill (?:above|below|from|with)\b.*?\.(?=\s|$)", re.DOTALL)
+"""The sentence of a finding that says from where on it is one: with the thresholds of `look` it would be wrong."""
+
 Steps = int | str | tuple[int | None, int | None] | None
 
 
@@ -85,14 +88,18 @@ def look(
     thresholds: Thresholds | Mapping[str, Any] | str | None = None,
     most: int = 12,
 ) -> list[Finding]:
-    """What is worth a look, the worst first: the findings, and what is no illness yet (severity low)."""
+    """What is worth a look, the worst first: the findings, and what is no illness yet (severity low), which says so."""
     samples = read(index, span_of(steps), False)
     surely = diagnose(samples, Thresholds.of(thresholds))
     named = {each.illness for each in surely.findings} | {
         each.illness for each in surely.examined if each.status == "explained"
     }
     maybe = diagnose(samples, LOOK)
-    more = [replace(each, severity="low") for each in maybe.findings if each.illness not in named]
+    more = [
+        replace(each, severity="low", detail=_VERDICT.sub(" No illness yet.", each.detail))
+        for each in maybe.findings
+        if each.illness not in named
+    ]
     return [*surely.findings, *ranked(more)][:most]
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 LONGEST_NOTE = 10_000
+_LONGEST_LINE = 1 << 20
 
 
 class Annotations:
@@ -33,18 +35,23 @@ class Annotations:
         self.path = (
             place / "annotations.jsonl" if place.is_dir() else place.with_name(place.name + ".annotations.jsonl")
         )
-        if self.path.is_symlink():
-            raise ValueError(f"annotate: {self.path} is a link, and could lead anywhere")
+        if os.path.lexists(self.path) and not stat.S_ISREG(os.lstat(self.path).st_mode):
+            raise ValueError(f"annotate: {self.path} is a link, which could lead anywhere, or no file")
         self._lock = threading.Lock()
         self._kept: dict[str, dict[str, Any]] = {}
         if self.path.exists():
-            for line in self.path.read_bytes().splitlines():
-                try:
-                    found = json.loads(line)
-                    kept = {"star": bool(found["star"]), "note": str(found["note"]), "time": float(found["time"])}
-                    self._kept[str(found["uid"])] = kept
-                except (ValueError, KeyError, TypeError):
-                    continue
+            with open(self.path, "rb", opener=_private) as file:
+                for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
+                    self._read(line)
+
+    def _read(self, line: bytes) -> None:
+        # The file may be a stranger's, as the run is.
+        try:
+            found = json.loads(line)
+            uid, note = str(found["uid"]), str(found["note"])[:LONGEST_NOTE]
+            self._kept[uid] = {"star": bool(found["star"]), "note": note, "time": float(found["time"])}
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return
 
     def all(self) -> dict[str, dict[str, Any]]:
         """{uid: {"star", "note", "time"}} of the samples that have either."""

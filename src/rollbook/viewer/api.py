@@ -167,14 +167,15 @@ class Api:
         except Busy as error:
             return failure(429, str(error))
         except (TooLate, TimeoutError) as error:
-            return failure(408, str(error))
+            # Not 408, which says that the request was slow to come: browsers ask again then, many times over.
+            return failure(504, str(error))
         except KeyError as error:
             return failure(404, str(error.args[0]) if error.args else "there is no such thing here")
         except (ValueError, RecursionError) as error:
             return failure(400, str(error) or "the question cannot be read")
         except sqlite3.OperationalError as error:
             if str(error) == "interrupted":
-                return failure(408, f"the question took longer than {self.seconds:g} seconds")
+                return failure(504, f"the question took longer than {self.seconds:g} seconds")
             return self._internal()
         except Exception:
             return self._internal()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import select
+import selectors
 import socket as sockets
 import socketserver
 import threading
@@ -29,8 +29,15 @@ _REQUEST_SECONDS = 30.0
 """From the moment a connection waits for a request until all of it is there: idle connections end after it too."""
 _SEND_SECONDS = 30.0
 _PIECE = 256 << 10
-_FIRST = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.([01])\r?\n")
-_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*?)[ \t]*\r?\n")
+_LINGER_SECONDS = 2.0
+"""How long the other side has to read what was sent before the connection is let go."""
+_TURNED_AWAY = 8
+"""Connections beyond those that are counted that are told so at a time; more are closed without a word."""
+_FIRST = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.([01])\r\n")
+# A name and a value by two patterns that never try a letter twice: one for the line, with spaces about the value, takes
+# time that grows with the cube of their number, before anybody has shown a token.
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
 
 
 class _Refused(Exception):
@@ -90,7 +97,7 @@ class _Handler(socketserver.BaseRequestHandler):
                     self._send(failure(refused.status, str(refused)), close=True)
                     keep = False
                 if not keep:
-                    self._linger()
+                    _linger(connection)
                     return
 
     def _one(self, reader: BinaryIO) -> bool:
@@ -142,14 +149,16 @@ class _Handler(socketserver.BaseRequestHandler):
             size += len(line)
             if size > _HEADERS:
                 raise _Refused(431, f"the headers are longer than {_HEADERS} bytes")
-            if line in (b"\r\n", b"\n"):
+            if line == b"\r\n":
                 break
             if not line:
                 return None
-            field = _FIELD.fullmatch(line)
-            if field is None:
+            name, colon, value = line.partition(b":")
+            value = value.removesuffix(b"\r\n").strip(b" \t")
+            # A line that ends otherwise is one header to us and another to a proxy before us: a request in a request.
+            if not (line.endswith(b"\r\n") and colon and _NAME.fullmatch(name) and _VALUE.fullmatch(value)):
                 raise _Refused(400, "a header line is not 'name: value'")
-            headers.append((field[1].decode("ascii").lower(), field[2].decode("latin-1")))
+            headers.append((name.decode("ascii").lower(), value.decode("latin-1")))
         client = self.client_address[0] if isinstance(self.client_address, tuple) else "unix"
         request = Request(found[1].decode(), path, query, headers, peer=client, local=self._local())
         if request.all("transfer-encoding"):
@@ -198,20 +207,23 @@ class _Handler(socketserver.BaseRequestHandler):
         finally:
             body.close()
 
-    def _linger(self) -> None:
-        """End a connection so that what was sent arrives: closing it over unread bytes would take that back."""
-        connection: sockets.socket = self.request
-        connection.shutdown(sockets.SHUT_WR)
-        connection.settimeout(0.5)
-        for _ in range(16):
-            if not connection.recv(64 << 10):
-                return
+
+def _linger(connection: sockets.socket) -> None:
+    """End a connection so that what was sent arrives: closing it over unread bytes would take that back."""
+    connection.shutdown(sockets.SHUT_WR)
+    until = time.monotonic() + _LINGER_SECONDS
+    for _ in range(64):
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        if not connection.recv(64 << 10):
+            return
 
 
 def _gone(connection: sockets.socket) -> bool:
     """Whether the other side has hung up; it is not expected to say anything while it listens."""
-    ready, _, _ = select.select([connection], [], [], 0)
-    return bool(ready) and not connection.recv(1, sockets.MSG_PEEK)
+    # Not select(), which fails for the 1024th file of a process.
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        return bool(selector.select(0)) and not connection.recv(1, sockets.MSG_PEEK)
 
 
 class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -227,28 +239,48 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.socket.close()
         self.socket = listening
         self.slots = threading.BoundedSemaphore(_CONNECTIONS)
+        self.refusing = threading.BoundedSemaphore(_TURNED_AWAY)
         self.lock = threading.Lock()
         self.open: set[sockets.socket] = set()
         self.loop: threading.Thread | None = None
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self.slots.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                request.settimeout(0.2)
-                request.sendall(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            self.shutdown_request(request)
+            if self.refusing.acquire(blocking=False):
+                # In a thread: who does not read it must not keep others from being heard.
+                threading.Thread(target=self._turn_away, args=(request,), daemon=True).start()
+            else:
+                self.shutdown_request(request)
             return
         with self.lock:
             self.open.add(request)
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            # A machine that has no thread left may have one later: the place is not lost.
+            self._let_go(request)
+            raise
+
+    def _turn_away(self, connection: sockets.socket) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                connection.settimeout(_LINGER_SECONDS)
+                connection.sendall(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                _linger(connection)
+        finally:
+            self.shutdown_request(connection)
+            self.refusing.release()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self.lock:
-                self.open.discard(request)
-            self.slots.release()
+            self._let_go(request)
+
+    def _let_go(self, connection: sockets.socket) -> None:
+        with self.lock:
+            self.open.discard(connection)
+        self.slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         self.api.report_error()

@@ -30,8 +30,14 @@ _PROMPTS = (
 
 
 def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each match, {n, field, before, match, after}, and at the end {total}: `None` if there was no time to count on."""
-    pattern, *also = (re.compile(each, job["flags"]) for each in (job["pattern"], *job["also"]))
+    """Each match, {n, field, before, match, after}, and at the end {total}: `None` if there was no time to count on.
+    {error} alone: a pattern is none."""
+    try:
+        # Here, where it can be stopped: a short pattern can take minutes to be understood.
+        pattern, *also = (re.compile(each, job["flags"]) for each in (job["pattern"], *job["also"]))
+    except (re.error, OverflowError, RecursionError) as error:
+        yield {"error": str(error)}
+        return
     where, values = "WHERE (samples.gone IS NULL OR samples.gone NOT IN ('deleted', 'rewound'))", list[Any]()
     if job["step"] is not None:
         where, values = f"{where} AND samples.step = ?", [job["step"]]

@@ -235,10 +235,6 @@ class Search:
             pattern, flags = re.escape(q), re.IGNORECASE
         elif mode == "phrase":
             (pattern, *also), flags = map(_expression, wanted), re.IGNORECASE
-        try:
-            re.compile(pattern, flags)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"q: got {q[:80]!r}, which is no regular expression: {error}") from None
         begun = time.monotonic()
         total: int | None
         self.start(step)
@@ -349,7 +345,9 @@ class Search:
             raise ValueError(
                 f"q: the search ended by itself: {done.stderr.strip().splitlines()[-1:] or done.returncode}"
             )
-        found = [json.loads(line) for line in done.stdout.splitlines()]
+        found = [json.loads(line) for line in done.stdout.split("\n") if line]
+        if "error" in found[-1]:
+            raise ValueError(f"q: got {pattern[:80]!r}, which is no regular expression: {found[-1]['error']}")
         return found[-1]["total"], found[:-1]
 
     def close(self) -> None:

@@ -31,6 +31,8 @@ from rollbook.viewer.guard import Guard, authorities, checked_token, new_token
 from rollbook.viewer.listening import Listener
 
 PORT = 8420
+_PORTS = 32
+"""How many free ports are tried."""
 
 
 class Server:
@@ -106,17 +108,19 @@ class Server:
             self.port = self.port or PORT
             return [_bind_unix(self.socket_path)]
         try:
-            first = _bind_tcp(self.host, self.port)
+            made = _bind_both(self.host, self.port)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
-            first = _bind_tcp(self.host, 0)
-        self.port = first.getsockname()[1]
-        if self.host in ("127.0.0.1", "localhost") and sockets.has_ipv6 and first.family == sockets.AF_INET:
-            # "localhost" may mean ::1 to a browser: nobody else should answer there.
-            with contextlib.suppress(OSError):
-                return [first, _bind_tcp("::1", self.port)]
-        return [first]
+            made = None
+        tries = 0
+        while made is None:
+            tries += 1
+            if tries > _PORTS:
+                raise OSError(errno.EADDRINUSE, f"host: no port of {self.host} is free")
+            made = _bind_both(self.host, 0)
+        self.port = made[0].getsockname()[1]
+        return made
 
     @property
     def address(self) -> str:
@@ -167,6 +171,21 @@ def _bind_tcp(host: str, port: int) -> sockets.socket:
         host = "127.0.0.1"  # whatever the machine's files say of that name
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     return sockets.create_server((host, port), family=family, backlog=64)
+
+
+def _bind_both(host: str, port: int) -> list[sockets.socket] | None:
+    """The sockets of an address. "localhost" may mean ::1 to a browser, so that is taken too, and if somebody else has
+    it, the port is not used at all: their page at this address could read the token from it."""
+    first = _bind_tcp(host, port)
+    if host not in ("127.0.0.1", "localhost"):
+        return [first]
+    try:
+        return [first, _bind_tcp("::1", first.getsockname()[1])]
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            first.close()
+            return None
+        return [first]  # a machine without IPv6
 
 
 def _bind_unix(path: str) -> sockets.socket:
@@ -240,7 +259,10 @@ def serve(
 
 
 def _greeting(server: Server, wanted: int) -> Iterator[str]:
-    user = f"{getpass.getuser()}@{sockets.gethostname()}"
+    try:
+        user = f"{getpass.getuser()}@{sockets.gethostname()}"
+    except (KeyError, OSError):
+        user = sockets.gethostname()  # a container's user may have no name
     if server.socket_path is not None:
         yield f"listening on {server.socket_path}; through a tunnel it is"
         yield f"  {server.url}"

@@ -18,13 +18,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from html import escape
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
 from rollbook.algorithms.registry import choice
 from rollbook.viewer.bundle import page_script, page_style
-from rollbook.viewer.documents import Trajectory
+from rollbook.viewer.documents import KINDS, LENSES, ROLES, STATUSES, Trajectory
 from rollbook.viewer.frames import encode
 from rollbook.viewer.measures import closing_of, opening_of
 from rollbook.viewer.messages import as_json, image_type
@@ -39,8 +40,16 @@ MOST = 200
 _LONG = 256
 """Lists of numbers in a record's JSON that are longer are left out: the frame has them."""
 _SECONDS = 60.0
+_LONGEST_PATTERN = 1000
+_MOST_PATTERNS = 100
 _FIXED = frozenset({"sha256", "mime", "status", "kind", "state", "role", "type", "id", "key", "truncate_status"})
-"""Fields whose values are words of ours, or hashes; everything else in a file is somebody's text."""
+_OURS = frozenset(
+    {*ROLES, *KINDS, *STATUSES, *LENSES, *(lens.key for lens in LENSES.values())}
+    | {"single_turn", "multi_turn", "dpo", "prompt_truncated", "response_truncated", "sequential", "diverging"}
+    | {"image/png", "image/jpeg", "image/gif", "image/webp", "book", "number", "text", "flag"}
+    | {"waiting", "leased", "trained", "dropped", "evaluation", ""}
+)
+"""Words of ours that are left as they are, where they stand under such a name; everything else is somebody's text."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,9 @@ def export_html(
     if gid is not None:
         chosen = [row["uid"] for row in answers.group(gid)["rows"] if row["gone"] is None]
     elif uids is not None:
+        for uid in uids:
+            if not isinstance(uid, str):
+                raise ValueError(f"uids: got {uid!r:.80}, expected the ids of samples")
         chosen = list(dict.fromkeys(uids))
     else:
         found = answers.list(view="samples", filter=filter, limit=MOST)
@@ -199,13 +211,14 @@ def response_key(path: str, **given: str) -> str:
 
 
 def _patterns(redact: Sequence[str]) -> list[str]:
+    # They are compiled in a child alone: that too can take as long as it likes.
     for pattern in redact:
-        if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"redact: got {pattern!r}, expected a regular expression")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"redact: {pattern!r} is no regular expression: {error}") from None
+        if not isinstance(pattern, str) or not 0 < len(pattern) <= _LONGEST_PATTERN:
+            raise ValueError(
+                f"redact: got {str(pattern)[:80]!r}, expected a regular expression of at most 1000 letters"
+            )
+    if len(redact) > _MOST_PATTERNS:
+        raise ValueError(f"redact: got {len(redact)} patterns, expected at most {_MOST_PATTERNS}")
     return list(redact)
 
 
@@ -240,6 +253,7 @@ def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory])
     run = dict(answers.run())
     run["name"] = os.path.basename(str(run["name"]).rstrip("/\\"))
     run["live"] = False
+    run["problems"] = []  # they name files of this machine
     run["features"] = dict.fromkeys(run["features"], False)
     found: list[Answer] = []
     rows: list[dict[str, Any]] = []
@@ -297,8 +311,11 @@ def _media(source: Source, documents: Sequence[Trajectory]) -> dict[str, str]:
 
 # --- redaction ------------------------------------------------------------------------------------------------------
 
-_FREE = frozenset({"info", "metrics", "messages", "tools", "sampling", "label", "reference", "parts"})
+_FREE = frozenset({"info", "metrics", "messages", "tools", "sampling", "label", "reference", "parts", "row"})
 """Where names are somebody's too, not only values."""
+_NUMBERS = frozenset({"info", "messages", "tools", "sampling", "label", "reference", "row", "eid"})
+"""Where a number is what somebody wrote, as much as a text is: a telephone number, say."""
+_HASH = re.compile("[0-9a-f]{64}")
 Cover = Callable[[str], str]
 
 
@@ -317,25 +334,57 @@ def _redacted(
 
     for one in documents:
         _document(one, note)
-    for _, given, answer in recorded:
-        _mapped([given, answer], note)
+    for path, given, answer in recorded:
+        _mapped([given, answer], note, most=_most(path))
     # In an id a slash stands as %2F: a pattern may find it as it was written, too.
     ids = {each: each.replace("%2F", "/").replace("%25", "%") for one in documents for each in (one.uid, one.gid)}
     for written in ids.values():
         note(written)
-    texts = dict(zip(texts, workers.mask(list(texts), patterns, seconds=_SECONDS), strict=True))
-    texts |= {each: texts[written] for each, written in ids.items() if texts[written] != written}
+    unhashed = _unhashed(documents)
+    masked = workers.mask([unhashed(text) for text in texts], patterns, seconds=_SECONDS)
+    hidden = sum(unhashed(text) != cover for text, cover in zip(texts, masked, strict=True))
+    texts = dict(zip(texts, masked, strict=True))
+    texts |= {each: texts[written] for each, written in ids.items() if texts[written] != unhashed(written)}
     covered = [_document(one, texts.__getitem__) for one in documents]
     if len({one.uid for one in covered}) != len(documents):
         raise ValueError("redact: what is covered tells samples apart; their ids would be the same")
     for one in covered:
         one.notes.append("Parts of this file are covered; token ids, which would tell them, are left out.")
     answers = [
-        (path, {name: texts[value] for name, value in given.items()}, _mapped(answer, texts.__getitem__, ids=False))
+        (
+            path,
+            {name: texts[value] for name, value in given.items()},
+            _mapped(answer, texts.__getitem__, most=_most(path)),
+        )
         for path, given, answer in recorded
     ]
     _reopen([answer for _, _, answer in answers], covered)
-    return covered, answers, sum(text != cover for text, cover in texts.items())
+    return covered, answers, hidden
+
+
+def _unhashed(documents: Sequence[Trajectory]) -> Cover:
+    """Other letters for the hashes of texts that ids are made of. From a hash, and what is not covered of its text, one
+    can find out the rest by trying: there are few telephone numbers."""
+    hashes: dict[str, str] = {}
+    for one in documents:
+        for each in (one, one.rejected):
+            if each is not None:
+                text = blake2b(each.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+                for found in (each.prompt, text):
+                    if _SHORT_HASH.fullmatch(found):
+                        hashes.setdefault(found, "".join("abcdef"[len(hashes) // 6**at % 6] for at in range(16)))
+    if not hashes:
+        return str
+    known = re.compile("|".join(hashes))
+    return lambda text: known.sub(lambda match: hashes[match[0]], text)
+
+
+_SHORT_HASH = re.compile("[0-9a-f]{16}")
+
+
+def _most(path: str) -> int:
+    """How many whole numbers in a row are shown: any in a record could be token ids, elsewhere a few are bounds."""
+    return 0 if path == "/api/record" else 3
 
 
 def _document(one: Trajectory, cover: Cover) -> Trajectory:
@@ -344,31 +393,48 @@ def _document(one: Trajectory, cover: Cover) -> Trajectory:
     for each in dataclasses.fields(one):
         value = getattr(one, each.name)
         if isinstance(value, (str, dict)) or each.name in ("messages", "tools", "label", "reference", "notes"):
-            changed[each.name] = _mapped({each.name: value}, cover)[each.name]
+            changed[each.name] = _mapped({each.name: value}, cover, most=0)[each.name]
     changed["arrays"] = one.arrays
     changed["segments"] = [segment._replace(name=cover(segment.name)) for segment in one.segments]
     changed["rejected"] = None if one.rejected is None else _document(one.rejected, cover)
     return dataclasses.replace(one, **changed)
 
 
-def _mapped(value: Any, cover: Cover, *, ids: bool = True, free: bool = False) -> Any:
-    """JSON with every text covered but the words that are ours; without `ids`, whole numbers in rows are left out:
-    they could be token ids."""
+def _mapped(value: Any, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
+    """JSON with every text covered but the words that are ours. More than `most` whole numbers in a row are left out:
+    they could be token ids. `free`: names are covered too; `numbers`: so are numbers, where a pattern finds them."""
     if isinstance(value, str):
         return cover(value)
     if isinstance(value, Mapping):
         made = {}
         for key, each in value.items():
-            ours = not free and (key in _FIXED or (key == "prompt" and re.fullmatch("[0-9a-f]{16}", str(each))))
+            ours = not free and key in _FIXED and isinstance(each, str) and (each in _OURS or _HASH.fullmatch(each))
             made[cover(key) if free and isinstance(key, str) else key] = (
-                each if ours else _mapped(each, cover, ids=ids, free=free or key in _FREE)
+                each
+                if ours
+                else _mapped(each, cover, most=most, free=free or key in _FREE, numbers=numbers or (key in _NUMBERS))
             )
         return made
     if isinstance(value, (list, tuple)):
-        if not ids and len(value) > 3 and all(type(each) is int for each in value):
-            return f"({len(value)} whole numbers, left out: they could be token ids)"
-        return [_mapped(each, cover, ids=ids, free=free) for each in value]
+        count = _wholes(value)
+        if count is not None and count > most:
+            return f"({count} whole numbers, left out: they could be token ids)"
+        return [_mapped(each, cover, most=most, free=free, numbers=numbers) for each in value]
+    if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
+        written = str(value)
+        covered = cover(written)
+        return value if covered == written else covered
     return value
+
+
+def _wholes(value: Any) -> int | None:
+    """How many whole numbers a list and the lists in it hold; `None` if they hold anything else."""
+    if isinstance(value, (list, tuple)):
+        counts = [_wholes(each) for each in value]
+        return None if None in counts else sum(count or 0 for count in counts)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+        return None
+    return 1
 
 
 def _reopen(value: Any, covered: Sequence[Trajectory]) -> None:

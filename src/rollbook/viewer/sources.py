@@ -186,7 +186,9 @@ def named(url: str) -> str:
 
         parts = urlsplit(url)
         schema = dict(parse_qsl(parts.query)).get("schema")
-        return "/".join(filter(None, (parts.path.strip("/"), schema))) or parts.hostname or url
+        return (
+            "/".join(filter(None, (parts.path.strip("/"), schema))) or parts.scheme
+        )  # never the address: it may have a password
     return os.path.basename(os.path.abspath(url)) if url != "memory:" else "memory"
 
 
