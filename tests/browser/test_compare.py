@@ -20,7 +20,9 @@ A, B = (0, 4), (5, 9)
 
 @pytest.fixture(scope="module")
 def sides() -> list[list[Any]]:
-    return [[row for step in range(first, last + 1) for row in story.rollout(step, GROUPS, RUNS)] for first, last in (A, B)]
+    return [
+        [row for step in range(first, last + 1) for row in story.rollout(step, GROUPS, RUNS)] for first, last in (A, B)
+    ]
 
 
 def show(page: Page, address: str = "#/compare?a=0-4&b=5-9") -> None:
@@ -42,7 +44,9 @@ def test_distributions_are_counted_and_said_in_words(page: Page, sides: list[lis
     titles = page.texts(".compare-plots h2")
     assert titles[:3] == ["Reward", "Response length", "Entropy"]
     page.click("button[aria-label='Response length: table']")
-    table = page.eval("[...document.querySelectorAll('.compare-plots .chart-table:not([hidden]) tbody tr')].map(r => [...r.cells].map(c => c.innerText))")
+    table = page.eval(
+        "[...document.querySelectorAll('.compare-plots .chart-table:not([hidden]) tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+    )
     lengths = [[len(row.tokens) - row.prompt_length for row in side] for side in sides]
     assert [sum(int(row[column]) for row in table) for column in (2, 3)] == [len(each) for each in lengths]
     low, high = min(map(min, lengths)), max(map(max, lengths))
@@ -54,7 +58,9 @@ def test_distributions_are_counted_and_said_in_words(page: Page, sides: list[lis
         means = [float(np.nanmean(each)) for each in values]
         assert [float(cell) for cell in shifts[name][1:3]] == pytest.approx(means, rel=0.02, abs=6e-4)
     words = page.texts(".compare-words")
-    assert all(re.search(r"(clear change|no clear change|change)\s+KS \d\.\d\d, p [<=] 0?\.?\d", each) for each in words), words
+    assert all(
+        re.search(r"(clear change|no clear change|change)\s+KS \d\.\d\d, p [<=] 0?\.?\d", each) for each in words
+    ), words
 
 
 def test_prompts_newly_solved_are_those_of_the_records(page: Page, sides: list[list[Any]]) -> None:
@@ -78,7 +84,9 @@ def test_prompts_newly_solved_are_those_of_the_records(page: Page, sides: list[l
     page.wait("location.hash.startsWith('#/prompt/') && !!document.querySelector('.diff-view')")
 
 
-def test_phrases_drift_with_their_correlation_and_lead_to_texts(page: Page, sides: list[list[Any]], server: Server) -> None:
+def test_phrases_drift_with_their_correlation_and_lead_to_texts(
+    page: Page, sides: list[list[Any]], server: Server
+) -> None:
     show(page, "#/compare?a=0-4&b=8-11")
     found = {row[0]: row for row in rows(page, "Phrases")}
     answer = server.api.answers.compare((0, 4), (8, 11))  # type: ignore[union-attr]
@@ -86,7 +94,9 @@ def test_phrases_drift_with_their_correlation_and_lead_to_texts(page: Page, side
     for each in answer["phrases"]:
         row = found[each["phrase"]]
         assert row[2] == f"{100 * each['share_a']:.0f}%" or "." in row[2]
-        assert row[5].lstrip("+") == ("–" if each["reward"] is None else f"{each['reward']:.2f}".replace("-0.00", "0.00"))
+        assert row[5].lstrip("+") == (
+            "–" if each["reward"] is None else f"{each['reward']:.2f}".replace("-0.00", "0.00")
+        )
     page.eval("document.querySelector('section[aria-label=Phrases] .segmented button:nth-child(2)').click()")
     assert [row[0] for row in rows(page, "Phrases")] == [each["phrase"] for each in answer["phrases"] if each["z"] > 0]
     assert "phrases=more" in page.hash()
@@ -146,4 +156,6 @@ def test_bars_are_read_with_the_keys_and_nothing_is_asked_twice(page: Page, serv
 
 def test_steps_without_samples_say_so(page: Page) -> None:
     page.eval("location.hash = '#/compare?a=0-1&b=900'")
-    page.wait("document.querySelector('.compare-form ~ .page .empty-title')?.innerText.startsWith('No samples in B, step 900')")
+    page.wait(
+        "document.querySelector('.compare-form ~ .page .empty-title')?.innerText.startsWith('No samples in B, step 900')"
+    )

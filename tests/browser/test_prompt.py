@@ -22,7 +22,9 @@ SEEN = [step for step in range(STEPS) if any((step * GROUPS + place) % (GROUPS *
 @pytest.fixture(scope="module")
 def rows() -> dict[int, list[Any]]:
     """The samples of the task, by step, best first."""
-    found = {step: [row for row in story.rollout(step, GROUPS, RUNS) if str(row.eid.task) == str(TASK)] for step in SEEN}
+    found = {
+        step: [row for row in story.rollout(step, GROUPS, RUNS) if str(row.eid.task) == str(TASK)] for step in SEEN
+    }
     return {step: sorted(held, key=lambda row: -row.reward) for step, held in found.items()}
 
 
@@ -37,7 +39,9 @@ def show(page: Page, where: str) -> None:
 
 
 def chosen(page: Page) -> list[str]:
-    found: list[str] = page.eval("[...document.querySelectorAll('.prompt-pair select')].map(s => s.selectedOptions[0].text)")
+    found: list[str] = page.eval(
+        "[...document.querySelectorAll('.prompt-pair select')].map(s => s.selectedOptions[0].text)"
+    )
     return found
 
 
@@ -45,7 +49,9 @@ def test_the_page_says_what_the_records_say(page: Page, server: Server, rows: di
     assert len(SEEN) == 3
     show(page, address(server, rows))
     assert story.question(TASK)[0] in page.text(".prompt-words")
-    table = page.eval("[...document.querySelectorAll('section[aria-label=Steps] tbody tr')].map(r => [...r.cells].map(c => c.innerText.replace('−', '-')))")
+    table = page.eval(
+        "[...document.querySelectorAll('section[aria-label=Steps] tbody tr')].map(r => [...r.cells].map(c => c.innerText.replace('−', '-')))"
+    )
     assert [int(row[0]) for row in table] == SEEN[::-1]
     for row in table:
         rewards = [each.reward for each in rows[int(row[0])]]
@@ -58,29 +64,39 @@ def test_the_page_says_what_the_records_say(page: Page, server: Server, rows: di
 def test_every_sample_is_a_dot_where_its_reward_is(page: Page, server: Server, rows: dict[int, list[Any]]) -> None:
     show(page, address(server, rows))
     page.wait(f"document.querySelectorAll('.plot-dot').length === {len(SEEN) * RUNS}")
-    dots = page.eval("[...document.querySelectorAll('.plot-dot')].map(d => [Number(d.dataset.step), Number(d.dataset.place), Number(d.getAttribute('cy'))])")
+    dots = page.eval(
+        "[...document.querySelectorAll('.plot-dot')].map(d => [Number(d.dataset.step), Number(d.dataset.place), Number(d.getAttribute('cy'))])"
+    )
     heights = [y for _, _, y in dots]
     rewards = [rows[step][place].reward for step, place, _ in dots]
     slope, base = np.polyfit(rewards, heights, 1)
     assert slope < 0 and np.allclose(np.array(rewards) * slope + base, heights, atol=0.6)
     assert page.count(".plot-band") == page.count(".plot-mean") == 1
     step, place, _ = dots[-1]
-    box = page.eval("(() => { const r = [...document.querySelectorAll('.plot-dot')].at(-1).getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()")
+    box = page.eval(
+        "(() => { const r = [...document.querySelectorAll('.plot-dot')].at(-1).getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+    )
     page.click_at(*box)
     page.wait("!!document.querySelector('.tk-pane')")
     assert page.hash() == "#/t/" + quote(rows[step][place].eid.uid, safe="")
 
 
-def test_two_steps_stand_side_by_side_and_the_address_remembers(page: Page, server: Server, rows: dict[int, list[Any]]) -> None:
+def test_two_steps_stand_side_by_side_and_the_address_remembers(
+    page: Page, server: Server, rows: dict[int, list[Any]]
+) -> None:
     show(page, address(server, rows))
     assert [each.split(" ·")[0] for each in chosen(page)[::2]] == [f"step {SEEN[0]}", f"step {SEEN[-1]}"]
     page.key("[")
     page.wait(f"document.querySelectorAll('.diff-name')[1].innerText.startsWith('step {SEEN[1]},')")
     assert f"b={SEEN[1]}" in page.hash()
-    page.eval("(() => { const s = document.querySelector('[aria-label=\"Sample of side B\"]'); s.value = '2'; s.dispatchEvent(new Event('change')); })()")
+    page.eval(
+        "(() => { const s = document.querySelector('[aria-label=\"Sample of side B\"]'); s.value = '2'; s.dispatchEvent(new Event('change')); })()"
+    )
     other = rows[SEEN[1]][2].eid.uid
     page.wait(f"location.hash.includes({json.dumps('ub=' + quote(other, safe=''))})")
-    page.wait(f"document.querySelectorAll('.prompt-pair a')[1].getAttribute('href') === {json.dumps('#/t/' + quote(other, safe=''))}")
+    page.wait(
+        f"document.querySelectorAll('.prompt-pair a')[1].getAttribute('href') === {json.dumps('#/t/' + quote(other, safe=''))}"
+    )
     here = page.hash()
     page.reload()
     page.wait("!!document.querySelector('.diff-view')")
@@ -88,7 +104,9 @@ def test_two_steps_stand_side_by_side_and_the_address_remembers(page: Page, serv
     assert [each.split(" ·")[0] for each in chosen(page)] == [f"step {SEEN[0]}", "#1", f"step {SEEN[1]}", "#3"]
     source = server.api.source  # type: ignore[union-attr]
     one, two = source.documents([rows[SEEN[0]][0].eid.uid, other])
-    sides = page.eval("[0, 1].map(i => [...document.querySelectorAll('.diff-row')].map(r => r.children[i].textContent).join(''))")
+    sides = page.eval(
+        "[0, 1].map(i => [...document.querySelectorAll('.diff-row')].map(r => r.children[i].textContent).join(''))"
+    )
     assert sides == [one.text[one.prompt_end :], two.text[two.prompt_end :]]
     common = page.eval(
         "[0, 1].map(i => [...document.querySelectorAll('.diff-row')].flatMap(r => [...r.children[i].childNodes])"

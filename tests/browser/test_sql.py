@@ -26,11 +26,15 @@ def run(page: Page, query: str) -> None:
     open_sql(page, query)
     page.eval("document.querySelector('.sql-box').focus()")
     page.key("Control+Enter")
-    page.wait("!document.querySelector('.sql-edit .primary').disabled && (!!document.querySelector('.sql-result table, .sql-error') || document.querySelector('.sql-result').innerText.includes('No rows'))")
+    page.wait(
+        "!document.querySelector('.sql-edit .primary').disabled && (!!document.querySelector('.sql-result table, .sql-error') || document.querySelector('.sql-result').innerText.includes('No rows'))"
+    )
 
 
 def cells(page: Page) -> list[list[str]]:
-    found: list[list[str]] = page.eval("[...document.querySelectorAll('.plain-grid tbody tr')].map(r => [...r.cells].map(c => c.innerText))")
+    found: list[list[str]] = page.eval(
+        "[...document.querySelectorAll('.plain-grid tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+    )
     return found
 
 
@@ -64,7 +68,10 @@ def test_every_example_and_every_table_can_be_asked(page: Page, server: Server) 
 
 
 def test_rows_are_those_of_the_book_and_lead_to_pages(page: Page) -> None:
-    run(page, "select uid, gid, tid, run, reward is null as none from experiences where batch = '2' and not evaluation order by uid")
+    run(
+        page,
+        "select uid, gid, tid, run, reward is null as none from experiences where batch = '2' and not evaluation order by uid",
+    )
     rows = cells(page)
     assert len(rows) == GROUPS * RUNS and f"{GROUPS * RUNS} rows" in page.text(".sql-panel .panel-head")
     assert rows[0][0].startswith("2/") and rows[0][1] == rows[0][2] == "/".join(rows[0][0].split("/")[:2])
@@ -102,14 +109,19 @@ def test_many_rows_come_in_pieces_and_no_more_than_ten_thousand(page: Page) -> N
 
 
 def test_csv_has_no_cell_that_a_spreadsheet_would_run(page: Page, tmp_path: Path) -> None:
-    page.chrome.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path), browserContextId=page._context)
+    page.chrome.call(
+        "Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path), browserContextId=page._context
+    )
     run(page, """select '=1+1' as "=head", '+2' as b, '-3' as c, '@x' as d, 'a,"b"' as e, -0.5 as f, null as g""")
     page.eval("[...document.querySelectorAll('.sql-panel button')].find(b => b.innerText === 'CSV').click()")
     end = time.monotonic() + 20
     while not (tmp_path / "rollbook.csv").exists() and time.monotonic() < end:
         time.sleep(0.02)
     saved = (tmp_path / "rollbook.csv").read_text()
-    assert [each.replace('"', '~') for each in saved.splitlines()] == ["'=head,b,c,d,e,f,g", "'=1+1,'+2,'-3,'@x,~a,~~b~~~,-0.5,"]
+    assert [each.replace('"', "~") for each in saved.splitlines()] == [
+        "'=head,b,c,d,e,f,g",
+        "'=1+1,'+2,'-3,'@x,~a,~~b~~~,-0.5,",
+    ]
 
 
 def test_long_cells_open_and_recent_queries_come_back(page: Page) -> None:
@@ -120,7 +132,9 @@ def test_long_cells_open_and_recent_queries_come_back(page: Page) -> None:
     assert page.eval("document.querySelector('.sql-long').textContent") == "word " * 500
     assert page.eval("document.querySelector('.sql-long').getAttribute('aria-expanded')") == "true"
     open_sql(page, "select 2")
-    page.eval("(() => { const s = document.querySelector('.sql-recent'); s.value = '0'; s.dispatchEvent(new Event('change')); })()")
+    page.eval(
+        "(() => { const s = document.querySelector('.sql-recent'); s.value = '0'; s.dispatchEvent(new Event('change')); })()"
+    )
     assert "repeat('word ', 500)" in page.eval("document.querySelector('.sql-box').value")
     assert "repeat" in page.hash()
 

@@ -283,7 +283,7 @@ async function appRoute(restore) {
   if (!restore) window.scrollTo(0, 0);
   const slow = setTimeout(() => turn === appTurn && appParts.main.setAttribute("aria-busy", "true"), 120);
   try {
-    if (!open) throw Object.assign(new Error("there is no page “" + name + "”"), { status: 404 });
+    if (!open) throw Object.assign(new Error(api.isStatic ? "the page “" + name + "” is not in this file" : "there is no page “" + name + "”"), { status: 404 });
     const page = (await open(context)) || {};
     if (turn !== appTurn) {
       if (page.close) page.close();
@@ -293,7 +293,7 @@ async function appRoute(restore) {
     setPageKeys(page.keys);
     if (page.crumbs) appCrumbs(page.crumbs);
     else if (!appOpen.crumbs.length && name !== "overview") appCrumbs([{ text: page.title || name }]);
-    document.title = (page.title && name !== "overview" ? page.title + " · " : "") + appRun.name + " · rollbook";
+    document.title = (page.title && name !== "overview" ? page.title + " · " : "") + visible(appRun.name) + " · rollbook";
     if (turn > 1 && !context.root.contains(document.activeElement)) appParts.main.focus({ preventScroll: true });
     appAnnounce(page.title || name);
     await page.ready;

@@ -289,6 +289,7 @@ export function stepChart(options) {
     else if (names.length) empty(frame.now, "step " + point.x);
     else if (point.band) empty(frame.now, "step " + point.x + "  ", el("b", { text: format(point.band.mean) }), "  " + format(point.band.p25) + " – " + format(point.band.p75));
     else empty(frame.now, "step " + point.x + "  –");
+    frame.now.title = names.length || drag ? "" : "step, mean, and the middle half of its samples (25% to 75%)";
     for (const item of legend) item.value.textContent = format(point.values ? point.values[item.i] : null);
     frame.hit.setAttribute("aria-valuenow", String(point.x));
     frame.hit.setAttribute("aria-valuetext", (drag ? "compare step " + drag.from + " with step " + drag.to + ". " : "") + "step " + point.x + ": " + words(point));

@@ -98,6 +98,12 @@ export function percent(x) {
   return (value !== 0 && Math.abs(value) < 9.95 && !Number.isInteger(value) ? value.toFixed(1) : value.toFixed(0)) + "%";
 }
 
+/** A share of a step's summary; null where the step has nothing that it could be a share of. */
+export function stepShare(step, name) {
+  const needs = { zero_variance: "reward", solved: "reward", stale: "lag" }[name];
+  return step[name] === undefined || (needs && !step[needs]) ? null : step[name];
+}
+
 /** A whole number with its thousands marked: 70,656. */
 export function count(n) {
   if (n === null || n === undefined || !Number.isFinite(n)) return "–";

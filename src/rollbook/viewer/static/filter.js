@@ -37,10 +37,25 @@ export function filterSuggestions(text, columns) {
   return list;
 }
 
+// What a filter can say, and every name that it knows.
+function filterHelp(columns) {
+  const code = (text) => el("code", { text });
+  const box = el("dialog", { class: "dialog keys", aria: { label: "Filters" }, on: { close: () => box.remove(), click: (event) => event.target === box && box.close() } },
+    el("div", { class: "dialog-body" },
+      el("div", { class: "dialog-head" }, el("h2", { text: "Filters" }), el("button", { class: "button", type: "button", text: "Close", on: { click: () => box.close() } })),
+      el("p", null, "A name, a sign and a value: ", code("reward < 0.2"), ", ", code("length > 2k"), ", ", code("task ~ geo"), " (~ is “contains”). A flag stands alone: ", code("truncated"),
+        ". Join them with ", code("and"), ", ", code("or"), ", ", code("not"), " and brackets: ", code("step >= 100 and (loop or duplicate)"), "."),
+      el("table", { class: "plain names" },
+        el("thead", null, el("tr", null, ["Name", "Kind", "Meaning"].map((text) => el("th", { scope: "col", text })))),
+        el("tbody", null, columns.map((column) => el("tr", null, el("th", { scope: "row" }, code(visible(column.name))), el("td", { text: visible(column.type) }), el("td", { text: visible(column.help || column.label || "") })))))));
+  document.body.append(box);
+  box.showModal();
+}
+
 /** A filter box. options: {columns, value, onApply(text), placeholder, label}. Returns {root, input, value(), set(text), error(text or null)}. */
 export function filterBox(options) {
   const id = "filter-" + (filterCount += 1);
-  const list = el("div", { class: "suggestions", id: id + "-list", role: "listbox", aria: { label: "Suggestions" }, hidden: true });
+  const list = el("div", { class: "suggestions", id: id + "-list", role: "listbox", tabindex: "-1", aria: { label: "Suggestions" }, hidden: true });
   const input = el("input", {
     class: "input", type: "text", value: options.value || "", placeholder: options.placeholder || "Filter: reward < 0.5 and truncated",
     spellcheck: "false", autocomplete: "off", autocapitalize: "off", role: "combobox",
@@ -51,6 +66,7 @@ export function filterBox(options) {
     apply();
     input.focus();
   } } });
+  const help = el("button", { class: "icon-button", type: "button", title: "What a filter can say", aria: { label: "What a filter can say" }, text: "?", on: { click: () => filterHelp(options.columns) } });
   const error = el("p", { class: "filter-error", role: "alert", hidden: true });
   let items = [];
   let chosen = -1;
@@ -145,7 +161,7 @@ export function filterBox(options) {
   });
   input.addEventListener("change", apply);
   return {
-    root: el("div", { class: "filter" }, el("div", { class: "filter-line" }, input, clear), list, error),
+    root: el("div", { class: "filter" }, el("div", { class: "filter-line" }, input, clear, help), list, error),
     input,
     value: () => applied,
     set(text) {

@@ -65,7 +65,7 @@ export function tokenInspector({ trajectory, run, onJump }) {
     "aside",
     { class: "ti", "aria-label": "token inspector" },
     facts,
-    el("section", { class: "ti-top" }, el("h3", { text: "Top tokens" }), choices, list),
+    el("section", { class: "ti-top" }, el("h2", { class: "ti-head", text: "Top tokens" }), choices, list),
   );
   const lenses = (run.lenses ?? []).filter((lens) => lensValues(trajectory, lens) !== null);
   const ranked = lenses.filter((lens) => lens.id !== "version");
@@ -134,7 +134,7 @@ export function tokenInspector({ trajectory, run, onJump }) {
     const after = trajectory.text.slice(end, end + INSPECTOR_CONTEXT);
     empty(
       facts,
-      el("h3", { class: "ti-title" }, `Token #${count(index)} `, el("span", { class: "muted", text: `of ${count(trajectory.ends.length)}` })),
+      el("h2", { class: "ti-title" }, `Token #${count(index)} `, el("span", { class: "muted", text: `of ${count(trajectory.ends.length)}` })),
       el("p", { class: "ti-token", text: inspectorQuote(zero ? tokenShown(trajectory, index) : text) }),
       el("dl", { class: "ti-table" }, rows),
       el("p", { class: "ti-context", "aria-label": "around it" }, visible(before).replace(/\n/g, "⏎"), el("mark", { text: visible(text).replace(/\n/g, "⏎") }), visible(after).replace(/\n/g, "⏎")),

@@ -55,6 +55,12 @@ export function setPageKeys(list) {
   keysPage = list || [];
 }
 
+// What the page has taken over does nothing else while it is open.
+function keysFree(entry) {
+  const taken = keysPage.filter((own) => own.label).flatMap(keysOf);
+  return !keysOf(entry).every((key) => taken.includes(key));
+}
+
 function keysRows(list) {
   return list
     .filter((entry) => entry.label)
@@ -73,7 +79,7 @@ export function showKeys(pageTitle) {
       el("div", { class: "dialog-head" }, el("h2", { text: "Keys" }), close),
       own.length ? [el("h3", { text: pageTitle || "This page" }), el("dl", { class: "key-list" }, own)] : null,
       el("h3", { text: "Everywhere" }),
-      el("dl", { class: "key-list" }, keysRows(keysGlobal))));
+      el("dl", { class: "key-list" }, keysRows(keysGlobal.filter(keysFree)))));
   document.body.append(box);
   box.showModal();
 }

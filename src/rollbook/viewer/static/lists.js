@@ -18,6 +18,7 @@ const listFlags = {
   solved: ["good", "solved", "at least one sample has the run's top reward"],
   unsolved: ["", "unsolved", "no sample has the run's top reward"],
 };
+const listCells = 16; // as many as the column has room for
 const listQuick = [
   ["truncated", "truncated"],
   ["loops", "loop"],
@@ -32,16 +33,19 @@ export function rewardScale(run) {
   return held && held[0] !== null && held[1] !== null && held[1] > held[0] ? held : [Math.min(0, held ? held[0] || 0 : 0), Math.max(1, held ? held[1] || 0 : 0)];
 }
 
-/** Rewards as small cells, filled as high as the reward is on the run's scale, best first; said in words too. */
+/** Rewards as small cells, filled as high as the reward is on the run's scale, best first; said in words too. Of more
+    than fit, as many are shown at even distances, the best and the worst among them: what is seen is what there is. */
 export function rewardCells(rewards, scale) {
   const [low, high] = scale;
-  const shown = rewards.slice(0, 32);
+  const every = (rewards.length - 1) / (listCells - 1);
+  const shown = rewards.length <= listCells ? rewards : Array.from({ length: listCells }, (_, i) => rewards[Math.round(i * every)]);
   const cells = shown.map((reward) => {
     if (reward === null) return el("span", { class: "cell none" });
     const share = Math.min(1, Math.max(0, (reward - low) / (high - low || 1)));
     return el("span", { class: "cell r" + Math.min(4, Math.floor(share * 5)) }, el("i", { style: { "--fill": share === 0 ? "0%" : Math.max(12, Math.round(share * 100)) + "%" } }));
   });
-  const words = "rewards, best first: " + shown.map((r) => number(r, 2)).join(" ") + (rewards.length > shown.length ? " and " + (rewards.length - shown.length) + " more" : "");
+  const which = rewards.length > shown.length ? "rewards, best first, " + listCells + " of " + count(rewards.length) + " at even distances: " : "rewards, best first: ";
+  const words = which + shown.map((r) => number(r, 2)).join(" ");
   return el("span", { class: "cells", role: "img", aria: { label: words }, title: words }, cells);
 }
 

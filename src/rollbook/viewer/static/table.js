@@ -40,6 +40,7 @@ export function dataTable(options) {
     el("colgroup", null, columns.map((column) => el("col", { class: cellClass(column), style: { width: column.width } }))),
     el("thead", null, el("tr", null, heads.map((head) => head.node))),
     body);
+  const box = el("div", { class: "grid-box" }, table); // a narrow window moves the table sideways, not the page
 
   function paintHeads() {
     for (const { column, node, arrow } of heads) {
@@ -176,7 +177,7 @@ export function dataTable(options) {
   watch.observe(table);
   paintHeads();
   return {
-    root: table,
+    root: box,
     /** Draws again what the source holds now. */
     refresh() {
       const found = current === null ? -1 : source.find(current);

@@ -391,7 +391,7 @@ export class TokenPane {
       el("span", { class: "tk-facts", text: facts.join(" · ") }),
       share === 1 ? el("span", { class: "tk-badge", text: "masked", title: "No token here is trained on." }) : null,
       share > 0 && share < 1 && role === "assistant"
-        ? el("span", { class: "tk-badge", text: `${Math.round(100 * share)}% masked`, title: "Some tokens here are not trained on." })
+        ? el("span", { class: "tk-badge", text: `${share < 0.01 ? "<1" : share > 0.99 ? ">99" : Math.round(100 * share)}% masked`, title: "Some tokens here are not trained on." })
         : null,
     );
   }

@@ -245,7 +245,7 @@ export async function openGroup(context) {
     const parts = Object.entries(row.parts ?? trajectory.parts ?? {});
     const element = el("section", { class: "gp-column", "aria-label": `sample ${sample.name}` },
       el("header", { class: "gp-column-head" },
-        el("a", { href: context.link("t", row.uid, { lens: params.get("lens", null) }), text: sample.name, title: "open this sample" }),
+        el("h2", null, el("a", { href: context.link("t", row.uid, { lens: params.get("lens", null) }), text: sample.name, title: "open this sample" })),
         sample.rejected ? null : el("span", null, "r ", el("b", { text: number(row.reward) })),
         row.advantage === null || row.advantage === undefined || sample.rejected ? null : el("span", { class: "muted", text: `A ${row.advantage > 0 ? "+" : ""}${number(row.advantage)}` }),
         el("span", { class: "muted", text: `${count(row.response_tokens)} tokens` }),

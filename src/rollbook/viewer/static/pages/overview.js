@@ -1,7 +1,7 @@
 // overview.js: the whole run on one page: curves, health, what to look at, steps.
 // Invariant: news of a live run are added to what is here; nothing is asked for twice.
 
-import { compact, count, debounce, el, empty, emptyState, explain, icon, number, percent, plural, visible } from "../dom.js";
+import { compact, count, debounce, el, empty, emptyState, explain, icon, number, percent, plural, stepShare, visible } from "../dom.js";
 import { chartGroup, sparkline, stepChart } from "../charts.js";
 import { dataTable, heldRows, tableFoot } from "../table.js";
 
@@ -105,7 +105,7 @@ export async function openOverview(context) {
     }
     const bare = overviewCards.filter((card) => !has(card.id));
     const shares = stepChart({ ...shared("shares", "Shares", "Shares of samples (zero variance and solved: of groups)"), zero: true, format: percent, axis: percent, names: overviewShareNames });
-    shares.points = () => ordered.map((step) => ({ x: step.step, band: null, values: overviewShares.map((name) => step[name]) }));
+    shares.points = () => ordered.map((step) => ({ x: step.step, band: null, values: overviewShares.map((name) => stepShare(step, name)) }));
     charts.push(shares);
     nodes.push(shares.root);
     if (bare.length) {
@@ -132,12 +132,12 @@ export async function openOverview(context) {
   function paintHealth() {
     const last = ordered[ordered.length - 1];
     for (const item of health) {
-      const now = last ? last[item.id] : null;
+      const now = last ? stepShare(last, item.id) : null;
       const tone = item.bad !== null && now >= item.bad ? "bad" : item.warn !== null && now >= item.warn ? "warn" : "";
       item.value.textContent = percent(now);
       item.value.setAttribute("class", tone ? "value " + tone : "value");
       item.node.setAttribute("aria-label", item.name + " " + percent(now) + (tone === "bad" ? ", high" : tone === "warn" ? ", worth a look" : "") + ". " + item.help);
-      item.spark.redraw(ordered.map((step) => (step[item.id] === undefined ? null : step[item.id])));
+      item.spark.redraw(ordered.map((step) => stepShare(step, item.id)));
     }
     healthStep.textContent = last ? "at step " + last.step : "";
   }
@@ -148,6 +148,15 @@ export async function openOverview(context) {
   const lookList = el("div", { class: "look" });
   const lookCount = el("span", { class: "muted" });
   const lookFirst = 6;
+  const lookFew = 64;
+  // Words that came and went, and prompts newly solved or broken, are on the page that compares.
+  function lookChange() {
+    const quarter = Math.floor(ordered.length / 4);
+    if (quarter < 1 || evaluation()) return null;
+    const span = (list) => list[0].step + "-" + list[list.length - 1].step;
+    return el("a", { class: "button small", href: link("compare", { a: span(ordered.slice(0, quarter)), b: span(ordered.slice(-quarter)) }), text: "What changed since the start",
+      title: "The first quarter of the steps against the last: distributions, phrases that came and went, prompts newly solved and newly broken" });
+  }
   function lookOpen(item) {
     const filter = item.filter || "";
     if (filter) return link("samples", { filter });
@@ -162,7 +171,7 @@ export async function openOverview(context) {
     lookCount.textContent = items.length ? plural(items.length, "finding") + ", most urgent first" : "";
     if (!items.length) {
       empty(lookList, answer.error ? emptyState("The queue could not be made", visible(answer.error))
-        : el("div", { class: "look-item" }, el("span", { class: "good" }, icon("check")), el("p", { text: "Nothing stands out: no illness that these records can show." })));
+        : el("div", { class: "look-item" }, el("span", { class: "good" }, icon("check")), el("p", null, "Nothing stands out.", run.records < lookFew ? el("span", { class: "muted", text: " With so few samples, most checks cannot say anything yet." }) : null)));
       return;
     }
     empty(lookList,
@@ -196,7 +205,7 @@ export async function openOverview(context) {
     return el("span", { class: Number(by.toFixed(2)) === 0 ? "muted" : by > 0 ? "good" : "bad", text: (by > 0 && !/^0(\.0*)?$/.test(text) ? "+" : "") + text });
   };
   const middle = (id, format) => (step) => (step[id] ? format(step[id].mean) : "–");
-  const share = (id) => (step) => percent(step[id]);
+  const share = (id) => (step) => percent(stepShare(step, id));
   const stepColumns = [
     { id: "step", label: "Step", width: "76px", num: true, sort: "step", first: "-", cell: (s) => el("a", { class: "row-link", href: link("step", s.step, { evaluation: evaluation() || null }), text: String(s.step), tabindex: "-1" }) },
     { id: "n", label: "Samples", width: "80px", num: true, sort: "n", first: "-", cell: (s) => count(s.n) },
@@ -242,6 +251,19 @@ export async function openOverview(context) {
   }
   const foot = el("span", { role: "status" });
 
+  // ---- what could not be read
+
+  const problems = el("div", { hidden: true });
+  function paintProblems() {
+    const list = run.problems || [];
+    problems.hidden = !list.length;
+    if (!list.length || Number(problems.dataset.count) === list.length) return;
+    problems.dataset.count = String(list.length);
+    empty(problems, el("details", { class: "notice", open: list.length === 1 || !ordered.length },
+      el("summary", { text: "Not everything could be read: " + plural(list.length, "problem") }),
+      el("ul", null, list.map((text) => el("li", { text: visible(text) })))));
+  }
+
   // ---- all together
 
   const swatch = (name) => el("span", { class: "swatch " + name, aria: { hidden: "true" } });
@@ -258,14 +280,14 @@ export async function openOverview(context) {
     overviewFacts,
     run.evaluation ? el("div", { class: "segmented", role: "group", aria: { label: "Which samples" } }, modes) : null,
     el("span", { class: "spring" }),
-    el("span", { class: "legend muted" }, swatch("mean"), "mean", swatch("median"), "median", swatch("inner"), "25–75%", swatch("outer"), "5–95%", el("span", { text: "click opens a step, a drag compares two" })));
+    !ordered.length ? null : el("span", { class: "legend muted" }, swatch("mean"), "mean", swatch("median"), "median", swatch("inner"), "25–75%", swatch("outer"), "5–95%", el("span", { text: "click opens a step, a drag compares two" })));
   if (!ordered.length) {
-    empty(root, heading, el("section", { class: "panel" }, emptyState(evaluation() ? "No evaluation samples yet" : "No samples yet",
+    empty(root, heading, problems, el("section", { class: "panel" }, emptyState(evaluation() ? "No evaluation samples yet" : "No samples yet",
       run.live ? "This page fills by itself as soon as the first samples are written." : "Nothing has been written to this run.")));
   } else {
-    empty(root, heading, cards,
+    empty(root, heading, problems, cards,
       el("section", { class: "panel", aria: { label: "Health" } }, el("div", { class: "panel-head" }, el("h2", { text: "Health" }), healthStep), el("div", { class: "health" }, health.map((item) => item.node))),
-      el("section", { class: "panel", aria: { label: "Look here" } }, el("div", { class: "panel-head" }, el("h2", { text: "Look here" }), lookCount), lookList),
+      el("section", { class: "panel", aria: { label: "Look here" } }, el("div", { class: "panel-head" }, el("h2", { text: "Look here" }), lookCount, el("span", { class: "spring" }), lookChange()), lookList),
       el("section", { class: "panel", aria: { label: "Steps" } }, el("div", { class: "panel-head" }, el("h2", { text: "Steps" }), el("span", { class: "muted", text: "newest first" })), table.root,
         tableFoot([foot], [el("span", { class: "muted" }, el("kbd", { text: "j" }), " ", el("kbd", { text: "k" }), " move · ", el("kbd", { text: "⏎" }), " open")])));
     paintFacts();
@@ -277,6 +299,8 @@ export async function openOverview(context) {
     const at = Number(params.get("at"));
     if (params.get("at") && rows.find(at) >= 0) table.mark(at);
   }
+
+  paintProblems();
 
   const refreshLook = debounce(async () => {
     if (context.closed) return;
@@ -340,7 +364,10 @@ export async function openOverview(context) {
       { key: ["k", "ArrowUp"], label: "previous step", run: (event) => (event.key === "ArrowUp" && !table.root.contains(document.activeElement) ? false : table.move(-1)) },
       { key: "Enter", label: "open the step", run: (event) => table.open(event) },
     ],
-    live: update,
+    live() {
+      paintProblems();
+      update();
+    },
     close() {
       table.destroy();
       for (const chart of charts) chart.destroy();

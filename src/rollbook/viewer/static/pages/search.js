@@ -123,9 +123,9 @@ export async function openSearch(context) {
       show([]);
       state.textContent = "";
       empty(note, el("section", { class: "panel search-error", role: "alert" },
-        el("p", { class: "bad", text: error.status === 408 ? "The search was stopped: it took too long" : error.status === 429 ? "Other searches are still running" : "This cannot be searched for" }),
+        el("p", { class: "bad", text: error.status === 504 ? "The search was stopped: it took too long" : error.status === 429 ? "Other searches are still running" : "This cannot be searched for" }),
         el("p", { class: "mono", text: visible(error.message) }),
-        error.status === 408 ? el("p", { class: "muted", text: "A pattern with a repeat inside a repeat, such as (a+)+, can take for ever. Write it without one, or search one step only." }) : null));
+        error.status === 504 ? el("p", { class: "muted", text: "A pattern with a repeat inside a repeat, such as (a+)+, can take for ever. Write it without one, or search one step only." }) : null));
     } finally {
       clearTimeout(late);
     }

@@ -1,7 +1,7 @@
 // step.js: one step: distributions, what changed, its groups and samples.
 // Invariant: a step that still grows shows its new numbers at once, but its list waits until the reader asks.
 
-import { compact, count, el, empty, emptyState, icon, number, percent, plural } from "../dom.js";
+import { compact, count, el, empty, emptyState, icon, number, percent, plural, stepShare } from "../dom.js";
 import { histogram, scatter } from "../charts.js";
 import { recordList } from "../lists.js";
 
@@ -57,7 +57,8 @@ export async function openStep(context) {
     const s = answer.summary;
     const words = [plural(s.groups, "group"), plural(s.n, "sample")];
     if (s.versions) words.push("policy v" + (s.versions[0] === s.versions[1] ? s.versions[0] : s.versions[0] + "–" + s.versions[1]));
-    words.push("zero variance " + percent(s.zero_variance), "truncated " + percent(s.truncated));
+    if (stepShare(s, "zero_variance") !== null) words.push("zero variance " + percent(s.zero_variance));
+    words.push("truncated " + percent(s.truncated));
     facts.textContent = words.join(" · ");
     aim("previous");
     aim("next");

@@ -203,10 +203,13 @@ export async function openTrajectory(context) {
   paintStar();
 
   // ---- notices
-  const notices = [];
+  const notes = [];
   const advice = TRAJECTORY_ADVICE[trajectory.tokenized];
-  if (advice !== undefined) notices.push(el("div", { class: "tp-notice", role: "note" }, el("span", null, advice[0], advice[1] === null ? null : [" ", el("code", { text: advice[1] }), " "], advice[2])));
-  for (const note of trajectory.notes ?? []) notices.push(el("div", { class: "tp-notice", role: "note" }, el("span", { text: visible(note) })));
+  if (advice !== undefined) notes.push(el("p", null, advice[0], advice[1] === null ? null : [" ", el("code", { text: advice[1] }), " "], advice[2]));
+  for (const note of trajectory.notes ?? []) notes.push(el("p", { text: visible(note) }));
+  // The first says most; the others wait, so that the text begins where it always does.
+  const notices = notes.length === 0 ? null : el("div", { class: "tp-notice", role: "note" }, notes[0],
+    notes.length === 1 ? null : el("details", null, el("summary", { text: `${notes.length - 1} more` }), notes.slice(1)));
 
   // ---- lens, mask, view
   const bar = lensBar({ run, trajectories: shown, params, onChange: recolour });
@@ -240,7 +243,8 @@ export async function openTrajectory(context) {
     trajectory, from: 0, length: Math.max(1, trajectory.ends.length), label: "where in the sample",
     onSeek: (token) => sides[0].pane.reveal(token, "centre"),
   });
-  const strips = el("div", { class: "tp-strips" }, curve.element, strip.element);
+  const measured = bar.keys.length > 1; // beside "off" there is a lens
+  const strips = el("div", { class: "tp-strips" }, measured ? curve.element : null, strip.element);
   const stage = el("div", { class: "tp-view" });
   const aside = el("div", { class: "tp-aside" }, side, trajectoryDetails(trajectory, row));
   const main = el("div", { class: "tp-main" }, el("div", { class: "tp-left" }, toolbar, stage), aside);
@@ -330,6 +334,7 @@ export async function openTrajectory(context) {
     view = next;
     views.set(next);
     params.set({ view: next === "chat" ? null : next });
+    context.announce(`view: ${next}`);
     draw();
   }
 
@@ -400,7 +405,7 @@ export async function openTrajectory(context) {
     if (hits.length > 0 && params.get("at", null) === null) sides[0].pane.reveal(hits[0], "centre");
   }
   const at = params.get("at", null);
-  if (at !== null && /^\d+$/.test(at)) moveTo(Number(at), active, "centre");
+  if (at !== null && /^\d+$/.test(at) && (view === "chat" || view === "raw")) moveTo(Number(at), active, "centre");
   else if (words === "" && trajectory.prompt_tokens > 400) sides[0].pane.reveal(Math.min(trajectory.prompt_tokens, trajectory.ends.length - 1), "top");
   strip.view(sides[0].pane.topToken(), sides[0].pane.bottomToken());
 
