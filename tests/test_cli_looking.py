@@ -270,6 +270,23 @@ def test_an_error_names_the_command_once(run: str, odd: Path, capsys: pytest.Cap
         assert told.count(command) == 1, told
 
 
+def test_tables_fit_a_narrow_terminal(
+    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = said(capsys, "ls", run, "--where", "step = 3")
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in (
+        ["show", run],
+        ["show", run, "--step", "3"],
+        ["sql", run, "select uid, prompt_text, reward from experiences limit 9"],
+        ["doctor", run, "--thresholds"],
+    ):
+        assert max(map(terminal.width, said(capsys, *arguments).splitlines())) <= 80, arguments
+    narrow = said(capsys, "ls", run, "--where", "step = 3")
+    # Ids and numbers are whole.
+    assert [line.split()[:4] for line in narrow.splitlines()] == [line.split()[:4] for line in wide.splitlines()]
+
+
 def test_options_of_one_trajectory_need_one(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     for what in ([], ["3/10"], ["--step", "3"]):
         for option in (["--raw"], ["--tokens", "1:2"], ["--lens", "kl"]):

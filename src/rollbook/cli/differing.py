@@ -12,7 +12,20 @@ import re
 from typing import Any
 
 from rollbook.cli.opened import Opened, opened, uid_of
-from rollbook.cli.terminal import OK, block, coloured, cut, figure, percent, print_json, printable, styled, table
+from rollbook.cli.terminal import (
+    OK,
+    block,
+    coloured,
+    columns,
+    cut,
+    figure,
+    percent,
+    print_json,
+    printable,
+    styled,
+    table,
+    width,
+)
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -105,7 +118,8 @@ def _print(found: dict[str, Any]) -> None:
         for each in prompts[name]:
             sign = "+" if name == "newly_solved" else "-"
             moved = f"{figure(each['a'])} → {figure(each['b'])}"
-            print(f"{sign} {moved}  {printable(each['gid_b'])}  {cut(printable(each['opening']), 90)}")
+            told = f"{sign} {moved}  {printable(each['gid_b'])}"
+            print(f"{told}  {cut(printable(each['opening']), max(20, min(90, columns() - width(told) - 2)))}")
 
 
 # --- two trajectories -----------------------------------------------------------------------------------------------

@@ -220,26 +220,34 @@ def _strict(value: Any) -> Any:
     return value
 
 
+_NARROWEST = 8
+"""A column of texts is not cut further."""
+
+
 def print_table(names: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()) -> None:
-    """A table; the last column is cut where the terminal ends. `right`: the columns that stand at the right."""
+    """A table of any values (see `table`). `right`: the columns that stand at the right."""
     lines = [[printable(value) for value in row] for row in rows]
     for line in table(names, lines, right=right):
         print(line)
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
-    """The lines of a table of texts that are safe to print."""
+    """The lines of a table of texts that are safe to print; where the terminal is too narrow, the longest texts are
+    cut, but never numbers (`right`) or the first column, which names the row."""
     widths = [max(width(line[i]) for line in (names, *rows)) for i in range(len(names))]
-    room = columns()
+    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= columns() else 1
+    over = sum(widths) + gap * (len(widths) - 1) - columns()
+    texts = [i for i in range(1, len(widths)) if i not in right]
+    while over > 0 and (widest := max(texts, key=widths.__getitem__, default=0)) and widths[widest] > _NARROWEST:
+        others = max((widths[i] for i in texts if i != widest), default=0)
+        less = min(over, max(1, widths[widest] - max(others, _NARROWEST)))
+        widths[widest] -= less
+        over -= less
     for number, line in enumerate((names, *rows)):
-        cells, used = [], 0
-        for i, cell in enumerate(line):
-            wide = widths[i]
-            if used + wide > room and i == len(line) - 1:
-                wide = max(8, room - used)
-                cell = cut(cell, wide)
-            space = " " * (wide - width(cell))
-            cells.append(space + cell if i in right else cell + space)
-            used += wide + 2
-        text = "  ".join(cells).rstrip()
+        cells = []
+        for i, (wide, cell) in enumerate(zip(widths, line, strict=True)):
+            shown = cut(cell, wide)
+            space = " " * (wide - width(shown))
+            cells.append(space + shown if i in right else shown + space)
+        text = (" " * gap).join(cells).rstrip()
         yield styled(text, "bold") if number == 0 else text
