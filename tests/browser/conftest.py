@@ -1,4 +1,4 @@
-"""What the browser tests share: one book a worker, and one browser, one server and one tab a module."""
+"""What the browser tests share: one book and one browser a worker, one server and one tab a module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> str:
     return story.make(tmp_path_factory.mktemp("run") / "story", steps=STEPS, groups=GROUPS, runs=RUNS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chrome() -> Iterator[Chrome]:
     with Chrome() as made:
         yield made
@@ -46,11 +46,12 @@ def server(book: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def tab(chrome: Chrome, server: Server) -> Page:
+def tab(chrome: Chrome, server: Server) -> Iterator[Page]:
     """A tab that has traded the token of the address."""
     made = chrome.page()
     made.goto(server.url)
-    return made
+    yield made
+    made.close()
 
 
 @pytest.fixture

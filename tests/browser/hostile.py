@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 import rollbook
 from rollbook import EID, Experience
+from tests.browser.chrome import Page
 from tests.viewer import story
 
 PAYLOADS = [
@@ -140,3 +142,13 @@ def make(folder: Path) -> str:
             book.append([record(step, "every", run, every + str(run), PAYLOADS, 4) for run in range(4)])
         book.drop(["1/every/1/0/s"], SHOWN)
     return str(path)
+
+
+def go(page: Page, address: str, ready: str) -> None:
+    """Open an address and wait until an element that fits is there, drawn for that address."""
+    if page.hash() != address:
+        page.eval(f"document.querySelector('#main').replaceChildren(); location.hash = {json.dumps(address)}")
+    page.wait(
+        f"!!document.querySelector({json.dumps(ready)})"
+        " && document.querySelector('#main').getAttribute('aria-busy') !== 'true'"
+    )

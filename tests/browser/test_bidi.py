@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +14,14 @@ from rollbook.viewer.server import Server
 from rollbook.viewer.single import write_html
 from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import measured
-from tests.browser.hostile import record
+from tests.browser.hostile import go, record
 from tests.viewer import story
 
 # Between letters, so that a run of them can be told apart, and so that no page trims them away.
-HIDDEN = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200b\u200c\u200d\u200e\u200f\ufeff\x01\x07\x1b\x7f\x85\x9f\u2028\u00ad\u061c"
+HIDDEN = (
+    "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200b\u200c\u200d\u200e\u200f\ufeff"
+    "\x01\x07\x1b\x7f\x85\x9f\u2028\u00ad\u061c"
+)
 SAID = "x" + "".join(f"{char}y" for char in HIDDEN)
 WRITTEN = "x" + "".join(f"⟦U+{ord(char):04X}⟧y" for char in HIDDEN)
 NAME = "a\u202eb\u200bc"
@@ -32,7 +34,8 @@ TEXTS = """(() => {
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walk.nextNode()) if (!walk.currentNode.parentElement.closest('script')) found.push(walk.currentNode.data);
   for (const node of document.body.querySelectorAll('*'))
-    for (const { name, value } of node.attributes) if (/^(title|alt|placeholder|label|aria-.*)$/.test(name)) found.push(value);
+    for (const { name, value } of node.attributes)
+      if (/^(title|alt|placeholder|label|aria-.*)$/.test(name)) found.push(value);
   return found.join('\\n');
 })()"""
 
@@ -51,20 +54,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def check(page: Page, *expected: str) -> None:
     """Nothing on the page hides or reorders, and what is expected stands there in full."""
     text = page.eval(TEXTS)
-    for each in FORBIDDEN.finditer(text):
+    for bad in FORBIDDEN.finditer(text):
         raise AssertionError(
-            f"U+{ord(each[0]):04X} in {text[max(0, each.start() - 80) : each.end() + 80]!r} at {page.hash()}"
+            f"U+{ord(bad[0]):04X} in {text[max(0, bad.start() - 80) : bad.end() + 80]!r} at {page.hash()}"
         )
     for each in expected:
         assert each in text, (each, page.hash())
-
-
-def go(page: Page, address: str, ready: str) -> None:
-    if page.hash() != address:
-        page.eval(f"document.querySelector('#main').replaceChildren(); location.hash = {json.dumps(address)}")
-    page.wait(
-        f"!!document.querySelector({json.dumps(ready)}) && document.querySelector('#main').getAttribute('aria-busy') !== 'true'"
-    )
 
 
 GROUP = quote(f"1/{NAME}", safe="")
@@ -112,7 +107,7 @@ def test_the_prompt_page_and_its_difference_write_them_out(page: Page, server: S
     prompt = server.api.answers.list(view="samples")["rows"][0]["prompt"]  # type: ignore[union-attr]
     go(page, f"#/prompt/{prompt}", ".diff-view")
     check(page, "⟦U+202E⟧", NAMED)
-    page.click(".diff-fold")
+    page.eval("document.querySelector('.diff-fold').click()")
     check(page)
     assert WRITTEN in page.eval("document.querySelector('.diff-view').textContent")
 

@@ -1,4 +1,4 @@
-"""Steps against steps in a real browser: distributions, phrases and prompts as the records say; dragging leads there."""
+"""Steps against steps in a real browser: distributions, phrases and prompts as the records say; a drag leads there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def show(page: Page, address: str = "#/compare?a=0-4&b=5-9") -> None:
 
 def rows(page: Page, section: str) -> list[list[str]]:
     found: list[list[str]] = page.eval(
-        f"[...document.querySelectorAll('section[aria-label=\"{section}\"] tbody tr')].map(r => [...r.cells].map(c => c.innerText.trim().replaceAll('−', '-')))"
+        f"[...document.querySelectorAll('section[aria-label=\"{section}\"] tbody tr')].map(r => [...r.cells]"
+        ".map(c => c.innerText.trim().replaceAll('−', '-')))"
     )
     return found
 
@@ -45,7 +46,8 @@ def test_distributions_are_counted_and_said_in_words(page: Page, sides: list[lis
     assert titles[:3] == ["Reward", "Response length", "Entropy"]
     page.click("button[aria-label='Response length: table']")
     table = page.eval(
-        "[...document.querySelectorAll('.compare-plots .chart-table:not([hidden]) tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+        "[...document.querySelectorAll('.compare-plots .chart-table:not([hidden]) tbody tr')].map(r => [...r.cells]"
+        ".map(c => c.innerText))"
     )
     lengths = [[len(row.tokens) - row.prompt_length for row in side] for side in sides]
     assert [sum(int(row[column]) for row in table) for column in (2, 3)] == [len(each) for each in lengths]
@@ -126,7 +128,10 @@ def test_spans_are_typed_swapped_and_dragged(page: Page) -> None:
     page.wait("!!document.querySelector('.compare-strip svg')")
     page.wait("!!document.querySelector('.compare-plots figure svg')")
     box = page.box(".compare-strip")
-    at = lambda step: box["x"] + 44 + (box["width"] - 56) * step / (STEPS - 1)  # noqa: E731
+
+    def at(step: int) -> float:
+        return box["x"] + 44 + (box["width"] - 56) * step / (STEPS - 1)
+
     page.drag((at(6), box["y"] + 40), (at(8), box["y"] + 40))
     page.wait("location.hash.startsWith('#/compare?a=6-8&b=0-4')")
     page.wait("document.querySelector('.compare-pick [aria-pressed=true]')?.innerText === 'B'")
@@ -137,7 +142,10 @@ def test_spans_are_typed_swapped_and_dragged(page: Page) -> None:
 
 def test_a_drag_on_the_overview_compares_two_steps(page: Page) -> None:
     box = page.box(".chart-hit")
-    at = lambda step: box["x"] + 40 + (box["width"] - 50) * step / (STEPS - 1)  # noqa: E731
+
+    def at(step: int) -> float:
+        return box["x"] + 40 + (box["width"] - 50) * step / (STEPS - 1)
+
     page.drag((at(2), box["y"] + 50), (at(9), box["y"] + 50))
     page.wait("location.hash === '#/compare?a=2-2&b=9-9' && !!document.querySelector('.compare-plots figure svg')")
     assert page.eval("document.querySelector('[aria-label=\"Steps of B\"]').value") == "9-9"
@@ -157,5 +165,6 @@ def test_bars_are_read_with_the_keys_and_nothing_is_asked_twice(page: Page, serv
 def test_steps_without_samples_say_so(page: Page) -> None:
     page.eval("location.hash = '#/compare?a=0-1&b=900'")
     page.wait(
-        "document.querySelector('.compare-form ~ .page .empty-title')?.innerText.startsWith('No samples in B, step 900')"
+        "document.querySelector('.compare-form ~ .page .empty-title')?.innerText.startsWith('No samples in B, "
+        "step 900')"
     )

@@ -60,7 +60,8 @@ def test_a_group_is_as_on_the_server(chrome: Chrome, server: Server, page: Page,
     alone.wait("location.hash.includes('lens=')")
     assert alone.hash().split("?")[1] == "lens=logprob"
     alone.wait(
-        f"document.querySelector('.tk-pane').className + document.querySelectorAll('.tk-chunk span').length !== {json.dumps(before)}"
+        "document.querySelector('.tk-pane').className + document.querySelectorAll('.tk-chunk span')"
+        f".length !== {json.dumps(before)}"
     )
     alone.key("?")
     alone.wait("!!document.querySelector('dialog[open]')")
@@ -96,7 +97,7 @@ def test_a_query_lists_its_samples_and_walks_through_them(chrome: Chrome, server
     file = tmp_path / "query.html"
     page = opened(chrome, server, file, filter="step <= 1 and reward > 0.5 and not evaluation")
     expected = sorted(
-        (row for step in (0, 1) for row in story.rollout(step, 4, RUNS) if row.reward > 0.5),
+        (row for step in (0, 1) for row in story.rollout(step, 4, RUNS) if (row.reward or 0) > 0.5),
         key=lambda row: row.eid.uid,
     )
     assert page.hash() == "#/samples"

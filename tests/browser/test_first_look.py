@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import measured
 from tests.viewer.story import tokenizer
 
-GROUP = "#/group/11%2F21"
-SAMPLE = "#/t/11%2F21%2F0%2F0%2Fs"
+GROUP = "#/group/11%2F7"
+SAMPLE = "#/t/11%2F7%2F0%2F0%2Fs"
 OPEN = "!document.querySelector('#main[aria-busy]') && !!document.querySelector('#main h1')"
 
 
@@ -81,7 +82,10 @@ def test_what_was_not_recorded_is_no_share_of_zero(chrome: Chrome, tmp_path: Pat
 
 
 def test_files_that_were_not_read_are_named_on_the_overview(chrome: Chrome, tmp_path: Path) -> None:
-    rows = [{"input": "2 + 3 ?", "output": "5", "score": 1.0, "step": 1}, {"input": "2 + 3 ?", "output": "6", "score": 0}]
+    rows = [
+        {"input": "2 + 3 ?", "output": "5", "score": 1.0, "step": 1},
+        {"input": "2 + 3 ?", "output": "6", "score": 0},
+    ]
     (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "2.jsonl").write_text('{"input": <img src=x onerror="window.__pwn=1">\n')
     with Server(tmp_path, port=0) as server:
@@ -93,9 +97,8 @@ def test_files_that_were_not_read_are_named_on_the_overview(chrome: Chrome, tmp_
 
 def test_a_run_that_was_read_whole_says_nothing_of_problems(page: Page) -> None:
     assert page.count(".notice") == 0
-    assert page.eval("[...document.querySelectorAll('a')].find(a => a.textContent.startsWith('What changed'))?.hash") == (
-        "#/compare?a=0-2&b=9-11"
-    )
+    changed = "[...document.querySelectorAll('a')].find(a => a.textContent.startsWith('What changed'))?.hash"
+    assert page.eval(changed) == "#/compare?a=0-2&b=9-11"
 
 
 def test_the_cells_of_a_large_group_are_a_fair_picture_of_it(chrome: Chrome, tmp_path: Path) -> None:
@@ -149,4 +152,4 @@ def test_headings_leave_no_level_out(page: Page) -> None:
         go(page, address, ready)
         found = page.eval(levels)
         assert found[0] == 1 and found.count(1) == 1 and 2 in found
-        assert all(after - before <= 1 for before, after in zip(found, found[1:], strict=False)), address
+        assert all(after - before <= 1 for before, after in pairwise(found)), address

@@ -1,4 +1,4 @@
-"""A viewer that is open while another process adds records: pages follow without a reload, and ask only for the news."""
+"""A viewer that is open while another process adds records: pages follow without a reload and ask for news alone."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def overview(page: Page, writer: Writer) -> None:
     for new in (3, 4):
         writer.add("step", new)
         page.wait(
-            f"[...document.querySelectorAll('table[aria-label=Steps] tr[aria-rowindex]')].some(r => r.cells[0].innerText === '{new}')"
+            "[...document.querySelectorAll('table[aria-label=Steps] tr[aria-rowindex]')].some(r => r.cells[0]"
+            f".innerText === '{new}')"
         )
     page.wait("document.querySelector('.facts').innerText.includes('step 4')")
     assert page.eval(focus) == "1"  # the row that had the focus has it
@@ -103,7 +104,8 @@ def overview(page: Page, writer: Writer) -> None:
 def step(page: Page, writer: Writer, server: Server) -> None:
     page.eval("location.hash = '#/step/4'")
     page.wait(
-        "document.querySelectorAll('tr[aria-rowindex]').length > 0 && document.querySelector('h1').innerText.includes('Step 4')"
+        "document.querySelectorAll('tr[aria-rowindex]').length > 0 && document.querySelector('h1')"
+        ".innerText.includes('Step 4')"
     )
     page.key("j", "j")
     row = page.eval("document.activeElement.innerText")

@@ -50,7 +50,8 @@ def test_the_page_says_what_the_records_say(page: Page, server: Server, rows: di
     show(page, address(server, rows))
     assert story.question(TASK)[0] in page.text(".prompt-words")
     table = page.eval(
-        "[...document.querySelectorAll('section[aria-label=Steps] tbody tr')].map(r => [...r.cells].map(c => c.innerText.replace('−', '-')))"
+        "[...document.querySelectorAll('section[aria-label=Steps] tbody tr')].map(r => [...r.cells].map(c => "
+        "c.innerText.replace('−', '-')))"
     )
     assert [int(row[0]) for row in table] == SEEN[::-1]
     for row in table:
@@ -65,7 +66,8 @@ def test_every_sample_is_a_dot_where_its_reward_is(page: Page, server: Server, r
     show(page, address(server, rows))
     page.wait(f"document.querySelectorAll('.plot-dot').length === {len(SEEN) * RUNS}")
     dots = page.eval(
-        "[...document.querySelectorAll('.plot-dot')].map(d => [Number(d.dataset.step), Number(d.dataset.place), Number(d.getAttribute('cy'))])"
+        "[...document.querySelectorAll('.plot-dot')].map(d => [Number(d.dataset.step), Number(d.dataset.place), "
+        "Number(d.getAttribute('cy'))])"
     )
     heights = [y for _, _, y in dots]
     rewards = [rows[step][place].reward for step, place, _ in dots]
@@ -74,7 +76,8 @@ def test_every_sample_is_a_dot_where_its_reward_is(page: Page, server: Server, r
     assert page.count(".plot-band") == page.count(".plot-mean") == 1
     step, place, _ = dots[-1]
     box = page.eval(
-        "(() => { const r = [...document.querySelectorAll('.plot-dot')].at(-1).getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+        "(() => { const r = [...document.querySelectorAll('.plot-dot')].at(-1).getBoundingClientRect(); "
+        "return [r.x + r.width / 2, r.y + r.height / 2]; })()"
     )
     page.click_at(*box)
     page.wait("!!document.querySelector('.tk-pane')")
@@ -90,12 +93,14 @@ def test_two_steps_stand_side_by_side_and_the_address_remembers(
     page.wait(f"document.querySelectorAll('.diff-name')[1].innerText.startsWith('step {SEEN[1]},')")
     assert f"b={SEEN[1]}" in page.hash()
     page.eval(
-        "(() => { const s = document.querySelector('[aria-label=\"Sample of side B\"]'); s.value = '2'; s.dispatchEvent(new Event('change')); })()"
+        "(() => { const s = document.querySelector('[aria-label=\"Sample of side B\"]'); s.value = '2'; "
+        "s.dispatchEvent(new Event('change')); })()"
     )
     other = rows[SEEN[1]][2].eid.uid
     page.wait(f"location.hash.includes({json.dumps('ub=' + quote(other, safe=''))})")
     page.wait(
-        f"document.querySelectorAll('.prompt-pair a')[1].getAttribute('href') === {json.dumps('#/t/' + quote(other, safe=''))}"
+        "document.querySelectorAll('.prompt-pair a')[1]"
+        f".getAttribute('href') === {json.dumps('#/t/' + quote(other, safe=''))}"
     )
     here = page.hash()
     page.reload()

@@ -34,7 +34,8 @@ def search(page: Page, **given: Any) -> None:
     """Open the address of a search and wait for its answer."""
     page.eval(f"location.hash = '#/search?{'&'.join(f'{name}={quote(str(value))}' for name, value in given.items())}'")
     page.wait(
-        "document.querySelector('.search-page') && (document.querySelector('p[role=status]').innerText.includes('ms') || !!document.querySelector('[role=alert]'))"
+        "document.querySelector('.search-page') && (document.querySelector('p[role=status]')"
+        ".innerText.includes('ms') || !!document.querySelector('[role=alert]'))"
     )
 
 
@@ -44,7 +45,8 @@ def found(page: Page) -> set[str]:
 
 def responses(page: Page) -> set[str]:
     hits = page.eval(
-        "[...document.querySelectorAll('.hit-link')].map(e => [e.querySelector('.hit-id').innerText, e.querySelector('.chip').innerText])"
+        "[...document.querySelectorAll('.hit-link')].map(e => [e.querySelector('.hit-id').innerText, "
+        "e.querySelector('.chip').innerText])"
     )
     return {uid for uid, where in hits if where == "response"}
 
@@ -129,7 +131,7 @@ def test_a_search_during_the_reading_of_texts_says_so_and_goes_on(
     page: Page, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searching = server.api.answers.searching  # type: ignore[union-attr]
-    done = []
+    done: list[bool] = []
     monkeypatch.setattr(searching, "complete", lambda: bool(done))
     monkeypatch.setattr("rollbook.viewer.search._PATIENCE", 0.0)
     search(page, q="let me verify")

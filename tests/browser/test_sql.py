@@ -27,7 +27,8 @@ def run(page: Page, query: str) -> None:
     page.eval("document.querySelector('.sql-box').focus()")
     page.key("Control+Enter")
     page.wait(
-        "!document.querySelector('.sql-edit .primary').disabled && (!!document.querySelector('.sql-result table, .sql-error') || document.querySelector('.sql-result').innerText.includes('No rows'))"
+        "!document.querySelector('.sql-edit .primary').disabled && (!!document.querySelector('.sql-result table, "
+        ".sql-error') || document.querySelector('.sql-result').innerText.includes('No rows'))"
     )
 
 
@@ -70,7 +71,8 @@ def test_every_example_and_every_table_can_be_asked(page: Page, server: Server) 
 def test_rows_are_those_of_the_book_and_lead_to_pages(page: Page) -> None:
     run(
         page,
-        "select uid, gid, tid, run, reward is null as none from experiences where batch = '2' and not evaluation order by uid",
+        "select uid, gid, tid, run, reward is null as none from "
+        "experiences where batch = '2' and not evaluation order by uid",
     )
     rows = cells(page)
     assert len(rows) == GROUPS * RUNS and f"{GROUPS * RUNS} rows" in page.text(".sql-panel .panel-head")
@@ -133,7 +135,8 @@ def test_long_cells_open_and_recent_queries_come_back(page: Page) -> None:
     assert page.eval("document.querySelector('.sql-long').getAttribute('aria-expanded')") == "true"
     open_sql(page, "select 2")
     page.eval(
-        "(() => { const s = document.querySelector('.sql-recent'); s.value = '0'; s.dispatchEvent(new Event('change')); })()"
+        "(() => { const s = document.querySelector('.sql-recent'); s.value = '0'; "
+        "s.dispatchEvent(new Event('change')); })()"
     )
     assert "repeat('word ', 500)" in page.eval("document.querySelector('.sql-box').value")
     assert "repeat" in page.hash()

@@ -119,6 +119,18 @@ def test_the_queue_has_findings_first() -> None:
     assert all(severity == "low" for _, severity in found[1:])
 
 
+def test_the_queue_calls_nothing_ill_that_is_not() -> None:
+    """Its thresholds are lower than the doctor's: a sentence with those would be wrong."""
+    run = Run(0)
+    PLANTS["stale-data"][0](run, 7.0)
+    run.loop[[40, 90]] = True
+    with Index() as index:
+        load(open_source(run.write()), index)
+        found = {each.illness: each.detail for each in look(index)}
+    assert "Ill above" in found["stale-data"] and "No illness yet" not in found["stale-data"]
+    assert "Ill" not in found["repetition-loops"] and found["repetition-loops"].endswith(" No illness yet.")
+
+
 def test_the_queue_has_what_is_no_illness_yet() -> None:
     run = Run(0)
     run.truncated[50] = True
