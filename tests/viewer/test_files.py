@@ -184,7 +184,7 @@ def test_verifiers_results(tmp_path: Path) -> None:
         ]
         assert one.parts == {"right": 1.0} and one.tools and one.info["token_usage"] and "right" not in one.info
         assert '"arguments": {"x": 2, "y": 3}' in one.text, "arguments are JSON, not a text of it"
-        assert source.problems == ["metadata.json: not read: rows with the keys env_id, model, num_examples"]
+        assert not source.problems  # metadata.json stands beside them, and is no rollout
 
 
 def test_prime_rl_rollouts(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.viewer.index import COUNTS
 from rollbook.viewer.statistics import histograms, kolmogorov, quantiles
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Side:
     @property
     def where(self) -> tuple[str, list[Any]]:
         """The condition of its samples, and the condition's values."""
-        found, values = ["evaluation = 0"], []
+        found, values = ["evaluation = 0", COUNTS], []
         for bound, sign in ((self.first, ">="), (self.last, "<=")):
             if bound is not None:
                 found.append(f"step {sign} ?")

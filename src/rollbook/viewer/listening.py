@@ -155,8 +155,9 @@ class _Handler(socketserver.BaseRequestHandler):
                 return None
             name, colon, value = line.partition(b":")
             value = value.removesuffix(b"\r\n").strip(b" \t")
-            # A line that ends otherwise is one header to us and another to a proxy before us: a request in a request.
-            if not (line.endswith(b"\r\n") and colon and _NAME.fullmatch(name) and _VALUE.fullmatch(value)):
+            # A line that ends in LF alone has it in its value, and is refused: a proxy before us may read it as another
+            # header, or another request.
+            if not (colon and _NAME.fullmatch(name) and _VALUE.fullmatch(value)):
                 raise _Refused(400, "a header line is not 'name: value'")
             headers.append((name.decode("ascii").lower(), value.decode("latin-1")))
         client = self.client_address[0] if isinstance(self.client_address, tuple) else "unix"

@@ -43,7 +43,8 @@ _LISTED = 20
 _WRONG = (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError, ArithmeticError, OSError)
 """What a reader of damaged values may stumble over; `WireError` is one of the first."""
 _OTHERS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".svg", ".safetensors", ".log", ".txt", ".md", ".toml", ".yaml",
-           ".yml", ".py", ".sh", ".html", ".csv", "-wal", "-shm", "-journal", ".partial", ".tmp", ".lock")  # fmt: skip
+           ".yml", ".py", ".sh", ".html", ".csv", "-wal", "-shm", "-journal", ".partial", ".tmp", ".lock",
+           "metadata.json", "annotations.jsonl")  # fmt: skip
 """What stands beside rollouts in a run's folder, and is not looked into."""
 _STEP = re.compile(r"(?:^|[_./-])(?:global_?step|step|iteration|iter|checkpoint|ckpt)s?[_-]?(\d{1,15})(?![0-9])", re.I)
 _NUMBER = re.compile(r"(?:^|/)(?:completions_)?(\d{1,15})\.[^/]*$")
