@@ -270,19 +270,17 @@ def test_an_error_names_the_command_once(run: str, odd: Path, capsys: pytest.Cap
         assert told.count(command) == 1, told
 
 
-def test_tables_fit_a_narrow_terminal(
-    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_fit_a_narrow_terminal(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     wide = said(capsys, "ls", run, "--where", "step = 3")
-    monkeypatch.setenv("COLUMNS", "80")
     for arguments in (
         ["show", run],
         ["show", run, "--step", "3"],
         ["sql", run, "select uid, prompt_text, reward from experiences limit 9"],
         ["doctor", run, "--thresholds"],
     ):
-        assert max(map(terminal.width, said(capsys, *arguments).splitlines())) <= 80, arguments
-    narrow = said(capsys, "ls", run, "--where", "step = 3")
+        lines = on_a_terminal(*arguments, COLUMNS="80", NO_COLOR="1").splitlines()
+        assert max(map(terminal.width, lines)) <= 80, arguments
+    narrow = on_a_terminal("ls", run, "--where", "step = 3", COLUMNS="80", NO_COLOR="1")
     # Ids and numbers are whole.
     assert [line.split()[:4] for line in narrow.splitlines()] == [line.split()[:4] for line in wide.splitlines()]
 

@@ -132,7 +132,7 @@ def tail(text: str, columns: int = 60) -> str:
 
 def columns() -> int:
     """How wide the output is: the terminal's width; without limit where there is none."""
-    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+    if not sys.stdout.isatty():
         return 1_000_000
     return max(40, shutil.get_terminal_size().columns)
 
