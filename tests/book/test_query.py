@@ -12,6 +12,7 @@ import time
 from decimal import Decimal
 from math import isnan, nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -610,6 +611,21 @@ def test_superset_holds_each_of_its_schemas_in_any_order(found: list[pa.RecordBa
 def test_what_unify_makes_can_be_queried(found: list[pa.RecordBatch]) -> None:
     table = unify(found)
     assert run("select count(*) from t", {"t": Recorded(table)}).rows() == [(table.num_rows,)]
+
+
+@pytest.mark.parametrize("wrapped", [lambda kind: kind, pa.list_, pa.large_list, lambda kind: pa.struct([("x", kind)])])
+def test_bools_beside_numbers_that_only_a_decimal_holds(wrapped: Any) -> None:
+    kinds = (pa.int8(), pa.uint64(), pa.bool_())
+    found = [
+        pa.record_batch({"a": pa.array([_wrapped(wrapped, value)], wrapped(kind))})
+        for kind, value in zip(kinds, (-1, 2**64 - 1, True), strict=True)
+    ]
+    assert unify(found).column("a").to_pylist() == [_wrapped(wrapped, value) for value in (-1, 2**64 - 1, 1)]
+
+
+def _wrapped(how: Any, value: Any) -> Any:
+    kind = how(pa.int8())
+    return {"x": value} if pa.types.is_struct(kind) else value if kind == pa.int8() else [value]
 
 
 def test_columns_whose_types_agree_are_not_copied() -> None:

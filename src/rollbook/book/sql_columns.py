@@ -108,8 +108,27 @@ def _fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
             arrays.append(batch.column(place))
         else:
             # Not "safe", which would refuse 2**53 + 1 as a float: what the types allow was settled above.
-            arrays.append(batch.column(place).cast(field.type, safe=False))
+            column = batch.column(place)
+            counted = _counted(column.type)
+            if counted != column.type:  # Arrow casts a bool to any number but a decimal.
+                column = column.cast(counted, safe=False)
+            arrays.append(column.cast(field.type, safe=False))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _counted(kind: pa.DataType) -> pa.DataType:
+    """The type with 0 and 1 in the place of bools, in lists and structs too."""
+    if pa.types.is_boolean(kind):
+        return pa.uint8()
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_counted(kind.value_type))
+    if pa.types.is_list(kind):
+        return pa.list_(_counted(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_counted(kind.value_type), kind.list_size)
+    if pa.types.is_struct(kind):
+        return pa.struct([each.with_type(_counted(each.type)) for each in kind.fields])
+    return kind
 
 
 def _join(name: str, kinds: list[pa.DataType]) -> pa.DataType:
