@@ -17,7 +17,7 @@ demo: $(STAMP)  ## make experiences, write them, read them back, estimate, plan 
 
 WORKERS ?= 2
 test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and attack tests; needs nothing but Python and pip
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-gpu:  ## on a machine with a CUDA device, with the Python that has its torch: what only a device shows
 	PYTHONPATH=src $(PYTHON) -m pytest tests_gpu
