@@ -12,7 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import attachments, consumers, digests, groups, kinds, reading, reports, revising, tags, work
+from rollbook.book import (
+    attachments,
+    consumers,
+    digests,
+    groups,
+    identities,
+    kinds,
+    reading,
+    reports,
+    revising,
+    tags,
+    work,
+)
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import BackPressure, BookError, Conflict, QuotaExceeded
 from rollbook.book.ledger import Transaction, chunks
@@ -110,8 +122,8 @@ def append(
     # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
     # by this thread's next append: columns that the caller holds stay out of it.
     frame = encode(lifted.stripped, out=_scratch.of, settle=many is not given)
-    ids = digests.ids(many.columns["eid"])
-    coming = Coming(many, digests.digests(many, ids), tags.tags(many, ids), evaluation, lifted, frame)
+    named = identities.ids(many.columns["eid"])
+    coming = Coming(many, digests.digests(many, named), tags.tags(many, named), evaluation, lifted, frame)
     coming, doubled = _once(coming)
     end = None if timeout is None else time.monotonic() + timeout
     while True:

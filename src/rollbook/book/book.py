@@ -304,7 +304,7 @@ class Book:
         (1.0, 'ana')
         """
         self._writable("revise")
-        _signed(author, reason)
+        revising.signed(author, reason)
         if isinstance(uid, Mapping):
             if fields:
                 raise ValueError(f"revise: got {', '.join(fields)} beside a mapping, expected one of the two")
@@ -319,14 +319,14 @@ class Book:
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
         """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes."""
         self._writable("redact")
-        _signed(author, reason)
+        revising.signed(author, reason)
         return revising.redact(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
         """Remove records; the ledger keeps their ids, so that they are not admitted again. The next compaction removes
         the bytes."""
         self._writable("delete")
-        _signed(author, reason)
+        revising.signed(author, reason)
         return revising.delete(self, uids_of(uids), author=author, reason=reason)
 
     # --- points to go back to ------------------------------------------------------------------------------------
@@ -599,10 +599,3 @@ class Book:
 
     def __repr__(self) -> str:
         return f"Book({self.url!r})"
-
-
-def _signed(author: str, reason: str | None) -> None:
-    """Refuse a change of records that nobody stands for."""
-    text_of("author", author)
-    if reason is not None:
-        text_of("reason", reason)

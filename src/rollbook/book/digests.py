@@ -50,7 +50,8 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_digest as H
 
 from rollbook import arrow, freeform
-from rollbook.columns import Column, numbers, texts
+from rollbook.book.identities import Ids, ids
+from rollbook.columns import Column, texts
 from rollbook.errors import WireError
 from rollbook.fields import BY_CODE, DTYPES, Field, owner
 from rollbook.ragged import Ragged, check_shape
@@ -335,51 +336,6 @@ def _scalars(name: str, form: str, array: pa.Array) -> list[bytes]:
     if valid is not None:
         entries = [entry if there else _ABSENT for entry, there in zip(entries, valid.tolist(), strict=True)]
     return entries
-
-
-class Ids(NamedTuple):
-    """The parts of each record's id, and what `EID.tid` and `EID.uid` print of them."""
-
-    batch: list[str]
-    task: list[str]
-    run: list[int]
-    step: list[int]
-    suffix: list[str]
-    tid: list[str]
-    uid: list[str]
-
-
-def ids(column: pa.StructArray) -> Ids:
-    """The ids of a column, numbers among batches and tasks as text.
-
-    >>> from rollbook import EID, Experience, Experiences
-    >>> eid = EID(batch="10/eval", task=3, run=1, suffix="a")
-    >>> ids(Experiences([Experience(eid=eid, tokens=[1, 2])]).column("eid")).uid, eid.uid
-    (['10%2Feval/3/1/0/a'], '10%2Feval/3/1/0/a')
-    """
-    parts: list[Any] = [texts(column.field(i)) for i in (0, 1, 4)]
-    run, step = numbers(column.field(2)), numbers(column.field(3))
-    flags = column.field(5).to_numpy()
-    batch, task, suffix = _printed(parts[0], flags & 1), _printed(parts[1], flags & 2), parts[2]
-    tid = [f"{a}/{b}" for a, b in zip(map(_percent, batch), map(_percent, task), strict=True)]
-    rest = zip(tid, run, step, map(_percent, suffix), strict=True)
-    return Ids(batch, task, run, step, suffix, tid, [f"{t}/{r}/{s}/{x}" for t, r, s, x in rest])
-
-
-def _printed(parts: list[Any], are_numbers: NDArray[Any]) -> list[str]:
-    if not are_numbers.any():
-        return parts
-    marks = are_numbers.tolist()
-    try:
-        # A foreign writer's "01" is the number 1, and few of a batch's tasks are different.
-        made = {text: str(int(text)) for text in {text for text, mark in zip(parts, marks, strict=True) if mark}}
-    except ValueError as error:
-        raise WireError(f"eid: a part is marked as a number, and is none: {error}") from None
-    return [made[text] if mark else text for text, mark in zip(parts, marks, strict=True)]
-
-
-def _percent(part: str) -> str:
-    return part.replace("%", "%25").replace("/", "%2F") if "%" in part or "/" in part else part
 
 
 def _eids(field: Field, columns: Mapping[str, Column]) -> list[bytes]:

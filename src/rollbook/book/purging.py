@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollbook.book import attachments, consumers, reading, work
-from rollbook.book.digests import ids
+from rollbook.book.identities import ids
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import ALIGN, MissingSegment, Place
 from rollbook.errors import WireError

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from rollbook.algorithms.registry import number, whole_number
-from rollbook.book.sql_columns import Result
+from rollbook.book.sql_columns import Result, retyped
 
 _READS = "SELECT, WITH, FROM, VALUES, PIVOT, EXPLAIN, DESCRIBE, SHOW or SUMMARIZE"
 _LARGE_PIECE = 8 << 20
@@ -330,7 +330,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         found = source.schema
         if len(set(found.names)) != len(found.names):
             raise ValueError(f"source {name!r}: names a column twice: {', '.join(found.names)}")
-        self.offered = pa.schema([pa.field(field.name, _known(field.type)) for field in found])
+        self.offered = pa.schema([pa.field(field.name, retyped(field.type, _KNOWN)) for field in found])
         self.empty = self.offered.empty_table()
         super().__init__(self.empty)
         self.name = name
@@ -397,19 +397,8 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             yield from table.slice(start, rows).combine_chunks().to_batches()
 
 
-def _known(kind: pa.DataType) -> pa.DataType:
-    """The type as which DuckDB gets a column: half floats, which it does not know, are float32."""
-    if pa.types.is_float16(kind):
-        return pa.float32()
-    if pa.types.is_large_list(kind):
-        return pa.large_list(_known(kind.value_type))
-    if pa.types.is_list(kind):
-        return pa.list_(_known(kind.value_type))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_known(kind.value_type), kind.list_size)
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, _known(field.type)) for field in kind])
-    return kind
+_KNOWN = {pa.float16(): pa.float32()}
+"""DuckDB does not know half floats."""
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from rollbook.book import additions, attachments, consumers, digests, kinds, rea
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import BookError, Conflict
 from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.naming import text_of
 from rollbook.equality import same
 from rollbook.experiences import from_rows
 from rollbook.fields import FIELDS
@@ -226,6 +227,13 @@ def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: 
                     "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (seq, n, tx.now, author, "append", "", whole),
                 )
+
+
+def signed(author: str, reason: str | None) -> None:
+    """Refuse a change of records that nobody stands for."""
+    text_of("author", author)
+    if reason is not None:
+        text_of("reason", reason)
 
 
 def revise(

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.book import attachments
-from rollbook.book.digests import ids
 from rollbook.book.errors import Damaged
+from rollbook.book.identities import ids
 from rollbook.book.schema import TABLES
 from rollbook.book.shelves import ALIGN, MissingSegment, Place
 from rollbook.errors import WireError

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -109,26 +109,31 @@ def _fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         else:
             # Not "safe", which would refuse 2**53 + 1 as a float: what the types allow was settled above.
             column = batch.column(place)
-            counted = _counted(column.type)
+            counted = retyped(column.type, _COUNTED)
             if counted != column.type:  # Arrow casts a bool to any number but a decimal.
                 column = column.cast(counted, safe=False)
             arrays.append(column.cast(field.type, safe=False))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _counted(kind: pa.DataType) -> pa.DataType:
-    """The type with 0 and 1 in the place of bools, in lists and structs too."""
-    if pa.types.is_boolean(kind):
-        return pa.uint8()
+_COUNTED = {pa.bool_(): pa.uint8()}
+
+
+def retyped(kind: pa.DataType, instead: Mapping[pa.DataType, pa.DataType]) -> pa.DataType:
+    """The type with others in the place of some, in lists and structs too.
+
+    >>> retyped(pa.large_list(pa.bool_()), {pa.bool_(): pa.uint8()})
+    LargeListType(large_list<item: uint8>)
+    """
     if pa.types.is_large_list(kind):
-        return pa.large_list(_counted(kind.value_type))
+        return pa.large_list(retyped(kind.value_type, instead))
     if pa.types.is_list(kind):
-        return pa.list_(_counted(kind.value_type))
+        return pa.list_(retyped(kind.value_type, instead))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_counted(kind.value_type), kind.list_size)
+        return pa.list_(retyped(kind.value_type, instead), kind.list_size)
     if pa.types.is_struct(kind):
-        return pa.struct([each.with_type(_counted(each.type)) for each in kind.fields])
-    return kind
+        return pa.struct([pa.field(field.name, retyped(field.type, instead)) for field in kind])
+    return instead.get(kind, kind)
 
 
 def _join(name: str, kinds: list[pa.DataType]) -> pa.DataType:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from rollbook import arrow, freeform
 from rollbook import columns as physical
 from rollbook.algorithms.registry import near
-from rollbook.book.digests import Ids, boxes, clean, ids
+from rollbook.book.digests import boxes, clean
+from rollbook.book.identities import Ids, ids
 from rollbook.columns import Column
 from rollbook.errors import WireError
 from rollbook.fields import COLUMNAR, DTYPES, FIELDS

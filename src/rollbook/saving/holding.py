@@ -6,6 +6,7 @@ Invariant: what is given is not changed, not even by being read; what comes out 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,27 +29,27 @@ _FREE = ("messages", "tools", "sampling")
 _RESPONSE = tuple(name for name, one in BATCH_FIELDS.items() if one.axis == "response")
 
 
-class Held:
+class Held(ABC):
     """The samples of something that a caller gave, each read where it lies; `places` says where that is."""
 
     def __init__(self, places: list[tuple[int, int]]) -> None:
         self.places = places
 
+    @abstractmethod
     def read(self, i: int, name: str) -> NDArray[Any] | None:
         """A per-token field of sample i by a batch's name, without padding, on the host."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
         """Further arrays of the response with one number a token, by a record's names, each read when it is called."""
-        raise NotImplementedError
 
+    @abstractmethod
     def info(self, i: int) -> Mapping[Any, Any] | None:
         """What was found out about sample i, if anything is said of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def entry(self, i: int, name: str) -> Any:
         """Its `eid`, `labels`, `references` or `raw_images`."""
-        raise NotImplementedError
 
     def tokens(self, i: int) -> NDArray[np.int64]:
         """[L] The token ids of sample i."""
@@ -57,13 +58,13 @@ class Held:
             raise ValueError("sequences: got None, expected token ids")
         return found.astype(np.int64)
 
+    @abstractmethod
     def padded(self, i: int) -> NDArray[np.int64] | None:
         """[S] The token ids of sample i as they were given, padding and all; `None` if there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def slots(self, i: int) -> int:
         """R: how many tokens of sample i the response has, the model's and others'."""
-        raise NotImplementedError
 
     def fill(self, i: int, sample: Sample, plain: Plain, pictures: Pictures) -> None:
         """Add what only this kind of holder knows."""

@@ -11,7 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -95,6 +95,30 @@ def _numpy(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     return values.astype(np.bool_) if dtype == "bool" else values
 
 
+Piece = TypeVar("Piece")
+
+
+def _pieces(
+    store: Growing, more: bool, read: Callable[[Any, int], tuple[Piece | None, int]]
+) -> Iterator[tuple[int, Piece | WireError]]:
+    """What lies one after the other in a file, and where each begins, as far as it is complete. `read` gives the piece
+    that begins at a place, and where the next one does."""
+    store.done = store.done if more else 0
+    with open(store.path, "rb") as file:
+        while True:
+            at = store.done
+            try:
+                piece, store.done = read(file, at)
+            except WireError as error:
+                store.done = os.path.getsize(store.path)  # Where the next one begins is not known.
+                yield at, error
+                break
+            if piece is None:
+                break
+            yield at, piece
+    store.remember()
+
+
 # --- columns --------------------------------------------------------------------------------------------------------
 
 
@@ -114,21 +138,12 @@ class Frames(Growing):
         return wire.decode(data, limits=wire.DEFAULT_LIMITS, private=True), at + stop
 
     def scan(self, more: bool) -> Iterator[Found]:
-        self.done = self.done if more else 0
-        with open(self.path, "rb") as file:
-            while True:
-                at = self.done
-                try:
-                    many, self.done = self._frame(file, at)
-                except WireError as error:
-                    self.done = os.path.getsize(self.path)
-                    yield at, 0, error
-                    break
-                if many is None:
-                    break
-                for i, row in enumerate(of_columns(many)):
-                    yield at, i, row
-        self.remember()
+        for at, many in _pieces(self, more, self._frame):
+            if isinstance(many, WireError):
+                yield at, 0, many
+                continue
+            for i, row in enumerate(of_columns(many)):
+                yield at, i, row
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
         found: dict[Place, Row] = {}
@@ -298,25 +313,15 @@ class Payloads(Growing):
         return (payload(data), at + total) if len(data) == total else (None, at)
 
     def scan(self, more: bool) -> Iterator[Found]:
-        self.done = self.done if more else 0
-        with open(self.path, "rb") as file:
-            while True:
-                at = self.done
+        for at, rows in _pieces(self, more, self._rows):
+            if isinstance(rows, WireError):
+                yield at, 0, rows
+                continue
+            for i, row in enumerate(rows):
                 try:
-                    rows, self.done = self._rows(file, at)
-                except WireError as error:
-                    # Where the next one begins is not known.
-                    self.done = os.path.getsize(self.path)
-                    yield at, 0, error
-                    break
-                if rows is None:
-                    break
-                for i, row in enumerate(rows):
-                    try:
-                        yield at, i, of_values(row)
-                    except ValueError as error:
-                        yield at, i, WireError(str(error))
-        self.remember()
+                    yield at, i, of_values(row)
+                except ValueError as error:
+                    yield at, i, WireError(str(error))
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
         found: dict[Place, Row] = {}

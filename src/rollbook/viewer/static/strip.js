@@ -69,6 +69,18 @@ function stripPooled(codes, diverging, from, total, per, reach) {
   return { strong, mean };
 }
 
+// Has a drawing painted anew when its canvas gets room, and when the theme changes; `resized` and `themed` end that.
+function stripWatch(drawing) {
+  drawing.room = null; // {width, height} once it is on the page
+  drawing.resized = new ResizeObserver((entries) => {
+    drawing.room = entries[entries.length - 1].contentRect;
+    drawing.paint();
+  });
+  drawing.resized.observe(drawing.canvas);
+  drawing.themed = () => drawing.paint();
+  document.addEventListener("themechange", drawing.themed);
+}
+
 /**
  * A minimap and scrubber. options: {trajectory, from (first token), length (tokens the full width stands for), fork (token
  * of the first divergence or -1), label, onSeek(token, settled)}. draw(lens, scale) paints; view(first, last) moves the box.
@@ -85,14 +97,7 @@ export class TokenStrip {
       class: "strip", role: "slider", tabindex: "0", "aria-label": options.label ?? "where in the sample",
       "aria-valuemin": String(options.from), "aria-valuemax": String(options.trajectory.ends.length), "aria-valuenow": String(options.from),
     }, this.canvas, this.box, this.at);
-    this.room = null; // {width, height} once it is on the page
-    this.resized = new ResizeObserver((entries) => {
-      this.room = entries[entries.length - 1].contentRect;
-      this.paint();
-    });
-    this.resized.observe(this.canvas);
-    this.themed = () => this.paint();
-    document.addEventListener("themechange", this.themed);
+    stripWatch(this);
     this.listen();
   }
 
@@ -271,14 +276,7 @@ export class TokenCurve {
     this.note = el("div", { class: "curve-note" });
     this.whole = el("button", { class: "curve-whole", type: "button", text: "whole sample", on: { click: () => this.zoom(null) } });
     this.element = el("div", { class: "curve", role: "img", "aria-label": "the lens over the positions of the sample" }, this.canvas, this.brush, this.at, this.note, this.whole);
-    this.room = null; // {width, height} once it is on the page
-    this.resized = new ResizeObserver((entries) => {
-      this.room = entries[entries.length - 1].contentRect;
-      this.paint();
-    });
-    this.resized.observe(this.canvas);
-    this.themed = () => this.paint();
-    document.addEventListener("themechange", this.themed);
+    stripWatch(this);
     this.listen();
   }
 
