@@ -1,0 +1,390 @@
+"""What a key may hold: kinds of values, read off a dataclass's annotations, that check what is given and say it.
+
+Invariant: a value that is read is of exactly the annotated type, within its bounds, plain (text, numbers, true, false,
+null, lists, mappings) and shared with nobody; anything else is a `ConfigError` that names the key by its full path.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import math
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+
+class ConfigError(ValueError):
+    """A key that is not as it should be: its `path`, what is wrong (`said`), and the file or argument it came from.
+
+    >>> error = ConfigError("lr", "got -1, expected a number above 0").under("optimizer")
+    >>> str(error), str(error.at("my.yaml, line 3"))
+    ('optimizer.lr: got -1, expected a number above 0', 'optimizer.lr: got -1, expected a number above 0 (my.yaml, line 3)')
+    """  # noqa: E501
+
+    def __init__(self, path: str, said: str, source: str = "") -> None:
+        super().__init__(f"{path}: {said}" + (f" ({source})" if source else ""))
+        self.path, self.said, self.source = path, said, source
+
+    def under(self, name: str) -> ConfigError:
+        """The same, of a key of `name`."""
+        return ConfigError(f"{name}.{self.path}" if self.path else name, self.said, self.source)
+
+    def at(self, source: str) -> ConfigError:
+        """The same, with where it was written."""
+        return ConfigError(self.path, self.said, source)
+
+
+class Kind(Protocol):
+    """A kind of value."""
+
+    @property
+    def expected(self) -> str:
+        """What there should be, as an error says it."""
+
+    def read(self, value: Any) -> Any:
+        """The value as it is kept, or a `ConfigError` whose path is relative to the key."""
+
+
+def _got(value: Any, expected: str, hint: str = "") -> ConfigError:
+    shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+    shown = {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else shown
+    return ConfigError("", f"got {shown}, expected {expected}{hint}")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """True or false, and nothing that only counts as one of them."""
+
+    expected: str = "true or false"
+
+    def read(self, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise _got(value, self.expected)
+        return value
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number within its bounds.
+
+    `above` and `below` leave the bound itself out. `whole_from`: from there on only whole numbers make sense, as in a
+    share (0.1) or a count (100).
+
+    >>> Number(whole=True, low=1).read(1e3)
+    1000
+    >>> Number(above=0).read(-1)
+    Traceback (most recent call last):
+        ...
+    rollbook.train.config.kinds.ConfigError: : got -1, expected a number above 0
+    """
+
+    whole: bool = False
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+    whole_from: float | None = None
+
+    @property
+    def expected(self) -> str:
+        said = "a whole number" if self.whole else "a number"
+        bounds = [
+            *([f"from {self.low:g}"] if self.low is not None else []),
+            *([f"above {self.above:g}"] if self.above is not None else []),
+            *([f"to {self.high:g}"] if self.high is not None and self.low is not None else []),
+            *([f"up to {self.high:g}"] if self.high is not None and self.low is None else []),
+            *([f"below {self.below:g}"] if self.below is not None else []),
+        ]
+        open_end = self.low is not None and self.high is None and self.below is None
+        said = " ".join([said, ", ".join(bounds) if self.above is not None else " ".join(bounds)]).strip()
+        said += " on" if open_end else ""
+        return said + (f" (a share below {self.whole_from:g}, a whole number from there)" if self.whole_from else "")
+
+    def read(self, value: Any) -> float | int:
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if fits:
+            whole = isinstance(value, int) or value.is_integer()
+            fits = (
+                (not self.whole or whole)
+                and (self.low is None or value >= self.low)
+                and (self.high is None or value <= self.high)
+                and (self.above is None or value > self.above)
+                and (self.below is None or value < self.below)
+                and (self.whole_from is None or value < self.whole_from or whole)
+            )
+        if not fits:
+            raise _got(value, self.expected)
+        if self.whole or (self.whole_from is not None and value >= self.whole_from):
+            return int(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _got(value, self.expected) from None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text: any, one of some, or one of a form."""
+
+    choices: tuple[str, ...] = ()
+    pattern: str = ""
+    what: str = ""
+
+    @property
+    def expected(self) -> str:
+        return f"one of {', '.join(self.choices)}" if self.choices else self.what or "text"
+
+    def read(self, value: Any) -> str:
+        if not isinstance(value, str):
+            scalar = isinstance(value, (int, float, bool)) and not self.choices and not self.pattern
+            written = str(value).lower() if isinstance(value, bool) else value
+            raise _got(value, self.expected, f' (in quotes it would be: "{written}")' if scalar else "")
+        if self.choices and value not in self.choices:
+            raise _got(value, self.expected, _nearest(value, self.choices))
+        if self.pattern and not re.fullmatch(self.pattern, value):
+            raise _got(value, self.expected)
+        return value
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+@dataclass(frozen=True)
+class Nullable:
+    """What may also be null."""
+
+    inner: Kind
+
+    @property
+    def expected(self) -> str:
+        return f"{self.inner.expected}, or null"
+
+    def read(self, value: Any) -> Any:
+        try:
+            return None if value is None else self.inner.read(value)
+        except ConfigError as error:
+            own = not error.path and error.said.endswith(f"expected {self.inner.expected}")
+            raise ConfigError("", f"{error.said}, or null") if own else error from None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A list of values of one kind, kept as a tuple; one value alone is a list of one, unless a length is asked for."""
+
+    item: Kind
+    length: int | None = None
+
+    @property
+    def expected(self) -> str:
+        if self.length is not None:
+            return f"a list of {self.length}: each {self.item.expected}"
+        return f"a list: each {self.item.expected}"
+
+    def read(self, value: Any) -> tuple[Any, ...]:
+        alone = not isinstance(value, (list, tuple))
+        if alone and (self.length is not None or value is None):
+            raise _got(value, self.expected)
+        given = [value] if alone else value
+        if self.length is not None and len(given) != self.length:
+            raise _got(value, self.expected)
+        made = []
+        for i, each in enumerate(given):
+            try:
+                made.append(self.item.read(each))
+            except ConfigError as error:
+                raise error.under(str(i)) from None
+        return tuple(made)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Any plain value; what it means is known to whoever it is passed on to."""
+
+    expected: str = "text, a number, true, false, null, a list or a mapping"
+
+    def read(self, value: Any, depth: int = 0) -> Any:
+        if depth > 50:
+            raise ConfigError("", "got more than 50 mappings and lists in each other, expected fewer")
+        if isinstance(value, Mapping):
+            return _mapping(value, lambda each: self.read(each, depth + 1))
+        if isinstance(value, (list, tuple)):
+            return [self.read(each, depth + 1) for each in value]
+        if value is None or (isinstance(value, (str, bool, int, float)) and value == value):
+            return value
+        raise _got(value, self.expected)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A mapping from names to values of one kind: `names` are those there can be, if not any."""
+
+    item: Kind
+    names: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> str:
+        of = "" if isinstance(self.item, Plain) else f", each {self.item.expected}"
+        return f"a mapping{f' of {chr(44).join(self.names)}' if self.names else ''}{of}".replace(",", ", ").replace(
+            ",  ", ", "
+        )
+
+    def read(self, value: Any) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise _got(value, self.expected)
+        for name in value:
+            if self.names and name not in self.names:
+                raise unknown(str(name), self.names)
+        return _mapping(value, self.item.read)
+
+
+def _mapping(value: Mapping[Any, Any], read: Callable[[Any], Any]) -> dict[str, Any]:
+    made = {}
+    for name, each in value.items():
+        if not isinstance(name, str):
+            raise ConfigError("", f"got {name!r} as a name, expected text (in quotes: '{name}')")
+        try:
+            made[name] = read(each)
+        except ConfigError as error:
+            raise error.under(name) from None
+    return made
+
+
+def unknown(name: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
+    """What to say of a key that does not exist: the nearest that does, here or in another section."""
+    from rollbook.algorithms.registry import near
+
+    if elsewhere:
+        return ConfigError(name, f"is no key here; did you mean {' or '.join(map(repr, elsewhere))}?")
+    return ConfigError(name, f"is no key here{near(name, list(known))}")
+
+
+# --- sections ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section: its name, kind, default (as it is written in a file) and what it is for."""
+
+    name: str
+    kind: Kind
+    default: Any
+    doc: str
+    free: bool = False
+    """Whether an interrupted run may be gone on with under another value."""
+    anew: tuple[str, ...] = ()
+    """Keys of the same section, of a base, that another value of this one leaves no meaning for; `*`: all."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A dataclass as a section of a configuration."""
+
+    of: type
+    keys: Mapping[str, Key]
+    make: Callable[[dict[str, Any]], Any]
+    parts: Callable[[Any], dict[str, Any]]
+    """From an instance back to the values of its keys."""
+    short: str = ""
+    """The key that a text in place of the section is for."""
+
+    @property
+    def expected(self) -> str:
+        return f"a mapping of its keys{f', or its {self.short}' if self.short else ''}"
+
+    def read(self, value: Any) -> Any:
+        if isinstance(value, self.of):
+            return value
+        value = self.spread(value)
+        if not isinstance(value, Mapping):
+            raise _got(value, self.expected)
+        given = {}
+        for name, each in value.items():
+            if name not in self.keys:
+                raise unknown(str(name), list(self.keys))
+            try:
+                given[name] = self.keys[name].kind.read(each)
+            except ConfigError as error:
+                raise error.under(name) from None
+        try:
+            return self.make(given)
+        except ConfigError:
+            raise
+        except ValueError as error:  # of a dataclass of the library's own: "optimizer.lr: got ..."
+            where, _, said = str(error).partition(": ")
+            raise ConfigError(where.rpartition(".")[2], said) from error
+
+    def spread(self, value: Any) -> Any:
+        """A text in place of the section as a mapping of its key."""
+        return {self.short: value} if self.short and isinstance(value, str) else value
+
+
+def section_in(kind: Kind) -> Section | None:
+    """The section that a kind is, or may be, or is a list of."""
+    while isinstance(kind, (Nullable, Listing)):
+        kind = kind.inner if isinstance(kind, Nullable) else kind.item
+    return kind if isinstance(kind, Section) else None
+
+
+def kind_of(hint: Any, limits: Mapping[str, Any], section: Callable[[type], Section]) -> Kind:
+    """The kind of an annotation, with what limits it.
+
+    >>> kind_of(float | None, {"above": 0}, section=None).expected
+    'a number above 0, or null'
+    >>> kind_of(tuple[str, ...], {}, section=None).read("stop")
+    ('stop',)
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        rest = [each for each in args if each is not type(None)]
+        if len(rest) == 1:
+            return Nullable(kind_of(rest[0], limits, section))
+    elif origin is Literal:
+        return Text(choices=args)
+    elif origin is tuple and args[-1] is ...:
+        return Listing(kind_of(args[0], limits, section))
+    elif origin is tuple and len(set(args)) == 1:
+        return Listing(kind_of(args[0], limits, section), len(args))
+    elif isinstance(origin, type) and issubclass(origin, Mapping):
+        rest = {name: limits[name] for name in limits if name != "names"}
+        return Table(kind_of(args[1], rest, section), limits.get("names", ()))
+    elif hint is Any:
+        return Plain()
+    elif hint is bool:
+        return Switch()
+    elif hint in (int, float):
+        return Number(whole=hint is int, **limits)
+    elif hint is str:
+        return Text(**limits)
+    elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return section(hint)
+    raise TypeError(f"{hint!r} is no annotation that a key can have")
+
+
+@functools.cache
+def docs_of(cls: type) -> dict[str, str]:
+    """The strings under a dataclass's fields, by field, each in one line.
+
+    >>> from rollbook.train.optimizing import Optimizing
+    >>> docs_of(Optimizing)["eps"]
+    'What AdamW adds to the denominator.'
+    """
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    found: dict[str, str] = {}
+    lines = body.body if isinstance(body, ast.ClassDef) else []
+    for line, after in zip(lines, lines[1:], strict=False):
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(after, ast.Expr):
+            value = after.value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                found[line.target.id] = " ".join(value.value.split())
+    return found
