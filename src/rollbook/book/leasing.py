@@ -153,12 +153,13 @@ class Lease:
         uids: Any = None,
         priorities: Mapping[str, float] | None = None,
         detail: Mapping[str, Any] | None = None,
+        details: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> int:
         """These records (or some of them: ids or records) were trained on, in optimizer step `step`; how many.
 
         `priorities`: new numbers for a sampler with a `key`, by id (`dict(zip(lease.uids, numbers))`). `detail`: what
-        the ledger should say of each (micro-batch, weight). Raises `LeaseLost`, and changes nothing, if the lease has
-        ended.
+        the ledger should say of all of them, `details` of each, by id (its micro-batch, its weight). Raises
+        `LeaseLost`, and changes nothing, if the lease has ended.
         """
         if step is not None:
             step = whole_number("step", step)
@@ -175,6 +176,11 @@ class Lease:
             if uid not in chosen:
                 raise ValueError(f"priorities: got {uid!r}, which is not acknowledged here")
             given[chosen[uid]] = number(f"priorities[{uid!r}]", value)
+        told = dict.fromkeys(chosen.values(), dict(detail or {}))
+        for uid, more in (details or {}).items():
+            if uid not in chosen:
+                raise ValueError(f"details: got {uid!r}, which is not acknowledged here")
+            told[chosen[uid]] = {**(detail or {}), **more}
         if not chosen:
             return 0
         with self._book.ledger.write() as tx:
@@ -183,7 +189,7 @@ class Lease:
             if given and consumer.settings.sampler.key is None:
                 raise ValueError(f"priorities: got some, and nothing follows them in {consumer.settings.sampler!r}")
             found = self._held(tx, consumer, chosen)
-            _train(tx, consumer, found, step, self._claim.id, given, detail)
+            _train(tx, consumer, found, step, self._claim.id, given, told)
             if len(chosen) == len(self._left):
                 work.end_lease(tx, self._claim.id, "acked")
             consumers.save(tx, consumer)
@@ -314,7 +320,7 @@ def _train(
     step: int | None,
     lease: int,
     priorities: Mapping[int, float],
-    detail: Mapping[str, Any] | None,
+    details: Mapping[int, Mapping[str, Any]],
 ) -> None:
     """Rows that were used once more: trained, or waiting (perhaps after a rest) for their next use."""
     sampler = consumer.settings.sampler
@@ -333,7 +339,7 @@ def _train(
             new = new._replace(state=state, until=until, rank=sampler.rank(item, consumer.state))
         moves.append((row, new))
         # What rewinding needs to put the row back.
-        told = {"uses": row.uses, "rank": row.rank, "value": row.value, **(detail or {})}
+        told = {"uses": row.uses, "rank": row.rank, "value": row.value, **details[row.seq]}
         events.append(work.Event(work.TRAINED, row.seq, consumer.id, None, step, lease, told))
     work.change(tx, consumer, moves, events)
 

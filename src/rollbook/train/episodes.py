@@ -20,6 +20,7 @@ from rollbook.algorithms.registry import choice, near, number, switch, whole_num
 from rollbook.experience import Experience
 from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
 from rollbook.experiences import Experiences
+from rollbook.ids import EID
 from rollbook.making import estimating
 from rollbook.making.recording import finished
 from rollbook.making.whole import Whole
@@ -36,7 +37,7 @@ Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 Counted = Literal["sum", "last"]
 OnCut = Literal["end", "respond"]
-_EPISODE = ("on_realign", "on_fork", "parse", "template_options")
+_EPISODE = ["on_realign", "on_fork", "parse", "template_options"]
 """What `Episode` can be told that the maker does not know better."""
 _ENDLESS = 1 << 30
 
@@ -45,8 +46,8 @@ _ENDLESS = 1 << 30
 class Reply:
     """What an environment makes of a turn: what it says, what the turn was worth, and whether the episode is over.
 
-    `observation` is what the model reads before its next turn; when it is `done` there is none to come, and what is
-    said then is kept in the record's `info["last_observation"]`. A `reward` of `None` is none: the turn adds nothing.
+    `observation` is what the model reads before its next turn; what no turn comes after (it is `done`, or was the last
+    of `max_turns`) is kept in the record's `info["last_observation"]`. Without a `reward` the turn adds nothing.
 
     >>> Reply("= 42")
     Reply(observation='= 42', reward=None, done=False)
@@ -62,12 +63,10 @@ class Reply:
 
     def __post_init__(self) -> None:
         if self.reward is not None:
-            object.__setattr__(self, "reward", number("reward", self.reward))
+            object.__setattr__(self, "reward", number("reward", self.reward, -1e30, 1e30, "a finite number"))
         object.__setattr__(self, "done", switch("done", self.done))
         if self.observation is None and not self.done:
-            raise ValueError(
-                "observation: got None and done is False, expected something for the model to go on from"
-            )
+            raise ValueError("observation: got None and done is False, expected something for the model to go on from")
 
 
 class Environment(Protocol):
@@ -90,7 +89,7 @@ class _Run:
     """One episode under way."""
 
     prompt: Prompt
-    """With the id of this run."""
+    eid: EID
     task: int
     """The prompt's place in the call."""
     episode: Episode | None = None
@@ -112,17 +111,13 @@ class _Run:
     def _failure(self) -> Sample:
         return Sample(
             prompt=self.prompt,
-            eid=self._eid,
+            eid=self.eid,
             prompt_ids=list(self.prompt.token_ids or ()),
             response_ids=[],
             logprobs=[],
             finish_reason="error",
             error=self.error,
         )
-
-    @property
-    def _eid(self) -> Any:
-        return self.prompt.eid
 
     def record(self, counted: Counted, group_size: int) -> None:
         """Make its records: one, or several where a template forked the conversation."""
@@ -134,7 +129,8 @@ class _Run:
             total = self.rewards[-1]
         made = self.episode.experiences(total)
         if self.error is not None:
-            made = [one.replace(reward=math.nan, action_mask=torch.zeros_like(one.action_mask)) for one in made]
+            none = [None if one.action_mask is None else torch.zeros_like(one.action_mask) for one in made]
+            made = [one.replace(reward=math.nan, action_mask=mask) for one, mask in zip(made, none, strict=True)]
         elif self.out_of_turns:
             made = [_out_of_turns(one) for one in made]
         self.rows = made
@@ -168,14 +164,32 @@ class EpisodeMaker(NaiveExperienceMaker):
     An error of an environment, or of the engine, is that run's: its record has the reason `error`, what happened in
     `info["error"]`, no reward (NaN) and nothing to train on.
 
+    >>> from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    >>> from transformers import PreTrainedTokenizerFast
     >>> from rollbook.rollout import ScriptedEngine
-    >>> from tests.tiny import bytes_
-    >>> class Echo:
+    >>> letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("_$0156789x?=")}, unk_token="_"))
+    >>> letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="_", eos_token="$")
+    >>> class Calculator:
+    ...     def __init__(self, prompt):
+    ...         self.right = prompt.reference
     ...     def begin(self):
     ...         return None
     ...     def respond(self, text):
-    ...         return Reply(f"[{text}]") if text != "bye" else Reply(reward=1.0, done=True)
-    >>> engine = ScriptedEngine({"hi": ["hello", "hello"], "hi[hello]": ["bye", "well"]}, bytes_())
+    ...         if "x" in text:
+    ...             first, second = text.split("x")
+    ...             return Reply(f"={int(first) * int(second)}=")
+    ...         return Reply(reward=float(text == self.right), done=True)
+    >>> lines = ["7x8$", "60$", "56$"]  # one run asks the calculator, the other does not; then the first answers
+    >>> maker = EpisodeMaker(
+    ...     None, Calculator, engine=ScriptedEngine(lines, tokenizer), max_turns=3,
+    ...     config=MakerConfig(n_samples_per_prompt=2, advantage_estimator="dr_grpo"),
+    ... )
+    >>> records = maker.make_records([Prompt(text="7x8?", reference="56")])
+    >>> records.values("reward"), [tokenizer.decode(row.tokens[row.prompt_length :]) for row in records]
+    ([1.0, 0.0], ['7x8$=56=56$', '60$'])
+    >>> records[0].action_mask.int().tolist(), records[0].advantages.tolist()[:2]
+    ([1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1], [0.5, 0.5])
     """
 
     def __init__(
@@ -202,8 +216,9 @@ class EpisodeMaker(NaiveExperienceMaker):
             got = type(environment).__name__
             raise ValueError(f"environment: got {got}, expected a function from a Prompt to an Environment")
         self.environment = environment
-        self.rewards: Counted = choice("rewards", rewards, get_args(Counted))
-        self.on_cut: OnCut = choice("on_cut", on_cut, get_args(OnCut))
+        choice("rewards", rewards, get_args(Counted))
+        choice("on_cut", on_cut, get_args(OnCut))
+        self.rewards, self.on_cut = rewards, on_cut
         self.max_turns = whole_number("max_turns", max_turns, 1)
         self.workers = whole_number("workers", workers, 1)
         self.episode = dict(episode or {})
@@ -236,3 +251,250 @@ class EpisodeMaker(NaiveExperienceMaker):
         if context_limit is None and isinstance(self.engine, TransformersEngine):
             context_limit = self.engine.runner.positions
         self.context_limit = context_limit
+
+    # --- episodes -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def play(self, prompts: Any, **options: Any) -> Experiences:
+        """Episodes of all prompts with their rewards alone: no log-probs of models, no advantages. For evaluation.
+
+        Prompts and options as of `make_records`.
+        """
+        self._stages = Stages()
+        runs = self._played(prompts, options, self.config.n_samples_per_prompt)
+        self.rollouts_made += 1
+        batches = self._scored_batches(runs)
+        rows = [row for run in runs for row in run.rows]
+        self.metrics = self._summary(Whole(batches), _failures(runs), {}) | self._counts(runs)
+        return finished(rows, Whole(batches))
+
+    def generate_samples(self, all_prompts: Any, **generate_kwargs: Any) -> Any:
+        """Refused: an episode is several samples of an engine, with what was observed between them."""
+        raise ValueError("generate_samples: an episode is no single sample; make_records, make_experience_list or play")
+
+    @torch.no_grad()
+    def make_experience_list(self, all_prompts: Any, **generate_kwargs: Any) -> list[Any]:
+        """Finished experience of all prompts, in batches of `micro_rollout_batch_size` rows: play, score, compare
+        within groups, estimate advantages. Prompts, columns and options as of `NaiveExperienceMaker`."""
+        return self._made(all_prompts, generate_kwargs)[1]
+
+    @torch.no_grad()
+    def make_records(self, all_prompts: Any, **generate_kwargs: Any) -> Experiences:
+        """The same experience as records: of each run one, of kind `multi_turn` (or one for each rendering, where
+        `episode` has a conversation forked), in the order of prompts and runs.
+
+        Beside what `NaiveExperienceMaker.make_records` gives, `metrics` counts turns and observed tokens, and
+        `info["segments"]` says which tokens are whose.
+        """
+        runs, batches = self._made(all_prompts, generate_kwargs)
+        return finished([row for run in runs for row in run.rows], Whole(batches))
+
+    def _made(self, all_prompts: Any, options: Mapping[str, Any]) -> tuple[list[_Run], list[Any]]:
+        self._stages = Stages()
+        estimating.check(self.config, self.passes.models)
+        baselines = self._greedy(all_prompts, options) if self.config.advantage_estimator == "remax" else None
+        runs = self._played(all_prompts, options, self.config.n_samples_per_prompt)
+        self.rollouts_made += 1
+        batches = self._scored_batches(runs)
+        self._pass(batches)
+        if baselines is not None:
+            given = [baselines[run.task] for run in runs for _ in run.rows]
+            Whole(batches).put_numbers("reward_baseline", torch.tensor(given))
+        made = self._estimated(batches, _failures(runs), options)
+        self.metrics |= self._counts(runs)
+        return runs, made
+
+    def _greedy(self, all_prompts: Any, options: Mapping[str, Any]) -> list[float]:
+        """ReMax's baseline of each prompt: what its likeliest episode is worth."""
+        runs = self._played(all_prompts, {**options, "do_sample": False}, 1)
+        rewards = iter(Whole(self._scored_batches(runs)).numbers("reward").tolist())
+        return [[next(rewards) for _ in run.rows][-1] for run in runs]
+
+    def _played(self, all_prompts: Any, options: Mapping[str, Any], n: int) -> list[_Run]:
+        """All runs of all prompts, played to their ends, with their records."""
+        prompts, given = self._read(all_prompts, options)
+        if given.get("max_prompt_tokens") is not None:
+            raise ValueError("max_prompt_tokens: a turn's prompt is all that came before it; see context_limit")
+        sampling = self._sampling(given, n)
+        self._max_new_tokens = sampling.max_tokens * self.max_turns
+        with self._stages("rollout") as stage, ThreadPoolExecutor(self.workers) as pool:
+            # The engine's own: as many ids, and the same, as it would give samples of a single turn.
+            requests = self.engine.requests(self._named(prompts), sampling)  # type: ignore[union-attr]
+            runs = [
+                _Run(request.prompt.replace(eid=eid), eid, task)
+                for task, request in enumerate(requests)
+                for eid in request.eids
+            ]
+            try:
+                self._play(runs, sampling, pool.map if self.workers > 1 else map)
+            finally:
+                for run in runs:
+                    close = getattr(run.environment, "close", None)
+                    if callable(close):
+                        with suppress(Exception):  # it is over; what it said counts
+                            close()
+            for run in runs:
+                run.record(self.rewards, sampling.n)
+            stage["tokens"] = int(sum(row.metrics.get("trained_tokens", 0) for run in runs for row in run.rows))
+        if all(run.error is not None for run in runs):
+            advise(f"episodes: all {len(runs)} failed; the first: {runs[0].error}")
+        return runs
+
+    def _play(self, runs: Sequence[_Run], sampling: Sampling, each: Callable[..., Iterable[Any]]) -> None:
+        one = Sampling.of(sampling, n=1)
+        options = {"sampling": one, "group_size": sampling.n, "context_limit": self.context_limit, **self.episode}
+        for run in runs:
+            try:
+                run.episode = Episode(self.engine, self.tokenizer, run.prompt, eid=run.eid, **options)
+            except Exception as error:  # a prompt that cannot be rendered is that prompt's failure, as an engine's
+                run.fail(error, "prompt")
+        self._ask(runs, lambda run: self._begin(run), each)
+        with self._bar("episodes", len(runs)) as bar:
+            live = [run for run in runs if not run.over]
+            bar.advance(len(runs) - len(live))
+            while live:
+                samples = act_all([run.episode for run in live if run.episode is not None])
+                waiting = [run for run, sample in zip(live, samples, strict=True) if self._goes_on(run, sample)]
+                self._ask(waiting, _respond, each)
+                left = [run for run in live if not run.over]
+                bar.advance(len(live) - len(left))
+                live = left
+
+    def _begin(self, run: _Run) -> Reply | None:
+        run.environment = self.environment(run.prompt)
+        said = run.environment.begin()
+        return None if said is None else Reply(said)
+
+    def _goes_on(self, run: _Run, sample: Sample) -> bool:
+        """Whether a turn is the environment's to answer."""
+        if sample.failed:
+            run.fail(sample.error or "", "turn")
+        elif sample.unfinished:
+            run.fail("the engine broke off", "turn")
+        elif sample.finish_reason == "length" and (self.on_cut == "end" or not sample.response_ids):
+            run.over = True
+        return not run.over
+
+    def _ask(
+        self, runs: Sequence[_Run], ask: Callable[[_Run], Reply | None], each: Callable[..., Iterable[Any]]
+    ) -> None:
+        """Ask environments, several at a time; and tell the episodes, one after the other: tokenizers are shared."""
+
+        def answer(run: _Run) -> Reply | Exception | None:
+            try:
+                return ask(run)
+            except Exception as error:  # whatever it is, it is this run's alone
+                return error
+
+        with self._stages("environment"):
+            for run, reply in zip(runs, each(answer, runs), strict=True):
+                if isinstance(reply, Exception):
+                    run.fail(reply, "environment")
+                elif reply is not None:
+                    try:
+                        self._take(run, reply)
+                    except Exception as error:  # an observation that cannot be rendered
+                        run.fail(error, "environment")
+
+    def _take(self, run: _Run, reply: Reply) -> None:
+        """Go on with an episode after a reply."""
+        episode = run.episode
+        if episode is None:
+            return
+        if reply.reward is not None:
+            run.rewards.append(reply.reward)
+            if self.rewards == "sum":
+                episode.score_turn(reply.reward)
+        said, run.over = reply.observation, reply.done
+        if not reply.done and len(episode.turns) >= self.max_turns:
+            run.over = run.out_of_turns = True
+        if said is None:
+            return
+        if run.over:  # no turn comes after it
+            episode.info["last_observation"] = said
+        else:
+            message = {"role": "user", "content": said}
+            episode.observe(message if isinstance(said, str) and episode.messages else said)
+
+    # --- what they are worth --------------------------------------------------------------------------------------
+
+    def _scored_batches(self, runs: Sequence[_Run]) -> list[Any]:
+        """The episodes' rows as batches, with all rewards in `info`."""
+        rows = [row for run in runs for row in run.rows]
+        with self._stages("reward"):
+            scores = self._scores(runs)
+        size = self.config.micro_rollout_batch_size or len(rows)
+        batches = [self._batch(rows[at : at + size]) for at in range(0, len(rows), size)]
+        whole = Whole(batches)
+        whole.put_numbers("reward", scores.to_tensors()[0])
+        at = 0
+        for batch, count in zip(batches, whole.sizes, strict=True):
+            stop = at + count
+            batch.info |= {"reward_error": scores.errors[at:stop]} if any(scores.errors) else {}
+            if scores.metrics:
+                parts = {name: torch.tensor(values[at:stop]) for name, values in scores.metrics.items()}
+                batch.info["reward_metrics"] = parts
+            at = stop
+        return batches
+
+    def _batch(self, rows: Sequence[Experience]) -> Any:
+        """Rows as a batch with nothing computed yet: the engine's log-probs are beside it, in `extras`."""
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        batch = Experiences(rows).batch(
+            packing_samples=self.config.packing_samples,
+            pad_token_id=pad or 0,
+            layout="prompt_left_response_right",
+        )
+        if batch.action_log_probs is not None:
+            batch.extras = {**(batch.extras or {}), "logprobs": batch.action_log_probs}
+        batch.action_log_probs = None
+        batch.info = {**(batch.info or {}), "finish_reason": [row.finish_reason for row in rows]}
+        return batch.to_device(self.passes.device)
+
+    def _scores(self, runs: Sequence[_Run]) -> Scores:
+        """What each row is worth: what the environment gave its run, and what the source says of it."""
+        own = [float("nan") if row.reward is None else float(row.reward) for run in runs for row in run.rows]
+        failed = [None if run.error is None else f"no reward: {run.error}" for run in runs for _ in run.rows]
+        if self.scorer.source is None:
+            return Scores(rewards=own, errors=failed)
+        asked = [run for run in runs if run.error is None]
+        # The rows of a run are one conversation: its last one is asked about, and all have its reward.
+        found = self.scorer.rewards([RewardInput.of(run.rows[-1], self.tokenizer) for run in asked])
+        place = {id(run): i for i, run in enumerate(asked)}
+        places = [place.get(id(run)) for run in runs for _ in run.rows]
+        source = [math.nan if i is None else found.rewards[i] for i in places]
+        errors = [failed[row] if i is None else found.errors[i] for row, i in enumerate(places)]
+        metrics = {
+            name: [math.nan if i is None else values[i] for i in places] for name, values in found.metrics.items()
+        }
+        metrics |= {"environment": own, "source": source}
+        return Scores(rewards=[a + b for a, b in zip(own, source, strict=True)], metrics=metrics, errors=errors)
+
+    def _counts(self, runs: Sequence[_Run]) -> dict[str, float]:
+        """Of the episodes: how many turns they have, and how they end."""
+        ends = [run.rows[-1] for run in runs]
+        count = len(runs)
+        return {
+            "episode/turns": sum(len(run.episode.turns) for run in runs if run.episode is not None) / count,
+            "episode/observed_tokens": sum(row.metrics.get("observed_tokens", 0) for row in ends) / count,
+            "episode/out_of_turns": sum(run.out_of_turns for run in runs) / count,
+            "episode/out_of_context": sum(row.info.get("truncated") == "context" for row in ends) / count,
+            "episode/environment_errors": float(sum((run.error or "").startswith("environment") for run in runs)),
+        }
+
+
+def _respond(run: _Run) -> Reply:
+    """What the environment makes of the last turn."""
+    if run.episode is None or run.environment is None:
+        raise ValueError("the episode has not begun")
+    reply = run.environment.respond(run.episode.turns[-1].text or "")
+    if not isinstance(reply, Reply):
+        raise ValueError(f"respond: got {type(reply).__name__} back, expected a Reply")
+    return reply
+
+
+def _failures(runs: Sequence[_Run]) -> int:
+    return sum(len(run.rows) for run in runs if run.error is not None)
+
+
+__all__ = ["Environment", "EpisodeMaker", "Observation", "Reply"]

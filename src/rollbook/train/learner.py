@@ -251,15 +251,17 @@ class Learner:
     ) -> None:
         counted = [int(mask.sum()) for mask in _chosen(material.masks, rows)]
         total = max(sum(counted), 1)
+        found: dict[int, dict[str, Any]] = {}
         for k, micro in enumerate(planned):
             for i in micro.indices.tolist():
-                place = {"minibatch": number, "micro_batch": k, "weight": round(counted[i] / total, 9)}
                 source = int(material.sources[rows[i]])
-                if epoch:
-                    place = {name: [*_listed(places[source][name]), value] for name, value in place.items()}
-                elif "minibatch" in places[source]:  # the other answer of a pair
-                    place["weight"] = round(place["weight"] + places[source]["weight"], 9)
-                places[source] = place
+                other = found[source]["weight"] if source in found else 0.0  # of a pair, the other answer's
+                weight = round(other + counted[i] / total, 9)
+                found[source] = {"minibatch": number, "micro_batch": k, "weight": weight}
+        for source, place in found.items():
+            if epoch:
+                place = {name: [*_listed(places[source][name]), value] for name, value in place.items()}
+            places[source] = place
 
     def _update(
         self, material: Material, rows: Sequence[int], planned: Sequence[MicroBatch], step: int, alone: bool

@@ -79,6 +79,7 @@ class Material:
         made._need(algorithm)
         if algorithm.correction is not None:
             made._correct(algorithm, version)
+        made._fill()
         if algorithm.high_entropy_ratio > 0:
             made._narrow(algorithm.high_entropy_ratio)
         made._sift(drop_zero and "advantages" in _inputs(algorithm))
@@ -133,26 +134,39 @@ class Material:
                         f"record {self.rows.eids()[i]}: got no {' or '.join(fields)}, expected {need} for the loss "
                         f"{algorithm.loss!r}; rollbook.train.complete computes what is missing"
                     )
-        if self.expert is None:
+
+    def _fill(self) -> None:
+        """A number in every slot of what a loss reads.
+
+        Old log-probs are the trainer's or else the engine's, row by row: a batch takes one column for all of its rows,
+        so that which one it is would depend on how they are cut. Of an expert's rows nothing is read, and all is 0.
+        """
+        found = {name: self.rows.values(name) for name in ("policy_logprobs", "advantages", "ref_logprobs")}
+        if any(value is None for value in found["policy_logprobs"]):
+            both = zip(found["policy_logprobs"], self.rows.values("logprobs"), strict=True)
+            found["policy_logprobs"] = [theirs if ours is None else ours for ours, theirs in both]
+        elif self.expert is None:
             return
-        # Of an expert's rows the loss reads neither, but a batch has a number in every slot.
-        for name in ("advantages", "policy_logprobs"):
-            given = [
-                torch.zeros(n) if value is None else value
-                for value, n in zip(self.rows.values(name), self.slots(), strict=True)
-            ]
-            self.rows = self.rows.assign(**{name: given})
+        self.rows = self.rows.assign(**{name: self._without_expert(values) for name, values in found.items()})
+
+    def _without_expert(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Values of tokens, 0 on the expert's rows."""
+        if self.expert is None:
+            return list(values)
+        rows = zip(values, self.expert, self.slots(), strict=True)
+        return [torch.zeros(n) if expert else value for value, expert, n in rows]
 
     def _correct(self, algorithm: Algorithm, version: int | None) -> None:
-        both = [self.rows.values(name) for name in ("policy_logprobs", "logprobs")]
-        for name, values in zip(("policy_logprobs", "logprobs"), both, strict=True):
+        names = ("policy_logprobs", "logprobs")
+        both = [self._without_expert(self.rows.values(name)) for name in names]
+        for name, values in zip(names, both, strict=True):
             if any(value is None for value in values):
                 where = self.rows.eids()[next(i for i, value in enumerate(values) if value is None)]
                 raise ValueError(f"record {where}: got no {name}, which algorithm.correction compares")
         options = dict(algorithm.correction or {})
-        if "max_staleness" in options:
-            options["current"] = version
-        versions = self.rows.values("policy_versions") if options.get("max_staleness") is not None else None
+        versions = None
+        if options.get("max_staleness") is not None:
+            versions, options["current"] = self.rows.values("policy_versions"), version
         found = importance_weights(Rows(both[0]), Rows(both[1]), self._masked(), versions, **options)
         self.rows = self.rows.assign(action_mask=list(found.mask))
         self._weigh(list(found.weights))

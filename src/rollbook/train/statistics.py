@@ -54,9 +54,9 @@ def share(outcomes: Outcomes, confidence: float = 0.95) -> Interval:
 
     m prompts of k samples are not m k draws: samples of one prompt are alike. The m shares of the prompts are
     independent, and the variance v = s^2 / m of their mean says how many independent samples would be as sure:
-    n = p (1 - p) / v, between m (samples of a prompt all alike) and m k. With it and Student's quantile for m - 1 in the place of the
-    normal one, Wilson's interval is that of a t test over prompts in the middle, and near 0 and 1, where such a test
-    gives a point or leaves [0, 1], still one that can be trusted: 200 of 200 is not certainty.
+    n = p (1 - p) / v, between m (samples of a prompt all alike) and m k. With it, and Student's quantile for m - 1 in
+    the place of the normal one, Wilson's interval is that of a t test over prompts in the middle; near 0 and 1, where
+    such a test gives a point or leaves [0, 1], it is still one that can be trusted: 200 of 200 is not certainty.
 
     How alike samples are is itself not known where nearly all of them agree: the design effect m k / n is averaged with
     k, the worst it can be, which counts as two prompts beside those whose samples show something.
@@ -114,7 +114,7 @@ def paired(before: Outcomes, after: Outcomes, confidence: float = 0.95) -> Inter
     >>> before = [[False, False]] * 60 + [[True, False]] * 40
     >>> after = [[True, False]] * 60 + [[True, True]] * 40
     >>> print(paired(before, after))
-    0.500 (0.473 to 0.527)
+    0.500 (0.481 to 0.518)
     """
     if len(before) != len(after):
         raise ValueError(f"after: got {len(after)} prompts, expected the {len(before)} of before")

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import re
 import textwrap
@@ -77,12 +78,8 @@ class Number:
     `above` and `below` leave the bound itself out. `whole_from`: from there on only whole numbers make sense, as in a
     share (0.1) or a count (100).
 
-    >>> Number(whole=True, low=1).read(1e3)
-    1000
-    >>> Number(above=0).read(-1)
-    Traceback (most recent call last):
-        ...
-    rollbook.train.config.kinds.ConfigError: : got -1, expected a number above 0
+    >>> Number(whole=True, low=1).read(1e3), Number(above=0, high=1).expected
+    (1000, 'a number above 0, up to 1')
     """
 
     whole: bool = False
@@ -96,16 +93,18 @@ class Number:
     def expected(self) -> str:
         said = "a whole number" if self.whole else "a number"
         bounds = [
-            *([f"from {self.low:g}"] if self.low is not None else []),
-            *([f"above {self.above:g}"] if self.above is not None else []),
-            *([f"to {self.high:g}"] if self.high is not None and self.low is not None else []),
-            *([f"up to {self.high:g}"] if self.high is not None and self.low is None else []),
-            *([f"below {self.below:g}"] if self.below is not None else []),
+            *([f"from {_short(self.low)}"] if self.low is not None else []),
+            *([f"above {_short(self.above)}"] if self.above is not None else []),
+            *([f"to {_short(self.high)}"] if self.high is not None and self.low is not None else []),
+            *([f"up to {_short(self.high)}"] if self.high is not None and self.low is None else []),
+            *([f"below {_short(self.below)}"] if self.below is not None else []),
         ]
         open_end = self.low is not None and self.high is None and self.below is None
         said = " ".join([said, ", ".join(bounds) if self.above is not None else " ".join(bounds)]).strip()
         said += " on" if open_end else ""
-        return said + (f" (a share below {self.whole_from:g}, a whole number from there)" if self.whole_from else "")
+        return said + (
+            f" (a share below {_short(self.whole_from)}, a whole number from there)" if self.whole_from else ""
+        )
 
     def read(self, value: Any) -> float | int:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -127,6 +126,10 @@ class Number:
             return float(value)
         except OverflowError:
             raise _got(value, self.expected) from None
+
+
+def _short(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,25 @@ class Nullable:
         except ConfigError as error:
             own = not error.path and error.said.endswith(f"expected {self.inner.expected}")
             raise ConfigError("", f"{error.said}, or null") if own else error from None
+
+
+@dataclass(frozen=True)
+class Either:
+    """One kind or another; the first that takes a value has it."""
+
+    kinds: tuple[Kind, ...]
+
+    @property
+    def expected(self) -> str:
+        return " or ".join(each.expected for each in self.kinds)
+
+    def read(self, value: Any) -> Any:
+        for each in self.kinds:
+            try:
+                return each.read(value)
+            except ConfigError:
+                continue
+        raise _got(value, self.expected)
 
 
 @dataclass(frozen=True)
@@ -234,10 +256,8 @@ class Table:
 
     @property
     def expected(self) -> str:
-        of = "" if isinstance(self.item, Plain) else f", each {self.item.expected}"
-        return f"a mapping{f' of {chr(44).join(self.names)}' if self.names else ''}{of}".replace(",", ", ").replace(
-            ",  ", ", "
-        )
+        said = f"a mapping of {', '.join(self.names)}" if self.names else "a mapping"
+        return said if isinstance(self.item, Plain) else f"{said}, each {self.item.expected}"
 
     def read(self, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
@@ -284,6 +304,8 @@ class Key:
     """Whether an interrupted run may be gone on with under another value."""
     anew: tuple[str, ...] = ()
     """Keys of the same section, of a base, that another value of this one leaves no meaning for; `*`: all."""
+    whole: str = ""
+    """Of a mapping: with this name in it, it is complete and takes the place of the base's; otherwise it changes it."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +317,8 @@ class Section:
     make: Callable[[dict[str, Any]], Any]
     parts: Callable[[Any], dict[str, Any]]
     """From an instance back to the values of its keys."""
+    usual: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    """From the section's plain values to its plain defaults, which a preset among them decides."""
     short: str = ""
     """The key that a text in place of the section is for."""
 
@@ -325,7 +349,9 @@ class Section:
             raise ConfigError(where.rpartition(".")[2], said) from error
 
     def spread(self, value: Any) -> Any:
-        """A text in place of the section as a mapping of its key."""
+        """A text in place of the section as a mapping of its key, and null as one of none."""
+        if value is None:
+            return {}
         return {self.short: value} if self.short and isinstance(value, str) else value
 
 
@@ -347,26 +373,26 @@ def kind_of(hint: Any, limits: Mapping[str, Any], section: Callable[[type], Sect
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         rest = [each for each in args if each is not type(None)]
-        if len(rest) == 1:
-            return Nullable(kind_of(rest[0], limits, section))
-    elif origin is Literal:
+        kinds = tuple(kind_of(each, limits, section) for each in rest)
+        kind = kinds[0] if len(kinds) == 1 else Either(kinds)
+        return kind if len(rest) == len(args) else Nullable(kind)
+    if origin is Literal:
         return Text(choices=args)
-    elif origin is tuple and args[-1] is ...:
+    if origin is tuple and args[-1] is ...:
         return Listing(kind_of(args[0], limits, section))
-    elif origin is tuple and len(set(args)) == 1:
+    if origin is tuple and len(set(args)) == 1:
         return Listing(kind_of(args[0], limits, section), len(args))
-    elif isinstance(origin, type) and issubclass(origin, Mapping):
-        rest = {name: limits[name] for name in limits if name != "names"}
-        return Table(kind_of(args[1], rest, section), limits.get("names", ()))
-    elif hint is Any:
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return Table(kind_of(args[1], {}, section), limits.get("names", ()))
+    if hint is Any:
         return Plain()
-    elif hint is bool:
+    if hint is bool:
         return Switch()
-    elif hint in (int, float):
+    if hint in (int, float):
         return Number(whole=hint is int, **limits)
-    elif hint is str:
+    if hint is str:
         return Text(**limits)
-    elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return section(hint)
     raise TypeError(f"{hint!r} is no annotation that a key can have")
 
@@ -379,10 +405,13 @@ def docs_of(cls: type) -> dict[str, str]:
     >>> docs_of(Optimizing)["eps"]
     'What AdamW adds to the denominator.'
     """
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except OSError:  # an installation without sources has no strings to show, and needs none to run
+        return {}
     found: dict[str, str] = {}
     lines = body.body if isinstance(body, ast.ClassDef) else []
-    for line, after in zip(lines, lines[1:], strict=False):
+    for line, after in itertools.pairwise(lines):
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(after, ast.Expr):
             value = after.value
             if isinstance(value, ast.Constant) and isinstance(value.value, str):

@@ -1,0 +1,136 @@
+"""What records lack is computed: log-probs of policy, reference and teacher, values, advantages.
+
+Invariant: what a record has stays as it is; a record that lacks nothing costs nothing. Advantages are made as the maker
+makes them, over all records that come together, by group id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rollbook.algorithms.kl import token_kl
+from rollbook.algorithms.registry import whole_number
+from rollbook.experiences import Experiences, as_experiences
+from rollbook.making import estimating
+from rollbook.making.config import MakerConfig
+from rollbook.making.whole import Whole
+from rollbook.models.forward import policy_log_probs, reference_log_probs, values
+from rollbook.ragged import Ragged
+from rollbook.train.algorithm import Algorithm
+
+
+def maker_config(algorithm: Algorithm, **more: Any) -> MakerConfig:
+    """What a maker is to be told so that its experience is what the algorithm learns from; `more` are other options.
+
+    >>> maker_config(Algorithm.of("dapo"), seed=1).n_samples_per_prompt
+    16
+    """
+    given: dict[str, Any] = {
+        "advantage_estimator": algorithm.estimator or "reinforce",
+        "estimator_options": algorithm.estimator_options,
+        "n_samples_per_prompt": algorithm.n,
+        "kl_estimator": algorithm.kl_estimator,
+        "use_kl_loss": algorithm.kl_in == "loss",
+        "advantage_clip": algorithm.advantage_clip,
+        "advantages_norm": algorithm.advantages_norm,
+        "overlong_buffer": algorithm.overlong_buffer > 0,
+        "overlong_buffer_len": max(algorithm.overlong_buffer, 1),
+        "overlong_buffer_penalty_factor": algorithm.overlong_penalty,
+        "gamma": algorithm.gamma,
+        "lambd": algorithm.lam,
+        "entropy": True,
+    }
+    return MakerConfig(**{**given, **more})
+
+
+def complete(
+    records: Any,
+    algorithm: Algorithm,
+    *,
+    actor: Any = None,
+    critic: Any = None,
+    reference: Any = None,
+    teacher: Any = None,
+    token_budget: int = 16384,
+    max_tokens: int | None = None,
+    anew: bool = False,
+) -> Experiences:
+    """The records with all that an algorithm learns from.
+
+    `actor`, `reference`, `teacher`: `rollbook.models.Actor`s, `critic`: a `Critic`; asked only for records that lack
+    what they say. `max_tokens`: the longest response, for an overlong buffer. `anew`: advantages are estimated also for
+    records that have some. Pairs of answers come back as they are.
+
+    >>> from rollbook import Experience
+    >>> records = [Experience(tokens=[1, 2, 3], reward=float(r), logprobs=[-1.0, -1.0], eid={"task": 0, "run": r})
+    ...            for r in range(2)]
+    >>> complete(records, Algorithm.of("dr_grpo"))[1].advantages.tolist()
+    [0.5, 0.5]
+    """
+    many = as_experiences(records)
+    whole_number("token_budget", token_budget, 1)
+    if algorithm.pairs or not len(many):
+        return many
+    from rollbook.algorithms import LOSSES
+
+    inputs = LOSSES[algorithm.loss].inputs
+    budget: dict[str, Any] = {"token_budget": token_budget}
+    if "old_log_probs" in inputs and (algorithm.correction is not None or not _all(many, "logprobs")):
+        many = _filled(many, "policy_logprobs", actor, "actor", lambda m, rows: policy_log_probs(m, rows, **budget))
+    if algorithm.kl_coef:
+        many = _filled(
+            many, "ref_logprobs", reference, "reference", lambda m, rows: reference_log_probs(m, rows, **budget)
+        )
+    if algorithm.needs_teacher:
+        many = _filled(
+            many, "teacher_logprobs", teacher, "teacher", lambda m, rows: policy_log_probs(m, rows, **budget)
+        )
+    if algorithm.needs_critic:
+        many = _filled(many, "values", critic, "critic", lambda m, rows: values(m, rows, **budget))
+    if algorithm.estimator is not None and (anew or not (_all(many, "advantages") and _all(many, "returns"))):
+        many = _estimated(many, algorithm, max_tokens, anew)
+    return many
+
+
+def _all(many: Experiences, name: str) -> bool:
+    """Whether every record has a field."""
+    column = many.column(name)
+    if isinstance(column, Ragged) and column.valid is None:
+        return True
+    return all(value is not None for value in many.values(name))
+
+
+def _filled(many: Experiences, name: str, model: Any, who: str, ask: Any) -> Experiences:
+    """The records with a field that some lack, which a model knows."""
+    if _all(many, name):
+        return many
+    known = many.values(name)
+    lacking = [i for i, value in enumerate(known) if value is None]
+    if model is None:
+        where = many.eids()[lacking[0]]
+        raise ValueError(f"record {where}: got no {name}, and no {who} that could tell, expected one of them")
+    found = ask(model, many.take(lacking))
+    column = found.values if name == "values" else found.log_probs
+    for i, value in zip(lacking, column, strict=True):
+        known[i] = torch.as_tensor(value)
+    return many.assign(**{name: known})
+
+
+def _estimated(many: Experiences, algorithm: Algorithm, max_tokens: int | None, anew: bool) -> Experiences:
+    """The records with advantages and returns: made of all of them, given to those that lack them."""
+    config = maker_config(algorithm)
+    batch = many.batch(packing_samples=True)
+    if algorithm.kl_coef:
+        batch.kl = token_kl(
+            batch.action_log_probs, batch.base_action_log_probs, batch.action_mask, estimator=algorithm.kl_estimator
+        )
+    whole = Whole([batch])
+    scored = estimating.score(whole, config, None, max_tokens)
+    estimating.finish(whole, scored, config, kl_coef=algorithm.kl_coef, gamma=algorithm.gamma, lambd=algorithm.lam)
+    made: dict[str, list[Any]] = {}
+    for name in ("advantages", "returns"):
+        found, known = list(getattr(batch, name)), many.values(name)
+        made[name] = [new if anew or old is None else old for old, new in zip(known, found, strict=True)]
+    return many.assign(**made)

@@ -1,0 +1,103 @@
+"""The reference page of the configuration, made from the schema: `python -m rollbook.train.config.page > PAGE`.
+
+Invariant: the page says nothing about a key that the schema does not say.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from rollbook.train.algorithm import Algorithm, presets
+from rollbook.train.config.kinds import Key, Listing, section_in
+from rollbook.train.config.loading import recipes
+from rollbook.train.config.schema import Config
+from rollbook.train.config.sections import section_of
+from rollbook.train.config.writing import flow, summary
+
+BEGINNING = """\
+# Configuration
+
+Every key of `rollbook train`. This page is made from the code (`python -m rollbook.train.config.page`).
+
+```sh
+rollbook train                                       # the embedded recipe
+rollbook train my.yaml                               # a file: YAML or TOML
+rollbook train my.yaml optimizer.lr=1e-5 seed=3      # with changes
+rollbook train my.yaml --show-config                 # all of it, defaults included; itself a file that can be run
+```
+
+A file has the sections below, and only what differs from the defaults:
+
+```yaml
+base: letters            # a file, relative to this one, or a recipe's name; the keys below change it
+model: path/or/hub-name  # short for model: {path: ...}
+data:
+  path: train.jsonl
+  columns: {prompt: question, reference: answer}
+  held_out: 200
+rewards:
+  - numeric_match        # short for {function: numeric_match}
+  - {function: "my_rewards:brief", weight: 0.1}
+algorithm: grpo          # short for {preset: grpo}
+optimizer: {lr: 1e-5, schedule: linear}
+```
+
+- **Base.** Mappings are merged key by key, and lists replaced whole. Naming another source or kind (`model.path` where the base has a builder, another `algorithm.preset`, another reward at the same place) drops what the base said about the old one. A section that is null is as by default.
+- **Changes.** `section.key=value`, with values as in YAML: numbers, `true`, `null`, `[a, b]`, `{a: 1}`. Text needs no quotes. `rewards.0.weight=2` changes one item of a list.
+- **YAML** is read by the rules of version 1.2: `1e-5` is a number, `no` and `12:30` are text. A key that is there twice is refused, and so are tags. TOML has no null: leave the key out.
+- **Errors** name the key, the file and the line: `optimizer.lr: got -1.0, expected a number from 0 on (my.yaml, line 12)`. A key that does not exist is refused with the nearest one that does.
+- **Paths** of models and data are relative to the folder where the command runs, paths in `base` to the file that names them. Nothing in a file is executed; functions are named as `module:function`, and imported from there.
+- **Resuming.** A run that was interrupted goes on under the same values; keys marked ↻ may change in between.
+"""  # noqa: E501
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield BEGINNING
+    yield f"Recipes: {', '.join(f'`{name}`' for name in recipes()) or 'none'}.\n"
+    top = section_of(Config)
+    sections = {name: inner for name, key in top.keys.items() if (inner := section_in(key.kind)) is not None}
+    yield "## The run\n"
+    yield from _table([key for name, key in top.keys.items() if name not in sections], "")
+    seen: dict[type, str] = {}
+    for name, section in sections.items():
+        key = top.keys[name]
+        yield f"\n## `{name}`\n"
+        yield " ".join(dict.fromkeys(filter(None, (key.doc, summary(section)))))
+        if section.of in seen:
+            yield f"\nKeys: those of [`{seen[section.of]}`](#{seen[section.of]})."
+            continue
+        seen[section.of] = name
+        yield ""
+        before = f"{name}.N." if isinstance(key.kind, Listing) else f"{name}."
+        yield from _table(list(section.keys.values()), before, key.free)
+        if section.of is Algorithm:
+            yield from _presets()
+
+
+def _presets() -> Iterator[str]:
+    yield "\nThese are the defaults of one's own algorithm (`preset: null`). A preset sets some of them otherwise:\n"
+    yield "| preset | what it sets |"
+    yield "|---|---|"
+    own = Algorithm().to_dict()
+    for name, preset in presets().items():
+        told = {key: value for key, value in preset.to_dict().items() if value != own[key] and key != "name"}
+        yield f"| `{name}` | {', '.join(f'`{key}: {flow(value)}`' for key, value in told.items())} |"
+
+
+def _table(keys: list[Key], before: str, free: bool = False) -> Iterator[str]:
+    yield "| key | default | what it is | expected |"
+    yield "|---|---|---|---|"
+    for key in keys:
+        mark = " ↻" if free or key.free else ""
+        cells = (f"`{before}{key.name}`{mark}", f"`{flow(key.default)}`", key.doc, key.kind.expected)
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

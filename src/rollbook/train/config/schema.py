@@ -1,0 +1,330 @@
+"""Every key of `rollbook train`: sections as dataclasses, each key with its type, default, bounds and one sentence.
+
+Invariant: a `Config` that exists is checked as a whole; what its keys are called, hold and mean stands here, in `parts`
+and (`algorithm`, `optimizer`, `critic_optimizer`) in `Algorithm` and `Optimizing`, and nowhere else. The string under a
+field is what the reference page and `--show-config` say of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollbook.train.config.kinds import ConfigError, section_in, unknown
+from rollbook.train.config.parts import (
+    Critic,
+    Data,
+    Engine,
+    Environment,
+    Intake,
+    Model,
+    Reward,
+    Sampling,
+    Teacher,
+    Warmup,
+)
+from rollbook.train.config.sections import checked, key, leaves, plain, section_of
+
+if TYPE_CHECKING:
+    from rollbook.train.algorithm import Algorithm
+    from rollbook.train.learner import Batching
+    from rollbook.train.optimizing import Optimizing
+
+_FREE = {"free": True}
+
+# --- how it learns ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a step is made of, and how it is cut."""
+
+    prompts: int = key(64, low=1)
+    """Prompts of a step; each has `algorithm.n` responses. Of `sft` and `dpo`: rows."""
+    minibatches: int = key(1, low=1)
+    """Updates of the weights in each pass over a step's records."""
+    epochs: int = key(1, low=1)
+    """Passes over a step's records."""
+    token_budget: int = key(16384, free=True, low=1)
+    """Tokens of one forward and backward pass, at most: less needs less memory, and changes no number but by
+    rounding."""
+    packed: bool | None = key(None, free=True)
+    """Whether sequences lie end to end, without padding; null: where the attention makes that cheaper."""
+    shuffle: bool = key(True)
+    """Whether minibatches are drawn by chance, made from the seed."""
+    keep_groups: bool = key(False)
+    """Whether the responses to a prompt stay in one minibatch."""
+    drop_zero: bool = key(False)
+    """Whether records whose advantages are all 0 are left out of the passes."""
+
+    def __post_init__(self) -> None:
+        checked(self)
+
+    def batching(self) -> Batching:
+        """All but `prompts`, as a `Learner` takes it."""
+        from rollbook.train.learner import Batching
+
+        names = [one.name for one in dataclasses.fields(Batching)]
+        return Batching(**{name: getattr(self, name) for name in names})
+
+
+# --- what is kept and shown -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Checkpoints: weights, optimizers, random states, the data's cursor and the book's checkpoint of the same name."""
+
+    every: int = key(0, low=0)
+    """Steps between checkpoints; 0: none in between."""
+    keep: int | None = key(None, low=1)
+    """How many of the latest are kept, beside step 0; null: all."""
+    final: bool = key(True)
+    """Whether there is one after the last step."""
+
+    def __post_init__(self) -> None:
+        checked(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Sampled success on prompts that are never trained on."""
+
+    data: str | None = key(None)
+    """A file or dataset of prompts, read as `data` is; null: those that `data.held_out` set aside."""
+    before: bool = key(True)
+    """Whether there is one before the first step."""
+    after: bool = key(True)
+    """Whether there is one after the last step."""
+    every: int = key(0, low=0)
+    """Steps between evaluations; 0: none in between."""
+    prompts: int | None = key(None, low=1)
+    """At most so many prompts, the same ones each time; null: all."""
+    k: int = key(1, low=1)
+    """Samples of each prompt."""
+    greedy: bool = key(False)
+    """Whether the likeliest token is taken each time, in place of sampling; needs `k` 1."""
+    temperature: float | None = key(None, above=0, high=1e4)
+    """What logits are divided by; null: as in training."""
+    top_p: float | None = key(None, above=0, high=1)
+    """Sample among the likeliest tokens that make up this share; null: as in training."""
+    max_tokens: int | None = key(None, low=1)
+    """Tokens of a response, at most; null: as in training."""
+    success: float | str = key(1.0)
+    """The least reward that counts as a success, or the name of the part of it that must be at least 1."""
+    confidence: float = key(0.95, above=0, below=1)
+    """How sure the intervals are."""
+
+    def __post_init__(self) -> None:
+        checked(self)
+        if self.greedy and self.k > 1:
+            raise ConfigError("k", f"got {self.k} with greedy, which gives the same each time, expected 1")
+        if self.greedy and self.temperature is not None:
+            raise ConfigError("temperature", f"got {self.temperature:g} with greedy, expected one of the two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracking:
+    """Where metrics go beside the book, which always has them."""
+
+    display: bool = key(True)
+    """Whether progress is shown: a live table on a terminal, plain lines elsewhere."""
+    jsonl: bool = key(True)
+    """Whether metrics are written to metrics.jsonl in the run's folder."""
+    tensorboard: bool = key(False)
+    """Whether metrics are written for TensorBoard, in the run's folder."""
+    wandb: Mapping[str, str] | None = key(None, names=("project",))
+    """{project: NAME} or {}: metrics are written for Weights & Biases, offline, in the run's folder; null: not."""
+
+    def __post_init__(self) -> None:
+        checked(self)
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+def _algorithm() -> Algorithm:
+    from rollbook.train.algorithm import Algorithm
+
+    return Algorithm.of("grpo")
+
+
+def _optimizing() -> Optimizing:
+    from rollbook.train.optimizing import Optimizing
+
+    return Optimizing()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run, as a whole.
+
+    Sections are given as mappings or as the dataclasses of this module.
+
+    >>> config = Config(model="some/folder", data={"path": "train.jsonl"}, algorithm="dapo", optimizer={"lr": 1e-5})
+    >>> config.algorithm.loss_options, config.optimizer.lr, str(config.folder)
+    ({'clip_high': 0.28}, 1e-05, 'runs/run')
+    >>> Config(optimizer={"lrr": 1e-5})
+    Traceback (most recent call last):
+        ...
+    rollbook.train.config.kinds.ConfigError: optimizer.lrr: is no key here; did you mean 'lr'? (name, lr, betas, eps,
+    weight_decay, grad_clip, warmup, schedule, floor, steps)
+    """
+
+    name: str = key("run", free=True, pattern=r"[\w.+-]*\w[\w.+-]*", what="letters, digits and any of . _ + -")
+    """What the run is called."""
+    out: str | None = key(None, free=True)
+    """The run's folder; null: runs/NAME."""
+    seed: int = key(0, low=0, high=2**32 - 1)
+    """What every random choice of the run is made from."""
+    steps: int = key(100, free=True, low=0)
+    """Steps of training, all in all, those before a resume included."""
+    device: str = key("auto", free=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", what="auto, cpu, cuda, cuda:1 or mps")
+    """Where models are; `auto`: on a GPU if there is one."""
+    threads: int | None = key(None, free=True, low=1)
+    """torch's threads on the CPU, 1 being fastest for models of a few million weights; null: torch's choice."""
+    deterministic: bool = key(False, free=True)
+    """Whether torch may use only operations that give the same each time, on a GPU too."""
+    resume: bool = key(True, free=True)
+    """Whether a run whose folder has checkpoints goes on from the last; if not, a folder that exists is refused."""
+    overwrite: bool = key(False, free=True)
+    """Whether a folder that exists is emptied first, whatever `resume` says."""
+    nonfinite_limit: int = key(3, free=True, low=1)
+    """Updates in a row that may be skipped because a loss or gradient is not finite, before the run stops."""
+    model: Model = field(default_factory=Model)
+    critic: Critic = field(default_factory=Critic)
+    reference: str | None = key(None)
+    """The folder or hub name of the model that the KL divergence is from; null: the policy as it was before step 1."""
+    teacher: Teacher = field(default_factory=Teacher)
+    data: Data = field(default_factory=Data)
+    warmup: Warmup = field(default_factory=Warmup)
+    rewards: tuple[Reward, ...] = key(())
+    """Where rewards come from: one of these, or a list whose weighted sum counts."""
+    environment: Environment = field(default_factory=Environment)
+    engine: Engine = field(default_factory=Engine)
+    sampling: Sampling = field(default_factory=Sampling)
+    algorithm: Algorithm = field(default_factory=_algorithm)
+    """The preset, and what is different from it; null as the preset: one's own, from its parts."""
+    intake: Intake = field(default_factory=Intake)
+    batch: Batch = field(default_factory=Batch)
+    optimizer: Optimizing = field(default_factory=_optimizing)
+    critic_optimizer: Optimizing | None = field(default=None)
+    """The critic's, with the keys of `optimizer`; null: the same as the actor's."""
+    saving: Saving = field(default_factory=Saving, metadata=_FREE)
+    evaluation: Evaluation = field(default_factory=Evaluation, metadata=_FREE)
+    tracking: Tracking = field(default_factory=Tracking, metadata=_FREE)
+
+    def __post_init__(self) -> None:
+        try:
+            checked(self)
+        except ConfigError as error:
+            raise _placed(error) from None
+        names = [one.name for one in self.rewards if one.name is not None]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError("rewards", f"got the name {twice!r} twice, expected names that differ")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Config:
+        """From a mapping such as `to_dict` gives."""
+        try:
+            made: Config = section_of(cls).read(given)
+        except ConfigError as error:
+            raise _placed(error) from None
+        return made
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.out) if self.out is not None else Path("runs") / self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, defaults included, as plain values: text, numbers, lists, mappings."""
+        made: dict[str, Any] = plain(self)
+        return made
+
+    def require(self) -> None:
+        """Refuse what cannot be run: a configuration without a model, data, or what its algorithm needs."""
+        if not self.model.given:
+            raise ConfigError("model", "got none, expected one of path, config, builder")
+        if not self.data.given:
+            raise ConfigError("data", "got none, expected one of path, function")
+        own = self.algorithm
+        if own.needs_maker and not (own.needs_teacher or self.rewards or self.environment.function is not None):
+            raise ConfigError("rewards", f"got none, which {own.name} needs; an environment can give them too")
+        if own.needs_teacher and not self.teacher.given:
+            raise ConfigError("teacher", f"got none, which {own.name} needs; expected one of path, config, builder")
+        if own.mixed and self.intake.expert is None:
+            raise ConfigError("intake.expert", f"got none, which {own.name} needs; expected the path of a book")
+        if self.evaluation.every and not self.data.held_out and self.evaluation.data is None:
+            raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data")
+
+    def fingerprint(self) -> str:
+        """A number, as text, of all keys that must not change when an interrupted run goes on."""
+        fixed = {path: value for path, value, free in leaves(self) if not free}
+        text = json.dumps(fixed, sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Difference(NamedTuple):
+    """A key that two configurations disagree on."""
+
+    path: str
+    before: Any
+    after: Any
+    free: bool
+    """Whether an interrupted run may go on with the new value."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {json.dumps(self.after)}, was {json.dumps(self.before)}"
+
+
+def differences(before: Config, after: Config) -> list[Difference]:
+    """The keys whose values differ, in order.
+
+    >>> [str(one) for one in differences(Config(), Config(optimizer={"lr": 1e-3}, steps=7))]
+    ['steps: 7, was 100', 'optimizer.lr: 0.001, was 1e-06']
+    >>> [one.path for one in differences(Config(), Config(optimizer={"lr": 1e-3}, steps=7)) if not one.free]
+    ['optimizer.lr']
+    """
+    old, new = ({path: (value, free) for path, value, free in leaves(one)} for one in (before, after))
+    missing = (None, False)
+    paths = dict.fromkeys([*old, *new])
+    changed = [(path, old.get(path, missing), new.get(path, missing)) for path in paths]
+    # The later one's order is that of the sections; keys of mappings that are gone stand where they were.
+    return [Difference(path, was, now, free or also) for path, (was, free), (now, also) in changed if was != now]
+
+
+def _placed(error: ConfigError) -> ConfigError:
+    """A key that is in another section says so: `lr` at the top is `optimizer.lr`."""
+    name = error.path.rpartition(".")[2]
+    if not error.said.startswith("is no key here"):
+        return error
+    top = section_of(Config)
+    found = [
+        f"{one}.{name}" for one, each in top.keys.items() if (inner := section_in(each.kind)) and name in inner.keys
+    ]
+    found = [*([name] if name in top.keys else []), *found]
+    return ConfigError(error.path, unknown(name, (), found).said) if found else error
+
+
+__all__ = [
+    *(
+        "Batch",
+        "Config",
+        "ConfigError",
+        "Critic",
+        "Data",
+        "Difference",
+        "Engine",
+        "Environment",
+        "Evaluation",
+        "Intake",
+    ),
+    *("Model", "Reward", "Sampling", "Saving", "Teacher", "Tracking", "Warmup", "differences", "section_of"),
+]

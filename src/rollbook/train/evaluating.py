@@ -1,0 +1,394 @@
+"""Evaluation: k samples of each held-out prompt, scored, counted with intervals, and kept in the book.
+
+Invariant: every sample that was asked for counts: one that failed, or that has no reward, did not succeed. What is
+evaluated is in the book as `evaluation`, which no consumer is ever handed for training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rollbook.algorithms.registry import near, number, whole_number
+from rollbook.ids import EID
+from rollbook.progress import advise
+from rollbook.train import statistics
+from rollbook.train.statistics import Interval
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.experience import Experience
+    from rollbook.experiences import Experiences
+    from rollbook.rewards.types import Scores
+    from rollbook.rollout.engine import Engine
+    from rollbook.rollout.types import Prompt, Sample, Sampling
+
+Answer = Callable[["Experience"], str | None]
+"""What a sample answers, for a vote among samples; `None`: it does not vote."""
+_NEARLY = 1e-6
+"""Sums of weighted parts that should be 1 are a rounding error less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """One prompt and what came of its k samples, in the order of their runs."""
+
+    task: int | str
+    prompt: str
+    """Its text, or 16 hex digits of its token ids where no text is known."""
+    outcomes: tuple[bool, ...]
+    """[k] Which succeeded."""
+    rewards: tuple[float, ...]
+    """[k] NaN where there is none."""
+    answers: tuple[str | None, ...]
+    """[k]"""
+
+    @property
+    def share(self) -> float:
+        """Of its samples that succeeded."""
+        return sum(self.outcomes) / len(self.outcomes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found: n prompts, k samples of each.
+
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> engine = ScriptedEngine({(5, 6): [[4], [7]], (8,): [[4], [4]]})
+    >>> found = evaluate(engine, [[5, 6], [8]], lambda response_ids: float(response_ids == [4]), k=2, step=40)
+    >>> found.success, found.metrics()["eval/pass@2"], [row.eid.rid for row in found.records]
+    (0.75, 1.0, ['eval-40/0/0', 'eval-40/0/1', 'eval-40/1/0', 'eval-40/1/1'])
+    """
+
+    step: int
+    k: int
+    confidence: float
+    per_prompt: tuple[Answered, ...]
+    records: Experiences = field(repr=False)
+    interval: Interval
+    """Of avg@k, clustered by prompt: see `rollbook.train.statistics.share`."""
+    failed: int
+    """Samples without a response."""
+    unscored: int
+    """Samples with a response that no reward was found for."""
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts there were."""
+        return len(self.per_prompt)
+
+    @property
+    def success(self) -> float:
+        """avg@k: the share of samples that succeeded."""
+        return self.interval.value
+
+    @property
+    def low(self) -> float:
+        """The lower end of its interval."""
+        return self.interval.low
+
+    @property
+    def high(self) -> float:
+        """The upper end of its interval."""
+        return self.interval.high
+
+    @property
+    def outcomes(self) -> list[tuple[bool, ...]]:
+        """[n][k] Which samples succeeded."""
+        return [one.outcomes for one in self.per_prompt]
+
+    def metrics(self, prefix: str = "eval") -> dict[str, float]:
+        """All numbers by name: avg@k with `/low` and `/high`, pass@1, 2, 4 ... k, maj@k, the mean reward, the mean
+        length of a response in sampled tokens, and the shares of samples that were cut at the token limit, failed, or
+        got no reward."""
+        outcomes, k = self.outcomes, self.k
+        rewards = [reward for one in self.per_prompt for reward in one.rewards if math.isfinite(reward)]
+        answered = [row for row in self.records if row.finish_reason != "error"]
+        lengths = [
+            len(row.tokens) - row.prompt_length if row.action_mask is None else int(row.action_mask.sum())
+            for row in answered
+        ]
+        samples = self.prompts * k
+        found = {f"avg@{k}": self.success, f"avg@{k}/low": self.low, f"avg@{k}/high": self.high}
+        found |= {f"pass@{one}": statistics.pass_at_k(outcomes, one) for one in statistics.powers_of_two(k)}
+        found[f"maj@{k}"] = statistics.maj_at_k([one.answers for one in self.per_prompt], outcomes)
+        found |= {
+            "reward": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+            "length": math.fsum(lengths) / len(lengths) if lengths else math.nan,
+            "truncated": sum(row.finish_reason == "length" for row in answered) / samples,
+            "failed": self.failed / samples,
+            "unscored": self.unscored / samples,
+            "prompts": self.prompts,
+        }
+        return {f"{prefix}/{name}": value for name, value in found.items()}
+
+    def __str__(self) -> str:
+        said = f"avg@{self.k} {self.interval} on {self.prompts} prompts"
+        return f"{said}, {self.failed} samples failed" if self.failed else said
+
+
+def evaluate(
+    engine: Engine,
+    prompts: Any,
+    reward: Any,
+    *,
+    k: int = 1,
+    sampling: Sampling | Mapping[str, Any] | None = None,
+    step: int = 0,
+    seed: int = 0,
+    book: Book | None = None,
+    tokenizer: Any = None,
+    success: float | str | None = None,
+    confidence: float = 0.95,
+    answer: Answer | None = None,
+    name: str = "eval",
+) -> Evaluation:
+    """Sample k answers to each prompt, score them, and say how many succeed.
+
+    - `prompts`: a list of whatever an engine takes, or what has `.every(batch=)` (`rollbook.train.Prompts`). Samples
+      have the ids `{name}-{step}/{row}/{run}`: `row` is the task of a prompt that has an id, else its place. Several
+      sets that are evaluated into one book have a `name` each.
+    - `reward`: whatever `rollbook.rewards.as_reward` takes. `success`: a sample succeeds with a reward of at least this
+      (1.0), or, by name, if that part of the reward is at least 1.
+    - `sampling`: as for training, or greedy ({"temperature": 0}), for which k = 1 says all.
+    - `seed`: the same samples again for the same weights, whatever else is evaluated.
+    - `answer`: what a record answers, for maj@k; by default the answer that its text marks as final (a box, `<answer>`,
+      `####`), else all of it.
+    - `tokenizer`: for rewards that read texts, if the engine has none.
+
+    What goes wrong with some samples is counted, in `failed` and `unscored`, and the others are what they would be.
+    """
+    from rollbook.rewards.choose import as_reward
+    from rollbook.rewards.types import is_reward
+    from rollbook.rollout.types import Sampling
+
+    whole_number("k", k, 1)
+    whole_number("step", step)
+    settings = Sampling.of(sampling, n=k, seed=whole_number("seed", seed))
+    if settings.temperature == 0 and settings.first_temperature is None and k > 1:
+        advise(f"k: got {k} with temperature 0, at which all samples of a prompt are one; k=1 says as much")
+    _check_success(success)
+    asked = _asked(prompts, f"{name}-{step}")
+    source = as_reward(reward)
+    try:
+        samples = engine.generate(asked, settings)
+        scores = _scored(source, samples, tokenizer if tokenizer is not None else getattr(engine, "tokenizer", None))
+    finally:
+        if not is_reward(reward):
+            source.close()
+    _check_part(success, scores)
+    rows = [_record(*each, scores) for each in enumerate(samples)]
+    found = evaluated(rows, success=success, confidence=confidence, answer=answer, step=step)
+    return found if book is None else _kept(found, book)
+
+
+def evaluated(
+    records: Sequence[Experience],
+    *,
+    success: float | str | None = None,
+    confidence: float = 0.95,
+    answer: Answer | None = None,
+    step: int = 0,
+) -> Evaluation:
+    """The evaluation that records amount to, which somebody else made (episodes with tools, a book's): those of one
+    task are the samples of a prompt, as many for each.
+
+    >>> from rollbook import EID, Experience
+    >>> rows = [Experience(eid=EID(batch="eval-0", task=t, run=r), tokens=[1, 2], reward=float(t)) for t in range(2)
+    ...         for r in range(4)]
+    >>> str(evaluated(rows))
+    'avg@4 0.500 (0.003 to 0.997) on 2 prompts'
+    """
+    from rollbook.experiences import Experiences
+
+    _check_success(success)
+    if not len(records):
+        raise ValueError("records: got none, expected at least one prompt's")
+    tasks: dict[str, dict[int, Experience]] = {}
+    for row in records:
+        # Of a run with several records (turns, branches) the last tells how it ended.
+        tasks.setdefault(row.eid.tid, {})[row.eid.run] = row
+    sizes = {len(runs) for runs in tasks.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"records: got {min(sizes)} to {max(sizes)} runs of a task, expected as many of each")
+    per_prompt = []
+    failed = unscored = 0
+    for runs in tasks.values():
+        rows = [runs[run] for run in sorted(runs)]
+        broken = [row.finish_reason == "error" for row in rows]
+        both = list(zip(rows, broken, strict=True))
+        rewards = [math.nan if lost or row.reward is None else float(row.reward) for row, lost in both]
+        failed += sum(broken)
+        unscored += sum(map(math.isnan, rewards)) - sum(broken)
+        per_prompt.append(
+            Answered(
+                task=rows[0].eid.task,
+                prompt=_prompt(rows),
+                outcomes=tuple(_succeeds(row, got, success) for row, got in zip(rows, rewards, strict=True)),
+                rewards=tuple(rewards),
+                answers=tuple(None if lost else (answer or _final)(row) for row, lost in both),
+            )
+        )
+    return Evaluation(
+        step=step,
+        k=sizes.pop(),
+        confidence=confidence,
+        per_prompt=tuple(per_prompt),
+        records=records if isinstance(records, Experiences) else Experiences(list(records)),
+        interval=statistics.share([one.outcomes for one in per_prompt], confidence),
+        failed=failed,
+        unscored=unscored,
+    )
+
+
+def difference(before: Evaluation, after: Evaluation, confidence: float | None = None) -> Interval:
+    """How much more of the samples succeed in `after`, paired by prompt, with its interval (see `statistics.paired`).
+
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> right = lambda response_ids: float(response_ids == [4])
+    >>> old, new = (evaluate(ScriptedEngine([[id]]), [[5], [6], [7]], right) for id in (3, 4))
+    >>> difference(old, new).value
+    1.0
+    """
+    was, now = ({one.task: one for one in each.per_prompt} for each in (before, after))
+    if was.keys() != now.keys():
+        odd = next(iter(was.keys() ^ now.keys()))
+        whose = "after" if odd in was else "before"
+        raise ValueError(f"{whose}: got no prompt {odd!r}, expected the same prompts before and after")
+    for task, one in was.items():
+        if one.prompt != now[task].prompt:
+            raise ValueError(
+                f"prompt {task!r}: got {now[task].prompt[:60]!r} after, expected {one.prompt[:60]!r}, as before"
+            )
+    return statistics.paired(
+        [was[task].outcomes for task in was],
+        [now[task].outcomes for task in was],
+        before.confidence if confidence is None else confidence,
+    )
+
+
+# --- asking ---------------------------------------------------------------------------------------------------------
+
+
+def _asked(prompts: Any, batch: str) -> list[Prompt]:
+    """The prompts with ids of this evaluation."""
+    from rollbook.rollout.types import Prompt
+
+    given = prompts.every(batch=batch) if hasattr(prompts, "every") else prompts
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+        raise ValueError(f"prompts: got {type(given).__name__}, expected a list of prompts")
+    if not given:
+        raise ValueError("prompts: got none, expected at least one")
+    made = []
+    for row, one in enumerate(map(Prompt.of, given)):
+        task = row if one.eid is None or one.eid.task == "" else one.eid.task
+        made.append(one.replace(eid=EID(batch=batch, task=task, suffix="")))
+    return made
+
+
+def _scored(source: Any, samples: Sequence[Sample], tokenizer: Any) -> Scores:
+    """Scores of all samples; of those that failed there are none."""
+    from rollbook.rewards.types import RewardInput, Scores
+
+    answered = [i for i, one in enumerate(samples) if not one.failed]
+    inputs = []
+    for i in answered:
+        # Without a tokenizer nobody can read it, and a reward may look at ids alone.
+        unread = samples[i].text is None and tokenizer is None
+        inputs.append(RewardInput.of(samples[i].replace(text="") if unread else samples[i], tokenizer))
+    found = source(inputs) if inputs else Scores(rewards=[])
+    if len(found) != len(inputs):
+        raise ValueError(f"reward: got {len(found)} scores back, expected {len(inputs)}, one for each sample")
+    rewards = [math.nan] * len(samples)
+    errors: list[str | None] = [None] * len(samples)
+    metrics = {name: [math.nan] * len(samples) for name in found.metrics}
+    for place, i in enumerate(answered):
+        rewards[i], errors[i] = found.rewards[place], found.errors[place]
+        for name, values in found.metrics.items():
+            metrics[name][i] = values[place]
+    return Scores(rewards=rewards, errors=errors, metrics=metrics)
+
+
+def _record(i: int, sample: Sample, scores: Scores) -> Experience:
+    """Sample i with its reward; none, rather than NaN, where there is none: SQL's averages leave it out."""
+    row = sample.to_experience()
+    reward, error = scores.rewards[i], scores.errors[i]
+    if not math.isnan(reward):
+        row.reward = reward
+    if error is not None:
+        row.info["reward_error"] = error
+    row.metrics |= {name: values[i] for name, values in scores.metrics.items() if not math.isnan(values[i])}
+    return row
+
+
+def _kept(found: Evaluation, book: Book) -> Evaluation:
+    """The evaluation with its records in the book, for evaluation alone.
+
+    The same again is nothing new. Another one of the same step and seed (other weights, other options) is kept beside
+    the first: the ends of its ids say which it is, and hours of sampling are not lost over a name that is taken.
+    """
+    import dataclasses
+
+    from rollbook.book.errors import Conflict
+    from rollbook.experiences import Experiences
+
+    rows = list(found.records)
+    for again in itertools.count(2):
+        try:
+            book.append(rows, evaluation=True)
+        except Conflict:
+            rows = [row.replace(eid=row.eid.replace(suffix=f"{was.eid.suffix}-{again}"))
+                    for row, was in zip(rows, found.records, strict=True)]  # fmt: skip
+        else:
+            break
+    return found if again == 2 else dataclasses.replace(found, records=Experiences(rows))
+
+
+# --- judging --------------------------------------------------------------------------------------------------------
+
+
+def _check_success(success: float | str | None) -> None:
+    if success is not None and not (isinstance(success, str) and success):
+        number("success", success, -1e30, 1e30, "a reward that counts as success, or the name of a part of it")
+
+
+def _check_part(success: float | str | None, scores: Scores) -> None:
+    """A part that the reward does not have is a mistake; where nothing was scored, nobody can tell."""
+    scored = any(not math.isnan(one) for one in scores.rewards)
+    if isinstance(success, str) and success not in scores.metrics and scored:
+        raise ValueError(f"success: got {success!r}, which is no part of the reward{near(success, scores.metrics)}")
+
+
+def _succeeds(row: Experience, reward: float, success: float | str | None) -> bool:
+    if math.isnan(reward):
+        return False
+    if isinstance(success, str):
+        return float(row.metrics.get(success, math.nan)) >= 1 - _NEARLY
+    bound = 1.0 if success is None else float(success)
+    return reward >= bound - _NEARLY * max(1.0, abs(bound))
+
+
+def _final(row: Experience) -> str | None:
+    """The answer that a response marks as its own, else all of it; token ids where there is no text."""
+    from rollbook.rewards.answers import final_answer
+
+    if row.response_text is None:
+        return " ".join(map(str, row.tokens[row.prompt_length :].tolist()))
+    marked = final_answer(row.response_text)
+    return (row.response_text if marked is None else marked).strip() or None
+
+
+def _prompt(rows: Sequence[Experience]) -> str:
+    """What was asked, as far as any of its samples tells: one that failed early may not."""
+    for row in rows:
+        if row.prompt_text:
+            return str(row.prompt_text)
+    ids = max((row.tokens[: row.prompt_length].tolist() for row in rows), key=len)
+    return hashlib.blake2b(repr(ids).encode(), digest_size=8).hexdigest()
+
+
+__all__ = ["Answer", "Answered", "Evaluation", "difference", "evaluate", "evaluated"]

@@ -1,0 +1,234 @@
+"""Records of answers that were given: rows with a `response` for SFT, with `chosen` and `rejected` for DPO.
+
+Invariant: the prompt's ids are those that an engine would give the model for it; an answer's ids end with the token
+that ends a response, or the record says that they were cut; and what makes no record is said and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from rollbook.algorithms.registry import choice, whole_number
+from rollbook.experience import Experience
+from rollbook.experiences import Experiences
+from rollbook.ids import EID
+from rollbook.rollout.engine import made_up_batch
+from rollbook.rollout.processing import Prepared, Preparer, placeholders
+from rollbook.rollout.rendering import Renderer
+from rollbook.rollout.types import Prompt
+from rollbook.train.data import Prompts
+from rollbook.train.rows import ANSWERS
+
+log = logging.getLogger("rollbook.train")
+
+Kind = Literal["sft", "dpo"]
+
+
+class SupervisedMaker:
+    """Makes records of prompts and the answers that stand beside them; a trainer takes it in place of a maker that
+    samples.
+
+    - `kind`: `sft` learns from the `response` in a prompt's `info`, `dpo` from `chosen` and `rejected`.
+    - `processor`: for prompts with images; `tokenizer` may be one, too.
+    - `max_tokens`: of prompt and answer together. A longer answer is cut, without an end: `truncate_status` is
+      `response_truncated`, and `info["response_truncated_from"]` (or `chosen_...`, `rejected_...`) says how long it
+      was. A prompt that leaves no room for one token of an answer is left out (`long_prompts="drop"`: a warning names
+      it, `metrics` count it) or is an `error`.
+    - `eos_token_id`: what ends an answer, if not the tokenizer's own. `add_special_tokens`: as the engine has it.
+
+    `metrics` are of the last call.
+
+    >>> from transformers import PreTrainedTokenizerFast
+    >>> from tokenizers import Tokenizer, models, pre_tokenizers
+    >>> inner = Tokenizer(models.WordLevel({"<eos>": 0, "2": 1, "+": 2, "=": 3, "4": 4}, unk_token="<eos>"))
+    >>> inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    >>> maker = SupervisedMaker(tokenizer)
+    >>> record = maker.make_records(Prompts([{"prompt": "2+2=", "response": "4"}]).take(1, step=7))[0]
+    >>> record, record.tokens.tolist(), record.action_mask.tolist()
+    (Experience(7/0/0/0/sft, single_turn, 4+2 tokens), [1, 2, 1, 3, 4, 0], [True, True])
+    """
+
+    engine: None = None
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        kind: Kind = "sft",
+        processor: Any = None,
+        max_tokens: int | None = None,
+        *,
+        long_prompts: Literal["drop", "error"] = "drop",
+        eos_token_id: int | None = None,
+        add_special_tokens: bool = False,
+    ) -> None:
+        choice("kind", kind, ("sft", "dpo"))
+        choice("long_prompts", long_prompts, ("drop", "error"))
+        self.kind = kind
+        self.max_tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 2)
+        self.long_prompts = long_prompts
+        self.preparer = Preparer(tokenizer, processor, add_special_tokens=add_special_tokens)
+        self.tokenizer: Any = self.preparer.tokenizer
+        if self.tokenizer is None:
+            raise ValueError("tokenizer: got None, expected one: answers are text")
+        found = self.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
+        if found is None:
+            raise ValueError("eos_token_id: got None and a tokenizer without one, expected the id that ends an answer")
+        self.eos_token_id = whole_number("eos_token_id", found)
+        self.metrics: dict[str, float] = {}
+        self._media = frozenset(placeholders(self.preparer.processor).values())
+
+    def make_records(self, prompts: Iterable[Prompt], **ignored: Any) -> Experiences:
+        """The records of prompts that have answers, under their ids; sampling options mean nothing here."""
+        rows, dropped = [], []
+        fresh = made_up_batch()
+        for i, given in enumerate(prompts):
+            prompt = given if given.eid is not None else given.replace(eid=EID(batch=fresh, task=i, suffix=""))
+            try:
+                row = self._record(prompt)
+            except ValueError as error:
+                raise ValueError(f"{_called(prompt)}: {error}") from error
+            if row is None:
+                dropped.append(_called(prompt))
+            else:
+                rows.append(row)
+        if dropped:
+            log.warning(
+                "%d of %d prompts leave no room for an answer in %s tokens, and are left out: %s",
+                len(dropped), len(rows) + len(dropped), self.max_tokens, ", ".join(dropped[:8]),
+            )  # fmt: skip
+        if not rows:
+            raise ValueError(f"prompts: got {len(dropped)}, all of them too long, expected some that leave room"
+                             if dropped else "prompts: got none, expected some")  # fmt: skip
+        lengths = [_lengths(row) for row in rows]
+        self.metrics = {
+            "supervised/records": float(len(rows)),
+            "supervised/dropped": float(len(dropped)),
+            "supervised/cut": float(sum(row.truncate_status is not None for row in rows)),
+            "supervised/prompt_length": sum(prompt for prompt, _ in lengths) / len(rows),
+            "supervised/response_length": sum(response for _, response in lengths) / len(rows),
+        }
+        return Experiences(rows)
+
+    # --- one record ---------------------------------------------------------------------------------------------------
+
+    def _record(self, prompt: Prompt) -> Experience | None:
+        names = ("response",) if self.kind == "sft" else ("chosen", "rejected")
+        answers = {name: prompt.info[name] for name in names if prompt.info.get(name) is not None}
+        missing = next((name for name in names if name not in answers), None)
+        if missing is not None:
+            known = [name for name in ANSWERS if name in prompt.info] or ["none"]
+            raise ValueError(
+                f"{missing}: got nothing, expected an answer to learn from; the row has {', '.join(known)}"
+            )
+        prepared = self.preparer.prepare(prompt)
+        room = None if self.max_tokens is None else self.max_tokens - len(prepared.ids)
+        if room is not None and room < 1:
+            if self.long_prompts == "drop":
+                return None
+            raise ValueError(
+                f"prompt: got {len(prepared.ids)} tokens, expected fewer than {self.max_tokens} (max_tokens)"
+            )
+        info = {name: value for name, value in prompt.info.items() if name not in names}
+        info |= {name: value for name in ("reference", "label") if (value := getattr(prompt, name)) is not None}
+        ids = {}
+        for name, answer in answers.items():
+            whole = self._ids(name, prompt, prepared, answer)
+            ids[name] = whole[:room]
+            if len(ids[name]) < len(whole):
+                info[f"{name}_truncated_from"] = len(whole)
+        cut = any(f"{name}_truncated_from" in info for name in names)
+        chats = {name: _chat(prompt, answer) for name, answer in answers.items()}
+        given: dict[str, Any]
+        if self.kind == "sft":
+            given = {
+                "tokens": [*prepared.ids, *ids["response"]],
+                "prompt_length": len(prepared.ids),
+                "finish_reason": "length" if cut else "stop",
+                "response_text": _text(answers["response"]),
+                "messages": chats["response"],
+            }
+        else:
+            given = {"tokens": list(prepared.ids), **ids, "messages": _messages(prompt)}
+            given |= {f"{name}_messages": chats[name] for name in names}
+        return Experience(
+            eid=(prompt.eid or EID()).replace(suffix=self.kind),
+            truncate_status="response_truncated" if cut else None,
+            prompt_text=prepared.text,
+            tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
+            multi_modal_inputs=prepared.media,
+            group_size=1,
+            info=info,
+            **given,
+        )
+
+    def _ids(self, name: str, prompt: Prompt, prepared: Prepared, answer: Any) -> list[int]:
+        """[n] An answer's ids, with the end. A message with more than text is written by the chat template."""
+        text = answer if isinstance(answer, str) else self._rendered(name, prompt, prepared.text or "", answer)
+        # Some tokenizers put a space before a text's first word, which is not there after a prompt.
+        found = Renderer(self.tokenizer, chat=False).encode_after(prepared.text or "", text)
+        if not found or found[-1] != self.eos_token_id:
+            found.append(self.eos_token_id)
+        bare = next((token for token in found if token in self._media), None)
+        if bare is not None:
+            raise ValueError(f"{name}: got a placeholder of media (token {bare}), expected text alone")
+        return found
+
+    def _rendered(self, name: str, prompt: Prompt, start: str, message: Mapping[str, Any]) -> str:
+        if prompt.messages is None:
+            raise ValueError(f"{name}: got a message with {', '.join(message)}, expected text: the prompt is no chat")
+        holder = self.preparer.processor if hasattr(self.preparer.processor, "chat_template") else self.tokenizer
+        whole = Renderer(holder, tools=prompt.tools).text([*prompt.messages, message], generation=False)
+        if not whole.startswith(start):
+            raise ValueError(
+                f"{name}: the chat template writes the prompt otherwise before this answer, expected the same"
+            )
+        # What a template writes after the end of a turn, a line break mostly, is not sampled.
+        text, end = whole[len(start) :], self.tokenizer.decode([self.eos_token_id])
+        return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
+
+
+def records_of_rows(
+    rows: Prompts | Sequence[Mapping[str, Any] | Prompt],
+    tokenizer: Any,
+    kind: Kind = "sft",
+    *,
+    batch: int | str = 0,
+    **options: Any,
+) -> Experiences:
+    """The records of rows, or of prompts, that have answers: of all rows of `Prompts`, in the order of the data.
+
+    Prompts with ids keep them; the others are tasks of `batch`, numbered by row. `options` are `SupervisedMaker`'s.
+    """
+    if not isinstance(rows, Prompts) and all(isinstance(row, Prompt) and row.eid is not None for row in rows):
+        return SupervisedMaker(tokenizer, kind, **options).make_records(rows)  # type: ignore[arg-type]
+    many = rows if isinstance(rows, Prompts) else Prompts(rows)
+    return SupervisedMaker(tokenizer, kind, **options).make_records(many.every(batch))
+
+
+def _called(prompt: Prompt) -> str:
+    return f"prompt {'' if prompt.eid is None else prompt.eid.tid}"
+
+
+def _text(answer: Any) -> str:
+    content = answer if isinstance(answer, str) else answer.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _messages(prompt: Prompt) -> list[dict[str, Any]] | None:
+    return None if prompt.messages is None else [dict(message) for message in prompt.messages]
+
+
+def _chat(prompt: Prompt, answer: Any) -> list[dict[str, Any]] | None:
+    before = _messages(prompt)
+    said = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
+    return None if before is None else [*before, said]
+
+
+def _lengths(row: Experience) -> tuple[int, float]:
+    """Of the prompt and of the answer; of a pair, of both answers on average."""
+    if row.chosen is not None and row.rejected is not None:
+        return len(row.tokens), (len(row.chosen) + len(row.rejected)) / 2
+    return row.prompt_length, len(row.tokens) - row.prompt_length

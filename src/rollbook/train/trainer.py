@@ -1,0 +1,395 @@
+"""`Trainer`: the loop closed: make experience, keep it, lease it, learn from it, acknowledge it.
+
+Invariant: what a step does follows from the seed, the step's number and the state before it; a run that was killed and
+goes on from a checkpoint makes the same records, by the same ids, and learns the same from them. A record is
+acknowledged once in the lineage of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rollbook.algorithms.filters import zero_variance
+from rollbook.algorithms.registry import number, whole_number
+from rollbook.book.book import Book
+from rollbook.book.leasing import Lease
+from rollbook.experiences import Experiences
+from rollbook.progress import Stages, advise
+from rollbook.ragged import Ragged
+from rollbook.rollout.types import Prompt
+from rollbook.train import saving
+from rollbook.train.algorithm import Algorithm
+from rollbook.train.completing import complete
+from rollbook.train.intake import Intake
+from rollbook.train.learner import Batching, Learner
+from rollbook.train.optimizing import Optimizing
+
+if TYPE_CHECKING:
+    from rollbook.train.data import Prompts
+    from rollbook.train.evaluating import Evaluation
+
+
+@dataclass(frozen=True)
+class Report(Mapping[str, float]):
+    """What a step was: its metrics by name.
+
+    >>> Report(3, {"loss": 0.5}, ["3/0/0/0/a"])["loss"]
+    0.5
+    """
+
+    step: int
+    metrics: dict[str, float]
+    uids: list[str]
+    """The records that were learnt from."""
+
+    def __getitem__(self, name: str) -> float:
+        return self.metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metrics)
+
+    def __len__(self) -> int:
+        return len(self.metrics)
+
+
+class Trainer:
+    """A policy that gets better by its own experience, kept in a book.
+
+    - `actor`: a `rollbook.models.Actor`. `maker`: whatever has `make_records(prompts, **generate)`: a
+      `NaiveExperienceMaker`, an `EpisodeMaker`, a `SupervisedMaker`; `None`: others bring records to the book.
+    - `book`: where records are kept and leased from. `algorithm`: an `Algorithm`, or a preset's name.
+    - `prompts`: a `Prompts`; each step takes `groups` of them. `generate`: options of sampling (`max_tokens`, ...).
+    - `critic`, `reference`, `teacher`: models that the algorithm may need; a reference that is needed and not given is
+      the actor as it is now.
+    - `optimizer`, `critic_optimizer`, `batching`, `precision`, `nonfinite_limit`: the `Learner`'s.
+    - `intake`: which records a step takes; `expert`: a book of an expert's, for `intake.expert_share`.
+    - `trackers`: what metrics go to, beside the book; each has `log(step, metrics)`.
+    - `folder`: where checkpoints go; `keep`: how many of them. `success`: the reward from which a response counts.
+
+    >>> from rollbook import open
+    >>> from rollbook.experience_maker import NaiveExperienceMaker
+    >>> from rollbook.models import Actor
+    >>> from rollbook.train import Prompts, maker_config
+    >>> from transformers import LlamaConfig
+    >>> _ = torch.manual_seed(0)
+    >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                           num_attention_heads=2, max_position_embeddings=16))
+    >>> how = Algorithm.of("grpo", n=4, kl_coef=0.0)
+    >>> maker = NaiveExperienceMaker(actor, None, None, None, None, 8, None, config=maker_config(how, seed=0),
+    ...                              reward_fn=lambda response_ids: response_ids[0] / 32)
+    >>> prompts = Prompts([{"prompt": [5, 6]}, {"prompt": [7]}])
+    >>> trainer = Trainer(actor, maker, open("memory:"), how, prompts=prompts, groups=2, generate={"max_tokens": 2})
+    >>> report = trainer.step()
+    >>> report.step, report["records"], trainer.book.counts().trained
+    (1, 8.0, 8)
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        maker: Any,
+        book: Book,
+        algorithm: Algorithm | str,
+        *,
+        prompts: Prompts | None = None,
+        groups: int = 64,
+        generate: Mapping[str, Any] | None = None,
+        critic: Any = None,
+        reference: Any = None,
+        teacher: Any = None,
+        optimizer: Optimizing | None = None,
+        critic_optimizer: Optimizing | None = None,
+        batching: Batching | None = None,
+        precision: str = "float32",
+        nonfinite_limit: int = 3,
+        intake: Intake | None = None,
+        expert: Book | None = None,
+        seed: int = 0,
+        trackers: Iterable[Any] = (),
+        folder: Any = None,
+        keep: int | None = None,
+        success: float = 1.0,
+    ) -> None:
+        self.actor, self.maker, self.book = actor, maker, book
+        self.algorithm = Algorithm.of(algorithm)
+        self.prompts, self.groups = prompts, whole_number("groups", groups, 1)
+        self.generate = dict(generate or {})
+        self.critic, self.teacher = critic, teacher
+        self._own_reference = self.algorithm.needs_reference and reference is None
+        self.reference = actor.reference() if self._own_reference else reference
+        self.intake = Intake() if intake is None else intake
+        self.expert, self._experts = expert, list[str]()
+        self.seed = whole_number("seed", seed)
+        self.trackers = list(trackers)
+        self.folder = None if folder is None else Path(folder)
+        self.keep = keep
+        self.success = number("success", success)
+        self.done = 0
+        """How many steps were done: the version of the policy."""
+        if maker is not None and prompts is None:
+            raise ValueError("prompts: got None, expected some for the maker, or maker=None")
+        if self.algorithm.needs_teacher and teacher is None:
+            raise ValueError(f"teacher: got None, and {self.algorithm.name} ({self.algorithm.estimator}) needs one")
+        self.max_tokens: int | None = self.generate.get("max_tokens", self.generate.get("max_new_tokens"))
+        self.learner = Learner(
+            actor,
+            self.algorithm,
+            critic=critic,
+            reference=self.reference,
+            optimizer=optimizer,
+            critic_optimizer=critic_optimizer,
+            batching=batching,
+            precision=precision,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            nonfinite_limit=nonfinite_limit,
+        )
+        book.consumer(self.intake.consumer, change=True, **self.intake.settings())
+        self._announce()
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> Report:
+        """Make experience, learn from it, acknowledge it; what that was like.
+
+        Without anything to lease (a book that others fill, and did not) nothing is learnt and no step is counted:
+        `report["records"]` is 0.
+        """
+        step = self.done + 1
+        begun = time.perf_counter()
+        stages = Stages()
+        with stages("make"):
+            metrics = self._make(step)
+        with self._lease() as lease:
+            with stages("take"):
+                own = lease.experiences if len(lease) else None
+            if own is None:
+                return Report(step, {**metrics, "records": 0.0, "waited_for": 1.0}, [])
+            with stages("learn"):
+                records, flags = self._beside(own, step)
+                records = self.completed(records)
+                learned = self.learner.learn(records, step=step, expert=flags, weights=lease.weights)
+            with stages("acknowledge"):
+                told = dict(zip(lease.uids, learned.places, strict=False))
+                lease.ack(step=step, details=told)
+                self.done = step
+                self._announce()
+        metrics |= self._measured(own) | learned.metrics | stages.metrics()
+        metrics |= self._paced(own, time.perf_counter() - begun)
+        if "kl" not in metrics and "policy/ppo_kl" in metrics:
+            metrics["kl"] = metrics["policy/ppo_kl"]
+        self.track(step, metrics)
+        return Report(step, metrics, lease.uids)
+
+    def _make(self, step: int) -> dict[str, float]:
+        """Bring a step's experience to the book."""
+        if self.maker is None or self.prompts is None or (step - 1) % self.intake.make_every:
+            return {}
+        missing, made, dropped = self.groups, 0, 0
+        for round_ in range(1 + self.algorithm.refill):
+            prompts = self.prompts.take(missing, step)
+            if round_:
+                prompts = [_renamed(prompt, f"refill{round_}-{step}") for prompt in prompts]
+            records = self.maker.make_records(prompts, **self.generate)
+            self.book.append(records)
+            made += len(records)
+            if not self.algorithm.drop_constant_groups:
+                break
+            constant = _constant(records)
+            if constant:
+                self.book.drop(constant, "constant group", consumer=self.intake.consumer)
+            gone = len({uid.rsplit("/", 3)[0] for uid in constant})
+            dropped += gone
+            missing = gone
+            if not missing:
+                break
+        found = {name: value for name, value in dict(self.maker.metrics).items() if math.isfinite(value)}
+        return {**found, "made": float(made), "dropped_groups": float(dropped)}
+
+    def _lease(self) -> Lease:
+        by, count = "group", self.groups
+        if self.algorithm.estimator is None:
+            by = "experience"
+        return self.book.lease(count, by=by, consumer=self.intake.consumer, timeout=self.intake.timeout)
+
+    def _beside(self, own: Experiences, step: int) -> tuple[Experiences, list[bool] | None]:
+        """A step's own records and an expert's beside them, and which are the expert's."""
+        given = self.intake.experts(self.expert, len(own), seed=self.seed, step=step, known=self._experts)
+        if given is None:
+            return own, [False] * len(own) if self.algorithm.mixed else None
+        both = Experiences([*own, *given])
+        return both, [i >= len(own) for i in range(len(both))] if self.algorithm.mixed else None
+
+    def completed(self, records: Experiences) -> Experiences:
+        """Records with all that the algorithm learns from."""
+        return complete(
+            records,
+            self.algorithm,
+            actor=self.actor,
+            critic=self.critic,
+            reference=self.reference,
+            teacher=self.teacher,
+            token_budget=self.learner.batching.token_budget,
+            max_tokens=self.max_tokens,
+        )
+
+    def _announce(self) -> None:
+        """Say which version the policy has: to the engine, whose weights are the actor's own, and to the book."""
+        engine = getattr(self.maker, "engine", None)
+        if engine is not None:
+            engine.version = self.done
+        known = self.book.policy_version
+        if known is None or known < self.done:
+            self.book.announce(self.done)
+
+    # --- what there is to say -------------------------------------------------------------------------------------
+
+    def _measured(self, own: Experiences) -> dict[str, float]:
+        """Means over a step's records."""
+        rewards = np.array([math.nan if value is None else float(value) for value in own.values("reward")])
+        known = rewards[~np.isnan(rewards)]
+        lengths = own.token_lengths() - own.prompt_lengths()
+        made = {"records": float(len(own)), "length": float(lengths.mean())}
+        if len(known):
+            made |= {"reward": float(known.mean()), "success": float((known >= self.success).mean())}
+        entropy = own.column("entropy")
+        if isinstance(entropy, Ragged) and entropy.valid is None and len(entropy.values):
+            made["entropy"] = float(np.asarray(entropy.values, dtype=np.float64).mean())
+        versions = [value for value in own.values("policy_versions") if value is not None]
+        oldest = [int(value) if isinstance(value, int) else int(value.min()) for value in versions if _any(value)]
+        if oldest:
+            made["staleness"] = float(self.done - 1 - np.mean(oldest))
+        return made
+
+    def _paced(self, own: Experiences, seconds: float) -> dict[str, float]:
+        made = {"seconds": seconds, "tokens": float(own.token_lengths().sum())}
+        made["tokens_per_second"] = made["tokens"] / max(seconds, 1e-9)
+        if torch.cuda.is_available() and self.actor.device.type == "cuda":
+            made["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.actor.device) / 2**30
+        return made
+
+    def track(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Give metrics to the book and to all trackers."""
+        self.book.log(step, metrics)
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+
+    def evaluate(self, prompts: Prompts, reward: Any, **options: Any) -> Evaluation:
+        """Sample held-out prompts with the policy as it is; kept in the book, never trained on, and tracked.
+
+        `options` are those of `rollbook.train.evaluate`.
+        """
+        from rollbook.train.evaluating import evaluate
+
+        engine = getattr(self.maker, "engine", None) or self.actor.engine
+        options = {"seed": self.seed, "sampling": self.generate, **options}
+        found = evaluate(engine, prompts, reward, step=self.done, book=self.book, **options)
+        self.track(self.done, found.metrics())
+        return found
+
+    # --- a run ----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        steps: int,
+        *,
+        save_every: int | None = None,
+        on_step: Callable[[Report], Any] | None = None,
+    ) -> list[Report]:
+        """Steps up to number `steps`, counted from the run's beginning; their reports.
+
+        Saves every `save_every` of them and at the end, if there is a folder; ends early where a book that others fill
+        has nothing more to lease.
+        """
+        whole_number("steps", steps)
+        reports: list[Report] = []
+        while self.done < steps:
+            report = self.step()
+            if not report["records"]:
+                if self.maker is None:
+                    advise(f"step {report.step}: the book has nothing more to lease")
+                    break
+                self.done += 1  # every group was dropped: the prompts are spent, and the weights stay as they are
+                self._announce()
+            reports.append(report)
+            if on_step is not None:
+                on_step(report)
+            if self.folder is not None and save_every and self.done % save_every == 0 and self.done < steps:
+                self.save()
+        if self.folder is not None and reports:
+            self.save()
+        return reports
+
+    def save(self) -> Path:
+        """Write a checkpoint of everything, and name this point of the book."""
+        if self.folder is None:
+            raise ValueError("folder: got None, expected where checkpoints go")
+        name = saving.name_of(self.done)
+        if any(point.name == name for point in self.book.checkpoints()):
+            self.book.forget(name)
+        self.book.checkpoint(name)
+        told: dict[str, Any] = {
+            "seed": self.seed,
+            "algorithm": self.algorithm.name,
+            "book": name,
+            "prompts": None if self.prompts is None else self.prompts.state_dict(),
+        }
+        found = saving.save(
+            self.folder,
+            self.done,
+            actor=self.actor,
+            critic=self.critic,
+            state={"learner": self.learner.state_dict()},
+            told=told,
+        )
+        for gone in saving.prune(self.folder, self.keep):
+            self.book.forget(saving.name_of(gone.step))
+        return found.path
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint in the folder, the book rewound to it; whether there was one.
+
+        Records that came later are dropped from the book, and made again by the same ids.
+        """
+        found = [] if self.folder is None else saving.saved(self.folder)
+        if not found:
+            return False
+        last = found[-1]
+        told = last.told()
+        if told["seed"] != self.seed:
+            raise ValueError(f"seed: got {self.seed}, and the run at {self.folder} has {told['seed']}")
+        saving.load_weights(self.actor, last.model)
+        if self.critic is not None and last.critic is not None:
+            saving.load_weights(self.critic, last.critic)
+        if self._own_reference and isinstance(self.reference, torch.nn.Module):
+            saving.load_weights(self.reference, found[0].model)
+        self.learner.load_state_dict(saving.load_state(last)["learner"])
+        if self.prompts is not None:
+            self.prompts.load_state_dict(told["prompts"])
+        self.book.rewind(told["book"], later="drop")
+        self.done = last.step
+        self._announce()
+        return True
+
+
+def _renamed(prompt: Prompt, batch: str) -> Prompt:
+    return prompt if prompt.eid is None else prompt.replace(eid=prompt.eid.replace(batch=batch))
+
+
+def _any(value: Any) -> bool:
+    return isinstance(value, int) or len(value) > 0
+
+
+def _constant(records: Experiences) -> list[str]:
+    """The ids of records whose group's rewards are all equal."""
+    ids = records.eids()
+    kept = zero_variance(records.values("reward"), [eid.tid for eid in ids], [eid.rid for eid in ids]).keep
+    return [eid.uid for eid, keep in zip(ids, kept.tolist(), strict=True) if not keep]

@@ -1,0 +1,105 @@
+"""A warm-up: supervised steps before reinforcement, until a model succeeds now and then.
+
+Invariant: what a warm-up does follows from its seed and the rows; it stops at the first look at which the model, by
+sampling, succeeds often enough, and the rows it is looked at with are not those that a run is judged by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollbook.algorithms.registry import number, whole_number
+from rollbook.train.data import Prompts
+from rollbook.train.evaluating import evaluate
+from rollbook.train.learner import Batching, Learner
+from rollbook.train.optimizing import Optimizing
+from rollbook.train.supervised import SupervisedMaker
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """How long to learn from given answers first.
+
+    >>> WarmUp(until=0.2).steps
+    100
+    """
+
+    steps: int = 100
+    """The most supervised steps."""
+    until: float | None = None
+    """The share of sampled answers that succeed at which it is over; none: all steps are done."""
+    every: int = 5
+    """How often to look whether it is over."""
+    rows: int = 128
+    """Rows of each supervised step."""
+    checked: int = 256
+    """Rows that are sampled at each look."""
+    optimizer: Optimizing = Optimizing(lr=3e-3, warmup=30)
+    """How weights move meanwhile."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "every", "rows", "checked"):
+            whole_number(f"warmup.{name}", getattr(self, name), 0 if name == "steps" else 1)
+        if self.until is not None:
+            number("warmup.until", self.until, 0, 1)
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What a warm-up came to."""
+
+    steps: int
+    loss: float
+    success: float | None
+    """At the last look, of rows that it did not learn from."""
+
+
+def warm_up(
+    actor: Any,
+    prompts: Prompts,
+    how: WarmUp,
+    *,
+    reward: Any = None,
+    sampling: Any = None,
+    seed: int = 0,
+    precision: str = "float32",
+    token_budget: int = 16384,
+    on_step: Callable[[int, float, float | None], Any] | None = None,
+) -> Warmed:
+    """Supervised steps on the prompts' answers (`response`); `on_step(step, loss, success)` is told of each.
+
+    >>> from rollbook.models import Actor
+    >>> from rollbook.train.recipes import letters
+    >>> model, words = letters.model(hidden=32, heads=1, layers=1)
+    >>> done = warm_up(Actor(model, tokenizer=words), Prompts(letters.rows(500)), WarmUp(steps=3, rows=16))
+    >>> done.steps, done.success
+    (3, None)
+    """
+    if how.until is not None and reward is None:
+        raise ValueError(f"reward: got None, expected one, since warmup.until is {how.until:g}")
+    check: Prompts | None = None
+    if how.until is not None:
+        prompts, check = prompts.split(min(how.checked, len(prompts) // 2), seed=seed)
+    maker = SupervisedMaker(actor.tokenizer, processor=actor.processor)
+    learner = Learner(
+        actor,
+        "sft",
+        optimizer=how.optimizer,
+        batching=Batching(token_budget=token_budget),
+        precision=precision,
+        seed=seed,
+    )
+    loss, success, done = 0.0, None, 0
+    for step in range(1, how.steps + 1):
+        records = maker.make_records(prompts.take(how.rows, f"warmup-{step}"))
+        loss, done = learner.learn(records, step=step).metrics["loss"], step
+        look = check is not None and step % how.every == 0
+        if look:
+            success = evaluate(actor.engine, check, reward, sampling=sampling, step=step, seed=seed).success
+        if on_step is not None:
+            on_step(step, loss, success if look else None)
+        if how.until is not None and success is not None and success >= how.until:
+            break
+    return Warmed(done, loss, success)

@@ -1,0 +1,7 @@
+"""One thread: at this size several only wait for each other."""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)

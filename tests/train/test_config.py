@@ -1,0 +1,606 @@
+"""The configuration: what is read is what was meant, what is wrong is named, and what is shown can be read again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rollbook.algorithms import ESTIMATORS, KL, LOSSES
+from rollbook.book.samplers import SAMPLERS as KNOWN_SAMPLERS
+from rollbook.train.algorithm import PRESET_NAMES, Algorithm
+from rollbook.train.config import Config, ConfigError, differences, effective, loading, shown
+from rollbook.train.config.kinds import (
+    Either,
+    Kind,
+    Listing,
+    Nullable,
+    Number,
+    Plain,
+    Section,
+    Switch,
+    Table,
+    Text,
+    section_in,
+)
+from rollbook.train.config.page import page
+from rollbook.train.config.parts import SAMPLERS
+from rollbook.train.config.reading import argument, scalar, yaml_values
+from rollbook.train.config.sections import section_of
+from rollbook.train.config.writing import flow
+from rollbook.train.intake import Intake
+from rollbook.train.learner import Batching
+from rollbook.train.optimizing import Optimizing
+from rollbook.train.warming import WarmUp
+
+TOP = section_of(Config)
+SECTIONS = {name: inner for name, key in TOP.keys.items() if (inner := section_in(key.kind)) is not None}
+
+
+def every_key() -> list[tuple[str, str]]:
+    """(section, key) of all there are; the section of those at the top is empty."""
+    inner = [(name, key) for name, section in SECTIONS.items() for key in section.keys]
+    return [("", name) for name in TOP.keys if name not in SECTIONS] + inner
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text, encoding="utf-8")
+    return folder / name
+
+
+def refused(file: Path | str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        effective(file, overrides)
+    return str(caught.value)
+
+
+# --- any configuration ------------------------------------------------------------------------------------------------
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = {
+    "estimator": st.none() | st.sampled_from(sorted(ESTIMATORS)),
+    "loss": st.sampled_from(sorted(LOSSES)),
+    "kl_estimator": st.sampled_from(sorted(KL)),
+    "kl_in": st.sampled_from(["loss", "reward"]),
+    "schedule": st.sampled_from(["constant", "linear", "cosine"]),
+    "model_type": st.text(min_size=1),
+}
+
+
+def values(kind: Kind) -> st.SearchStrategy[Any]:
+    """Anything that a key of this kind takes."""
+    match kind:
+        case Switch():
+            return st.booleans()
+        case Number():
+            low = kind.low if kind.low is not None else kind.above
+            high = kind.high if kind.high is not None else kind.below
+            if kind.whole:
+                return st.integers(None if low is None else int(low), None if high is None else int(high))
+            drawn = st.floats(low, high, allow_nan=False, allow_infinity=False)
+            return drawn.filter(lambda x: x not in (kind.above, kind.below)).map(
+                lambda x: float(int(x)) if kind.whole_from is not None and x >= kind.whole_from else x
+            )
+        case Text():
+            if kind.choices:
+                return st.sampled_from(kind.choices)
+            return st.from_regex(kind.pattern, fullmatch=True) if kind.pattern else st.text()
+        case Nullable():
+            return st.none() | values(kind.inner)
+        case Either():
+            return st.one_of([values(each) for each in kind.kinds])
+        case Listing():
+            return st.lists(values(kind.item), min_size=kind.length or 0, max_size=kind.length or 3)
+        case Plain():
+            return plain
+        case Table():
+            names = st.sampled_from(kind.names) if kind.names else st.text()
+            return st.dictionaries(names, values(kind.item), max_size=3)
+        case Section():
+            some = st.lists(st.sampled_from(sorted(kind.keys)), max_size=3, unique=True)
+            return some.flatmap(
+                lambda chosen: st.fixed_dictionaries(
+                    {name: NAMES.get(name, values(kind.keys[name].kind)) for name in chosen}
+                )
+            )
+    raise TypeError(kind)
+
+
+STRATEGIES = {name: values(key.kind) for name, key in TOP.keys.items()}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Any configuration: of some sections whatever they take, where its keys agree with each other."""
+    made: dict[str, Any] = {}
+    for name in draw(st.lists(st.sampled_from(sorted(STRATEGIES)), max_size=4, unique=True)):
+        value = draw(STRATEGIES[name])
+        try:
+            Config.of({name: value})
+        except ConfigError:
+            continue
+        made[name] = value
+    try:
+        return Config.of(made)
+    except ConfigError:  # the names of two rewards
+        assume(False)
+        raise
+
+
+@given(configs())
+def test_what_is_shown_reads_back_to_the_same(config: Config) -> None:
+    text = shown(config)
+    read, _ = yaml_values(text, "shown")
+    assert Config.of(read) == config
+    assert read == config.to_dict()
+    assert yaml.safe_load(text) == read, "another reader of YAML"
+    assert Config.of(json.loads(json.dumps(config.to_dict()))) == config
+    assert not differences(Config.of(read), config) and Config.of(read).fingerprint() == config.fingerprint()
+
+
+@given(plain)
+def test_any_plain_value_survives_one_line(value: Any) -> None:
+    assert yaml_values(flow(value), "line")[0] == value
+
+
+@pytest.mark.parametrize(
+    "text", ["\ud800", "\x85\u2028\ufeff\x7f\x00", "a: b # c", "- x", "\U0001f600", "...", " x ", "0x1", "=", "<<"]
+)
+def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
+    made = flow({text: [text]})
+    assert yaml_values(made, "line")[0] == {text: [text]}
+    assert yaml.safe_load(made) == {text: [text]}
+
+
+@given(
+    st.sampled_from(every_key()), st.integers(0, 30), st.sampled_from(["drop", "double", "swap", "x", "_", "9", "é"])
+)
+def test_any_misspelt_key_is_refused_by_its_full_name(where: tuple[str, str], place: int, how: str) -> None:
+    section, name = where
+    at = place % len(name)
+    changed = {
+        "drop": name[:at] + name[at + 1 :],
+        "double": name[:at] + name[at] + name[at:],
+        "swap": name[:at] + name[at + 1 : at + 2] + name[at : at + 1] + name[at + 2 :],
+    }.get(how, name[:at] + how + name[at:])
+    assume(changed not in (SECTIONS[section].keys if section else TOP.keys))
+    inner: Any = {changed: 1}
+    if section == "rewards":
+        inner = [inner]
+    path = f"{section}.0.{changed}" if section == "rewards" else f"{section}.{changed}" if section else changed
+    with pytest.raises(ConfigError) as caught:
+        Config.of({section: inner} if section else inner)
+    assert str(caught.value).startswith(f"{path}: is no key here")
+    assert caught.value.path == path
+
+
+# --- the schema -------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_has_one_sentence_and_a_default() -> None:
+    for section, name in every_key():
+        key = (SECTIONS[section] if section else TOP).keys[name]
+        assert key.doc.endswith(".") and key.doc.count(". ") <= 1 and len(key.doc) < 240, (section, name, key.doc)
+        assert key.kind.expected, name
+    for name, section in SECTIONS.items():
+        assert TOP.keys[name].doc or section.of.__doc__, name
+    assert (
+        Config() == Config.of({})
+        and Config().to_dict()
+        == Config.of({name: {} for name in SECTIONS if name not in ("rewards", "critic_optimizer")}).to_dict()
+    )
+
+
+def test_sections_have_the_fields_and_defaults_of_what_they_are_handed_to() -> None:
+    assert Config().batch.batching() == Batching()
+    assert Config().intake.intake() == Intake(sampler_options={})
+    assert Config(warmup={"steps": 100}).warmup.warm_up() == WarmUp()
+    named = {one.name for one in dataclasses.fields(Intake)} - {"consumer"}
+    assert {*SECTIONS["intake"].keys} == named | {"expert"}
+    assert {*SECTIONS["batch"].keys} == {one.name for one in dataclasses.fields(Batching)} | {"prompts"}
+    assert [*SECTIONS["algorithm"].keys] == ["preset", *(one.name for one in dataclasses.fields(Algorithm))]
+    assert [*SECTIONS["optimizer"].keys] == [one.name for one in dataclasses.fields(Optimizing)]
+    assert set(SAMPLERS.values()) == set(KNOWN_SAMPLERS)
+
+
+@pytest.mark.parametrize("preset", PRESET_NAMES)
+def test_an_algorithm_is_its_preset_with_changes(preset: str) -> None:
+    config = Config(algorithm=preset)
+    assert config.algorithm == Algorithm.of(preset)
+    assert Config.of(config.to_dict()) == config
+    changed = Config(algorithm={"preset": preset, "entropy_coef": 0.5})
+    assert changed.algorithm == Algorithm.of(preset, entropy_coef=0.5)
+    assert [str(one) for one in differences(config, changed)] == ["algorithm.entropy_coef: 0.5, was 0.0"]
+
+
+def test_an_algorithm_of_ones_own() -> None:
+    own = Config(algorithm={"preset": None, "name": "mine", "estimator": "rloo", "loss": "cispo"})
+    assert own.algorithm == Algorithm(name="mine", estimator="rloo", loss="cispo")
+    assert Config.of(own.to_dict()) == own
+
+
+BAD = {
+    "optimizer.lr: got -1.0, expected a number from 0 on": {"optimizer": {"lr": -1}},
+    "optimizer.lr: got 'fast', expected a number": {"optimizer": {"lr": "fast"}},
+    "optimizer.betas: got [0.9], expected a list of 2": {"optimizer": {"betas": [0.9]}},
+    "critic_optimizer.betas[1]: got 2.0, expected a number from 0 to 1": {"critic_optimizer": {"betas": [0, 2]}},
+    "steps: got 1.5, expected a whole number from 0 on": {"steps": 1.5},
+    "steps: got true, expected a whole number from 0 on": {"steps": True},
+    "steps: got null, expected a whole number": {"steps": None},
+    "name: got 7, expected letters, digits": {"name": 7},
+    "data.system: got 7, expected text (in quotes it would be: \"7\"), or null": {"data": {"system": 7}},
+    "saving.final: got 'yes', expected true or false": {"saving": {"final": "yes"}},
+    "device: got 'gpu', expected auto, cpu, cuda, cuda:1 or mps": {"device": "gpu"},
+    "sampling.top_p: got 1.5, expected a number above 0, up to 1": {"sampling": {"top_p": 1.5}},
+    "sampling.stop.1: got 5, expected text": {"sampling": {"stop": ["a", 5]}},
+    "sampling.temperature: got inf, expected a number above 0": {"sampling": {"temperature": float("inf")}},
+    "sampling.n: is no key here; did you mean 'algorithm.n'?": {"sampling": {"n": 8}},
+    "learning_rate: is no key here": {"learning_rate": 1},
+    "model.precision: got 'bf16', expected one of float32, bfloat16, autocast": {"model": {"precision": "bf16"}},
+    "model.builder: got it beside path, expected one of path, config, builder": {"model": {"path": "a", "builder": "b:c"}},
+    "model.config.model_type: is missing": {"model": {"config": {"hidden_size": 8}}},
+    "model.options: got {'x': 1} without builder, which it is for": {"model": {"path": "a", "options": {"x": 1}}},
+    "model: got 3, expected a mapping of its keys, or its path": {"model": 3},
+    "model.options.x.y: got nan, expected text, a number": {"model": {"builder": "b:c", "options": {"x": {"y": float("nan")}}}},
+    "data.held_out: got 1.5, expected a number from 0 on (a share below 1, a whole number from there)": {"data": {"held_out": 1.5}},
+    "data.columns.promt: is no key here; did you mean 'prompt'?": {"data": {"columns": {"promt": "q"}}},
+    "data.overflow: got 'left' without max_prompt_tokens": {"data": {"overflow": "left"}},
+    "rewards.1.function: is missing, expected one of function, recipe, remote, model": {"rewards": ["gsm8k", {"weight": 2}]},
+    "rewards.0.remote.0: got 'ftp://x', expected an http:// or https:// URL": {"rewards": {"remote": "ftp://x"}},
+    "rewards: got the name 'a' twice": {"rewards": [{"function": "gsm8k", "name": "a"}, {"model": "m", "name": "a"}]},
+    "algorithm.preset: got 'gprpo', expected one of ppo, grpo": {"algorithm": "gprpo"},
+    "algorithm.loss_options: 'clip_hihg' is no option of ppo; did you mean 'clip_high'?": {"algorithm": {"loss_options": {"clip_hihg": 1}}},
+    "algorithm.gamma: got 2.0, expected a number from 0 to 1": {"algorithm": {"gamma": 2}},
+    "intake.reuse: got 2 for kind on_policy, expected it for replay": {"intake": {"reuse": 2}},
+    "intake.expert_share: got 0.5 without expert": {"intake": {"expert_share": 0.5}},
+    "intake.sampler: got 'unifrom', expected one of first": {"intake": {"kind": "replay", "sampler": "unifrom"}},
+    "engine.url: is missing": {"engine": {"kind": "openai"}},
+    "engine.url: got 'http://x' for kind transformers": {"engine": {"url": "http://x"}},
+    "evaluation.k: got 2 with greedy": {"evaluation": {"greedy": True, "k": 2}},
+    "evaluation.success: got true, expected a number or text": {"evaluation": {"success": True}},
+    "tracking.wandb.projct: is no key here; did you mean 'project'?": {"tracking": {"wandb": {"projct": "x"}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_is_wrong_is_named(said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.of(BAD[said])
+    assert str(caught.value).startswith(said)
+
+
+def test_a_bad_value_of_a_dataclass_is_named_too() -> None:
+    with pytest.raises(ConfigError, match="optimizer.lrr: is no key here; did you mean 'lr'?"):
+        Config(optimizer={"lrr": 1})
+    with pytest.raises(ConfigError, match="^batch.prompts: got 0, expected a whole number from 1 on"):
+        Config(batch={"prompts": 0})
+
+
+def test_a_config_shares_nothing_with_what_it_was_made_from() -> None:
+    options = {"deep": [1]}
+    config = Config(model={"builder": "a:b", "options": options})
+    options["deep"].append(2)
+    assert config.model.options == {"deep": [1]}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 3
+
+
+def test_what_cannot_be_run_is_refused_before_it_is() -> None:
+    parts: dict[str, Any] = {"model": "m", "data": "d.jsonl", "rewards": "gsm8k"}
+    Config(**parts).require()
+    for name in parts:
+        with pytest.raises(ConfigError, match=f"^{name}: got none"):
+            Config(**{key: value for key, value in parts.items() if key != name}).require()
+    Config(model="m", data="d.jsonl", algorithm="sft").require()
+    for algorithm, needs in (("on_policy_distill", "teacher"), ("mix", "intake.expert")):
+        with pytest.raises(ConfigError, match=f"^{needs}: got none, which {algorithm} needs"):
+            Config(**parts, algorithm=algorithm).require()
+    with pytest.raises(ConfigError, match="^data.held_out: got 0"):
+        Config(**parts, evaluation={"every": 5}).require()
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_resume_may_change_how_long_and_how_fast_but_not_what_is_learned() -> None:
+    old = Config(model="m", rewards=["gsm8k"])
+    longer = Config(
+        model={"path": "m", "gradient_checkpointing": True},
+        rewards=["gsm8k"],
+        steps=500,
+        batch={"token_budget": 4096},
+        saving={"every": 5},
+        tracking={"wandb": {"project": "x"}},
+        evaluation={"every": 7},
+    )
+    assert longer.fingerprint() == old.fingerprint() and longer != old
+    assert all(one.free for one in differences(old, longer)) and len(differences(old, longer)) == 6
+    other = Config(model="m", rewards=[{"function": "gsm8k", "weight": 2, "options": {"x": 1}}], optimizer={"lr": 1e-3})
+    assert other.fingerprint() != old.fingerprint()
+    assert [str(one) for one in differences(old, other) if not one.free] == [
+        "rewards.0.weight: 2.0, was 1.0",
+        "rewards.0.options: null, was {}",
+        "optimizer.lr: 0.001, was 1e-06",
+        "rewards.0.options.x: 1, was null",
+    ]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_words_are_read_as_yaml_1_2_has_them() -> None:
+    words = [
+        "1e-5",
+        "1E5",
+        "-.5",
+        "+3",
+        "0x1F",
+        "0o17",
+        "no",
+        "on",
+        "1_000",
+        "12:30:45",
+        "2026-11-16",
+        "~",
+        "1e",
+        "NaN",
+    ]
+    found: list[Any] = [1e-5, 1e5, -0.5, 3, 31, 15, *words[6:11], None, "1e", "NaN"]
+    assert [scalar(word) for word in words] == found
+    assert yaml_values(json.dumps(words), "list")[0] == words, "in quotes all of it is text"
+    assert yaml_values("[!!str 5, ! 6]", "list")[0] == ["5", "6"]
+
+
+REFUSED = {
+    "a: 1\nb: {c: 1, c: 2}": "b.c: is there twice, expected once (x, line 2)",
+    "a: !!python/object/apply:os.system [ls]": "a: got the tag 'tag:yaml.org,2002:python/object/apply:os.system'",
+    "a: !include other": "a: got the tag '!include', expected plain values (x, line 1)",
+    "a: &a [*a]": "a.0: got a value that contains itself",
+    "a: &a {b: *a}": "a.b: got a value that contains itself",
+    "1: 2": "x: got '1' as a key, expected text (in quotes: '1') (x, line 1)",
+    "[a]: 2": "x: got a list or a mapping as a key",
+    "a: [": "x, line 1: is no YAML",
+    "a: b: c": "x, line 1: is no YAML: mapping values are not allowed here",
+    "a: 1\n---\nb: 2": "x, line 2: is no YAML",
+    "a: " + "9" * 5000: "a: got a number of 5000 digits",
+    "a: \x07": "x: is no YAML",
+    "a: " + "[" * 3000 + "]" * 3000: "x: got more than 100 mappings and lists",
+    "a: " + "[" * 200 + "]" * 200: "a",
+    "a: &a [1,1,1,1,1,1,1,1,1]\n" + "\n".join(f"{y}: &{y} [{','.join(['*' + x] * 9)}]" for x, y in zip("abcdefgh", "bcdefghi", strict=True)): "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_a_document_is_plain_and_ends(case: int) -> None:
+    text, said = list(REFUSED.items())[case]
+    with pytest.raises(ConfigError) as caught:
+        yaml_values(text, "x")
+    assert str(caught.value).startswith(said)
+    assert said or "got more than 100000 values" in str(caught.value)
+
+
+def test_errors_name_the_file_and_the_line(tmp_path: Path) -> None:
+    file = write(tmp_path, "my.yaml", "steps: 3\noptimizer:\n  schedule: linear\n  lr: -1\n")
+    assert refused(file) == f"optimizer.lr: got -1.0, expected a number from 0 on ({file}, line 4)"
+    assert refused(file, "optimizer.lr=fast") == "optimizer.lr: got 'fast', expected a number (the command line)"
+    child = write(tmp_path, "child.yaml", "base: my.yaml\nsteps: 5\n")
+    assert refused(child).endswith(f"({file}, line 4)")
+    toml = write(tmp_path, "my.toml", "[optimizer]\nlr = -1\n")
+    assert refused(toml) == f"optimizer.lr: got -1.0, expected a number from 0 on ({toml})"
+    bad = write(tmp_path, "bad.yaml", "rewards:\n- gsm8k\n- function: gsm8k\n  wieght: 2\n")
+    assert refused(bad).startswith("rewards.1.wieght: is no key here; did you mean 'weight'?")
+    assert refused(bad).endswith(f"({bad}, line 4)")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "{}", "expected .yaml, .yml or .toml"),
+        ("a.yaml", "- 1", "got a list, expected sections and keys"),
+        ("a.toml", "a = ", "is no TOML"),
+        ("a.toml", "steps = 2026-11-16", "steps: got datetime.date(2026, 11, 16), expected a whole number"),
+        ("a.yaml", "base: 3", "base: got 3, expected a file"),
+        ("a.yaml", "base: no_such.yaml", "there is no such file"),
+        ("a.yaml", "base: no_such", "is neither a file nor a recipe"),
+        ("a.yaml", "base: a.yaml", "base: goes round in a circle: a.yaml <- a.yaml"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, text: str, said: str) -> None:
+    assert said in refused(write(tmp_path, name, text))
+
+
+def test_a_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"name: \xff")
+    assert "is no UTF-8 text" in refused(tmp_path / "a.yaml")
+    assert "there is no such file" in refused(tmp_path / "b.yaml")
+
+
+def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
+    ours = write(tmp_path, "a.yaml", "name: x\nsampling: {stop: [END]}\noptimizer:\n  lr: 1e-5\n")
+    theirs = write(tmp_path, "a.toml", 'name = "x"\nsampling.stop = ["END"]\n[optimizer]\nlr = 1e-5\n')
+    assert effective(ours) == effective(theirs) == Config(name="x", sampling={"stop": "END"}, optimizer={"lr": 1e-5})
+    assert effective(write(tmp_path, "empty.yaml", "# nothing\n")) == Config()
+    assert effective(write(tmp_path, "null.yaml", "saving:\nmodel:\n")) == Config()
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+BASE = """
+name: base
+model: {builder: "some.module:model", options: {hidden: 8}, tokenizer: t}
+data: {function: "some.module:rows", options: {count: 4}, held_out: 20}
+rewards: [{function: "some.module:reward", weight: 0.5, options: {x: 1}}, gsm8k]
+algorithm: {preset: grpo, n: 4, loss_options: {clip_high: 0.28}}
+intake: {kind: replay, reuse: 4, sampler: proportional, sampler_options: {alpha: 0.5}}
+optimizer: {lr: 5e-4, warmup: 5}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write(tmp_path, "base.yaml", BASE)
+
+
+def over(base: Path, text: str) -> Config:
+    return effective(write(base.parent, "child.yaml", f"base: base.yaml\n{text}"))
+
+
+def test_a_file_changes_its_base_key_by_key(base: Path) -> None:
+    plain = effective(base)
+    assert over(base, "") == plain
+    child = over(
+        base, "optimizer: {lr: 1e-3}\nmodel: {options: {layers: 2}}\nalgorithm: {loss_options: {clip_low: 0.1}}"
+    )
+    assert child.optimizer == Optimizing(lr=1e-3, warmup=5)
+    assert child.model.options == {"hidden": 8, "layers": 2}
+    assert child.algorithm == Algorithm.of("grpo", n=4, loss_options={"clip_high": 0.28, "clip_low": 0.1})
+    write(base.parent, "sub.toml", 'base = "base.yaml"\nname = "middle"\nseed = 3')
+    grandchild = effective(write(base.parent, "deep.yaml", "base: sub.toml\nname: deep\n"))
+    assert (grandchild.name, grandchild.seed, grandchild.optimizer.warmup) == ("deep", 3, 5)
+    assert over(base, "rewards: numeric_match").rewards == Config(rewards="numeric_match").rewards, "lists are whole"
+    assert not over(base, "model: null").model.given, "null is as by default"
+
+
+def test_another_source_drops_what_was_said_of_the_old_one(base: Path) -> None:
+    assert over(base, "model: {path: m}").model == Config(model="m").model
+    assert over(base, "model: m\ndata: {path: d.jsonl, columns: {prompt: q}}").data.to_dict() if False else True
+    data = over(base, "data: {columns: {prompt: q}, path: d.jsonl}").data
+    assert (data.path, data.function, data.options, data.columns, data.held_out) == (
+        "d.jsonl",
+        None,
+        {},
+        {"prompt": "q"},
+        20,
+    )
+    options = over(base, "model: {options: {z: 1}, builder: 'other:model'}").model.options
+    assert options == {"z": 1}, "in whatever order they are written"
+    assert over(base, "model: {builder: 'some.module:model'}").model.options == {"hidden": 8}, "the same one again"
+    assert over(base, "algorithm: ppo").algorithm == Algorithm.of("ppo")
+    assert over(base, "algorithm: {loss: gspo}").algorithm == Algorithm.of("grpo", n=4, loss="gspo")
+    assert over(base, "intake: {kind: on_policy}").intake == Config().intake
+    with pytest.raises(ConfigError, match="got it beside path"):
+        over(base, "model: {path: m, builder: 'a:b'}")
+
+
+def test_a_models_configuration_is_changed_or_replaced(tmp_path: Path) -> None:
+    base = write(tmp_path, "base.yaml", "model: {config: {model_type: llama, hidden_size: 8, layers: 1}}")
+    assert over(base, "model: {config: {layers: 2}}").model.config == {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "layers": 2,
+    }
+    assert over(base, "model: {config: {model_type: qwen3}}").model.config == {"model_type": "qwen3"}
+    assert over(base, "model: m").model.config is None
+
+
+def test_recipes_are_bases_and_files_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "RECIPES", tmp_path / "recipes")
+    (tmp_path / "recipes").mkdir()
+    write(tmp_path / "recipes", "letters.yaml", "name: letters\nsteps: 7\n")
+    write(tmp_path / "recipes", "letters_ppo.yaml", "base: letters\nalgorithm: ppo\n")
+    assert effective(None, []).steps == effective("letters").steps == 7
+    assert effective("letters_ppo").algorithm.name == "ppo" and effective("letters_ppo").steps == 7
+    assert effective(write(tmp_path, "mine.yaml", "base: letters_ppo\nseed: 4")).steps == 7
+    assert refused("lettres").startswith("lettres: is neither a file nor a recipe; did you mean 'letters'?")
+    write(tmp_path / "recipes", "bad.yaml", "\nsteps: x")
+    assert refused("bad").endswith("(recipe bad, line 2)")
+
+
+def test_arguments_change_any_key(base: Path) -> None:
+    found = effective(
+        base,
+        [
+            "optimizer.lr=1e-5",
+            "name=2026",
+            "seed=3",
+            "seed=4",
+            "device=cuda:1",
+            "data.system=a: [b",
+            "sampling.stop=5",
+            "rewards.0.weight=2",
+            "rewards.1.options.x={a: [1, null]}",
+            "rewards.2=numeric_match",
+            "model.options.hidden=16",
+            "optimizer.betas=[0.9, 0.95]",
+            "critic_optimizer.lr=1e-3",
+            "evaluation.success=right",
+            "model.tokenizer=null",
+            "saving.every=1e1",
+            "out='null'",
+            "intake.expert=",
+        ],
+    )
+    assert (found.optimizer.lr, found.name, found.seed, found.device) == (1e-5, "2026", 4, "cuda:1")
+    assert (found.data.system, found.sampling.stop, found.out) == ("a: [b", ("5",), "null")
+    assert [one.weight for one in found.rewards] == [2.0, 1.0, 1.0] and found.rewards[0].options == {"x": 1}
+    assert found.rewards[1].options == {"x": {"a": [1, None]}} and found.rewards[2].function == "numeric_match"
+    assert found.model.options == {"hidden": 16} and found.model.tokenizer is None
+    assert found.optimizer.betas == (0.9, 0.95) and found.critic_optimizer == Optimizing(lr=1e-3)
+    assert (found.evaluation.success, found.saving.every, found.intake.expert) == ("right", 10, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("steps", "steps: is no change, expected section.key=value"),
+        ("=3", "=3: is no change"),
+        ("a..b=3", "a..b=3: is no change"),
+        ("stepz=3", "stepz: is no key here; did you mean 'steps'?"),
+        ("lr=3", "lr: is no key here; did you mean 'warmup.lr' or 'optimizer.lr'"),
+        ("steps=soon", "steps: got 'soon', expected a whole number from 0 on"),
+        ("optimizer.lr.x=3", "optimizer.lr: got {'x': 3}, expected a number"),
+        ("optimizer=3", "optimizer: got 3, expected a mapping of its keys"),
+        ("rewards.7.weight=3", "rewards.7: got item 7 of a list of 2, expected at most 2"),
+        ("model.options={a: 1, a: 2}", "model.options: is there twice, expected once"),
+        ('model.options={"a": 1, "a": 2}', "model.options: is there twice in a mapping, expected once"),
+        ("model.options={a", "model.options: is no YAML"),
+        ("model.options=!!python/name:os.system", "model.options: got '!!python/name:os.system', expected a mapping"),
+        ("model.options=[!!python/name:os.system ]", "model.options: got the tag"),
+    ],
+)
+def test_an_argument_that_is_wrong_says_so(base: Path, change: str, said: str) -> None:
+    found = refused(base, change)
+    assert found.startswith(said) and found.endswith("(the command line)")
+
+
+# --- surroundings -----------------------------------------------------------------------------------------------------
+
+
+def test_toml_and_arguments_need_no_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    toml = write(tmp_path, "a.toml", "seed = 3")
+    assert effective(toml, ['sampling.stop=["a"]', "optimizer.lr=1e-5", "name=x"]).sampling.stop == ("a",)
+    assert "name: x" in shown(effective(toml, ["name=x"]))
+    with pytest.raises(ImportError, match="pip install 'rollbook\\[train\\]'"):
+        effective(write(tmp_path, "a.yaml", "seed: 3"))
+    assert argument("[1, 2]") == [1, 2]
+
+
+def test_importing_the_configuration_loads_no_torch() -> None:
+    code = (
+        "import sys, rollbook.train.config.loading, rollbook.train.config.writing, rollbook.train.config as c;"
+        "c.ConfigError, c.effective, c.recipes(); print(*(m for m in ('torch', 'yaml', 'transformers') if m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+def test_the_page_has_every_key_and_is_up_to_date() -> None:
+    text = page()
+    for section, name in every_key():
+        if section != "critic_optimizer":
+            written = f"{section}.N.{name}" if section == "rewards" else f"{section}.{name}" if section else name
+            assert f"| `{written}`" in text, written
+    stored = Path(__file__).parents[2] / "docs" / "configuration.md"
+    assert stored.read_text(encoding="utf-8") == text, "make it again: python -m rollbook.train.config.page"

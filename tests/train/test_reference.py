@@ -1,0 +1,420 @@
+"""The learner against a reference that shares no code with it (`naive.py`): losses, gradients and new weights.
+
+The models are float32 and tiny. Both sides compute the same sums in another order, so that numbers of order 1 differ by
+a few units in the last place: gradients agree within 1e-5 of their largest entry (`CLOSE`), losses within 1e-6.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rollbook import Experience, Experiences
+from rollbook.models import Actor, Critic
+from rollbook.train.algorithm import PRESET_NAMES, Algorithm
+from rollbook.train.completing import complete
+from rollbook.train.learner import Batching, Learned, Learner
+from rollbook.train.optimizing import Optimizing
+from tests.train import naive
+from tests.train.naive import How, Sample
+
+CLOSE = 1e-5
+"""How far two gradients, or two sets of new weights, may be apart, as a share of the largest entry."""
+LAYOUTS = [(packed, budget) for packed in (False, True) for budget in (4096, 24)]
+"""Padded and packed, in one micro-batch and in many."""
+
+
+def llama(seed: int = 0) -> Any:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.25,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+@functools.cache
+def other(seed: int) -> Any:
+    """A model that does not learn."""
+    return llama(seed)
+
+
+def numbers(model: Any, one: Sample) -> list[float]:
+    with torch.no_grad():
+        return [float(x) for x in naive.scored(model, one.prompt, one.response)[0]]
+
+
+def samples(model: Any, groups: int = 4, runs: int = 4, seed: int = 0) -> list[Sample]:
+    """Prompts and responses of many lengths; the rewards of group 1 are all alike, every third response has a token of a
+    tool in it, and the old policy is near the model and not the same, so that ratios are clipped on both sides."""
+    draw = random.Random(seed)
+    found = []
+    for group in range(groups):
+        prompt = [draw.randrange(3, 32) for _ in range(draw.randint(2, 6))]
+        for run in range(runs):
+            response = [draw.randrange(3, 32) for _ in range(draw.randint(2, 9))]
+            action = [True] * len(response)
+            if (group + run) % 3 == 0:
+                action[len(response) // 2 - 1] = False
+            one = Sample(prompt, response, action, group, 0.5 if group == 1 else draw.uniform(-1, 2))
+            one.old = [x + draw.gauss(0, 0.4) for x in numbers(model, one)]
+            one.engine = [x + draw.gauss(0, 0.5) for x in one.old]
+            one.ref, one.teacher = numbers(other(101), one), numbers(other(102), one)
+            found.append(one)
+    return found
+
+
+def records(given: Sequence[Sample], **columns: Sequence[Any]) -> Experiences:
+    """The same as records, without advantages."""
+    made = []
+    seen: dict[int, int] = {}
+    for one in given:
+        run = seen[one.group] = seen.get(one.group, -1) + 1
+        made.append(
+            Experience(
+                eid={"batch": 1, "task": one.group, "run": run},
+                tokens=[*one.prompt, *one.response],
+                prompt_length=len(one.prompt),
+                action_mask=one.action,
+                reward=one.reward,
+                logprobs=one.engine,
+                policy_logprobs=one.old,
+                ref_logprobs=one.ref,
+                teacher_logprobs=one.teacher,
+                values=one.values or None,
+            )
+        )
+    return Experiences(made).assign(**columns)
+
+
+def optimizing(how: How) -> Optimizing:
+    return Optimizing(
+        name=how.optimizer,
+        lr=how.lr,
+        betas=how.betas,
+        eps=how.eps,
+        weight_decay=how.weight_decay,
+        grad_clip=how.grad_clip,
+    )
+
+
+def gradients(monkeypatch: pytest.MonkeyPatch, optimizer: Any) -> list[dict[str, torch.Tensor]]:
+    """A list that grows by the gradient of each update, as it is before it is clipped."""
+    seen: list[dict[str, torch.Tensor]] = []
+    update = optimizer.update
+
+    def watched(step: int) -> float:
+        pairs = zip(optimizer.names, optimizer.weights, strict=True)
+        seen.append({name.removeprefix("model."): one.grad.clone() for name, one in pairs})
+        return float(update(step))
+
+    monkeypatch.setattr(optimizer, "update", watched)
+    return seen
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in module.named_parameters()}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], close: float = CLOSE) -> None:
+    assert list(found) == list(expected)
+    largest = max(float(one.abs().max()) for one in expected.values())
+    assert largest > 0
+    for name, theirs in expected.items():
+        assert float((found[name] - theirs).abs().max()) <= close * largest, name
+
+
+def minibatches(learned: Learned, count: int) -> list[list[int]]:
+    """Which records were in each minibatch."""
+    return [[i for i, place in enumerate(learned.places) if place.get("minibatch") == k] for k in range(count)]
+
+
+# --- a step of GRPO ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("packed", "budget"), LAYOUTS)
+def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimizer: str) -> None:
+    """Three minibatches in shuffled order, an asymmetric clip, an entropy bonus, a KL by k3, weights that decay."""
+    how = How(
+        clip=(0.2, 0.28), kl="k3", kl_coef=0.05, entropy_coef=0.02, optimizer=optimizer, weight_decay=0.1, grad_clip=0.4
+    )
+    how.lr, how.eps, how.betas = (0.3, 1e-8, (0.0, 0.999)) if optimizer == "sgd" else (0.01, 1e-5, (0.9, 0.999))
+    model = llama()
+    actor, given = Actor(copy.deepcopy(model)), samples(model)
+    algorithm = Algorithm.of(
+        "grpo",
+        kl_coef=how.kl_coef,
+        kl_estimator="k3",
+        entropy_coef=how.entropy_coef,
+        loss_options={"clip_high": how.clip[1]},
+    )
+    batching = Batching(minibatches=3, packed=packed, token_budget=budget)
+    learner = Learner(actor, algorithm, optimizer=optimizing(how), batching=batching, seed=7)
+    seen = gradients(monkeypatch, learner.optimizer)
+    learned = learner.learn(complete(records(given), algorithm), step=1)
+
+    naive.by_group(given, naive.grpo)
+    mover = naive.optimizer_of(how, list(model.parameters()))
+    parts: list[dict[str, float]] = []
+    fractions = []
+    cut = minibatches(learned, 3)
+    assert sorted(i for rows in cut for i in rows) == list(range(16))
+    assert cut != [list(range(0, 5)), list(range(5, 10)), list(range(10, 16))]
+    for k, rows in enumerate(cut):
+        chosen = [given[i] for i in rows]
+        fractions.append(naive.clip_fraction(model, how, chosen))
+        loss, found = naive.policy_loss(model, how, chosen)
+        gradient, length = naive.moved(how, mover, model, loss)
+        parts.append({**found, "grad_norm": length})
+        same(seen[k], gradient)
+    same(weights(actor.model), weights(model))
+    assert learned.updates == 3
+    assert any(length["grad_norm"] > how.grad_clip for length in parts)  # what is clipped is compared
+    for name in ("loss", "kl", "entropy", "grad_norm"):
+        assert learned.metrics[name] == pytest.approx(sum(one[name] for one in parts) / 3, rel=1e-5, abs=1e-6), name
+    assert learned.metrics["policy/pg_clipfrac"] == pytest.approx(sum(fractions) / 3, abs=1e-6) and min(fractions) > 0
+    many = len({(place["minibatch"], place["micro_batch"]) for place in learned.places})
+    assert many == 3 if budget > 1000 else many > 8
+
+
+# --- a step of PPO ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize(("packed", "budget"), LAYOUTS)
+def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: str) -> None:
+    """Actor and critic in two minibatches: GAE, whitening, values that are clipped; KL in the loss or in the reward."""
+    how = How(kl_coef=0.05, lr=0.01, eps=1e-5, grad_clip=0.5)
+    slow = How(lr=0.003, eps=1e-5, grad_clip=0.0, value_clip=0.1)
+    model, trunk = llama(), llama(5).model
+    actor, critic = Actor(copy.deepcopy(model)), Critic(copy.deepcopy(trunk), value_head="normal")
+    judge = torch.nn.ModuleDict({"trunk": trunk, "value_head": copy.deepcopy(critic.value_head)})
+    given = samples(model)
+    draw = random.Random(1)
+    for one in given:
+        with torch.no_grad():
+            now = naive.valued(judge["trunk"], judge["value_head"], one.prompt, one.response)
+        one.values = [float(value) + draw.gauss(0, 0.2) for value in now]
+    algorithm = Algorithm.of(
+        "ppo",
+        gamma=0.99,
+        lam=0.95,
+        value_clip=0.1,
+        kl_coef=0.05,
+        kl_in=kl_in,
+        kl_estimator="k1" if kl_in == "reward" else "k2",
+    )
+    learner = Learner(
+        actor,
+        algorithm,
+        critic=critic,
+        optimizer=optimizing(how),
+        critic_optimizer=optimizing(slow),
+        batching=Batching(minibatches=2, packed=packed, token_budget=budget),
+    )
+    seen = gradients(monkeypatch, learner.optimizer), gradients(monkeypatch, learner.critic_optimizer)
+    learned = learner.learn(complete(records(given), algorithm), step=1)
+
+    if kl_in == "reward":
+        how.kl_coef = 0.0
+        naive.gae(given, 0.99, 0.95, kl_coef=0.05)
+    else:
+        naive.gae(given, 0.99, 0.95)
+    naive.whitened(given)
+    movers = [naive.optimizer_of(each, list(of.parameters())) for each, of in ((how, model), (slow, judge))]
+    losses: list[tuple[float, float]] = []
+    for k, rows in enumerate(minibatches(learned, 2)):
+        chosen = [given[i] for i in rows]
+        loss, _ = naive.policy_loss(model, how, chosen)
+        same(seen[0][k], naive.moved(how, movers[0], model, loss)[0])
+        value = naive.value_loss(judge["trunk"], judge["value_head"], slow, chosen)
+        same(seen[1][k], naive.moved(slow, movers[1], judge, value)[0])
+        losses.append((loss.item(), value.item()))
+    same(weights(actor.model), weights(model))
+    same(weights(critic), weights(judge))
+    for name, i in (("loss", 0), ("critic/value_loss", 1)):
+        assert learned.metrics[name] == pytest.approx(sum(pair[i] for pair in losses) / 2, rel=1e-5, abs=1e-6)
+    assert 0 < learned.metrics["critic/vf_clipfrac"] < 1
+
+
+# --- every other preset -----------------------------------------------------------------------------------------------
+
+KL_TOO = {"kl_coef": 0.001, "kl": "k2"}
+PRESETS: dict[str, tuple[dict[str, Any], Callable[[list[Sample]], None] | None]] = {
+    "dr_grpo": ({"mode": "seq-mean-token-sum-norm", "longest": 12}, lambda g: naive.by_group(g, naive.dr_grpo)),
+    "dapo": ({"clip": (0.2, 0.28)}, lambda g: naive.by_group(g, naive.grpo)),
+    "rloo": (KL_TOO, lambda g: naive.by_group(g, naive.rloo)),
+    "reinforce++": (KL_TOO, lambda g: (naive.by_group(g, naive.reinforce), naive.whitened(g))[1]),
+    "gspo": (
+        {"loss": "gspo", "clip": (3e-4, 4e-4), "mode": "seq-mean-token-mean", **KL_TOO},
+        lambda g: naive.by_group(g, naive.grpo),
+    ),
+    "cispo": ({"loss": "cispo", "clip": (1.0, 0.28), **KL_TOO}, lambda g: naive.by_group(g, naive.grpo)),
+    "opmd": ({"loss": "opmd", **KL_TOO}, lambda g: naive.by_group(g, naive.dr_grpo)),
+    "topr": ({"loss": "topr", **KL_TOO}, lambda g: naive.by_group(g, naive.reinforce)),
+    "asymre": ({"loss": "opmd"}, lambda g: naive.by_group(g, naive.asymre)),
+    "sft": ({"loss": "sft"}, None),
+    "on_policy_distill": ({}, naive.distilled),
+}
+"""What the preset is for the reference, and its advantages."""
+
+
+def test_every_preset_is_compared() -> None:
+    assert {*PRESETS, "grpo", "ppo", "mix", "dpo"} == {*PRESET_NAMES}
+
+
+@pytest.mark.parametrize(("packed", "budget"), [(False, 4096), (True, 24)])
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset(monkeypatch: pytest.MonkeyPatch, name: str, packed: bool, budget: int) -> None:
+    """Two minibatches of a preset as it is, from rewards to weights."""
+    changes, advise = PRESETS[name]
+    how = How(lr=0.3, optimizer="sgd", betas=(0.0, 0.999), **changes)
+    model = llama()
+    actor, given = Actor(copy.deepcopy(model)), samples(model)
+    algorithm = Algorithm.of(name)
+    if algorithm.drop_constant_groups:
+        given = [one for one in given if one.group != 1]
+    learner = Learner(
+        actor,
+        name,
+        optimizer=optimizing(how),
+        batching=Batching(minibatches=2, packed=packed, token_budget=budget),
+        max_tokens=12,
+    )
+    seen = gradients(monkeypatch, learner.optimizer)
+    learned = learner.learn(complete(records(given), algorithm), step=1)
+    if advise is not None:
+        advise(given)
+    mover = naive.optimizer_of(how, list(model.parameters()))
+    losses = []
+    for k, rows in enumerate(minibatches(learned, 2)):
+        loss, found = naive.policy_loss(model, how, [given[i] for i in rows])
+        same(seen[k], naive.moved(how, mover, model, loss)[0])
+        losses.append(found["loss"])
+    same(weights(actor.model), weights(model))
+    assert learned.metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("packed", "budget"), LAYOUTS)
+def test_mix(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None:
+    """Own rows, some with the engine's log-probs alone, beside an expert's, of which there are tokens and no more."""
+    how = How(loss="mix", mu=0.1, kl_coef=0.05, entropy_coef=0.02, lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
+    model = llama()
+    actor, given = Actor(copy.deepcopy(model)), samples(model)
+    for one in given:
+        one.expert = one.group == 3
+    own = [one for one in given if not one.expert]
+    algorithm = Algorithm.of("mix", kl_coef=0.05, entropy_coef=0.02)
+    rows = list(complete(records(own), algorithm))
+    for i in (1, 4, 6):
+        rows[i] = rows[i].replace(policy_logprobs=None)
+        own[i].old = own[i].engine
+    bare = {name: None for name in ("reward", "logprobs", "policy_logprobs", "ref_logprobs", "teacher_logprobs")}
+    rows += [row.replace(**bare) for row in records([one for one in given if one.expert])]
+    learner = Learner(
+        actor,
+        algorithm,
+        optimizer=optimizing(how),
+        batching=Batching(minibatches=2, packed=packed, token_budget=budget),
+    )
+    seen = gradients(monkeypatch, learner.optimizer)
+    learned = learner.learn(rows, step=1, expert=[one.expert for one in given])
+    naive.by_group(own, naive.grpo)
+    mover = naive.optimizer_of(how, list(model.parameters()))
+    losses = []
+    for k, chosen in enumerate(minibatches(learned, 2)):
+        loss, found = naive.policy_loss(model, how, [given[i] for i in chosen])
+        same(seen[k], naive.moved(how, mover, model, loss)[0])
+        losses.append(found["loss"])
+    same(weights(actor.model), weights(model))
+    assert learned.metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("packed", "budget"), LAYOUTS)
+def test_dpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None:
+    """Pairs of answers in two minibatches, twice; both answers of a pair are in one micro-batch."""
+    how = How(lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
+    model, reference = llama(), llama(101)
+    actor, given = Actor(copy.deepcopy(model)), samples(model)
+    pairs = [(one.prompt, one.response, two.response) for one, two in zip(given[::2], given[1::2], strict=True)]
+    rows = [
+        Experience(tokens=prompt, chosen=chosen, rejected=rejected, eid={"batch": 1, "task": i})
+        for i, (prompt, chosen, rejected) in enumerate(pairs)
+    ]
+    learner = Learner(
+        actor,
+        "dpo",
+        reference=Actor(reference, trainable=False),
+        optimizer=optimizing(how),
+        batching=Batching(minibatches=2, epochs=2, packed=packed, token_budget=budget),
+    )
+    seen = gradients(monkeypatch, learner.optimizer)
+    learned = learner.learn(complete(rows, Algorithm.of("dpo")), step=1)
+    assert all(len(place[key]) == 2 for place in learned.places for key in ("minibatch", "micro_batch", "weight"))
+    mover = naive.optimizer_of(how, list(model.parameters()))
+    losses = []
+    for epoch in range(2):
+        for k in range(2):
+            chosen = [pair for pair, place in zip(pairs, learned.places, strict=True) if place["minibatch"][epoch] == k]
+            loss = naive.dpo_loss(model, reference, how, chosen)
+            same(seen[2 * epoch + k], naive.moved(how, mover, model, loss)[0])
+            losses.append(loss.item())
+    same(weights(actor.model), weights(model))
+    assert learned.metrics["loss"] == pytest.approx(sum(losses) / 4, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_weights(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """What tokens weigh: by the record, by the sampler, and by how much likelier the trainer finds them than the engine
+    did, truncated; tokens too far off are masked, and count in no denominator."""
+    how = How(mode=mode, kl_coef=0.05, entropy_coef=0.02, lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
+    model = llama()
+    actor, given = Actor(copy.deepcopy(model)), samples(model)
+    algorithm = Algorithm.of(
+        "grpo",
+        kl_coef=0.05,
+        entropy_coef=0.02,
+        loss_options={"mode": mode},
+        correction={"truncate": 1.2, "mask_outside": (0.5, 4.0)},
+    )
+    draw = random.Random(3)
+    own = [[draw.uniform(0.5, 1.5) for _ in one.response] for one in given]
+    drawn = [draw.uniform(0.5, 2.0) for _ in given]
+    rows = complete(records(given), algorithm).assign(loss_weights=own)
+    naive.by_group(given, naive.grpo)
+    masked = 0
+    for one, mine, share in zip(given, own, drawn, strict=True):
+        ratios = [math.exp(old - engine) for old, engine in zip(one.old, one.engine, strict=True)]
+        inside = [acts and 0.5 <= ratio <= 4 for acts, ratio in zip(one.action, ratios, strict=True)]
+        masked += sum(one.action) - sum(inside)
+        one.action = inside
+        one.weights = [w * share * min(ratio, 1.2) for w, ratio in zip(mine, ratios, strict=True)]
+    assert masked > 3
+    learner = Learner(
+        actor, algorithm, optimizer=optimizing(how), batching=Batching(minibatches=2, packed=True, token_budget=24)
+    )
+    seen = gradients(monkeypatch, learner.optimizer)
+    learned = learner.learn(rows, step=1, weights=drawn)
+    mover = naive.optimizer_of(how, list(model.parameters()))
+    for k, chosen in enumerate(minibatches(learned, 2)):
+        loss, _ = naive.policy_loss(model, how, [given[i] for i in chosen])
+        same(seen[k], naive.moved(how, mover, model, loss)[0])
+    same(weights(actor.model), weights(model))
