@@ -35,7 +35,7 @@ from rollbook.making.whole import Whole
 from rollbook.moving import pin_memory, to
 from rollbook.progress import Progress, Stages, advise
 from rollbook.rollout.engine import Engine
-from rollbook.rollout.types import Prompt, RunInfo, Sample
+from rollbook.rollout.types import Prompt, RunInfo, Sample, Sampling
 
 _HOT = 10.0
 """FIRE's temperature of the first token."""
@@ -166,7 +166,8 @@ class NaiveExperienceMaker:
         self.rollouts_made += 1
         return made
 
-    def _rollout(self, all_prompts: Any, generate_kwargs: Mapping[str, Any], n: int) -> list[Samples]:
+    def _read(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> tuple[list[Prompt], dict[str, Any]]:
+        """A call's prompts, each with its own columns, and the options of its sampling."""
         options = dict(generate_kwargs)
         for name in ("gamma", "lambd"):
             options.pop(name, None)
@@ -180,6 +181,10 @@ class NaiveExperienceMaker:
         if not prompts:
             raise ValueError("all_prompts: got none, expected at least one prompt")
         self.scorer.check(prompts)
+        return prompts, options
+
+    def _rollout(self, all_prompts: Any, generate_kwargs: Mapping[str, Any], n: int) -> list[Samples]:
+        prompts, options = self._read(all_prompts, generate_kwargs)
         self._max_new_tokens = options.get("max_new_tokens", options.get("max_tokens", self._max_new_tokens))
         with self._stages("rollout") as stage:
             engine = self.engine
@@ -196,16 +201,10 @@ class NaiveExperienceMaker:
         number: int | str = self.rollouts_made if ranks is ALONE else f"{self.rollouts_made}.{ranks.rank}"
         return number if name is None else f"{name}-{number}"
 
-    def _sampled(self, engine: Engine, prompts: list[Prompt], options: dict[str, Any], n: int) -> list[Samples]:
-        """By an engine of `rollbook.rollout`: with its own ids, log-probs and reasons."""
-        config = self.config
-        defaults: dict[str, Any] = {
-            "n": n,
-            "seed": config.seed,
-            "max_prompt_tokens": self.prompt_max_len,
-            "prompt_overflow": getattr(self.tokenizer, "truncation_side", "right"),
-        }
-        if config.use_fire:
+    def _sampling(self, options: Mapping[str, Any], n: int, **defaults: Any) -> Sampling:
+        """How this maker samples, as far as the options of a call do not say otherwise."""
+        defaults |= {"n": n, "seed": self.config.seed}
+        if self.config.use_fire:
             defaults["first_temperature"] = _HOT
         trained = self.passes.temperature
         if trained is not None:
@@ -216,11 +215,25 @@ class NaiveExperienceMaker:
                 f"temperature: samples are drawn at {sampling.temperature:g} and the actor's log-probs are at "
                 f"{trained:g}; Actor(temperature={sampling.temperature:g}) makes them one"
             )
-        self._max_new_tokens = sampling.max_tokens
-        named = [
+        return sampling
+
+    def _named(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Prompts with ids: their own, or their place in this rollout."""
+        return [
             prompt if prompt.eid is not None else prompt.replace(eid=EID(batch=self._batch_id(), task=i, suffix=""))
             for i, prompt in enumerate(prompts)
         ]
+
+    def _sampled(self, engine: Engine, prompts: list[Prompt], options: dict[str, Any], n: int) -> list[Samples]:
+        """By an engine of `rollbook.rollout`: with its own ids, log-probs and reasons."""
+        sampling = self._sampling(
+            options,
+            n,
+            max_prompt_tokens=self.prompt_max_len,
+            prompt_overflow=getattr(self.tokenizer, "truncation_side", "right"),
+        )
+        self._max_new_tokens = sampling.max_tokens
+        named = self._named(prompts)
         order = [one.eid.replace(run=one.eid.run + k).rid for one in named for k in range(sampling.n) if one.eid]
         found: dict[str, Sample] = {}
         with self._bar("rollout", len(order)) as bar:
@@ -230,7 +243,7 @@ class NaiveExperienceMaker:
         rollouts = [found[rid] for rid in order]
         if rollouts and all(one.failed for one in rollouts):
             advise(f"rollout: all {len(rollouts)} samples failed; the first: {rollouts[0].error}")
-        return [self._collected(part) for part in _chunks(rollouts, config.micro_rollout_batch_size)]
+        return [self._collected(part) for part in _chunks(rollouts, self.config.micro_rollout_batch_size)]
 
     def _collected(self, rollouts: list[Sample]) -> Samples:
         pad = getattr(self.tokenizer, "pad_token_id", None)
@@ -299,19 +312,23 @@ class NaiveExperienceMaker:
 
     def _experiences(self, many: Sequence[Samples]) -> list[Experience]:
         batches = [batch_of(samples) for samples in many]
-        with self._bar("log-probs", 1 if not self.passes.models else len(self.passes.models)) as bar:
-            self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
+        self._pass(batches)
         with self._stages("reward"), self._bar("reward", sum(map(len, batches))) as bar:
             self.scorer.score(many, batches, bar)
         for samples, batch in zip(many, batches, strict=True):
-            self._measure_kl(batch)
-            info = batch.info or {}
-            info["num_actions"] = samples.num_actions
+            info = {**(batch.info or {}), "num_actions": samples.num_actions}
             batch.info = {**{name: info[name] for name in _FIRST if name in info}, **info}
+        return batches
+
+    def _pass(self, batches: Sequence[Experience]) -> None:
+        """Have the models say what they have to say of every token, and measure the KL."""
+        with self._bar("log-probs", 1 if not self.passes.models else len(self.passes.models)) as bar:
+            self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
+        for batch in batches:
+            self._measure_kl(batch)
         for model in (self.actor, self.critic):
             if _trains(model):
                 model.train()
-        return batches
 
     def _measure_kl(self, batch: Experience) -> None:
         """The KL of each token, 0 on what does not count, and its mean over each row's actions."""
@@ -381,8 +398,6 @@ class NaiveExperienceMaker:
         bound; `info["num_actions"]` and the field `kl` go.
         """
         self._stages = Stages()
-        gamma = generate_kwargs.get("gamma", self.config.gamma)
-        lambd = generate_kwargs.get("lambd", self.config.lambd)
         estimating.check(self.config, self.passes.models)
         self.scorer.need()
         remax = self.config.advantage_estimator == "remax"
@@ -395,6 +410,15 @@ class NaiveExperienceMaker:
         if greedy is not None:
             runs = sum(map(len, experiences)) // len(greedy)
             Whole(experiences).put_numbers("reward_baseline", greedy.repeat_interleave(runs))
+        failed = sum(one.failed for part in samples for one in part.rollouts or ())
+        return self._estimated(experiences, failed, generate_kwargs)
+
+    def _estimated(
+        self, experiences: list[Experience], failed: int, generate_kwargs: Mapping[str, Any]
+    ) -> list[Experience]:
+        """Scored experience with its advantages, and `metrics` of the whole; `failed` samples have no reward."""
+        gamma = generate_kwargs.get("gamma", self.config.gamma)
+        lambd = generate_kwargs.get("lambd", self.config.lambd)
         self._scored = None
         experiences, rewards = self.process_experiences(experiences)
         with self._stages("advantages"):
@@ -405,7 +429,7 @@ class NaiveExperienceMaker:
         for batch in experiences:
             batch.kl = None
             batch.info = {name: value for name, value in (batch.info or {}).items() if name != "num_actions"}
-        self.metrics = self._summary(whole, samples, found)
+        self.metrics = self._summary(whole, failed, found)
         if self.config.packing_samples:
             return [batch.pack() for batch in experiences]
         return experiences
@@ -453,19 +477,20 @@ class NaiveExperienceMaker:
         finite = "None, a finite number, or an object with such a value"
         return 0.0 if given is None else number("kl_controller", given, -1e30, 1e30, finite)
 
-    def _summary(self, whole: Whole, samples: Sequence[Samples], found: Mapping[str, float]) -> dict[str, float]:
+    def _summary(self, whole: Whole, failed: int, found: Mapping[str, float]) -> dict[str, float]:
         rewards = whole.numbers("reward")
         known = rewards[~rewards.isnan()]
         lengths = whole.numbers("response_length")
         means = {
             "rollout/samples": float(len(whole)),
-            "rollout/failed": float(sum(one.failed for part in samples for one in part.rollouts or ())),
+            "rollout/failed": float(failed),
             "rollout/response_length": float(lengths.mean()),
             "reward/mean": float(known.mean()) if len(known) else math.nan,
             "reward/std": float(known.std(correction=0)) if len(known) else math.nan,
             "reward/errors": float(sum(error is not None for error in whole.entries("reward_error") or ())),
-            "kl/mean": float(whole.numbers("kl").mean()),
         }
+        if whole.entries("kl") is not None:
+            means["kl/mean"] = float(whole.numbers("kl").mean())
         parts = [(batch.info or {}).get("reward_metrics") or {} for batch in whole.batches]
         for name in dict.fromkeys(name for part in parts for name in part):
             values = torch.cat([part[name].float().cpu() for part in parts if name in part])

@@ -67,9 +67,10 @@ class How:
 def scored(model: Any, prompt: Sequence[int], response: Sequence[int]) -> tuple[Numbers, Numbers]:
     """The log-prob of each token of the response, and the entropy of what it was sampled from."""
     logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0]
+    every = torch.log_softmax(logits.float(), dim=-1)
     log_probs, entropies = [], []
     for i, token in enumerate(response):
-        row = torch.log_softmax(logits[len(prompt) + i - 1].float(), dim=-1)
+        row = every[len(prompt) + i - 1]
         log_probs.append(row[token])
         entropies.append(-(row.exp() * row).sum())
     return log_probs, entropies
@@ -277,7 +278,8 @@ def clip_fraction(model: Any, how: How, samples: Sequence[Sample]) -> float:
 
 
 def dpo_loss(model: Any, reference: Any, how: How, pairs: Sequence[tuple[list[int], list[int], list[int]]]) -> Any:
-    """The mean over (prompt, chosen, rejected) of -log sigmoid(beta (log-ratio of chosen - of rejected)) (2305.18290)."""
+    """The mean over (prompt, chosen, rejected) of -log sigmoid(beta z), z the log-ratio to the reference of the chosen
+    answer less that of the rejected one (arXiv 2305.18290)."""
     losses = []
     for prompt, chosen, rejected in pairs:
         logit: Any = 0.0

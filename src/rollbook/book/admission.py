@@ -6,6 +6,7 @@ of none. The same record again changes nothing; another one under its id is refu
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ from rollbook.book import (
     tags,
     work,
 )
-from rollbook.book.consumers import Consumer
+from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import BackPressure, BookError, Conflict, QuotaExceeded
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import Place
@@ -524,6 +525,27 @@ def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
         last = found[-1][0]
     work.keep_size(tx, consumer)
     consumers.save(tx, consumer)
+
+
+def configure(tx: Transaction, book: Book, name: str, settings: dict[str, Any], change: bool) -> Settings:
+    """See `Book.consumer`."""
+    found = consumers.find(tx, name)
+    if found is None:
+        return book.make_consumer(tx, name, settings).settings
+    new = found.settings.changed(settings)
+    if new != found.settings and not change:
+        names = [key for key in settings if getattr(new, key) != getattr(found.settings, key)]
+        raise BookError(
+            f"consumer {name!r}: {names[0]}: got {getattr(new, names[0])!r}, the book has "
+            f"{getattr(found.settings, names[0])!r}; change=True changes it for everybody"
+        )
+    if new != found.settings:
+        consumers.configure(tx, found, new)
+        rerank(tx, found, book)
+        # Whoever waits for a lease looks again when there is an event.
+        told = {"settings": json.loads(new.to_json())}
+        work.record(tx, [work.Event("configured", consumer=found.id, detail=told)])
+    return new
 
 
 def rerank(tx: Transaction, consumer: Consumer, book: Book) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -21,6 +20,7 @@ from rollbook.book import (
     compaction,
     consumers,
     leasing,
+    measurements,
     reading,
     reports,
     revising,
@@ -32,7 +32,7 @@ from rollbook.book.admission import Appended
 from rollbook.book.checkpoints import Checkpoint, Rewound
 from rollbook.book.compaction import Compacted
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import BookError, ReadOnly
+from rollbook.book.errors import ReadOnly
 from rollbook.book.leasing import Lease
 from rollbook.book.ledger import Ledger, Transaction
 from rollbook.book.naming import text_of, uid_of, uids_of
@@ -165,14 +165,9 @@ class Book:
         self._writable("drop")
         text_of("reason", reason)
         seqs = reading.numbers_of(self, uids_of(uids))
-        count = 0
         with self.ledger.write() as tx:
-            for each in consumers.all_consumers(tx) if consumer is None else [consumers.named(tx, consumer)]:
-                found = [r for r in work.rows_of(tx, each, seqs) if r.state in (work.WAITING, work.COOLING)]
-                work.drop(tx, each, found, reason)
-                consumers.save(tx, each)
-                count += len(found)
-        return count
+            given = consumers.all_consumers(tx) if consumer is None else [consumers.named(tx, consumer)]
+            return sum(work.give_up(tx, each, seqs, reason) for each in given)
 
     # --- taking -----------------------------------------------------------------------------------------------
 
@@ -188,24 +183,7 @@ class Book:
             return found.settings
         self._writable("consumer")
         with self.ledger.write() as tx:
-            found = consumers.find(tx, name)
-            if found is None:
-                return self.make_consumer(tx, name, settings).settings
-            new = found.settings.changed(settings)
-            if new != found.settings and not change:
-                names = [key for key in settings if getattr(new, key) != getattr(found.settings, key)]
-                raise BookError(
-                    f"consumer {name!r}: {names[0]}: got {getattr(new, names[0])!r}, the book has "
-                    f"{getattr(found.settings, names[0])!r}; change=True changes it for everybody"
-                )
-            if new == found.settings:
-                return new
-            consumers.configure(tx, found, new)
-            admission.rerank(tx, found, self)
-            # Whoever waits for a lease looks again when there is an event.
-            told = {"settings": json.loads(new.to_json())}
-            work.record(tx, [work.Event("configured", consumer=found.id, detail=told)])
-            return new
+            return admission.configure(tx, self, name, settings, change)
 
     def consumers(self) -> dict[str, Settings]:
         """The consumer groups there are, in the order they were made, and their settings."""
@@ -259,23 +237,32 @@ class Book:
         self._writable("announce")
         version = whole_number("version", version)
         with self.ledger.write() as tx:
-            now = work.announced(tx)
-            if now is not None and version < now:
-                raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
-            if now == version:
-                return
-            work.set_announced(tx, version)
-            work.record(tx, [work.Event("announced", detail={"version": version})])
-            for consumer in consumers.all_consumers(tx):
-                floor = work.floor_of(version, consumer.settings.max_staleness)
-                work.forget_stale(tx, consumer, floor)
-                consumers.save(tx, consumer)
+            work.announce(tx, version)
 
     @property
     def policy_version(self) -> int | None:
         """The version that was announced last."""
         with self.ledger.read() as tx:
             return work.announced(tx)
+
+    # --- measuring -----------------------------------------------------------------------------------------------
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep numbers of a training step, by name; SQL sees them in `events`, as the JSON of `detail`.
+
+        >>> import rollbook
+        >>> book = rollbook.open("memory:")
+        >>> book.log(1, {"loss": 0.5, "grad_norm": float("inf")})
+        >>> book.metrics()
+        [(1, {'loss': 0.5, 'grad_norm': inf})]
+        """
+        self._writable("log")
+        measurements.log(self, step, metrics)
+
+    def metrics(self) -> list[tuple[int, dict[str, float]]]:
+        """What was logged, step by step, of one name the last; without what came after a checkpoint that was rewound
+        to."""
+        return measurements.read(self)
 
     # --- changing -----------------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from rollbook.book import before, groups
+from rollbook.book import before, consumers, groups
 from rollbook.book.consumers import Consumer
-from rollbook.book.errors import Damaged
+from rollbook.book.errors import BookError, Damaged
 from rollbook.book.ledger import Transaction, chunks
 
 WAITING, COOLING, LEASED, TRAINED, DROPPED = "waiting", "cooling", "leased", "trained", "dropped"
@@ -167,6 +167,14 @@ def drop(tx: Transaction, consumer: Consumer, found: Sequence[Row], reason: str)
     )
 
 
+def give_up(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason: str) -> int:
+    """Drop those of these records that wait or rest; how many."""
+    found = [row for row in rows_of(tx, consumer, seqs) if row.state in (WAITING, COOLING)]
+    drop(tx, consumer, found, reason)
+    consumers.save(tx, consumer)
+    return len(found)
+
+
 def requeue(tx: Transaction, consumer: Consumer, found: Sequence[Row], kind: str, reason: str | None) -> None:
     """Offer leased rows again, at the place they had; those that came back too often are dropped."""
     most = consumer.settings.max_attempts
@@ -277,3 +285,17 @@ def set_announced(tx: Transaction, version: int | None) -> None:
     tx.run("DELETE FROM meta WHERE key = 'policy_version'")
     if version is not None:
         tx.run("INSERT INTO meta (key, value) VALUES ('policy_version', ?)", (str(version),))
+
+
+def announce(tx: Transaction, version: int) -> None:
+    """See `Book.announce`."""
+    now = announced(tx)
+    if now is not None and version < now:
+        raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
+    if now == version:
+        return
+    set_announced(tx, version)
+    record(tx, [Event("announced", detail={"version": version})])
+    for consumer in consumers.all_consumers(tx):
+        forget_stale(tx, consumer, floor_of(version, consumer.settings.max_staleness))
+        consumers.save(tx, consumer)

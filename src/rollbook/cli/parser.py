@@ -106,6 +106,8 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 COMMANDS: dict[str, str] = {
+    "train": "Train a model by reinforcement, or from given answers; without CONFIG, a demonstration.",
+    "replay": "Compute a step of a run again from its book and checkpoints, and compare; status 1: it differs.",
     "ls": "List what a book holds, or the books in a folder.",
     "show": "Show a run, a step, a group or one trajectory, its tokens coloured.",
     "view": "Open the web viewer on a run.",
@@ -127,7 +129,7 @@ def build() -> argparse.ArgumentParser:
 
     parser = _Parser(
         prog="rollbook",
-        description="Look at runs of experience, find what is wrong with them, and move records in and out.",
+        description="Train on experience, look at it, find what is wrong with it, and move records in and out.",
         epilog="A PATH is the folder of a book, postgresql://user@host/database for one on a server, or, to look at, "
         "rollouts that another tool saved. `rollbook COMMAND --help` says more of a command.",
     )
@@ -142,6 +144,20 @@ def build() -> argparse.ArgumentParser:
         made.add_argument("--color", choices=WHEN, default="auto", help="colours: auto (on a terminal), always, never")
         made.set_defaults(run=run)
         return made
+
+    made = command("train", "training:train", path=None)
+    made.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML or TOML file, or a recipe's name (letters)")
+    made.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="such as steps=50 or optimizer.lr=1e-5")
+    made.add_argument("--out", metavar="FOLDER", help="the run's folder (runs/NAME)")
+    made.add_argument("--seed", metavar="N", type=_whole(0), help="what every random choice is made from")
+    made.add_argument("--steps", metavar="N", type=_whole(0), help="how many steps, all in all")
+    made.add_argument("--overwrite", action="store_true", help="begin anew if the folder has a run")
+    made.add_argument("--show-config", action="store_true", help="print the whole configuration, and train nothing")
+    made.add_argument("--recipes", action="store_true", help="list the recipes that come with the package")
+
+    made = command("replay", "training:replay", path="a run's folder")
+    made.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="another choice: algorithm.estimator=rloo, ...")
+    made.add_argument("--step", metavar="N", type=_whole(1), required=True, help="the step to compute again")
 
     made = command("ls", "looking:ls", path="a book, a folder of books, or saved rollouts")
     made.add_argument("--where", metavar="FILTER", help='list samples: such as "reward < 0.2 and truncated"')

@@ -141,6 +141,8 @@ _FIELDS = {
 
 def _joined(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
     """One packed batch of all rows."""
+    if len(batches) == 1:
+        return batches[0].pack()
     items = [item for batch in batches for item in split_experience_batch(batch)]
     return make_experience_batch(items, packing_samples=True)
 

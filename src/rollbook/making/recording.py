@@ -40,8 +40,21 @@ def records_of(rollouts: Sequence[Sample], whole: Whole) -> Experiences:
     """
     if len(rollouts) != len(whole):
         raise ValueError(f"rollouts: got {len(rollouts)} samples, expected {len(whole)}, one for each row")
+    return finished([one.to_experience() for one in rollouts], whole)
+
+
+def finished(rows: Sequence[Experience], whole: Whole) -> Experiences:
+    """Records with what was found out about them: masks, rewards, log-probs, values, advantages. `whole` are their
+    batches, row by row.
+
+    >>> record = Experience(tokens=[5, 7, 2], prompt_length=1)
+    >>> batch = Experiences([record]).batch()
+    >>> batch.info["reward"], batch.values = torch.tensor([1.0]), torch.ones(1, 2)
+    >>> finished([record], Whole([batch]))[0].values.tolist()
+    [1.0, 1.0]
+    """
     masks = whole.rows("action_mask")
-    rows = [_masked(one.to_experience(), None if masks is None else masks[i]) for i, one in enumerate(rollouts)]
+    rows = [_masked(row, None if masks is None else masks[i]) for i, row in enumerate(rows)]
     for row, error in zip(rows, whole.entries("reward_error") or (), strict=False):
         if error is not None:
             row.info["reward_error"] = error

@@ -23,6 +23,8 @@ from rollbook.batch import ExperienceBatch, Origin
 from rollbook.jagged import Rows
 from rollbook.models.slots import Slots
 
+VARLEN = "rollbook_varlen"
+"""What transformers knows `rollbook.models.varlen` by."""
 _PROBE = 6
 """Tokens that a check looks at; the second of two samples has as many."""
 
@@ -307,7 +309,14 @@ def keeps_apart(model: Any) -> bool:
 def packs_cheaply(model: Any) -> bool:
     """Whether attention over packed samples costs what the samples cost, not the square of all their tokens.
 
-    Kernels for ragged input do; eager and SDPA attention make a mask over all pairs of tokens.
+    Kernels for ragged input do, and `rollbook.models.varlen`; eager and SDPA attention make a mask over all pairs of
+    tokens.
     """
-    used = str(getattr(getattr(unwrapped(model), "config", None), "_attn_implementation", None) or "")
-    return "flash" in used or used == "flex_attention"
+    used = attention_of(model)
+    return "flash" in used or used in ("flex_attention", VARLEN)
+
+
+def attention_of(model: Any) -> str:
+    """What a transformers model, or the part of it that reads text, attends by; empty of other modules."""
+    inner = unwrapped(model)
+    return str(getattr(text_config(inner), "_attn_implementation", None) or "") if hasattr(inner, "config") else ""

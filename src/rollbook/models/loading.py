@@ -6,6 +6,7 @@ weights; a path or name is loaded by transformers, by the class that fits the co
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import warnings
@@ -50,8 +51,16 @@ def load_model(
     model: Any, *, purpose: Purpose = "language", dtype: Any = None, attn_implementation: str | None = None
 ) -> nn.Module:
     """A model for a purpose: `language` (with its output layer) or `values` (a trunk, or a classifier with one label,
-    of tokens or of sequences, where a folder holds one)."""
+    of tokens or of sequences, where a folder holds one).
+
+    `attn_implementation` is transformers', or `varlen` (`rollbook.models.varlen`)."""
     kind = as_dtype(dtype)
+    if attn_implementation == "varlen":
+        from rollbook.models.varlen import use_varlen
+
+        made = load_model(model, purpose=purpose, dtype=dtype)
+        use_varlen(made)
+        return made
     if isinstance(model, nn.Module):
         made = model
         if attn_implementation is not None:
@@ -67,7 +76,8 @@ def load_model(
                 f"model: got {type(model).__name__}, expected a module, a configuration, a folder or a name"
             )
         options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-        made = auto_class(model, purpose).from_config(model, dtype=kind or torch.float32, **options)
+        # transformers writes type and attention into what it is given, which may be used again.
+        made = auto_class(model, purpose).from_config(copy.deepcopy(model), dtype=kind or torch.float32, **options)
     return made
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rollbook.jagged import Rows
-from rollbook.models.heads import device_of, dtype_of, keeps_apart, packs_cheaply, unwrapped
+from rollbook.models.heads import VARLEN, attention_of, device_of, dtype_of, keeps_apart, packs_cheaply, unwrapped
 
 
 class Wrapper(nn.Module, ABC):
@@ -22,6 +22,13 @@ class Wrapper(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self._packs: bool | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if attention_of(self._inner) == VARLEN:  # in another process, transformers may not have heard of it
+            from rollbook.models.varlen import register
+
+            register()
 
     @property
     @abstractmethod

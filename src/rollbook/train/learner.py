@@ -7,6 +7,7 @@ loss or gradient is not finite changes nothing, and is counted.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -214,11 +215,8 @@ class Learner:
         if self.batching.shuffle:
             random.Random(derived(self.seed, f"minibatches/{step}/{epoch}")).shuffle(order)
         count = min(self.batching.minibatches, len(order))
-        ends = [len(order) * (k + 1) // count for k in range(count)] if count else []
-        return [
-            sorted(row for unit in order[begin:end] for row in unit)
-            for begin, end in zip([0, *ends[:-1]], ends, strict=True)
-        ]
+        cuts = [len(order) * k // count for k in range(count + 1)] if count else []
+        return [sorted(row for unit in order[begin:end] for row in unit) for begin, end in itertools.pairwise(cuts)]
 
     def plan(self, material: Material, rows: Sequence[int]) -> Sequence[MicroBatch]:
         """The micro-batches of an update; their indices are places in `rows`."""

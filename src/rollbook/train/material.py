@@ -141,15 +141,18 @@ class Material:
         Old log-probs are the trainer's or else the engine's, row by row: a batch takes one column for all of its rows,
         so that which one it is would depend on how they are cut. Of an expert's rows nothing is read, and all is 0.
         """
-        found = {name: self.rows.values(name) for name in ("policy_logprobs", "advantages", "ref_logprobs")}
-        if any(value is None for value in found["policy_logprobs"]):
+        found = {"policy_logprobs": self.rows.values("policy_logprobs")}
+        lacking = sum(value is None for value in found["policy_logprobs"])
+        if self.expert is not None:
+            found |= {name: self.rows.values(name) for name in ("advantages", "ref_logprobs")}
+        elif lacking in (0, len(self.rows)):
+            return
+        if lacking:
             both = zip(found["policy_logprobs"], self.rows.values("logprobs"), strict=True)
             found["policy_logprobs"] = [theirs if ours is None else ours for ours, theirs in both]
-        elif self.expert is None:
-            return
         self.rows = self.rows.assign(**{name: self._without_expert(values) for name, values in found.items()})
 
-    def _without_expert(self, values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _without_expert(self, values: Sequence[Any]) -> list[Any]:
         """Values of tokens, 0 on the expert's rows."""
         if self.expert is None:
             return list(values)

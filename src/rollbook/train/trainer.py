@@ -24,7 +24,6 @@ from rollbook.book.leasing import Lease
 from rollbook.experiences import Experiences
 from rollbook.progress import Stages, advise
 from rollbook.ragged import Ragged
-from rollbook.rollout.types import Prompt
 from rollbook.train import saving
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import complete
@@ -35,6 +34,10 @@ from rollbook.train.optimizing import Optimizing
 if TYPE_CHECKING:
     from rollbook.train.data import Prompts
     from rollbook.train.evaluating import Evaluation
+
+
+class Exhausted(RuntimeError):
+    """There is nothing more to learn from."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +197,8 @@ class Trainer:
         if self.maker is None or self.prompts is None or (step - 1) % self.intake.make_every:
             return {}
         missing, made, dropped = self.groups, 0, 0
-        for round_ in range(1 + self.algorithm.refill):
-            prompts = self.prompts.take(missing, step)
-            if round_:
-                prompts = [_renamed(prompt, f"refill{round_}-{step}") for prompt in prompts]
-            records = self.maker.make_records(prompts, **self.generate)
+        for _ in range(1 + self.algorithm.refill):
+            records = self.maker.make_records(self.prompts.take(missing, step), **self.generate)
             self.book.append(records)
             made += len(records)
             if not self.algorithm.drop_constant_groups:
@@ -287,11 +287,19 @@ class Trainer:
 
         `options` are those of `rollbook.train.evaluate`.
         """
-        from rollbook.train.evaluating import evaluate
+        from rollbook.train.episodes import EpisodeMaker
+        from rollbook.train.evaluating import evaluate, evaluated
 
-        engine = getattr(self.maker, "engine", None) or self.actor.engine
-        options = {"seed": self.seed, "sampling": self.generate, **options}
-        found = evaluate(engine, prompts, reward, step=self.done, book=self.book, **options)
+        options = {"sampling": self.generate, **options}
+        if isinstance(self.maker, EpisodeMaker):
+            sampling, runs = dict(options.pop("sampling")), options.pop("k", 1)
+            records = self.maker.play(prompts.every(f"eval-{self.done}"), **{**sampling, "n": runs})
+            self.book.append(records, evaluation=True)
+            found = evaluated(records, step=self.done, **options)
+        else:
+            engine = getattr(self.maker, "engine", None) or self.actor.engine
+            options = {"seed": self.seed, **options}
+            found = evaluate(engine, prompts, reward, step=self.done, book=self.book, **options)
         self.track(self.done, found.metrics())
         return found
 
@@ -306,19 +314,12 @@ class Trainer:
     ) -> list[Report]:
         """Steps up to number `steps`, counted from the run's beginning; their reports.
 
-        Saves every `save_every` of them and at the end, if there is a folder; ends early where a book that others fill
-        has nothing more to lease.
+        Saves every `save_every` of them and at the end, if there is a folder.
         """
         whole_number("steps", steps)
         reports: list[Report] = []
         while self.done < steps:
-            report = self.step()
-            if not report["records"]:
-                if self.maker is None:
-                    advise(f"step {report.step}: the book has nothing more to lease")
-                    break
-                self.done += 1  # every group was dropped: the prompts are spent, and the weights stay as they are
-                self._announce()
+            report = self.advance()
             reports.append(report)
             if on_step is not None:
                 on_step(report)
@@ -327,6 +328,19 @@ class Trainer:
         if self.folder is not None and reports:
             self.save()
         return reports
+
+    def advance(self) -> Report:
+        """A step of a run, which is counted whatever comes of it: where every group was dropped, the prompts are spent
+        and the weights stay as they are. `Exhausted` where nobody makes records and the book has none to lease."""
+        report = self.step()
+        if not report["records"]:
+            if self.maker is None:
+                raise Exhausted(f"step {report.step}: {self.book.url} has nothing more to lease")
+            advise(f"step {report.step}: nothing was left to learn from")
+            self.done = report.step
+            self._announce()
+            self.track(report.step, report.metrics)
+        return report
 
     def save(self) -> Path:
         """Write a checkpoint of everything, and name this point of the book."""
@@ -378,10 +392,6 @@ class Trainer:
         self.done = last.step
         self._announce()
         return True
-
-
-def _renamed(prompt: Prompt, batch: str) -> Prompt:
-    return prompt if prompt.eid is None else prompt.replace(eid=prompt.eid.replace(batch=batch))
 
 
 def _any(value: Any) -> bool:

@@ -284,6 +284,7 @@ def unknown(name: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> C
     """What to say of a key that does not exist: the nearest that does, here or in another section."""
     from rollbook.algorithms.registry import near
 
+    name = name or "''"
     if elsewhere:
         return ConfigError(name, f"is no key here; did you mean {' or '.join(map(repr, elsewhere))}?")
     return ConfigError(name, f"is no key here{near(name, list(known))}")

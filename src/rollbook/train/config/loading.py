@@ -18,6 +18,7 @@ from rollbook.train.config.sections import section_of
 
 DEFAULT = "letters"
 """The recipe that is run where none is named."""
+ARGUMENTS = "the command line"
 RECIPES = Path(__file__).parent.parent / "recipes"
 _ENDINGS = (".yaml", ".yml", ".toml")
 
@@ -93,20 +94,22 @@ def overriding(arguments: Sequence[str]) -> Document:
         path, equals, text = each.partition("=")
         place = tuple(path.strip().split("."))
         if not equals or not all(place):
-            raise ConfigError(each, "is no change, expected section.key=value", "the command line")
+            raise ConfigError(each, "is no change, expected section.key=value", ARGUMENTS)
+        if place == ("base",):
+            raise ConfigError(path, "got it as a change, expected it in a file", ARGUMENTS)
         try:
             value = _typed(_kind_at(place), text)
         except ConfigError as error:
-            raise ConfigError(path, error.said, "the command line") from None
+            raise ConfigError(path, error.said, ARGUMENTS) from None
         except ValueError as error:
-            raise ConfigError(path, str(error), "the command line") from None
+            raise ConfigError(path, str(error), ARGUMENTS) from None
         inner = layer.values
         for part in place[:-1]:
             if not isinstance(inner.get(part), dict):
                 inner[part] = {}
             inner = inner[part]
         inner[place[-1]] = value
-        layer.origins[place] = "the command line"
+        layer.origins[place] = ARGUMENTS
     return layer
 
 
@@ -193,7 +196,9 @@ def _items(old: Any, new: Mapping[str, Any], section: Section | None) -> Any:
 
 
 def _origin(path: str, origins: Mapping[Place, str]) -> str:
-    """Where the key at a path was written, or what holds it."""
+    """Where the key at a path was written: by an argument for a part of it, itself, or what holds it."""
     place = tuple(path.replace("[", ".").replace("]", "").split("."))
+    if any(each[: len(place)] == place and source == ARGUMENTS for each, source in origins.items()):
+        return ARGUMENTS
     found = (origins[place[:n]] for n in range(len(place), -1, -1) if place[:n] in origins)
     return next(found, "")

@@ -293,11 +293,16 @@ def differences(before: Config, after: Config) -> list[Difference]:
     ['optimizer.lr']
     """
     old, new = ({path: (value, free) for path, value, free in leaves(one)} for one in (before, after))
-    missing = (None, False)
-    paths = dict.fromkeys([*old, *new])
-    changed = [(path, old.get(path, missing), new.get(path, missing)) for path in paths]
-    # The later one's order is that of the sections; keys of mappings that are gone stand where they were.
-    return [Difference(path, was, now, free or also) for path, (was, free), (now, also) in changed if was != now]
+    order = list(section_of(Config).keys)
+    found = []
+    for path in sorted({**old, **new}, key=lambda each: order.index(each.partition(".")[0])):
+        # A mapping that is empty here and has names there differs in those names.
+        if any(path not in one and any(each.startswith(f"{path}.") for each in one) for one in (old, new)):
+            continue
+        (was, free), (now, also) = old.get(path, (None, False)), new.get(path, (None, False))
+        if was != now:
+            found.append(Difference(path, was, now, free or also))
+    return found
 
 
 def _placed(error: ConfigError) -> ConfigError:

@@ -31,7 +31,7 @@ def tokenizer(signs: str = "") -> Any:
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), _SPECIAL, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=inner, padding_side="left", **names)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, padding_side="left", **names)  # type: ignore[no-untyped-call]
 
 
 def model(
@@ -62,7 +62,7 @@ def model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config), words
+        return LlamaForCausalLM(config), words  # type: ignore[no-untyped-call]
 
 
 def rows(count: int = 20_000, length: int = 6, seed: int = 0) -> list[dict[str, Any]]:

@@ -1,0 +1,296 @@
+"""`run(config)`: a whole training run, from an empty folder, or from where it was when it was killed, to its end.
+
+Invariant: the same command on the same folder goes on; a folder whose run had other settings is refused, key by key.
+What is said at the end was measured by this run: on prompts it never learnt from, before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rollbook.book.book import Book
+from rollbook.book.opening import open as open_book
+from rollbook.train import building, saving
+from rollbook.train.config.kinds import ConfigError
+from rollbook.train.config.loading import effective
+from rollbook.train.config.schema import Config, differences
+from rollbook.train.config.writing import shown
+from rollbook.train.data import Prompts
+from rollbook.train.display import Display, duration
+from rollbook.train.evaluating import Evaluation, difference, evaluated
+from rollbook.train.tracking import trackers_of
+from rollbook.train.trainer import Report, Trainer
+from rollbook.train.warming import Warmed, warm_up
+
+CONFIG = "config.yaml"
+BOOK = "book"
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    folder: Path
+    steps: int
+    seconds: float
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    reports: list[Report] = field(default_factory=list)
+    warmed: Warmed | None = None
+
+    @property
+    def book(self) -> Path:
+        """The run's book."""
+        return self.folder / BOOK
+
+
+class Run:
+    """A run under way: its folder, its parts, and what is printed of it."""
+
+    def __init__(self, config: Config, *, stream: TextIO | None = None) -> None:
+        config.require()
+        self.config = config
+        self.stream = sys.stderr if stream is None else stream
+        self.folder = config.folder
+        self.began = time.monotonic()
+
+    def say(self, text: str = "") -> None:
+        """Print a line for whoever watches."""
+        if self.config.tracking.display:
+            print(text, file=self.stream, flush=True)
+
+    # --- the folder ---------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> bool:
+        """Make the folder, or find a run in it; whether there is one to go on with."""
+        folder, kept = self.folder, self.folder / CONFIG
+        if self.config.overwrite and folder.exists():
+            if any(folder.iterdir()) and not kept.is_file():
+                raise ConfigError("overwrite", f"got true, and {folder} is no run's folder (it has no {CONFIG})")
+            shutil.rmtree(folder)
+        if folder.exists() and any(folder.iterdir()):
+            if not kept.is_file():
+                raise ConfigError(
+                    "out", f"got {str(folder)!r}, which has files and is no run's folder, expected another"
+                )
+            if not self.config.resume:
+                raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
+            self._same(effective(kept))
+            return bool(saving.saved(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        kept.write_text(shown(self.config))
+        return False
+
+    def _same(self, before: Config) -> None:
+        fixed = [one for one in differences(before, self.config) if not one.free]
+        if fixed:
+            listed = "; ".join(map(str, fixed[:6])) + (f"; and {len(fixed) - 6} more" if len(fixed) > 6 else "")
+            raise ConfigError(
+                "resume",
+                f"the run at {self.folder} has other settings: {listed}. Expected the same, another out, or "
+                "overwrite: true",
+            )
+
+    # --- its course -----------------------------------------------------------------------------------------------
+
+    def go(self) -> Outcome:
+        """Run it to its end."""
+        going_on = self.prepare()
+        device = building.settle(self.config)
+        config = self.config
+        actor = building.actor_of(config, device)
+        prompts, held = building.prompts_of(config)
+        reward = building.reward_of(config.rewards)
+        self.say(_headline(config, actor, prompts, held, device))
+        outcome = Outcome(self.folder, 0, 0.0)
+        if config.warmup.steps and not going_on:
+            outcome.warmed = self._warm(actor, prompts, reward)
+        models = building.models_of(config, actor, device)
+        with open_book(self.folder / BOOK, tokenizer=actor.tokenizer) as book:
+            trainer = building.trainer_of(config, models, prompts, reward, book)
+            if trainer.resume():
+                if (
+                    models.reference is not None
+                    and config.reference is None
+                    and hasattr(models.reference, "state_dict")
+                ):
+                    saving.load_weights(models.reference, saving.saved(self.folder)[0].model)
+                self.say(f"going on after step {trainer.done}, from {saving.saved(self.folder)[-1].path}")
+            with self._tracked(trainer):
+                self._train(trainer, held, reward, outcome)
+            outcome.before, outcome.after = self._evaluations(book, trainer)
+        outcome.steps, outcome.seconds = trainer.done, time.monotonic() - self.began
+        if config.tracking.display:
+            self.say("\n".join(summary(outcome, config)))
+        return outcome
+
+    def _warm(self, actor: Any, prompts: Prompts, reward: Any) -> Warmed:
+        config = self.config
+        how = config.warmup.warm_up()
+
+        def told(step: int, loss: float, success: float | None) -> None:
+            if success is not None or step == how.steps:
+                share = "" if success is None else f", {success:.0%} of samples right".replace("%", " %")
+                self.say(f"warm-up   step {step:>4}: loss {loss:.3f}{share}")
+
+        return warm_up(
+            actor,
+            prompts,
+            how,
+            reward=reward,
+            sampling=building.generate_of(config),
+            seed=config.seed,
+            precision=config.model.precision,
+            token_budget=config.batch.token_budget,
+            on_step=told,
+        )
+
+    @contextlib.contextmanager
+    def _tracked(self, trainer: Trainer) -> Iterator[None]:
+        given = self.config.tracking
+        names = [name for name in ("jsonl", "tensorboard") if getattr(given, name)]
+        names += ["wandb"] if given.wandb is not None else []
+        made: list[Any] = trackers_of(
+            names, self.folder, steps=self.config.steps, after=trainer.done or None, config=self.config.to_dict()
+        )
+        if given.display:
+            made.append(Display(self.config.steps, stream=self.stream))
+        trainer.trackers = made
+        try:
+            yield
+        finally:
+            for one in made:
+                one.close()
+
+    def _train(self, trainer: Trainer, held: Prompts | None, reward: Any, outcome: Outcome) -> None:
+        config = self.config
+        judge = held if reward is not None or config.environment.function is not None else None
+        if trainer.done == 0 and not saving.saved(self.folder):
+            if judge is not None and config.evaluation.before:
+                self._evaluate(trainer, judge, reward)
+            trainer.save()
+        while trainer.done < config.steps:
+            report = trainer.advance()
+            outcome.reports.append(report)
+            step = trainer.done
+            last = step == config.steps
+            if judge is not None and ((last and config.evaluation.after) or _due(step, config.evaluation.every)):
+                self._evaluate(trainer, judge, reward)
+            if (last and config.saving.final) or _due(step, config.saving.every):
+                trainer.save()
+
+    def _evaluate(self, trainer: Trainer, held: Prompts, reward: Any) -> None:
+        given = self.config.evaluation
+        sampling = dict(trainer.generate)
+        for name in ("temperature", "top_p", "max_tokens"):
+            if getattr(given, name) is not None:
+                sampling[name] = getattr(given, name)
+        if given.greedy:
+            sampling |= {"temperature": 0.0}
+            sampling.pop("first_temperature", None)
+        trainer.evaluate(
+            held,
+            reward,
+            k=given.k,
+            sampling=sampling,
+            success=given.success,
+            confidence=given.confidence,
+        )
+
+    def _evaluations(self, book: Book, trainer: Trainer) -> tuple[Evaluation | None, Evaluation | None]:
+        """The first and the last evaluation, from the book: an interrupted run has one half of them from before."""
+        given = self.config.evaluation
+        found = []
+        for step in (0, trainer.done):
+            records = list(book.where(evaluation=1, batch=f"eval-{step}"))
+            options = {"success": given.success, "confidence": given.confidence, "step": step}
+            found.append(evaluated(records, **options) if records else None)  # type: ignore[arg-type]
+        return found[0], found[1] if trainer.done else None
+
+
+def run(config: Config, *, stream: TextIO | None = None) -> Outcome:
+    """Train as a configuration says; what came of it.
+
+    >>> import io, tempfile
+    >>> from rollbook.train.config import effective
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     small = ["steps=1", "warmup.steps=1", "warmup.until=null", "data.options.count=40", "data.held_out=4",
+    ...              "batch.prompts=2", "algorithm.n=2", "model.options.hidden=32", "model.options.heads=1"]
+    ...     outcome = run(effective("letters", [*small, f"out={folder}/run"]), stream=io.StringIO())
+    >>> outcome.steps, outcome.after.prompts
+    (1, 4)
+    """
+    return Run(config, stream=stream).go()
+
+
+def _due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+# --- what is said ---------------------------------------------------------------------------------------------------
+
+
+def _headline(config: Config, actor: Any, prompts: Prompts, held: Prompts | None, device: Any) -> str:
+    size = sum(one.numel() for one in actor.parameters())
+    learns = sum(one.numel() for one in actor.parameters() if one.requires_grad)
+    part = "" if learns == size else f", {_count(learns)} of them trained"
+    model = f"{type(actor.model).__name__}, {_count(size)} weights{part}, {config.model.precision} on {device}"
+    rows = f"{len(prompts):,} to train on" + ("" if held is None else f", {len(held):,} held out")
+    own = config.algorithm
+    what = f"{own.name}, {config.batch.prompts} prompts x {own.n}" if own.needs_maker else own.name
+    lines = [("run", str(config.folder)), ("model", model), ("data", rows)]
+    lines += [("algorithm", f"{what} a step, {config.steps} steps, seed {config.seed}")]
+    return "\n".join(f"{name:<9} {text}" for name, text in lines)
+
+
+def _count(number: int) -> str:
+    for size, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= size / 10:
+            return f"{number / size:.2f} {name}"
+    return f"{number:,}"
+
+
+def summary(outcome: Outcome, config: Config) -> list[str]:
+    """What a run changed, in lines: success before and after, samples of both, and how to look at all of it."""
+    lines = ["", f"{outcome.steps} steps in {duration(outcome.seconds)}"]
+    before, after = outcome.before, outcome.after
+    if before is not None:
+        lines.append(f"before    {before}")
+    if after is not None:
+        lines.append(f"after     {after}")
+    if before is not None and after is not None:
+        found = difference(before, after)
+        lines.append(f"change    {found.value:+.3f} ({found.low:+.3f} to {found.high:+.3f}), the same prompts compared")
+        lines += ["", *_samples(before, after)]
+    lines += ["", f"weights   {saving.saved(outcome.folder)[-1].model}" if saving.saved(outcome.folder) else ""]
+    lines += [f"book      {outcome.book}", f"look      rollbook view {outcome.folder}"]
+    lines += [f"          rollbook doctor {outcome.folder}    rollbook replay {outcome.folder} --step {outcome.steps}"]
+    return lines
+
+
+def _samples(before: Evaluation, after: Evaluation, count: int = 3) -> list[str]:
+    """A few prompts with the first sample of before and after; those that changed, first."""
+    was, now = ({row.eid.task: row for row in reversed(list(one.records))} for one in (before, after))
+    both = [(was[task], now[task]) for task in now if task in was]
+    both.sort(key=lambda pair: (pair[0].reward or 0.0) - (pair[1].reward or 0.0))
+    lines = []
+    for old, new in both[:count]:
+        lines.append(f"  prompt  {_short(old.prompt_text)}")
+        lines += [
+            f"  {name}  {_short(row.response_text)}   reward {row.reward:g}"
+            for name, row in (("before", old), ("after ", new))
+        ]
+        lines.append("")
+    return lines[:-1]
+
+
+def _short(text: Any, width: int = 90) -> str:
+    shown_text = " ".join(str(text or "").split())
+    return shown_text if len(shown_text) <= width else f"{shown_text[: width - 3]}..."

@@ -1,0 +1,467 @@
+"""Episodes made in lock step: ids, masks, streams, limits and failures of real tiny models and scripted ones; and a
+model that learns to use a tool."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook import EID, Experience
+from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
+from rollbook.models import Actor, Critic
+from rollbook.rollout import Line, Prompt, ScriptedEngine
+from rollbook.rollout.engine import Engine
+from rollbook.train.episodes import EpisodeMaker, Reply
+from tests import tiny
+
+TOKENIZER = tiny.bytes_()
+END = TOKENIZER.eos_token
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def actor() -> Actor:
+    return Actor(tiny.llama(vocab=len(TOKENIZER)), tokenizer=TOKENIZER)
+
+
+class Game:
+    """Says how long the turn was; a turn is worth a tenth of its length; over after `turns` of them."""
+
+    def __init__(self, prompt: Prompt, turns: int = 3) -> None:
+        self.prompt, self.left, self.closed = prompt, turns, False
+
+    def begin(self) -> str | None:
+        return None
+
+    def respond(self, text: str) -> Reply:
+        self.left -= 1
+        return Reply(f"[{len(text)}]", reward=len(text) / 10, done=self.left == 0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Counting(Engine):
+    """A scripted engine that says how many samples each call asked for."""
+
+    def __init__(self, script: Any) -> None:
+        self.inner = ScriptedEngine(script, TOKENIZER)
+        self.tokenizer = TOKENIZER
+        self.calls: list[int] = []
+        self.prompts: list[list[Any]] = []
+
+    @property
+    def run(self) -> Any:
+        return self.inner.run
+
+    def _run(self, requests: Any, cancel: Any) -> Any:
+        self.calls.append(sum(len(one.eids) for one in requests))
+        self.prompts.append([(one.prompt.eid.rid, one.sampling.seed) for one in requests])
+        return self.inner._run(requests, cancel)
+
+
+def scripted(script: Any, environment: Any = Game, **options: Any) -> EpisodeMaker:
+    config = {"n_samples_per_prompt": 2, "seed": 3, **options.pop("config", {})}
+    engine = script if isinstance(script, Engine) else ScriptedEngine(script, TOKENIZER)
+    return EpisodeMaker(None, environment, engine=engine, config=MakerConfig(**config), **options)
+
+
+def spoken(row: Experience) -> list[tuple[str, str]]:
+    """Who said what, from the first token to the last."""
+    ids = row.tokens.tolist()
+    return [(one["kind"], TOKENIZER.decode(ids[one["start"] : one["stop"]])) for one in row.info["segments"]]
+
+
+def run_of(prompt: Prompt) -> int:
+    assert prompt.eid is not None
+    return prompt.eid.run
+
+
+# --- lock step ------------------------------------------------------------------------------------------------------
+
+
+def test_every_turn_is_one_call_over_the_episodes_that_are_left() -> None:
+    engine = Counting(lambda prompt, run: f"t{END}")
+    made = scripted(engine, lambda prompt: Game(prompt, turns=1 + run_of(prompt)), config={"n_samples_per_prompt": 3})
+    records = made.make_records(["a", "b"])
+    assert engine.calls == [6, 4, 2]
+    assert [row.metrics["turns"] for row in records] == [1, 2, 3, 1, 2, 3]
+    assert made.metrics["episode/turns"] == 2
+
+
+def test_what_the_environment_says_is_context_and_what_the_model_wrote_is_trained() -> None:
+    (row,) = scripted(
+        [f"four{END}", f"2{END}"], lambda prompt: Game(prompt, 2), config={"n_samples_per_prompt": 1}
+    ).play(["hi"])
+    assert spoken(row) == [
+        ("prompt", "hi"),
+        ("model", f"four{END}"),
+        ("observation", "[4]"),
+        ("model", f"2{END}"),
+    ]
+    assert row.action_mask is not None and row.action_mask.int().tolist() == [1] * 5 + [0] * 3 + [1] * 2
+    assert row.experience_type == "multi_turn" and row.finish_reason == "stop"
+    assert row.info["last_observation"] == "[1]"
+    assert row.reward == pytest.approx(0.5)
+    assert row.token_level_reward is not None
+    assert row.token_level_reward.tolist() == pytest.approx([0, 0, 0, 0, 0.4, 0, 0, 0, 0, 0.1])
+
+
+def test_ids_are_those_of_a_maker_of_single_turns(actor: Actor) -> None:
+    prompts = [Prompt(text="the fox", eid=EID(batch=7, task="x", suffix="")), Prompt(text="yes")]
+    config = MakerConfig(n_samples_per_prompt=3, seed=11)
+    ours = EpisodeMaker(actor, Game, config=config, max_turns=2).make_records(prompts, max_tokens=4)
+    plain = NaiveExperienceMaker(actor, None, None, None, TOKENIZER, 32, None, reward_fn=len, config=config)
+    theirs = plain.make_records(prompts, max_tokens=4)
+    assert [eid.uid for eid in ours.eids()] == [eid.uid for eid in theirs.eids()]
+    assert ours.values("group_size") == [3] * 6
+
+
+def test_each_turn_has_a_stream_of_its_own_and_other_episodes_do_not_matter(actor: Actor) -> None:
+    def make(prompts: list[Prompt], seed: int = 5) -> dict[str, list[int]]:
+        config = MakerConfig(n_samples_per_prompt=4, seed=seed)
+        made = EpisodeMaker(actor, Game, config=config, max_turns=2, on_cut="respond")
+        return {row.eid.uid: row.tokens.tolist() for row in made.make_records(prompts, max_tokens=3)}
+
+    prompts = [Prompt(text=text, eid=EID(batch=0, task=text, suffix="")) for text in ("ab", "c", "de")]
+    whole = make(prompts)
+    assert make(prompts) == whole
+    assert make(prompts[1:2]) == {uid: row for uid, row in whole.items() if uid.startswith("0/c/")}
+    assert make(prompts, seed=6).keys().isdisjoint(whole)
+    engine = Counting(lambda prompt, run: f"t{END}")
+    scripted(engine).make_records(["a"])
+    seeds = [{seed for _, seed in call} for call in engine.prompts]
+    assert all(len(one) == 1 for one in seeds) and len(set.union(*seeds)) == 3
+
+
+def test_log_probs_are_those_of_the_model_over_the_whole_conversation(actor: Actor) -> None:
+    made = EpisodeMaker(
+        actor, Game, config=MakerConfig(n_samples_per_prompt=2, seed=1, entropy=True), max_turns=3, on_cut="respond"
+    )
+    for row in made.make_records(["quick fox", "a"], max_tokens=5):
+        assert row.action_mask is not None and row.policy_logprobs is not None and row.logprobs is not None
+        assert row.metrics["turns"] == 3 and row.metrics["observed_tokens"] > 0
+        with torch.no_grad():
+            spread = torch.log_softmax(actor.model(row.tokens[None].long()).logits[0].float(), -1)
+        ids = row.tokens[row.prompt_length :].long()
+        expected = spread[row.prompt_length - 1 : -1].gather(-1, ids[:, None])[:, 0]
+        torch.testing.assert_close(row.policy_logprobs[row.action_mask], expected[row.action_mask], atol=1e-4, rtol=0)
+        torch.testing.assert_close(row.logprobs[row.action_mask], expected[row.action_mask], atol=1e-4, rtol=0)
+        assert row.entropy is not None and row.advantages is not None
+
+
+def test_batches_are_the_same_padded_packed_and_cut(actor: Actor) -> None:
+    critic = Critic(tiny.llama(vocab=len(TOKENIZER), seed=6), value_head="normal")
+    reference = Actor(tiny.llama(vocab=len(TOKENIZER), seed=5), tokenizer=TOKENIZER, trainable=False)
+
+    def make(**config: Any) -> Any:
+        settings = {"advantage_estimator": "gae", "n_samples_per_prompt": 2, "seed": 2, **config}
+        made = EpisodeMaker(
+            actor,
+            lambda prompt: Game(prompt, 1 + run_of(prompt)),
+            config=MakerConfig(**settings),
+            critic=critic,
+            initial_model=reference,
+            kl_controller=0.1,
+            on_cut="respond",
+        )
+        return made.make_records(["ab", "the fox"], max_tokens=4, lambd=0.9)
+
+    expected = make()
+    assert expected[0].values is not None and expected[0].ref_logprobs is not None
+    for config in ({"packing_samples": True}, {"micro_rollout_batch_size": 3}):
+        for ours, theirs in zip(make(**config), expected, strict=True):
+            for name in ("advantages", "returns", "values", "ref_logprobs", "policy_logprobs"):
+                torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1e-5, rtol=1e-4)
+    mask = expected[1].action_mask
+    assert mask is not None and not mask.all() and not expected[1].advantages[~mask].any()
+
+
+# --- rewards --------------------------------------------------------------------------------------------------------
+
+
+def test_advantages_compare_the_runs_of_a_task() -> None:
+    class Lucky(Game):
+        def respond(self, text: str) -> Reply:
+            return Reply(reward=float(run_of(self.prompt)), done=True)
+
+    made = scripted([f"t{END}"], Lucky, config={"advantage_estimator": "dr_grpo"})
+    records = made.make_records(["a", "b"])
+    assert [row.advantages.tolist() for row in records if row.advantages is not None] == [[-0.5] * 2, [0.5] * 2] * 2
+    assert made.metrics["reward/mean"] == 0.5 and made.metrics["rollout/samples"] == 4
+
+
+@pytest.mark.parametrize(("rewards", "expected"), [("sum", 0.9), ("last", 0.2)])
+def test_an_episode_is_worth_the_sum_of_its_turns_or_the_last(rewards: Any, expected: float) -> None:
+    made = scripted([f"abcd{END}", f"xyz{END}", f"hi{END}"], rewards=rewards, config={"n_samples_per_prompt": 1})
+    (row,) = made.make_records(["a"])
+    assert row.reward == pytest.approx(expected)
+
+
+def test_what_is_not_rewarded_is_worth_nothing() -> None:
+    class Silent(Game):
+        def respond(self, text: str) -> Reply:
+            return Reply(done=True)
+
+    assert scripted([f"t{END}"], Silent).make_records(["a"]).values("reward") == [0.0, 0.0]
+
+
+def test_a_reward_source_is_added_and_sees_what_the_model_wrote() -> None:
+    seen = []
+
+    def source(response: str, reference: str) -> float:
+        seen.append((response, reference))
+        return 10.0
+
+    made = scripted(
+        [f"ab{END}", f"c{END}"], lambda prompt: Game(prompt, 2), reward=source, config={"n_samples_per_prompt": 1}
+    )
+    (row,) = made.make_records([Prompt(text="q", reference="r")])
+    assert seen == [("ab\nc", "r")] and row.reward == pytest.approx(10.3)
+    assert row.metrics["source"] == 10 and row.metrics["environment"] == pytest.approx(0.3)
+    assert made.metrics["reward/source"] == 10
+
+
+def test_remax_compares_with_the_likeliest_episode() -> None:
+    script = {"a": [f"xxxx{END}"]}
+    made = scripted(script, lambda prompt: Game(prompt, 1), config={"advantage_estimator": "remax"})
+    for row in made.make_records(["a"]):
+        assert row.reward == pytest.approx(0.4) and not row.advantages.any()
+
+
+# --- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_turns_run_out() -> None:
+    made = scripted([f"t{END}"], max_turns=2)
+    for row in made.make_records(["a"]):
+        assert row.metrics["turns"] == 2 and row.finish_reason == "length"
+        assert row.info["truncated"] == "turns" and row.truncate_status == "response_truncated"
+        assert row.reward == pytest.approx(0.2), "what the turns were worth counts"
+        assert spoken(row)[-1] == ("model", f"t{END}") and row.info["last_observation"] == "[1]"
+    assert made.metrics["episode/out_of_turns"] == made.metrics["rollout/truncated"] == 1
+
+
+def test_a_context_runs_out(actor: Actor) -> None:
+    made = EpisodeMaker(
+        actor, Game, config=MakerConfig(n_samples_per_prompt=2, seed=1), context_limit=12, on_cut="respond"
+    )
+    for row in made.make_records(["abcd"], max_tokens=5):
+        assert len(row.tokens) <= 12 and row.finish_reason == "length"
+        assert row.info["truncated"] == "context"
+    assert made.metrics["episode/out_of_context"] == 1
+    assert EpisodeMaker(actor, Game).context_limit == 256, "unless given, the model's positions"
+
+
+def test_a_prompt_that_fills_the_context_is_an_episode_without_turns(actor: Actor) -> None:
+    made = EpisodeMaker(actor, Game, config=MakerConfig(n_samples_per_prompt=2, seed=1), context_limit=4)
+    records = made.make_records(["abcdefgh", "a"], max_tokens=2)
+    assert records.values("finish_reason")[:2] == ["length", "length"] and records.values("reward")[:2] == [0.0, 0.0]
+    assert [row.metrics["turns"] for row in records] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("on_cut", "turns"), [("end", 1), ("respond", 3)])
+def test_a_turn_that_is_cut_ends_the_episode_or_counts(on_cut: Any, turns: int) -> None:
+    made = scripted([Line(text="abc", finish_reason="length")], on_cut=on_cut)
+    for row in made.make_records(["q"]):
+        assert row.metrics["turns"] == turns
+        assert row.reward == pytest.approx(0 if on_cut == "end" else 0.9)
+        assert row.finish_reason == "length" and row.info["truncated"] == "turn"
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+class Fragile(Game):
+    """Breaks in run 1, at the place its prompt names."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__(prompt, turns=2)
+        self._break("made")
+
+    def _break(self, place: str) -> None:
+        if run_of(self.prompt) == 1 and self.prompt.label == place:
+            raise OSError(f"no {place}")
+
+    def begin(self) -> str | None:
+        self._break("begin")
+        return None
+
+    def respond(self, text: str) -> Any:
+        self._break("first" if self.left == 2 else "second")
+        if run_of(self.prompt) == 1 and self.prompt.label == "odd":
+            return "not a reply"
+        return super().respond(text)
+
+    def close(self) -> None:
+        self._break("close")
+
+
+@pytest.mark.parametrize("place", ["made", "begin", "first", "second", "odd"])
+def test_an_environment_that_breaks_costs_its_own_run(actor: Actor, place: str) -> None:
+    made = EpisodeMaker(
+        actor,
+        Fragile,
+        config=MakerConfig(n_samples_per_prompt=3, seed=1, advantage_estimator="dr_grpo"),
+        on_cut="respond",
+    )
+    rows = made.make_records([Prompt(text="ab", label=place), Prompt(text="cd")], max_tokens=3)
+    broken = rows[1]
+    assert math.isnan(broken.reward) and broken.finish_reason == "error"
+    assert "environment" in broken.info["error"] and "no reward" in broken.info["reward_error"]
+    assert broken.action_mask is not None and not broken.action_mask.any()
+    assert broken.advantages is not None and not broken.advantages.any()
+    whole = [row for i, row in enumerate(rows) if i != 1]
+    assert all(row.metrics["turns"] == 2 and math.isfinite(row.reward) for row in whole)
+    assert sum(float(row.advantages[0]) for row in (rows[0], rows[2])) == pytest.approx(0, abs=1e-6)
+    assert made.metrics["episode/environment_errors"] == 1 and made.metrics["rollout/failed"] == 1
+
+
+def test_environments_are_closed_and_closing_may_fail() -> None:
+    made: list[Fragile] = []
+
+    def environment(prompt: Prompt) -> Fragile:
+        made.append(Fragile(prompt))
+        return made[-1]
+
+    rows = scripted([f"t{END}"], environment).make_records([Prompt(text="a", label="close")])
+    assert all(math.isfinite(row.reward) for row in rows) and len(made) == 2
+    games: list[Game] = []
+    scripted([RuntimeError("down"), f"t{END}"], lambda prompt: games.append(Game(prompt)) or games[-1]).make_records(
+        ["a"]
+    )
+    assert all(game.closed for game in games)
+
+
+def test_a_turn_that_fails_is_its_run_s() -> None:
+    def script(prompt: Prompt, run: int) -> Any:
+        long = len(prompt.token_ids or ()) > 1
+        return RuntimeError("down") if long and run_of(prompt) == 1 else f"t{END}"
+
+    rows = scripted(script, lambda prompt: Game(prompt, 2)).make_records(["a"])
+    assert [row.finish_reason for row in rows] == ["stop", "error"]
+    assert math.isnan(rows[1].reward) and "down" in rows[1].info["error"] and rows[1].metrics["turns"] == 1
+
+
+def test_a_prompt_that_cannot_be_rendered_is_that_prompts_failure() -> None:
+    config = {"advantage_estimator": "dr_grpo"}
+    made = scripted([f"t{END}"], lambda prompt: Game(prompt, 1), config=config)
+    broken = Prompt(messages=[{"role": "user", "content": "x"}], label="no")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TOKENIZER, "chat_template", "{{ raise_exception('never') }}")
+        rows = made.make_records([broken, "a"])
+    assert [row.finish_reason for row in rows] == ["error", "error", "stop", "stop"]
+    assert "never" in rows[0].info["error"] and math.isnan(rows[0].reward)
+    assert rows.eids()[0].rid == "0/0/0" and rows.eids()[1].rid == "0/0/1"
+
+
+def test_all_failing_is_said() -> None:
+    with pytest.warns(UserWarning, match="all 2 failed; the first: environment: ZeroDivisionError"):
+        rows = scripted([f"t{END}"], lambda prompt: 1 / 0).make_records(["a"])
+    assert all(math.isnan(row.reward) for row in rows)
+
+
+# --- forms ----------------------------------------------------------------------------------------------------------
+
+
+def test_chats_tools_and_what_comes_before_the_first_turn() -> None:
+    class Shop(Game):
+        def begin(self) -> Any:
+            return "welcome"
+
+        def respond(self, text: str) -> Reply:
+            self.left -= 1
+            return Reply({"role": "tool", "content": "5"} if self.left == 2 else "more", done=self.left == 0)
+
+    prompt = Prompt(messages=[{"role": "system", "content": "buy"}])
+    (row,) = scripted([f"one{END}", f"two{END}", f"three{END}"], Shop, config={"n_samples_per_prompt": 1}).play(
+        [prompt]
+    )
+    assert row.messages is not None
+    assert [(one["role"], one["content"]) for one in row.messages] == [
+        ("system", "buy"),
+        ("user", "welcome"),
+        ("assistant", "one"),
+        ("tool", "5"),
+        ("assistant", "two"),
+        ("user", "more"),
+        ("assistant", "three"),
+    ]
+    assert spoken(row)[0] == ("prompt", "<|system|>buy<|end|><|user|>welcome<|end|><|assistant|>")
+    assert spoken(row)[2] == ("observation", "<|tool|>5<|end|><|assistant|>")
+
+
+def test_environments_that_wait_can_wait_together() -> None:
+    barrier = threading.Barrier(4, timeout=60)
+
+    class Slow(Game):
+        def respond(self, text: str) -> Reply:
+            barrier.wait()
+            return super().respond(text)
+
+    rows = scripted([f"t{END}"], Slow, workers=4, config={"n_samples_per_prompt": 4}).make_records(["a"])
+    assert [row.metrics["turns"] for row in rows] == [3] * 4
+
+
+def test_play_gives_rewards_alone(actor: Actor) -> None:
+    made = EpisodeMaker(actor, Game, config=MakerConfig(n_samples_per_prompt=4, seed=1), max_turns=2)
+    rows = made.play(["ab"], n=1, max_tokens=3)
+    assert len(rows) == 1 and rows[0].policy_logprobs is None and rows[0].advantages is None
+    assert "policy/seconds" not in made.metrics and "kl/mean" not in made.metrics
+    assert made.metrics["environment/seconds"] >= 0 and made.metrics["rollout/tokens"] > 0
+    actor.train()
+    made.make_records(["ab"], max_tokens=3)
+    assert actor.training, "to be trained after this"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rewards": "mean"}, "rewards: got 'mean'"),
+        ({"on_cut": "stop"}, "on_cut: got 'stop'"),
+        ({"max_turns": 0}, "max_turns: got 0"),
+        ({"workers": 0}, "workers: got 0"),
+        ({"context_limit": 0}, "context_limit: got 0"),
+        ({"episode": {"on_frok": "keep"}}, "did you mean 'on_fork'"),
+        ({"environment": 3}, "environment: got int"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], said: str) -> None:
+    environment = options.pop("environment", Game)
+    with pytest.raises(ValueError, match=said):
+        scripted(["t"], environment, **options)
+
+
+def test_what_a_call_refuses() -> None:
+    made = scripted([f"t{END}"])
+    with pytest.raises(ValueError, match="max_prompt_tokens: .*context_limit"):
+        made.make_records(["a"], max_prompt_tokens=4)
+    with pytest.raises(ValueError, match="generate_samples: an episode is no single sample"):
+        made.generate_samples(["a"])
+    with pytest.raises(ValueError, match="tokenizer: got None"):
+        EpisodeMaker(None, Game, engine=ScriptedEngine([[1]]))
+    with pytest.raises(ValueError, match="actor: got NoneType"):
+        EpisodeMaker(None, Game, tokenizer=TOKENIZER)
+    for reply in (
+        {"reward": math.nan, "done": True},
+        {"reward": "1", "done": True},
+        {"reward": math.inf, "done": True},
+    ):
+        with pytest.raises(ValueError, match="reward: got"):
+            Reply(**reply)
+    with pytest.raises(ValueError, match="observation: got None"):
+        Reply()

@@ -1,0 +1,432 @@
+"""What a learner promises beside its numbers: what is not finite changes nothing, what does not matter does not matter,
+and what goes on another time goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook import Experience, Experiences
+from rollbook.models import Actor, Critic
+from rollbook.train.algorithm import Algorithm
+from rollbook.train.completing import complete
+from rollbook.train.learner import Batching, Learner, NotFinite
+from rollbook.train.optimizing import Optimizing
+from tests.train.test_reference import gradients, llama, numbers, records, same, samples, weights
+
+GRPO = Algorithm.of("grpo", kl_coef=0.05, entropy_coef=0.01)
+STEP = Optimizing(lr=0.01, eps=1e-5)
+PLAIN = Optimizing(name="sgd", betas=(0.0, 0.999), lr=0.3, grad_clip=0.0)
+
+
+@functools.cache
+def made() -> Experiences:
+    """Sixteen records with advantages, those of group 1 all 0; nothing changes them."""
+    return complete(records(samples()), GRPO)
+
+
+def learner(**options: Any) -> Learner:
+    given: dict[str, Any] = {"optimizer": STEP, "batching": Batching(shuffle=False), **options}
+    return Learner(Actor(llama()), given.pop("algorithm", GRPO), **given)
+
+
+def critical(**options: Any) -> Learner:
+    """A learner of PPO."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        critic = Critic(llama(5).model, value_head="normal")
+    given = {"kl_coef": 0.0, **options.pop("changes", {})}
+    return learner(algorithm=Algorithm.of("ppo", **given), critic=critic, **options)
+
+
+def judged(critic: Any) -> Experiences:
+    return complete(records(samples()), Algorithm.of("ppo", kl_coef=0.0), critic=critic)
+
+
+def equal(one: Any, two: Any) -> bool:
+    """Bit for bit, in whatever it is nested."""
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(equal(a, b) for a, b in zip(one, two, strict=True))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    return bool(one == two)
+
+
+def poisoned(rows: Experiences, which: Sequence[int], value: float = math.inf, name: str = "advantages") -> Experiences:
+    """Some records with one number that is none."""
+    column = [one.clone() for one in rows.values(name)]
+    for i in which:
+        column[i][-1] = value
+    return rows.assign(**{name: column})
+
+
+# --- what is not finite -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_loss_that_is_not_finite_changes_nothing(value: float) -> None:
+    rows = made()
+    mind = learner(batching=Batching(shuffle=False, minibatches=4))
+    mind.learn(rows, step=1)
+    before, state = weights(mind.actor), copy.deepcopy(mind.state_dict())
+    spoilt = poisoned(rows, [0, 5, 9, 13], value)
+    with (
+        pytest.raises(NotFinite, match="step 2, pass 0, minibatch 2: .* 3 times in a row"),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        mind.learn(spoilt, step=2)
+    assert equal(weights(mind.actor), before)
+    assert equal(mind.state_dict()["optimizer"], state["optimizer"]) and mind.failures == 3
+    assert [f"({k} in a row)" in str(one.message) for k, one in enumerate(said, 1)] == [True, True]
+    assert all(one.grad is None for one in mind.actor.parameters())
+
+
+def test_the_other_minibatches_of_a_step_count() -> None:
+    rows = made()
+    mind, other = learner(batching=Batching(shuffle=False, minibatches=4)), learner()
+    with pytest.warns(UserWarning, match="step 1, pass 0, minibatch 1: the loss or its gradient is not finite"):
+        learned = mind.learn(poisoned(rows, [4]), step=1)
+    assert (learned.updates, learned.skipped, mind.failures) == (3, 1, 0)
+    assert learned.metrics["skipped"] == 1 and math.isfinite(learned.metrics["loss"])
+    for part in (range(4), range(8, 12), range(12, 16)):
+        other.learn(rows.take(list(part)), step=1)
+    same(weights(mind.actor), weights(other.actor), 1e-7)
+
+
+def test_a_gradient_that_is_not_finite_is_noticed() -> None:
+    rows, mind = made(), learner()
+    hook = mind.actor.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    before = weights(mind.actor)
+    with pytest.warns(UserWarning, match="not finite"):
+        assert mind.learn(rows, step=1).skipped == 1
+    assert equal(weights(mind.actor), before) and mind.failures == 1
+    hook.remove()
+    assert mind.learn(rows, step=2).updates == 1 and mind.failures == 0
+
+
+def test_actor_and_critic_move_together_or_not_at_all() -> None:
+    mind = critical()
+    rows = poisoned(judged(mind.critic), [3], name="returns")
+    before = weights(mind.actor), weights(mind.critic)
+    with pytest.warns(UserWarning, match="not finite"):
+        assert mind.learn(rows, step=1).skipped == 1
+    assert equal((weights(mind.actor), weights(mind.critic)), before)
+    assert not mind.optimizer.inner.state and mind.critic_optimizer and not mind.critic_optimizer.inner.state
+
+
+# --- what does not matter ---------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_records_does_not_matter() -> None:
+    rows = made()
+    order = [7, 2, 15, 0, 9, 4, 11, 1, 13, 6, 3, 8, 14, 5, 12, 10]
+    one, two = learner(optimizer=PLAIN), learner(optimizer=PLAIN)
+    one.learn(rows, step=1)
+    two.learn(rows.take(order), step=1)
+    same(weights(one.actor), weights(two.actor), 1e-6)
+
+
+def test_shuffling_is_by_seed_and_step() -> None:
+    rows = made()
+    how = Batching(minibatches=4)
+
+    def cut(seed: int, step: int) -> list[int]:
+        learned = learner(batching=how, seed=seed).learn(rows, step=step)
+        return [place["minibatch"] for place in learned.places]
+
+    assert cut(0, 1) == cut(0, 1)
+    assert len({tuple(cut(*each)) for each in ((0, 1), (1, 1), (0, 2))}) == 3
+    assert sorted(cut(0, 1)) == sorted([0, 1, 2, 3] * 4)
+
+
+def test_two_epochs_are_two_passes() -> None:
+    rows = made()
+    one = learner(batching=Batching(shuffle=False, minibatches=2, epochs=2))
+    two = learner(batching=Batching(shuffle=False, minibatches=2))
+    learned = one.learn(rows, step=1)
+    parts = [two.learn(rows, step=1) for _ in range(2)]
+    assert equal(weights(one.actor), weights(two.actor)) and equal(one.state_dict(), two.state_dict())
+    assert learned.updates == 4
+    assert learned.metrics["loss"] == pytest.approx(sum(part.metrics["loss"] for part in parts) / 2)
+    assert learned.places[0] == {
+        "minibatch": [0, 0],
+        "micro_batch": [0, 0],
+        "weight": [parts[0].places[0]["weight"]] * 2,
+    }
+
+
+def test_places_say_what_each_record_weighed() -> None:
+    learned = learner(batching=Batching(minibatches=3, token_budget=30)).learn(made(), step=1)
+    for k in range(3):
+        found = [place["weight"] for place in learned.places if place["minibatch"] == k]
+        assert sum(found) == pytest.approx(1, abs=1e-6)
+
+
+def test_drop_zero_is_training_without_those_records() -> None:
+    rows = made()
+    one = learner(batching=Batching(shuffle=False, drop_zero=True))
+    two = learner()
+    learned = one.learn(rows, step=1)
+    two.learn(rows.take([*range(4), *range(8, 16)]), step=1)
+    assert equal(weights(one.actor), weights(two.actor))
+    assert [i for i, place in enumerate(learned.places) if place.get("left_out") == "zero advantage"] == [4, 5, 6, 7]
+    assert learned.metrics["rows"] == 12 and learned.metrics["left_out/zero_advantage"] == 4
+    three = learner()
+    three.learn(rows, step=1)  # which counts them in its denominators
+    assert not equal(weights(one.actor), weights(three.actor))
+
+
+def test_keep_groups() -> None:
+    rows = made()
+    learned = learner(batching=Batching(minibatches=2, keep_groups=True)).learn(rows, step=1)
+    found: dict[str, set[int]] = {}
+    for eid, place in zip(rows.eids(), learned.places, strict=True):
+        found.setdefault(eid.tid, set()).add(place["minibatch"])
+    assert len(found) == 4 and all(len(each) == 1 for each in found.values())
+    assert sorted(min(each) for each in found.values()) == [0, 0, 1, 1]
+
+
+def test_old_log_probs_are_each_records_own() -> None:
+    """Some records have the trainer's, some the engine's alone: how they are cut makes no difference."""
+    given = list(made())
+    for i in range(0, 16, 2):
+        given[i] = given[i].replace(policy_logprobs=None)
+        given[i + 1] = given[i + 1].replace(logprobs=None)
+    filled = [row if row.policy_logprobs is not None else row.replace(policy_logprobs=row.logprobs) for row in given]
+    found = []
+    for rows, budget in ((filled, 4096), (given, 4096), (given, 12)):
+        mind = learner(optimizer=PLAIN, batching=Batching(shuffle=False, token_budget=budget))
+        mind.learn(rows, step=1)
+        found.append(weights(mind.actor))
+    same(found[1], found[0], 1e-6)
+    same(found[2], found[0], 1e-6)
+
+
+def test_a_lack_is_named() -> None:
+    rows = list(made())
+    for name in ("advantages", "ref_logprobs"):
+        changed = [*rows[:3], rows[3].replace(**{name: None}), *rows[4:]]
+        with pytest.raises(ValueError, match=rf"record 1/0/3.*got no {name}.*complete computes"):
+            learner().learn(changed, step=1)
+
+
+# --- a critic ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_critic_learns_alone_at_first() -> None:
+    mind = critical(changes={"critic_warmup": 2})
+    rows = judged(mind.critic)
+    for step in (1, 2):
+        before = weights(mind.actor), weights(mind.critic)
+        learned = mind.learn(rows, step=step)
+        assert equal(weights(mind.actor), before[0]) and not mind.optimizer.inner.state
+        assert not equal(weights(mind.critic), before[1])
+        assert "loss" not in learned.metrics and "critic/value_loss" in learned.metrics
+    before = weights(mind.actor), weights(mind.critic)
+    assert "loss" in mind.learn(rows, step=3).metrics
+    assert not equal(weights(mind.actor), before[0]) and not equal(weights(mind.critic), before[1])
+
+
+# --- going on another time --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "bfloat16"])
+def test_going_on_is_bit_equal(kind: str) -> None:
+    def fresh() -> Learner:
+        how = {"batching": Batching(minibatches=2), "optimizer": Optimizing(lr=0.003, warmup=2, weight_decay=0.1)}
+        if kind == "ppo":
+            return critical(**how)
+        if kind == "bfloat16":
+            return Learner(Actor(llama().bfloat16()), GRPO, precision="bfloat16", **how)
+        return learner(**how)
+
+    whole, first = fresh(), fresh()
+    rows = made() if kind != "ppo" else judged(whole.critic)
+    for step in range(1, 5):
+        whole.learn(rows, step=step)
+    for step in range(1, 3):
+        first.learn(rows, step=step)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = fresh()
+    second.actor.load_state_dict(first.actor.state_dict())
+    if second.critic is not None:
+        second.critic.load_state_dict(first.critic.state_dict())
+    second.load_state_dict(torch.load(file, weights_only=True))
+    for step in range(3, 5):
+        second.learn(rows, step=step)
+    assert equal(weights(second.actor), weights(whole.actor))
+    assert equal(second.state_dict(), whole.state_dict())
+    if kind == "ppo":
+        assert equal(weights(second.critic), weights(whole.critic))
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    state = learner().state_dict()
+    with pytest.raises(ValueError, match="critic: got the state"):
+        critical().load_state_dict(state)
+    with pytest.raises(ValueError, match="optimizer: got the state of other weights"):
+        Learner(Actor(llama(), lora={"r": 2, "target_modules": ["q_proj"]}), GRPO).load_state_dict(state)
+    with pytest.raises(ValueError, match="precision: got the state"):
+        Learner(Actor(llama().bfloat16()), GRPO, precision="bfloat16").load_state_dict(state)
+
+
+# --- precision, adapters, memory --------------------------------------------------------------------------------------
+
+
+def test_bfloat16_moves_by_less_than_its_numbers_are_apart() -> None:
+    """By 1e-5 a step, where weights of 0.25 are 1e-3 apart: without float32 copies none would ever move."""
+    mind = Learner(Actor(llama().bfloat16()), GRPO, precision="bfloat16", optimizer=Optimizing(lr=1e-5))
+    rows = made()
+    before = [one.detach().clone() for one in mind.optimizer.weights]
+    copies = [one.clone() for one in mind.optimizer.moved]
+    mind.learn(rows, step=1)
+    moved = torch.cat([(new != old).flatten() for new, old in zip(mind.optimizer.moved, copies, strict=True)])
+    seen = torch.cat([(new != old).flatten() for new, old in zip(mind.optimizer.weights, before, strict=True)])
+    assert moved.float().mean() > 0.7 and seen.float().mean() < 0.1
+    for step in range(2, 31):
+        mind.learn(rows, step=step)
+    seen = torch.cat([(new != old).flatten() for new, old in zip(mind.optimizer.weights, before, strict=True)])
+    assert seen.float().mean() > 0.25
+    for weight, master in zip(mind.optimizer.weights, mind.optimizer.moved, strict=True):
+        assert weight.dtype == torch.bfloat16 and master.dtype == torch.float32
+        assert torch.equal(weight, master.bfloat16())
+
+
+@pytest.mark.parametrize("precision", ["autocast", "bfloat16"])
+def test_short_numbers_give_nearly_the_same_gradient(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    rows = made()
+    model = llama().bfloat16().float()  # the same weights for all
+    found = []
+    for how in ("float32", precision):
+        actor = Actor(copy.deepcopy(model).bfloat16() if how == "bfloat16" else copy.deepcopy(model))
+        mind = Learner(actor, GRPO, optimizer=PLAIN, precision=how)
+        seen = gradients(monkeypatch, mind.optimizer)
+        mind.learn(rows, step=1)
+        found.append(torch.cat([one.float().flatten() for one in seen[0].values()]))
+    assert float((found[0] - found[1]).norm()) < 0.1 * float(found[0].norm())
+    assert not torch.equal(found[0], found[1])
+
+
+def test_weights_of_another_type_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"actor: got weights of torch.bfloat16, expected float32"):
+        Learner(Actor(llama().bfloat16()), GRPO)
+    with pytest.raises(ValueError, match=r"actor: got weights of torch.float32, expected bfloat16"):
+        Learner(Actor(llama()), GRPO, precision="bfloat16")
+
+
+def test_adapters_learn_and_the_base_does_not() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        actor = Actor(llama(), lora={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]})
+    given = samples()
+    rows = complete(made().assign(ref_logprobs=[None] * 16), GRPO, reference=actor.reference())
+    for row, one in zip(rows, given, strict=True):
+        assert row.ref_logprobs.tolist() == pytest.approx(numbers(llama(), one), abs=1e-5)  # the base's
+    mind = Learner(actor, GRPO, optimizer=Optimizing(lr=0.05))
+    assert mind.optimizer.names and all("lora_" in name for name in mind.optimizer.names)
+    before = weights(actor)
+    first = mind.learn(rows, step=1).metrics
+    assert first["kl"] == pytest.approx(0, abs=1e-9)  # B is 0 at first: the policy is the base
+    assert mind.learn(rows, step=2).metrics["kl"] > 1e-5
+    after = weights(actor)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("lora_" in name for name in changed)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = made()
+    found = []
+    for saving in (False, True):
+        mind = learner(optimizer=PLAIN)
+        again = 0
+
+        def forward(*_: Any) -> None:
+            nonlocal again
+            again += 1
+
+        mind.actor.model.model.layers[0].mlp.register_forward_pre_hook(forward)
+        if saving:
+            mind.actor.gradient_checkpointing_enable()
+        _ = mind.actor.head, mind.packed
+        again = 0
+        seen = gradients(monkeypatch, mind.optimizer)
+        mind.learn(rows, step=1)
+        assert again == (2 if saving else 1)  # once more on the way back
+        found.append(seen[0])
+    same(found[1], found[0], 1e-6)
+
+
+def test_records_of_several_turns_learn_from_actions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tool said has no gradient: its advantage, its old log-prob and its weight may be anything."""
+    rows = made()
+    wild = []
+    for row in rows:
+        off = ~row.action_mask
+        changes = {name: torch.where(off, 1e4, getattr(row, name)) for name in ("advantages", "policy_logprobs")}
+        wild.append(row.replace(**changes))
+    found = []
+    for given in (rows, wild):
+        mind = learner(optimizer=PLAIN)
+        seen = gradients(monkeypatch, mind.optimizer)
+        mind.learn(given, step=1)
+        found.append(seen[0])
+    assert any((~row.action_mask).any() for row in rows)
+    same(found[1], found[0], 1e-7)
+
+
+def test_records_without_a_token_that_counts_are_left_out() -> None:
+    rows = list(made())
+    rows[2] = rows[2].replace(action_mask=[False] * len(rows[2].action_mask))
+    one, two = learner(), learner()
+    learned = one.learn(rows, step=1)
+    two.learn([*rows[:2], *rows[3:]], step=1)
+    assert learned.places[2] == {"left_out": "no token that counts"}
+    assert equal(weights(one.actor), weights(two.actor))
+
+
+def test_nothing_to_learn_from() -> None:
+    mind = learner(batching=Batching(drop_zero=True))
+    before = weights(mind.actor)
+    rows = made()
+    learned = mind.learn(rows.take([4, 5, 6, 7]), step=1)
+    assert (learned.updates, learned.skipped) == (0, 0) and equal(weights(mind.actor), before)
+    empty = mind.learn(Experiences([]), step=1)
+    assert (empty.updates, empty.places) == (0, [])
+
+
+def test_a_learning_rate_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of a schedule, as plain descent: what the weights move by is the rate times the gradient."""
+    how = Optimizing(name="sgd", betas=(0.0, 0.999), lr=0.4, warmup=2, schedule="linear", steps=6, grad_clip=0.0)
+    mind = learner(optimizer=how)
+    seen = gradients(monkeypatch, mind.optimizer)
+    for step, rate in ((1, 0.2), (4, 0.2), (5, 0.1)):
+        before = weights(mind.actor.model)
+        assert mind.learn(made(), step=step).metrics["lr"] == pytest.approx(rate)
+        after = weights(mind.actor.model)
+        same({name: before[name] - after[name] for name in before}, {n: rate * g for n, g in seen[-1].items()}, 1e-4)
+
+
+def test_a_pair_longer_than_the_budget_goes_alone() -> None:
+    rows = [
+        Experience(tokens=[3, 4], chosen=[5] * n, rejected=[6] * 3, eid={"batch": 1, "task": n}) for n in (2, 20, 3)
+    ]
+    mind = Learner(
+        Actor(llama()), "dpo", reference=Actor(llama(101), trainable=False), batching=Batching(token_budget=8)
+    )
+    learned = mind.learn(rows, step=1)
+    assert len({place["micro_batch"] for place in learned.places}) >= 2
+    assert sum(place["weight"] for place in learned.places) == pytest.approx(1, abs=1e-6)
