@@ -4,10 +4,8 @@ model that learns to use a tool."""
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,7 +123,7 @@ def test_ids_are_those_of_a_maker_of_single_turns(actor: Actor) -> None:
     prompts = [Prompt(text="the fox", eid=EID(batch=7, task="x", suffix="")), Prompt(text="yes")]
     config = MakerConfig(n_samples_per_prompt=3, seed=11)
     ours = EpisodeMaker(actor, Game, config=config, max_turns=2).make_records(prompts, max_tokens=4)
-    plain = NaiveExperienceMaker(actor, None, None, None, TOKENIZER, 32, None, reward_fn=len, config=config)
+    plain = NaiveExperienceMaker(actor, None, None, None, TOKENIZER, 32, None, reward_fn=lambda response: 0.0, config=config)
     theirs = plain.make_records(prompts, max_tokens=4)
     assert [eid.uid for eid in ours.eids()] == [eid.uid for eid in theirs.eids()]
     assert ours.values("group_size") == [3] * 6
@@ -237,10 +235,11 @@ def test_a_reward_source_is_added_and_sees_what_the_model_wrote() -> None:
 
 
 def test_remax_compares_with_the_likeliest_episode() -> None:
-    script = {"a": [f"xxxx{END}"]}
+    script = [f"xx{END}", f"xxxx{END}", f"x{END}"]  # the likeliest comes first
     made = scripted(script, lambda prompt: Game(prompt, 1), config={"advantage_estimator": "remax"})
-    for row in made.make_records(["a"]):
-        assert row.reward == pytest.approx(0.4) and not row.advantages.any()
+    first, second = made.make_records(["a"])
+    assert first.advantages is not None and first.advantages.tolist() == pytest.approx([0.2] * 5)
+    assert second.advantages is not None and second.advantages.tolist() == pytest.approx([-0.1] * 2)
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------

@@ -130,6 +130,7 @@ PROMPTS = {
     "hard": (0.05, 1.5),
     "nearly solved": (2.0, 0.05),
     "one coin": (40.0, 40.0),
+    "settled": (0.01, 0.01),
 }
 """Beta distributions that prompts' chances of success are drawn from."""
 
@@ -161,9 +162,10 @@ def test_taking_all_samples_for_independent_would_not_hold_it() -> None:
 
 
 @pytest.mark.parametrize("rise", [0.0, 0.02, 0.3])
-@pytest.mark.parametrize("kind", ["even", "all or nothing", "nearly solved"])
-def test_the_paired_interval_holds_the_truth_too(kind: str, rise: float) -> None:
-    """Every prompt's chance of failure falls by the share `rise`."""
+@pytest.mark.parametrize(("kind", "k"), [("even", 2), ("all or nothing", 2), ("nearly solved", 2), ("settled", 1)])
+def test_the_paired_interval_holds_the_truth_too(kind: str, k: int, rise: float) -> None:
+    """Every prompt's chance of failure falls by the share `rise`; where nearly all prompts come out as before, an
+    interval that trusts their correlation holds a rise of 0.01 in 3 of 4 evaluations."""
     a, b = PROMPTS[kind]
     rng = np.random.default_rng(3)
     truth = rise * b / (a + b)
@@ -171,7 +173,7 @@ def test_the_paired_interval_holds_the_truth_too(kind: str, rise: float) -> None
     for _ in range(300):
         before = rng.beta(a, b, 80)
         after = before + rise * (1 - before)
-        drawn = [(rng.random((80, 2)) < chances[:, None]).tolist() for chances in (before, after)]
+        drawn = [(rng.random((80, k)) < chances[:, None]).tolist() for chances in (before, after)]
         found = paired(drawn[0], drawn[1])
         inside += found.low <= truth <= found.high
     assert inside / 300 >= 0.92

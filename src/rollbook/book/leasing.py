@@ -176,7 +176,7 @@ class Lease:
             if uid not in chosen:
                 raise ValueError(f"priorities: got {uid!r}, which is not acknowledged here")
             given[chosen[uid]] = number(f"priorities[{uid!r}]", value)
-        told = dict.fromkeys(chosen.values(), dict(detail or {}))
+        told = {seq: dict(detail or {}) for seq in chosen.values()}
         for uid, more in (details or {}).items():
             if uid not in chosen:
                 raise ValueError(f"details: got {uid!r}, which is not acknowledged here")

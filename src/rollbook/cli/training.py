@@ -18,15 +18,16 @@ def train(options: argparse.Namespace) -> int:
     from rollbook.train.config import effective, recipes, shown
 
     if options.recipes:
-        found = recipes()
+        known = recipes()
         if options.json:
-            print(json.dumps(list(found)))
+            print(json.dumps(list(known)))
         else:
-            width = max(map(len, found))
-            for name, path in found.items():
-                print(f"{name:<{width}}  {path.read_text().partition(chr(10))[0].removeprefix('# ')}")
+            width = max(map(len, known))
+            for recipe, path in known.items():
+                print(f"{recipe:<{width}}  {path.read_text().partition(chr(10))[0].removeprefix('# ')}")
         return OK
-    name, changes = options.config, list(options.changes)
+    name: str | None = options.config
+    changes = list(options.changes)
     if name is not None and "=" in name:
         name, changes = None, [name, *changes]
     given: dict[str, Any] = {"out": options.out, "seed": options.seed, "steps": options.steps}
@@ -39,7 +40,7 @@ def train(options: argparse.Namespace) -> int:
 
     outcome = run(config)
     if options.json:
-        found = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
+        found: dict[str, Any] = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
         for when, one in (("before", outcome.before), ("after", outcome.after)):
             found[when] = None if one is None else one.metrics()
         print(json.dumps(found))

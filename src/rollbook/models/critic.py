@@ -35,6 +35,7 @@ class Critic(Wrapper):
     - `model`: a module (a language model's trunk is used; of a classifier with one label, such as a reward model, the
       head too), a configuration (random weights), a folder (a critic's own, a model's, a classifier's) or a name.
     - `trunk_from`: an actor whose trunk is copied, in place of `model`.
+    - `attn_implementation`: as an actor's.
     - `value_head`: of a fresh head, `zeros` (every value is 0 at first) or `normal` (standard deviation
       1 / sqrt(width)).
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from rollbook._lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.train.algorithm import Algorithm as Algorithm
     from rollbook.train.algorithm import PRESETS as PRESETS
+    from rollbook.train.algorithm import Algorithm as Algorithm
     from rollbook.train.completing import complete as complete
     from rollbook.train.completing import maker_config as maker_config
     from rollbook.train.data import Prompts as Prompts

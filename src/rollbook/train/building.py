@@ -165,19 +165,7 @@ def prompts_of(config: Config) -> tuple[Prompts, Prompts | None]:
     """The prompts to train on, and those to evaluate with, if there are any."""
     given = config.data
     if given.function is not None:
-        target, options = given.function, dict(given.options)
-        found = _shaped(
-            Prompts(
-                lambda: called("data.function", target, options, config.seed),
-                seed=config.seed,
-                shuffle=given.shuffle,
-                name=target,
-                columns=dict(given.columns) or None,
-                keep=given.keep,
-            ),
-            config,
-            given.limit,
-        )
+        found = _shaped(_from_function("data", given.function, given.options, config), config, given.limit)
     elif given.path is not None:
         found = _shaped(_from_file(given.path, given, config), config, None)
     else:
@@ -187,6 +175,9 @@ def prompts_of(config: Config) -> tuple[Prompts, Prompts | None]:
         found, held = found.split(given.held_out if given.held_out < 1 else int(given.held_out), seed=config.seed)
     if config.evaluation.data is not None:
         held = _shaped(_from_file(config.evaluation.data, given, config), config, None)
+    elif config.evaluation.function is not None:
+        asked = config.evaluation
+        held = _shaped(_from_function("evaluation", str(asked.function), asked.options, config), config, None)
     if held is not None and config.evaluation.prompts is not None and len(held) > config.evaluation.prompts:
         held = held.split(config.evaluation.prompts, seed=config.seed)[1]
     if not config.algorithm.needs_maker:
@@ -194,6 +185,18 @@ def prompts_of(config: Config) -> tuple[Prompts, Prompts | None]:
     if config.warmup.steps:
         found.require("response")
     return found, held
+
+
+def _from_function(section: str, target: str, options: Mapping[str, Any], config: Config) -> Prompts:
+    given = config.data
+    return Prompts(
+        lambda: called(f"{section}.function", target, options, config.seed),
+        seed=config.seed,
+        shuffle=given.shuffle,
+        name=target,
+        columns=dict(given.columns) or None,
+        keep=given.keep,
+    )
 
 
 def _from_file(path: str, given: Data, config: Config) -> Prompts:

@@ -25,7 +25,7 @@ from rollbook.train.config.writing import shown
 from rollbook.train.data import Prompts
 from rollbook.train.display import Display, duration
 from rollbook.train.evaluating import Evaluation, difference, evaluated
-from rollbook.train.tracking import trackers_of
+from rollbook.train.tracking import WandB, trackers_of
 from rollbook.train.trainer import Report, Trainer
 from rollbook.train.warming import Warmed, warm_up
 
@@ -156,10 +156,11 @@ class Run:
     def _tracked(self, trainer: Trainer) -> Iterator[None]:
         given = self.config.tracking
         names = [name for name in ("jsonl", "tensorboard") if getattr(given, name)]
-        names += ["wandb"] if given.wandb is not None else []
-        made: list[Any] = trackers_of(
-            names, self.folder, steps=self.config.steps, after=trainer.done or None, config=self.config.to_dict()
-        )
+        going_on = trainer.done or None
+        made: list[Any] = list(trackers_of(names, self.folder, steps=self.config.steps, after=going_on))
+        if given.wandb is not None:
+            options = {"project": given.wandb["project"]} if "project" in given.wandb else {}
+            made.append(WandB(self.folder, config=self.config.to_dict(), after=going_on, **options))
         if given.display:
             made.append(Display(self.config.steps, stream=self.stream))
         trainer.trackers = made

@@ -7,7 +7,7 @@ sampling, succeeds often enough, and the rows it is looked at with are not those
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.algorithms.registry import number, whole_number
@@ -36,7 +36,7 @@ class WarmUp:
     """Rows of each supervised step."""
     checked: int = 256
     """Rows that are sampled at each look."""
-    optimizer: Optimizing = Optimizing(lr=3e-3, warmup=30)
+    optimizer: Optimizing = field(default_factory=lambda: Optimizing(lr=3e-3, warmup=30))
     """How weights move meanwhile."""
 
     def __post_init__(self) -> None:

@@ -40,14 +40,14 @@ COLUMNS = (
 """What a row of the data can have."""
 
 
-def _one_of(self: Any, *names: str) -> None:
+def one_of(self: Any, *names: str) -> None:
     """Refuse two keys that say the same thing in different ways."""
     given = [name for name in names if getattr(self, name) is not None]
     if len(given) > 1:
         raise ConfigError(given[1], f"got it beside {given[0]}, expected one of {', '.join(names)}")
 
 
-def _needs(self: Any, name: str, other: str) -> None:
+def needs(self: Any, name: str, other: str) -> None:
     """Refuse a key that does nothing without another one."""
     if getattr(self, name) and getattr(self, other) is None:
         raise ConfigError(name, f"got {getattr(self, name)!r} without {other}, which it is for")
@@ -95,8 +95,8 @@ class Model:
 
     def __post_init__(self) -> None:
         checked(self)
-        _one_of(self, "path", "config", "builder")
-        _needs(self, "options", "builder")
+        one_of(self, "path", "config", "builder")
+        needs(self, "options", "builder")
         _check_config(self)
 
     @property
@@ -120,7 +120,7 @@ class Critic:
 
     def __post_init__(self) -> None:
         checked(self)
-        _one_of(self, "path", "config")
+        one_of(self, "path", "config")
         _check_config(self)
 
 
@@ -141,8 +141,8 @@ class Teacher:
 
     def __post_init__(self) -> None:
         checked(self)
-        _one_of(self, "path", "config", "builder")
-        _needs(self, "options", "builder")
+        one_of(self, "path", "config", "builder")
+        needs(self, "options", "builder")
         _check_config(self)
 
     @property
@@ -191,10 +191,10 @@ class Data:
 
     def __post_init__(self) -> None:
         checked(self)
-        _one_of(self, "path", "function")
-        _needs(self, "options", "function")
+        one_of(self, "path", "function")
+        needs(self, "options", "function")
         for name in ("split", "subset"):
-            _needs(self, name, "path")
+            needs(self, name, "path")
         if self.overflow != "error" and self.max_prompt_tokens is None:
             raise ConfigError("overflow", f"got {self.overflow!r} without max_prompt_tokens, which it is for")
 
@@ -269,7 +269,7 @@ class Reward:
 
     def __post_init__(self) -> None:
         checked(self)
-        _one_of(self, "function", "recipe", "remote", "model")
+        one_of(self, "function", "recipe", "remote", "model")
         if (self.function, self.recipe, self.remote, self.model) == (None, None, None, None):
             raise ConfigError("function", "is missing, expected one of function, recipe, remote, model")
         if self.function is not None and not re.fullmatch(rf"{FUNCTION['pattern']}|[\w.-]+\.py|\w+", self.function):
@@ -304,7 +304,7 @@ class Environment:
 
     def __post_init__(self) -> None:
         checked(self)
-        _needs(self, "options", "function")
+        needs(self, "options", "function")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +405,7 @@ class Intake:
             for name, least in {"reuse": 1, "make_every": 1, "sampler": None}.items():
                 if getattr(self, name) != least:
                     raise ConfigError(name, f"got {getattr(self, name)!r} for kind on_policy, expected it for replay")
-        _needs(self, "sampler_options", "sampler")
+        needs(self, "sampler_options", "sampler")
 
     def intake(self) -> Taken:
         """All but `expert`, as a `Trainer` takes it."""

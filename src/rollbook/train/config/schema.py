@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.train.config.kinds import ConfigError, section_in, unknown
 from rollbook.train.config.parts import (
+    FUNCTION,
     Critic,
     Data,
     Engine,
@@ -27,6 +28,8 @@ from rollbook.train.config.parts import (
     Sampling,
     Teacher,
     Warmup,
+    needs,
+    one_of,
 )
 from rollbook.train.config.sections import checked, key, leaves, plain, section_of
 
@@ -95,8 +98,12 @@ class Saving:
 class Evaluation:
     """Sampled success on prompts that are never trained on."""
 
-    data: str | None = key(None)
+    data: str | None = key(None, anew=("function", "options"))
     """A file or dataset of prompts, read as `data` is; null: those that `data.held_out` set aside."""
+    function: str | None = key(None, anew=("data", "options"), **FUNCTION)
+    """A function that returns the prompts' rows, in place of a file; it is called with `options`."""
+    options: Mapping[str, Any] = key({})
+    """Arguments of `function`, by name."""
     before: bool = key(True)
     """Whether there is one before the first step."""
     after: bool = key(True)
@@ -122,6 +129,8 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         checked(self)
+        one_of(self, "data", "function")
+        needs(self, "options", "function")
         if self.greedy and self.k > 1:
             raise ConfigError("k", f"got {self.k} with greedy, which gives the same each time, expected 1")
         if self.greedy and self.temperature is not None:
@@ -261,8 +270,9 @@ class Config:
             raise ConfigError("teacher", f"got none, which {own.name} needs; expected one of path, config, builder")
         if own.mixed and self.intake.expert is None:
             raise ConfigError("intake.expert", f"got none, which {own.name} needs; expected the path of a book")
-        if self.evaluation.every and not self.data.held_out and self.evaluation.data is None:
-            raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data")
+        given = (self.data.held_out or None, self.evaluation.data, self.evaluation.function)
+        if self.evaluation.every and given == (None, None, None):
+            raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
 
     def fingerprint(self) -> str:
         """A number, as text, of all keys that must not change when an interrupted run goes on."""
