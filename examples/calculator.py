@@ -4,8 +4,8 @@
 
 An episode is `mul 41 85>`, then the model's call `41*85`, then the calculator's `=3485>`, then the model's answer
 `3485`. The model, of 0.19 million weights, cannot do the sums: it has to call, rightly, and to copy the result. It is
-shown a thousand demonstrations until it succeeds in a quarter of its episodes; the rest is reinforcement (GRPO), with a
-reward of 1 for a right answer and nothing else. `--chance` gives the same rewards out at random, as a control.
+shown a thousand demonstrations until it succeeds in a quarter of its episodes; the rest is reinforcement (GRPO): half
+of the reward is for the call, half for the answer. With `--chance` rewards are given at random, as a control.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import operator
 import random
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import rollbook
-from rollbook import Experience
+from rollbook import Experience, Experiences
 from rollbook.models import Actor
 from rollbook.rollout import Episode, Prompt
 from rollbook.train import Algorithm, Batching, EpisodeMaker, Learner, Optimizing, Prompts, Reply, Trainer, maker_config
@@ -29,6 +30,7 @@ from rollbook.train.recipes import letters
 SIGNS = {"sum": ("+", operator.add), "gap": ("-", operator.sub), "mul": ("*", operator.mul)}
 CALL = re.compile(r"(\d+)([-+*])(\d+)")
 TURN = {"max_tokens": 6}
+HOW = Algorithm.of("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
 
 
 def compute(call: str) -> str | None:
@@ -51,10 +53,13 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 class Calculator:
-    """One episode's calculator: it computes what can be computed; anything else is the model's answer."""
+    """One episode's calculator: it computes what can be computed; anything else is the model's answer.
+
+    Half of the reward is for a first call that shows the right number, half for the right answer.
+    """
 
     def __init__(self, prompt: Prompt) -> None:
-        self.right = prompt.reference
+        self.right, self.called = prompt.reference, False
 
     def begin(self) -> None:
         """There is nothing to say before the model has written something."""
@@ -62,13 +67,14 @@ class Calculator:
     def respond(self, text: str) -> Reply:
         """The result of a call, or the reward of an answer."""
         shown = compute(text)
-        if shown is not None:
-            return Reply(f"={shown}>")
-        return Reply(reward=float(text == self.right), done=True)
+        if shown is None:
+            return Reply(reward=0.5 * (text == self.right), done=True)
+        first, self.called = not self.called, True
+        return Reply(f"={shown}>", reward=0.5 * (first and shown == self.right))
 
 
 class Chance(Calculator):
-    """The control: the same calculator, and a reward that has nothing to do with the answer."""
+    """The control: the same calculator, and rewards that have nothing to do with what the model writes."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt)
@@ -77,7 +83,7 @@ class Chance(Calculator):
     def respond(self, text: str) -> Reply:
         """The result of a call, or a reward of 1 in a quarter of all episodes."""
         reply = super().respond(text)
-        return Reply(reward=self.luck, done=True) if reply.done else reply
+        return replace(reply, reward=self.luck if reply.done else 0.0)
 
 
 def demonstration(prompt: Prompt, tokenizer: Any) -> Experience:
@@ -92,41 +98,39 @@ def demonstration(prompt: Prompt, tokenizer: Any) -> Experience:
 
 def success(maker: EpisodeMaker, tasks: Prompts, name: str) -> float:
     """The share of episodes, sampled as in training, that end with the right answer."""
-    rewards = maker.play(tasks.every(batch=name), n=1, **TURN).values("reward")
-    return sum(reward == 1.0 for reward in rewards) / len(rewards)
+    records = maker.play(tasks.every(batch=name), n=1, **TURN)
+    return sum(row.reward == 1.0 for row in records) / len(records)
 
 
-def warm_up(actor: Actor, maker: EpisodeMaker, shown: Prompts, tasks: Prompts, until: float, seed: int) -> int:
-    """Supervised steps on demonstrations until the model succeeds now and then; how many it took."""
-    learner = Learner(actor, "sft", optimizer=Optimizing(lr=3e-3, warmup=30), seed=seed)
-    known = [demonstration(prompt, actor.tokenizer) for prompt in shown.every(batch="shown")]
-    for step in range(1, 301):
-        learner.learn(random.Random(f"{seed}/{step}").sample(known, 128), step=step)
-        if step >= 30 and step % 5 == 0 and success(maker, tasks, f"warmup-{step}") >= until:
-            break
-    return step
-
-
-def train(steps: int, seed: int = 0, groups: int = 32, chance: bool = False, tell: Any = print) -> tuple[float, float]:
-    """Warm up, then reinforce; success on tasks that were not trained on, before and after."""
+def warmed_up(seed: int = 0, until: float = 0.25, tell: Any = print) -> tuple[Actor, Prompts, Prompts]:
+    """A model that was shown how it is done until it succeeds now and then; tasks to train on, and to judge it by."""
     torch.set_num_threads(1)  # of a model of this size threads would only wait for one another
     model, tokenizer = letters.model(seed)
     actor = Actor(model, tokenizer=tokenizer)
     tasks, held_out = Prompts(rows(8000, seed), seed=seed).split(400)
     tasks, shown = tasks.split(1024)
     tasks, looked_at = tasks.split(200)
-    algorithm = Algorithm.of("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
-    config = maker_config(algorithm, seed=seed, progress=False)
-    test = EpisodeMaker(actor, Calculator, config=config, max_turns=3)
-    begun = time.process_time()
-    warm = warm_up(actor, test, shown, looked_at, 0.25, seed)
-    before = success(test, held_out, "eval-0")
-    tell(f"warm-up: {warm} steps, {time.process_time() - begun:.0f} s; success {before:.3f}")
+    known = Experiences([demonstration(prompt, tokenizer) for prompt in shown.every(batch="shown")])
+    learner = Learner(actor, "sft", optimizer=Optimizing(lr=3e-3, warmup=30), seed=seed)
+    maker = EpisodeMaker(actor, Calculator, config=maker_config(HOW, seed=seed, progress=False), max_turns=3)
+    for step in range(1, 301):
+        learner.learn(known.take(random.Random(f"{seed}/{step}").sample(range(len(known)), 128)), step=step)
+        if step >= 30 and step % 5 == 0 and success(maker, looked_at, f"warmup-{step}") >= until:
+            break
+    tell(f"warm-up: {step} supervised steps")
+    return actor, tasks, held_out
+
+
+def reinforce(
+    actor: Actor, tasks: Prompts, steps: int, seed: int = 0, groups: int = 32, chance: bool = False, tell: Any = print
+) -> None:
+    """GRPO over episodes: so many steps, each of `groups` tasks that are tried eight times."""
+    config = maker_config(HOW, seed=seed, progress=False)
     trainer = Trainer(
         actor,
         EpisodeMaker(actor, Chance if chance else Calculator, config=config, max_turns=3),
         rollbook.open("memory:"),
-        algorithm,
+        HOW,
         prompts=tasks,
         groups=groups,
         generate=TURN,
@@ -137,17 +141,27 @@ def train(steps: int, seed: int = 0, groups: int = 32, chance: bool = False, tel
     for _ in range(steps):
         report = trainer.step()
         if report.step % 10 == 0:
-            turns, reward = report["episode/turns"], report["reward/mean"]
-            tell(f"step {report.step}: reward {reward:.3f}, {turns:.2f} turns, {time.process_time() - begun:.0f} s")
-    return before, success(test, held_out, f"eval-{steps}")
+            tell(f"step {report.step}: reward {report['reward/mean']:.3f}, {report['episode/turns']:.2f} turns")
+
+
+def judged(actor: Actor, held_out: Prompts, name: str, seed: int = 0) -> float:
+    """Success on tasks that were neither shown nor trained on."""
+    config = maker_config(HOW, seed=seed, progress=False)
+    return success(EpisodeMaker(actor, Calculator, config=config, max_turns=3), held_out, name)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A tiny model learns to use a calculator.")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--groups", type=int, default=32, help="prompts of a step; each is tried eight times")
+    parser.add_argument("--groups", type=int, default=32, help="tasks of a step; each is tried eight times")
     parser.add_argument("--chance", action="store_true", help="rewards at random: a control")
     given = parser.parse_args()
-    first, last = train(given.steps, given.seed, given.groups, given.chance)
-    print(f"success on 400 tasks never trained on: {first:.3f} before, {last:.3f} after {given.steps} steps")
+    begun, spent = time.perf_counter(), time.process_time()
+    actor, tasks, held_out = warmed_up(given.seed)
+    before = judged(actor, held_out, "eval-0", given.seed)
+    print(f"success before: {before:.3f} of {len(held_out)} episodes")
+    reinforce(actor, tasks, given.steps, given.seed, given.groups, given.chance)
+    after = judged(actor, held_out, f"eval-{given.steps}", given.seed)
+    wall, cpu = time.perf_counter() - begun, time.process_time() - spent
+    print(f"success: {before:.3f} before, {after:.3f} after {given.steps} steps ({wall:.0f} s, {cpu:.0f} s of CPU)")

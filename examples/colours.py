@@ -6,7 +6,7 @@ hundred pictures with their answers, until it is right about a third of the time
 rewards alone: a half for the whole answer, a quarter for the colour, a quarter for the quarter.
 
     python examples/colours.py --steps 80 --seed 0 --out runs/colours
-    rollbook view runs/colours/book
+    rollbook view runs/colours
 
 takes about a minute and a half on two cores. `--reward random` is the control: the same run, with rewards that say
 nothing.
@@ -72,7 +72,7 @@ SAMPLING = {"max_tokens": 3, "temperature": 1.0}
 def draw(rng: np.random.Generator) -> tuple[Image.Image, str]:
     """A picture and what to say of it: a square of a colour that varies a little, anywhere within one quarter."""
     colour, quarter = rng.choice(list(COLOURS)), int(rng.integers(4))
-    dots = rng.normal(40, 12, (SIDE, SIDE, 3))
+    dots = rng.normal(40, 20, (SIDE, SIDE, 3))
     top, left = np.array(divmod(quarter, 2)) * (SIDE // 2) + rng.integers(0, SIDE // 2 - FIGURE + 1, 2)
     dots[top : top + FIGURE, left : left + FIGURE] += np.array(COLOURS[colour]) - 40 + rng.normal(0, 20, 3)
     small = Image.fromarray(dots.clip(0, 255).astype(np.uint8))
@@ -125,7 +125,7 @@ def build(seed: int) -> Actor:
         tokenizer=tokenizer, patch_size=PATCH, vision_feature_select_strategy="default",
         num_additional_image_tokens=1, chat_template=TEMPLATE,
     )  # fmt: skip
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    ids: dict[str, Any] = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos"))}
     text = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=3,
         initializer_range=0.05, max_position_embeddings=64, tie_word_embeddings=True, **ids,
@@ -137,7 +137,7 @@ def build(seed: int) -> Actor:
     config = LlavaConfig(
         vision_config=vision, text_config=text, image_token_index=SPECIAL.index("<image>"), vision_feature_layer=-1,
         vision_feature_select_strategy="default", image_seq_length=(SIDE // PATCH) ** 2, tie_word_embeddings=True,
-        pad_token_id=0,
+        **ids,
     )  # fmt: skip
     torch.manual_seed(seed)
     return Actor(config, processor=processor)
@@ -162,7 +162,10 @@ def warm_up(actor: Actor, checked: Prompts, *, seed: int, until: float, pictures
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def trainer_of(actor: Actor, book: rollbook.Book, score: Any, *, steps: int, seed: int, groups: int = 48) -> Trainer:
+def trainer_of(
+    actor: Actor, book: rollbook.Book, score: Any, *, steps: int, seed: int, groups: int = 48, lr: float = 5e-4,
+    folder: Path | None = None,
+) -> Trainer:  # fmt: skip
     """GRPO: 8 answers to each of 48 pictures a step, one pass over them in 4 updates."""
     how = Algorithm.of("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
     maker = NaiveExperienceMaker(
@@ -174,9 +177,10 @@ def trainer_of(actor: Actor, book: rollbook.Book, score: Any, *, steps: int, see
         prompts=Prompts(rows(groups * steps, seed=20_000 + seed), seed=seed),
         groups=groups,
         generate=SAMPLING,
-        optimizer=Optimizing(lr=5e-4, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
+        optimizer=Optimizing(lr=lr, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
         batching=Batching(minibatches=4, drop_zero=True),
         seed=seed,
+        folder=folder,
     )  # fmt: skip
 
 
@@ -187,7 +191,7 @@ def train(steps: int, seed: int, out: Path, score: Any = reward, until: float = 
     warm_up(actor, Prompts(rows(100, seed=10_000 + seed)), seed=seed, until=until)
     held_out = Prompts(rows(200, seed=40_000 + seed), shuffle=False)
     with rollbook.open(out / "book", tokenizer=actor.tokenizer) as book:
-        trainer = trainer_of(actor, book, score, steps=steps, seed=seed)
+        trainer = trainer_of(actor, book, score, steps=steps, seed=seed, folder=out)
         before = trainer.evaluate(held_out, reward, k=4, success="exact")
         trainer.run(steps, on_step=tell)
         after = trainer.evaluate(held_out, reward, k=4, success="exact")
@@ -209,10 +213,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/colours"))
     parser.add_argument("--reward", choices=("true", "random"), default="true")
     given = parser.parse_args()
+    if given.out.exists():
+        parser.error(f"--out: {given.out} is there already, expected a new folder")
     began = time.monotonic()
     before, after = train(given.steps, given.seed, given.out, reward if given.reward == "true" else noise)
     print(f"before: {before}\nafter:  {after}\nrise:   {difference(before, after)}, {time.monotonic() - began:.0f} s")
-    print(f"rollbook view {given.out / 'book'}")
+    print(f"rollbook view {given.out}")
 
 
 if __name__ == "__main__":

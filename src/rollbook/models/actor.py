@@ -38,8 +38,8 @@ class Actor(Wrapper):
       such a folder, with adapters or without.
     - `tokenizer`, `processor`: for generation; loaded with the model if it comes from a folder or the hub.
     - `lora`: a `peft.LoraConfig` or a dict of its options: then adapters are trained, and `reference()` is the base.
-    - `attn_implementation`: one of transformers' (`sdpa`, `flash_attention_2`, ...), or `varlen`, by which packed batches
-      cost what their samples cost, with torch alone (`rollbook.models.best_attention` chooses).
+    - `attn_implementation`: one of transformers' (`sdpa`, `flash_attention_2`, ...), or `varlen`, by which packed
+      batches cost what their samples cost, with torch alone (`rollbook.models.best_attention` chooses).
     - `temperature`: that logits are divided by, here and in sampling, unless a call says otherwise.
     - `suppress`: ids that are never sampled and have no probability in training. A vision-language model's placeholders
       are always among them, since the engine never samples one.

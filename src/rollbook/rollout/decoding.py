@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollbook.models.heads import VARLEN
 from rollbook.rollout.caching import room
 from rollbook.rollout.choosing import Rule, Rules, choose, uniforms
 from rollbook.rollout.engine import Request
@@ -176,7 +177,7 @@ class Runner:
         self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
         self.suppressed = tuple(sorted(set(placeholders(self.config).values())))
         """Placeholders of media: a sampled one would break the next forward pass."""
-        sdpa = getattr(text, "_attn_implementation", None) == "sdpa"
+        sdpa = getattr(text, "_attn_implementation", None) in ("sdpa", VARLEN)  # which is SDPA beside a cache
         self.stride = 64 if sdpa and self.device.type == "cuda" else 1
         """Keys and values beside a mask come in multiples of so many tokens: see `rollbook.rollout.caching`."""
         self.padding = next(i for i in range(self.vocabulary) if i not in self.suppressed)

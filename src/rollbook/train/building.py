@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollbook.book.book import Book
@@ -55,6 +57,8 @@ def settle(config: Config) -> torch.device:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
+    random.seed(config.seed)  # of no use to this library, but rewards and environments of the user's may ask them
+    np.random.seed(config.seed)
     if config.device != "auto":
         return torch.device(config.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -73,11 +73,12 @@ def complete(
     whole_number("token_budget", token_budget, 1)
     if algorithm.pairs or not len(many):
         return many
-    from rollbook.algorithms import LOSSES
-
-    inputs = LOSSES[algorithm.loss].inputs
     budget: dict[str, Any] = {"token_budget": token_budget}
-    if "old_log_probs" in inputs and (algorithm.correction is not None or not _all(many, "logprobs")):
+    if _needs_old(algorithm) and not _all(many, "policy_logprobs"):
+        if algorithm.correction is None:
+            # Without a correction the two are taken for one policy: each record has the one or the other.
+            pairs = zip(many.values("policy_logprobs"), many.values("logprobs"), strict=True)
+            many = many.assign(policy_logprobs=[ours if ours is not None else engines for ours, engines in pairs])
         many = _filled(many, "policy_logprobs", actor, "actor", lambda m, rows: policy_log_probs(m, rows, **budget))
     if algorithm.kl_coef:
         many = _filled(
@@ -92,6 +93,14 @@ def complete(
     if algorithm.estimator is not None and (anew or not (_all(many, "advantages") and _all(many, "returns"))):
         many = _estimated(many, algorithm, max_tokens, anew)
     return many
+
+
+def _needs_old(algorithm: Algorithm) -> bool:
+    """Whether the policy's log-probs from before the step are asked for: by the loss, the estimator or the KL."""
+    from rollbook.algorithms import ESTIMATORS, LOSSES
+
+    estimator = {} if algorithm.estimator is None else ESTIMATORS[algorithm.estimator].inputs
+    return "old_log_probs" in LOSSES[algorithm.loss].inputs or "log_probs" in estimator or algorithm.kl_coef != 0
 
 
 def _all(many: Experiences, name: str) -> bool:

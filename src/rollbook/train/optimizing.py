@@ -181,6 +181,7 @@ class Optimizer:
             raise ValueError(f"optimizer: got the state of other weights ({odd}), expected that of this model's")
         if ("masters" in state) != self.masters:
             raise ValueError("precision: got the state of an optimizer of another precision, expected the same")
+        self.forget()
         self.inner.load_state_dict(dict(state["inner"]))
         if self.masters:
             with torch.no_grad():

@@ -1,12 +1,15 @@
 """`run(config)`: a whole training run, from an empty folder, or from where it was when it was killed, to its end.
 
-Invariant: the same command on the same folder goes on; a folder whose run had other settings is refused, key by key.
-What is said at the end was measured by this run: on prompts it never learnt from, before and after.
+Invariant: the same command on the same folder goes on; a folder whose run had other settings is refused, key by key,
+and so is one in which another process trains. A run that is at its end is left as it is. What is said at the end was
+measured by this run: on prompts it never learnt from, before and after.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 import sys
 import time
@@ -17,6 +20,8 @@ from typing import Any, TextIO
 
 from rollbook.book.book import Book
 from rollbook.book.opening import open as open_book
+from rollbook.book.windows import reached
+from rollbook.models.loading import transformers_module
 from rollbook.train import building, saving
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.loading import effective
@@ -25,12 +30,14 @@ from rollbook.train.config.writing import shown
 from rollbook.train.data import Prompts
 from rollbook.train.display import Display, duration
 from rollbook.train.evaluating import Evaluation, difference, evaluated
-from rollbook.train.tracking import WandB, trackers_of
+from rollbook.train.tracking import LINES, WandB, trackers_of
 from rollbook.train.trainer import Report, Trainer
 from rollbook.train.warming import Warmed, warm_up
 
 CONFIG = "config.yaml"
 BOOK = "book"
+_LOCK = ".lock"
+_NEW = f".{CONFIG}.new"
 
 
 @dataclass
@@ -60,6 +67,7 @@ class Run:
         self.stream = sys.stderr if stream is None else stream
         self.folder = config.folder
         self.began = time.monotonic()
+        self._held = contextlib.ExitStack()
 
     def say(self, text: str = "") -> None:
         """Print a line for whoever watches."""
@@ -71,22 +79,49 @@ class Run:
     def prepare(self) -> bool:
         """Make the folder, or find a run in it; whether there is one to go on with."""
         folder, kept = self.folder, self.folder / CONFIG
-        if self.config.overwrite and folder.exists():
-            if any(folder.iterdir()) and not kept.is_file():
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError("out", f"got {str(folder)!r}, which is a file, expected a folder")
+        if _files(folder) and not kept.is_file():
+            if self.config.overwrite:
                 raise ConfigError("overwrite", f"got true, and {folder} is no run's folder (it has no {CONFIG})")
-            shutil.rmtree(folder)
-        if folder.exists() and any(folder.iterdir()):
-            if not kept.is_file():
-                raise ConfigError(
-                    "out", f"got {str(folder)!r}, which has files and is no run's folder, expected another"
-                )
+            raise ConfigError("out", f"got {str(folder)!r}, which has files and is no run's folder, expected another")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        if self.config.overwrite:
+            # That it is a run's folder stays to be seen until all else is gone.
+            for one in sorted(_files(folder), key=lambda each: each == kept):
+                shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
+                reached("overwriting")
+        if kept.is_file():
             if not self.config.resume:
                 raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
-            self._same(effective(kept))
+            before = effective(kept)
+            self._same(before)
+            if differences(before, self.config):
+                self._keep_config()
+            saving.mend(folder)
             return bool(saving.saved(folder))
-        folder.mkdir(parents=True, exist_ok=True)
-        kept.write_text(shown(self.config))
+        self._keep_config()
         return False
+
+    def _lock(self) -> None:
+        """Have the folder alone, until this process ends, by whatever death. The lock is a process's own: children that
+        outlive it do not have it."""
+        file = self._held.enter_context((self.folder / _LOCK).open("a"))
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ConfigError(
+                "out", f"got {str(self.folder)!r}, in which another process trains, expected another, or its end"
+            ) from None
+        except OSError as error:
+            self.say(f"{self.folder}: its file system has no locks ({error}); let no other process train in it")
+
+    def _keep_config(self) -> None:
+        new = self.folder / _NEW
+        new.write_text(shown(self.config))
+        reached("config written")
+        os.replace(new, self.folder / CONFIG)
 
     def _same(self, before: Config) -> None:
         fixed = [one for one in differences(before, self.config) if not one.free]
@@ -102,7 +137,26 @@ class Run:
 
     def go(self) -> Outcome:
         """Run it to its end."""
-        going_on = self.prepare()
+        with self._held:
+            outcome = self._gone() if self.prepare() else self._go(going_on=False)
+        if self.config.tracking.display:
+            self.say("\n".join(summary(outcome, self.config)))
+        return outcome
+
+    def _gone(self) -> Outcome:
+        """A run that has begun: to its end, which it may have come to already."""
+        last, steps = saving.saved(self.folder)[-1], self.config.steps
+        if last.step < steps:
+            return self._go(going_on=True)
+        before = f"{last.step} steps of the run at {self.folder} were done before"
+        self.say(f"{before}, and steps is {steps}: there is nothing to do. A larger one goes on")
+        outcome = Outcome(self.folder, last.step, 0.0)
+        with open_book(self.folder / BOOK, mode="r") as book:
+            outcome.before, outcome.after = self._evaluations(book, last.step)
+        return outcome
+
+    def _go(self, *, going_on: bool) -> Outcome:
+        transformers_module().utils.logging.disable_progress_bar()  # they would tear the display apart
         device = building.settle(self.config)
         config = self.config
         actor = building.actor_of(config, device)
@@ -114,6 +168,12 @@ class Run:
             outcome.warmed = self._warm(actor, prompts, reward)
         models = building.models_of(config, actor, device)
         with open_book(self.folder / BOOK, tokenizer=actor.tokenizer) as book:
+            if not going_on and book.counts().admitted:
+                raise ConfigError(
+                    "out",
+                    f"got {str(self.folder)!r}, whose book has records of training and which has no checkpoint that "
+                    "they go with, expected another, or overwrite: true",
+                )
             trainer = building.trainer_of(config, models, prompts, reward, book)
             if trainer.resume():
                 if (
@@ -121,14 +181,18 @@ class Run:
                     and config.reference is None
                     and hasattr(models.reference, "state_dict")
                 ):
-                    saving.load_weights(models.reference, saving.saved(self.folder)[0].model)
+                    first = saving.saved(self.folder)[0]
+                    if first.step:
+                        raise ConfigError(
+                            "reference",
+                            f"got none, and {first.path.with_name(saving.name_of(0))}, the policy as it began, is gone",
+                        )
+                    saving.load_weights(models.reference, first.model)
                 self.say(f"going on after step {trainer.done}, from {saving.saved(self.folder)[-1].path}")
-            with self._tracked(trainer):
+            with self._tracked(trainer, going_on):
                 self._train(trainer, held, reward, outcome)
-            outcome.before, outcome.after = self._evaluations(book, trainer)
+            outcome.before, outcome.after = self._evaluations(book, trainer.done)
         outcome.steps, outcome.seconds = trainer.done, time.monotonic() - self.began
-        if config.tracking.display:
-            self.say("\n".join(summary(outcome, config)))
         return outcome
 
     def _warm(self, actor: Any, prompts: Prompts, reward: Any) -> Warmed:
@@ -136,11 +200,13 @@ class Run:
         how = config.warmup.warm_up()
 
         def told(step: int, loss: float, success: float | None) -> None:
+            reached("warming up")
             if success is not None or step == how.steps:
                 share = "" if success is None else f", {success:.0%} of samples right".replace("%", " %")
                 self.say(f"warm-up   step {step:>4}: loss {loss:.3f}{share}")
 
-        return warm_up(
+        cursor = prompts.state_dict()
+        done = warm_up(
             actor,
             prompts,
             how,
@@ -151,16 +217,20 @@ class Run:
             token_budget=config.batch.token_budget,
             on_step=told,
         )
+        prompts.load_state_dict(cursor)  # training goes through all rows from the first on
+        return done
 
     @contextlib.contextmanager
-    def _tracked(self, trainer: Trainer) -> Iterator[None]:
+    def _tracked(self, trainer: Trainer, going_on: bool) -> Iterator[None]:
         given = self.config.tracking
+        if not going_on:
+            (self.folder / LINES).unlink(missing_ok=True)  # of a process that was killed before the first checkpoint
         names = [name for name in ("jsonl", "tensorboard") if getattr(given, name)]
-        going_on = trainer.done or None
-        made: list[Any] = list(trackers_of(names, self.folder, steps=self.config.steps, after=going_on))
+        after = trainer.done if going_on else None
+        made: list[Any] = list(trackers_of(names, self.folder, steps=self.config.steps, after=after))
         if given.wandb is not None:
             options = {"project": given.wandb["project"]} if "project" in given.wandb else {}
-            made.append(WandB(self.folder, config=self.config.to_dict(), after=going_on, **options))
+            made.append(WandB(self.folder, config=self.config.to_dict(), after=after, **options))
         if given.display:
             made.append(Display(self.config.steps, stream=self.stream))
         trainer.trackers = made
@@ -172,6 +242,7 @@ class Run:
 
     def _train(self, trainer: Trainer, held: Prompts | None, reward: Any, outcome: Outcome) -> None:
         config = self.config
+        reward = building.reward_of(config.evaluation.rewards) or reward
         judge = held if reward is not None or config.environment.function is not None else None
         if trainer.done == 0 and not saving.saved(self.folder):
             if judge is not None and config.evaluation.before:
@@ -205,15 +276,15 @@ class Run:
             confidence=given.confidence,
         )
 
-    def _evaluations(self, book: Book, trainer: Trainer) -> tuple[Evaluation | None, Evaluation | None]:
+    def _evaluations(self, book: Book, done: int) -> tuple[Evaluation | None, Evaluation | None]:
         """The first and the last evaluation, from the book: an interrupted run has one half of them from before."""
         given = self.config.evaluation
         found = []
-        for step in (0, trainer.done):
+        for step in (0, done):
             records = list(book.where(evaluation=1, batch=f"eval-{step}"))
             options = {"success": given.success, "confidence": given.confidence, "step": step}
             found.append(evaluated(records, **options) if records else None)  # type: ignore[arg-type]
-        return found[0], found[1] if trainer.done else None
+        return found[0], found[1] if done else None
 
 
 def run(config: Config, *, stream: TextIO | None = None) -> Outcome:
@@ -229,6 +300,12 @@ def run(config: Config, *, stream: TextIO | None = None) -> Outcome:
     (1, 4)
     """
     return Run(config, stream=stream).go()
+
+
+def _files(folder: Path) -> list[Path]:
+    """What lies in a folder, but for what a run puts there before its configuration."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(one for one in found if one.name not in (_LOCK, _NEW))
 
 
 def _due(step: int, every: int) -> bool:
@@ -260,7 +337,8 @@ def _count(number: int) -> str:
 
 def summary(outcome: Outcome, config: Config) -> list[str]:
     """What a run changed, in lines: success before and after, samples of both, and how to look at all of it."""
-    lines = ["", f"{outcome.steps} steps in {duration(outcome.seconds)}"]
+    took = f"in {duration(outcome.seconds)}" if outcome.reports or not outcome.steps else "done before, none now"
+    lines = ["", f"{outcome.steps} steps {took}"]
     before, after = outcome.before, outcome.after
     if before is not None:
         lines.append(f"before    {before}")
@@ -283,13 +361,21 @@ def _samples(before: Evaluation, after: Evaluation, count: int = 3) -> list[str]
     both.sort(key=lambda pair: (pair[0].reward or 0.0) - (pair[1].reward or 0.0))
     lines = []
     for old, new in both[:count]:
-        lines.append(f"  prompt  {_short(old.prompt_text)}")
+        lines.append(f"  prompt  {_short(_asked(old))}")
         lines += [
             f"  {name}  {_short(row.response_text)}   reward {row.reward:g}"
             for name, row in (("before", old), ("after ", new))
         ]
         lines.append("")
     return lines[:-1]
+
+
+def _asked(record: Any) -> Any:
+    """What a record's prompt asks: of a chat the last message."""
+    if not record.messages:
+        return record.prompt_text
+    asked = [one for one in record.messages if one.get("role") != "assistant"]
+    return asked[-1].get("content") if asked else record.prompt_text
 
 
 def _short(text: Any, width: int = 90) -> str:

@@ -5,7 +5,7 @@ one rename. What is read from one is tensors, numbers and text; nothing in it is
 
     checkpoints/step-000040/model/        what Actor.save_pretrained writes: a model to go on with, or to serve
                             critic/       the critic's, where there is one
-                            state.pt      optimizers and torch's random states
+                            state.pt      optimizers and random states
                             trainer.json  step, seed, the cursor in the data, the book's checkpoint
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Mapping
@@ -20,13 +21,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollbook.algorithms.registry import whole_number
+from rollbook.book.windows import reached
 
 FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".partial-"
+_OLD = ".old-"
+
+
+class Broken(ValueError):
+    """A checkpoint that is not whole, or was changed: an older one is not taken in its place without being told to."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        folder = next(one for one in (path, *path.parents) if _NAME.fullmatch(one.name))
+        super().__init__(f"{path}: {why}. To go on from the checkpoint before it, remove {folder}")
 
 
 def name_of(step: int) -> str:
@@ -36,6 +48,15 @@ def name_of(step: int) -> str:
     'step-000040'
     """
     return f"step-{whole_number('step', step):06d}"
+
+
+def is_name(name: str) -> bool:
+    """Whether a name is one that `name_of` gives.
+
+    >>> is_name("step-000040"), is_name("best")
+    (True, False)
+    """
+    return _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -58,9 +79,17 @@ class Saved:
 
     def told(self) -> dict[str, Any]:
         """What `trainer.json` says."""
-        found = json.loads((self.path / "trainer.json").read_text())
+        path = self.path / "trainer.json"
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise Broken(path, f"cannot be read ({error})") from None
         if not isinstance(found, dict) or found.get("step") != self.step:
-            raise ValueError(f"{self.path}: got a trainer.json of step {found.get('step')!r}, expected {self.step}")
+            got = found.get("step") if isinstance(found, dict) else found
+            raise Broken(path, f"got {str(got)[:60]!r} as the step, expected {self.step}")
+        lacking = next((name for name in ("seed", "book", "prompts") if name not in found), None)
+        if lacking is not None:
+            raise Broken(path, f"got no {lacking!r}, expected it")
         return found
 
 
@@ -81,43 +110,75 @@ def save(
     """Write a checkpoint; one of the same step that is there already is replaced."""
     where = folder / FOLDER
     where.mkdir(parents=True, exist_ok=True)
+    mend(folder)
     target, partial = where / name_of(step), where / f"{_PARTIAL}{name_of(step)}"
-    for left in where.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(left)  # of a run that was killed while it saved
     partial.mkdir()
+    reached("saving begins")
     actor.save_pretrained(partial / "model")
+    reached("model saved")
     if critic is not None:
         critic.save_pretrained(partial / "critic")
     torch.save({**state, "random": random_state()}, partial / "state.pt")
+    reached("state saved")
     (partial / "trainer.json").write_text(json.dumps({"step": step, **told}, indent=1))
     _sync(partial)
+    reached("before rename")
+    old = where / f"{_OLD}{name_of(step)}"
     if target.exists():
-        old = where / f"{_PARTIAL}old-{name_of(step)}"
         target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old)
-    else:
-        partial.rename(target)
+        reached("between renames")
+    partial.rename(target)
     _sync_one(where)
+    reached("after rename")
+    if old.exists():
+        shutil.rmtree(old)
     return Saved(step, target)
 
 
+def mend(folder: Path) -> None:
+    """Clear away what a process left that was killed while it saved or removed a checkpoint."""
+    where = folder / FOLDER
+    for left in where.glob(f"{_OLD}*"):
+        target = where / left.name.removeprefix(_OLD)
+        if target.exists():
+            shutil.rmtree(left)
+        else:
+            left.rename(target)  # its successor did not get there
+    for left in where.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(left)
+
+
 def load_state(found: Saved) -> dict[str, Any]:
-    """What `state.pt` holds; torch's random states are put back on the way."""
-    state: dict[str, Any] = torch.load(found.path / "state.pt", map_location="cpu", weights_only=True)
-    put_random_state(state.pop("random"))
+    """What `state.pt` holds: `learner`, `random`, and whatever else `save` was given."""
+    path = found.path / "state.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a damaged file: of many kinds, from zip, pickle and torch
+        said = str(error).partition(chr(10))[0].rstrip(".")
+        raise Broken(path, f"cannot be read ({type(error).__name__}: {said})") from None
+    if not isinstance(state, dict) or not {"learner", "random"} <= state.keys():
+        raise Broken(path, "got something else, expected 'learner' and 'random'")
     return state
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Put a checkpoint's weights into a model that is there: an `Actor` or a `Critic`, with adapters or without."""
-    kept = type(model)(os.fspath(folder))
-    theirs = kept.state_dict()
+    """Put a checkpoint's weights into a model that is there: an `Actor` or a `Critic`, with adapters or without. All of
+    them or none; random states stay as they are."""
+    before = random_state()
+    try:
+        kept = type(model)(os.fspath(folder))
+    except Exception as error:  # of transformers, safetensors, peft
+        said = str(error).partition(chr(10))[0].rstrip(".")
+        raise Broken(folder, f"cannot be loaded ({type(error).__name__}: {said})") from error
+    finally:
+        put_random_state(before)
+    theirs, mine = kept.state_dict(), model.state_dict()
+    for name, one in mine.items():
+        if name not in theirs or theirs[name].shape != one.shape:
+            raise Broken(folder, f"got no weight {name} of shape {list(one.shape)}, expected it")
     with torch.no_grad():
-        for name, mine in model.state_dict().items():
-            if name not in theirs or theirs[name].shape != mine.shape:
-                raise ValueError(f"{folder}: got no weight {name} of shape {list(mine.shape)}, expected it")
-            mine.copy_(theirs[name])
+        for name, one in mine.items():
+            one.copy_(theirs[name])
 
 
 def prune(folder: Path, keep: int | None) -> list[Saved]:
@@ -131,13 +192,17 @@ def prune(folder: Path, keep: int | None) -> list[Saved]:
         # The name first: what is half removed is no checkpoint.
         hidden = one.path.with_name(f"{_PARTIAL}{one.path.name}")
         one.path.rename(hidden)
+        reached("during prune")
         shutil.rmtree(hidden)
     return gone
 
 
 def random_state() -> dict[str, Any]:
-    """Torch's random states: of the CPU and of every CUDA device."""
-    made: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    """The random states of torch, for the CPU and every CUDA device, and those of Python and NumPy, which functions of
+    the user's (rewards, environments) may ask."""
+    own = np.random.get_state(legacy=False)
+    numpy = {**own, "state": {**own["state"], "key": own["state"]["key"].tolist()}}
+    made: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
     if torch.cuda.is_available():
         made["cuda"] = torch.cuda.get_rng_state_all()
     return made
@@ -146,6 +211,8 @@ def random_state() -> dict[str, Any]:
 def put_random_state(state: Mapping[str, Any]) -> None:
     """Go on from a random state."""
     torch.set_rng_state(state["cpu"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
 

@@ -21,6 +21,7 @@ from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.registry import number, whole_number
 from rollbook.book.book import Book
 from rollbook.book.leasing import Lease
+from rollbook.book.windows import reached
 from rollbook.experiences import Experiences
 from rollbook.progress import Stages, advise
 from rollbook.ragged import Ragged
@@ -180,9 +181,11 @@ class Trainer:
                 records, flags = self._beside(own, step)
                 records = self.completed(records)
                 learned = self.learner.learn(records, step=step, expert=flags, weights=lease.weights)
+            reached("learnt")
             with stages("acknowledge"):
                 told = dict(zip(lease.uids, learned.places, strict=False))
                 lease.ack(step=step, details=told)
+                reached("acknowledged")
                 self.done = step
                 self._announce()
         metrics |= self._measured(own) | learned.metrics | stages.metrics()
@@ -190,6 +193,7 @@ class Trainer:
         if "kl" not in metrics and "policy/ppo_kl" in metrics:
             metrics["kl"] = metrics["policy/ppo_kl"]
         self.track(step, metrics)
+        reached("stepped")
         return Report(step, metrics, lease.uids)
 
     def _make(self, step: int) -> dict[str, float]:
@@ -199,7 +203,9 @@ class Trainer:
         missing, made, dropped = self.groups, 0, 0
         for _ in range(1 + self.algorithm.refill):
             records = self.maker.make_records(self.prompts.take(missing, step), **self.generate)
+            reached("made")
             self.book.append(records)
+            reached("appended")
             made += len(records)
             if not self.algorithm.drop_constant_groups:
                 break
@@ -300,6 +306,7 @@ class Trainer:
             engine = getattr(self.maker, "engine", None) or self.actor.engine
             options = {"seed": self.seed, **options}
             found = evaluate(engine, prompts, reward, step=self.done, book=self.book, **options)
+        reached("evaluated")
         self.track(self.done, found.metrics())
         return found
 
@@ -314,10 +321,12 @@ class Trainer:
     ) -> list[Report]:
         """Steps up to number `steps`, counted from the run's beginning; their reports.
 
-        Saves every `save_every` of them and at the end, if there is a folder.
+        Saves before the first, every `save_every` of them and at the end, if there is a folder.
         """
         whole_number("steps", steps)
         reports: list[Report] = []
+        if self.folder is not None and self.done == 0 < steps and not saving.saved(self.folder):
+            self.save()
         while self.done < steps:
             report = self.advance()
             reports.append(report)
@@ -346,51 +355,85 @@ class Trainer:
         """Write a checkpoint of everything, and name this point of the book."""
         if self.folder is None:
             raise ValueError("folder: got None, expected where checkpoints go")
+        saving.mend(self.folder)
+        found = saving.saved(self.folder)
+        if found and found[-1].step > self.done:
+            raise ValueError(
+                f"folder: got {self.folder}, which has a checkpoint of step {found[-1].step}, and this is step "
+                f"{self.done}, expected another folder, or resume() first"
+            )
         name = saving.name_of(self.done)
+        # What a folder speaks of is there until another one is in its place; what none speaks of was left by a death.
+        held = {one.told()["book"] for one in found if one.step == self.done}
+        name = f"{name}+" if name in held else name
         if any(point.name == name for point in self.book.checkpoints()):
             self.book.forget(name)
         self.book.checkpoint(name)
+        reached("book's checkpoint")
         told: dict[str, Any] = {
             "seed": self.seed,
             "algorithm": self.algorithm.name,
             "book": name,
             "prompts": None if self.prompts is None else self.prompts.state_dict(),
         }
-        found = saving.save(
+        state: dict[str, Any] = {"learner": self.learner.state_dict()}
+        norm = getattr(self.maker, "reward_norm", None)
+        if norm is not None:
+            state["reward_norm"] = norm.state_dict()
+        made = saving.save(
             self.folder,
             self.done,
             actor=self.actor,
             critic=self.critic,
-            state={"learner": self.learner.state_dict()},
+            state=state,
             told=told,
         )
-        for gone in saving.prune(self.folder, self.keep):
-            self.book.forget(saving.name_of(gone.step))
-        return found.path
+        saving.prune(self.folder, self.keep)
+        reached("before forgetting")
+        there = {saving.name_of(one.step) for one in saving.saved(self.folder)}
+        for point in self.book.checkpoints():
+            # Also what a process would have forgotten that was killed before it came to this.
+            own = point.name.removesuffix("+")
+            if saving.is_name(own) and (own not in there or point.name in held):
+                self.book.forget(point.name)
+        return made.path
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint in the folder, the book rewound to it; whether there was one.
 
-        Records that came later are dropped from the book, and made again by the same ids.
+        Records that came later are dropped from the book, and made again by the same ids; without a maker, others
+        brought them, and they wait. A checkpoint that cannot be read is refused (`saving.Broken`): older weights are
+        not taken in its place.
         """
-        found = [] if self.folder is None else saving.saved(self.folder)
+        if self.folder is None:
+            return False
+        saving.mend(self.folder)
+        found = saving.saved(self.folder)
         if not found:
             return False
         last = found[-1]
-        told = last.told()
+        told, state = last.told(), saving.load_state(last)
         if told["seed"] != self.seed:
             raise ValueError(f"seed: got {self.seed}, and the run at {self.folder} has {told['seed']}")
+        if told["book"] not in [point.name for point in self.book.checkpoints()]:
+            raise ValueError(
+                f"book: {self.book.url} has no checkpoint {told['book']!r}, which {last.path} goes with, expected the "
+                "book of that run"
+            )
+        if self.prompts is not None:
+            self.prompts.load_state_dict(told["prompts"])
         saving.load_weights(self.actor, last.model)
         if self.critic is not None and last.critic is not None:
             saving.load_weights(self.critic, last.critic)
-        if self._own_reference and isinstance(self.reference, torch.nn.Module):
+        if self._own_reference and isinstance(self.reference, torch.nn.Module) and found[0].step == 0:
             saving.load_weights(self.reference, found[0].model)
-        self.learner.load_state_dict(saving.load_state(last)["learner"])
-        if self.prompts is not None:
-            self.prompts.load_state_dict(told["prompts"])
-        self.book.rewind(told["book"], later="drop")
+        self.learner.load_state_dict(state["learner"])
+        if "reward_norm" in state:
+            self.maker.reward_norm.load_state_dict(state["reward_norm"])
+        self.book.rewind(told["book"], later="keep" if self.maker is None else "drop")
         self.done = last.step
         self._announce()
+        saving.put_random_state(state["random"])
         return True
 
 

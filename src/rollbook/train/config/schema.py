@@ -122,6 +122,8 @@ class Evaluation:
     """Sample among the likeliest tokens that make up this share; null: as in training."""
     max_tokens: int | None = key(None, low=1)
     """Tokens of a response, at most; null: as in training."""
+    rewards: tuple[Reward, ...] = key(())
+    """What counts there, as `rewards` has it; none: the same as in training."""
     success: float | str = key(1.0)
     """The least reward that counts as a success, or the name of the part of it that must be at least 1."""
     confidence: float = key(0.95, above=0, below=1)

@@ -1,0 +1,331 @@
+"""On a CUDA device: GRPO steps of a model of 0.5B parameters by the trainer, and by a plain padded loop beside it.
+
+Run as `python -m benchmarks.bench_training [--prompts 32] [--rounds 3] [--results FOLDER]` from the project root, on a
+machine with a CUDA device and transformers (`--cpu` tries the script out, small). The model has Qwen2-0.5B's shape with
+random weights, bfloat16 with float32 copies in AdamW on both sides. Prompts are U(64, 512) random tokens, eight
+responses each; a response ends at any of 1/200 of the vocabulary's ids, so that lengths are ragged (mean about 200, at
+most 512). A step: sample, log-probs of the policy and a frozen copy, GRPO with a KL term, one update.
+
+The plain loop is what one writes by hand: `generate` on all prompts at once, batches padded on both sides to the
+longest, whole logits and `log_softmax`, micro-batches of a fixed number of rows that fit. Rounds alternate. Seconds are
+the host's, with the device waited for at the end of each stage; "outside the model" is what a step spends neither in a
+forward or backward pass nor in the optimizer, by CUDA events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import time
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import rollbook
+from benchmarks.bench_making import GIB, model
+from rollbook.experience_maker import NaiveExperienceMaker
+from rollbook.models import Actor
+from rollbook.train import Algorithm, Batching, Optimizing, Prompts, Trainer, maker_config
+
+GROUP, LONGEST, ENDS = 8, 512, 200
+
+
+class Clock:
+    """Seconds on the device between pairs of events, of everything that was told to be timed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pairs, self.host = device, [], 0.0
+
+    def now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def timed(self) -> Any:
+        begun = self.now()
+        yield
+        self.pairs.append((begun, self.now()))
+
+    def take(self) -> float:
+        if self.device.type != "cuda":
+            found = sum(b - a for a, b in self.pairs)
+        else:
+            torch.cuda.synchronize()
+            found = sum(a.elapsed_time(b) for a, b in self.pairs) / 1000
+        self.pairs = []
+        return found
+
+
+def watch(clock: Clock, *modules: nn.Module) -> None:
+    """Time forward passes of these modules, every backward pass and every step of an optimizer."""
+    for module in modules:
+        begun: list[Any] = []
+        module.register_forward_pre_hook(lambda *_, b=begun: b.append(clock.now()))
+        module.register_forward_hook(lambda *_, b=begun: clock.pairs.append((b.pop(), clock.now())))
+    backward, step = torch.Tensor.backward, torch.optim.AdamW.step
+
+    def timed_backward(self: Any, *given: Any, **named: Any) -> Any:
+        with clock.timed():
+            return backward(self, *given, **named)
+
+    def timed_step(self: Any, *given: Any, **named: Any) -> Any:
+        with clock.timed():
+            return step(self, *given, **named)
+
+    torch.Tensor.backward, torch.optim.AdamW.step = timed_backward, timed_step  # type: ignore[method-assign]
+
+
+def wait(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def drawn(count: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """Prompts of random tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(64, 513, (count,), generator=draw).tolist()
+    return [torch.randint(3, vocabulary, (n,), generator=draw).tolist() for n in lengths]
+
+
+def ends_of(vocabulary: int) -> list[int]:
+    return list(range(3, vocabulary, ENDS))
+
+
+class Ours:
+    """The trainer and its parts, as a user puts them together."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, clock: Clock) -> None:
+        network = model(options.cpu).to(device)
+        attention = "sdpa" if options.cpu else "varlen"
+        self.actor = Actor(network, attn_implementation=attention)
+        how = Algorithm.of("grpo", n=GROUP, kl_coef=0.001)
+        reference = self.actor.reference()
+        self.maker = NaiveExperienceMaker(
+            self.actor,
+            None,
+            None,
+            reference,
+            None,
+            1024,
+            0.001,
+            reward_fn=lambda response_ids: float(sum(response_ids) % 7),
+            config=maker_config(how, seed=7, token_budget=options.budget, progress=False),
+        )
+        self.actor.engine.max_batch_rows = options.prompts * GROUP
+        self.trainer = Trainer(
+            self.actor,
+            self.maker,
+            rollbook.open("memory:"),
+            how,
+            prompts=Prompts([{"prompt": [0]}]),
+            groups=options.prompts,
+            generate={"max_tokens": LONGEST, "stop_token_ids": ends_of(network.config.vocab_size)},
+            reference=reference,
+            optimizer=Optimizing(lr=1e-6),
+            batching=Batching(token_budget=options.budget),
+            precision="float32" if options.cpu else "bfloat16",
+            seed=7,
+        )
+        watch(clock, self.actor.model, reference.model)
+
+    def step(self, prompts: list[list[int]]) -> dict[str, float]:
+        self.trainer.prompts = Prompts([{"prompt": one} for one in prompts], shuffle=False)
+        report = self.trainer.step()
+        made = self.maker.metrics
+        making = sum(made[f"{name}/seconds"] for name in ("policy", "reference", "reward", "advantages"))
+        return {
+            "sampled": made["rollout/tokens"],
+            "tokens": report["tokens"],
+            "generation": made["rollout/seconds"],
+            "making": making,
+            "training": report["learn/seconds"],
+            "book": report["take/seconds"]
+            + report["acknowledge/seconds"]
+            + report["make/seconds"]
+            - making
+            - made["rollout/seconds"],
+        }
+
+
+class Plain:
+    """The loop that one writes by hand."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, clock: Clock) -> None:
+        self.device, self.rows = device, options.rows
+        self.model, self.reference = model(options.cpu).to(device), model(options.cpu).to(device)
+        self.masters = [one.detach().float().clone() for one in self.model.parameters()]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-6, weight_decay=0.0, fused=device.type == "cuda")
+        watch(clock, self.model, self.reference)
+
+    def log_probs(self, network: Any, tokens: Any, attention: Any, width: int) -> Any:
+        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        logits = network(input_ids=tokens, attention_mask=attention, position_ids=positions).logits[:, -width - 1 : -1]
+        return logits.float().log_softmax(-1).gather(-1, tokens[:, -width:, None])[..., 0]
+
+    def step(self, prompts: list[list[int]]) -> dict[str, float]:
+        begun = wait(self.device)
+        longest, ends = max(map(len, prompts)), ends_of(self.model.config.vocab_size)
+        rows = [one for one in prompts for _ in range(GROUP)]
+        given = torch.full((len(rows), longest), 2)
+        known = torch.zeros_like(given)
+        for i, one in enumerate(rows):
+            given[i, longest - len(one) :], known[i, longest - len(one) :] = torch.tensor(one), 1
+        given, known = given.to(self.device), known.to(self.device)
+        self.model.eval()
+        with torch.no_grad():
+            tokens = self.model.generate(
+                input_ids=given,
+                attention_mask=known,
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=LONGEST,
+                eos_token_id=ends,
+                pad_token_id=2,
+            )
+        response = tokens[:, longest:]
+        ended = torch.isin(response, torch.tensor(ends, device=self.device)).int()
+        mask = (ended.cumsum(1) - ended) == 0
+        attention = torch.cat([known, mask.long()], 1)
+        sampled = wait(self.device)
+        width = response.shape[1]
+        parts = torch.arange(len(rows)).split(self.rows)
+        with torch.no_grad():
+            old = torch.cat([self.log_probs(self.model, tokens[p], attention[p], width) for p in parts])
+            ref = torch.cat([self.log_probs(self.reference, tokens[p], attention[p], width) for p in parts])
+        rewards = ((response * mask).sum(1) % 7).float().view(-1, GROUP)
+        advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
+        made = wait(self.device)
+        self.model.train()
+        count = mask.sum()
+        for p in parts:
+            ours = self.log_probs(self.model, tokens[p], attention[p], width)
+            ratio = (ours - old[p]).exp()
+            loss = -torch.minimum(ratio * advantages[p], ratio.clamp(0.8, 1.2) * advantages[p])
+            loss = loss + 0.001 * (ours - ref[p]).square() / 2
+            ((loss * mask[p]).sum() / count).backward()
+        for weight, master in zip(self.model.parameters(), self.masters, strict=True):
+            master.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(self.model.parameters(), self.masters, strict=True):
+                weight.copy_(master)
+                master.grad = None
+        done = wait(self.device)
+        return {
+            "sampled": float(mask.sum()),
+            "tokens": float(attention.sum()),
+            "generation": sampled - begun,
+            "making": made - sampled,
+            "training": done - made,
+            "book": 0.0,
+        }
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """Both, in turn, on the same prompts; the first round warms up and is left out."""
+    device = torch.device("cpu" if options.cpu else "cuda")
+    found: dict[str, list[dict[str, float]]] = {"trainer": [], "plain loop": []}
+    clocks = {name: Clock(device) for name in found}
+    kinds = {"trainer": Ours, "plain loop": Plain}
+    for name, kind in kinds.items():  # one after the other: each with the memory to itself
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        saved = torch.Tensor.backward, torch.optim.AdamW.step
+        side = kind(options, device, clocks[name])
+        for turn in range(options.rounds + 1):
+            prompts = drawn(options.prompts, 2_000 if options.cpu else 151_936, turn)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            clocks[name].take()
+            begun = wait(device)
+            row = side.step(prompts)
+            row["seconds"] = wait(device) - begun
+            row["outside"] = 1 - clocks[name].take() / row["seconds"]
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+            print(name, turn, {key: round(value, 3) for key, value in row.items()}, flush=True)
+            if turn:
+                found[name].append(row)
+        torch.Tensor.backward, torch.optim.AdamW.step = saved  # type: ignore[method-assign]
+        del side
+    return {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "date": datetime.date.today().isoformat(),
+        "options": vars(options) | {"results": None},
+        "rounds": found,
+    }
+
+
+def report(found: dict[str, Any]) -> str:
+    """A table of medians."""
+    sides = found["rounds"]
+
+    def median(side: str, name: Any) -> float:
+        return statistics.median(name(row) if callable(name) else row[name] for row in sides[side])
+
+    rows = [
+        ("generation, tokens sampled a second", lambda r: r["sampled"] / r["generation"], ",.0f"),
+        (
+            "making (log-probs of policy and reference, advantages), tokens a second",
+            lambda r: r["tokens"] / r["making"],
+            ",.0f",
+        ),
+        ("training, tokens a second", lambda r: r["tokens"] / r["training"], ",.0f"),
+        ("seconds a step", "seconds", ".2f"),
+        ("of them generation", "generation", ".2f"),
+        ("making", "making", ".2f"),
+        ("training", "training", ".2f"),
+        ("records, book, leases", "book", ".2f"),
+        ("share of a step outside the model", "outside", ".1%"),
+        ("peak memory, GiB", "peak_gib", ".1f"),
+    ]
+    lines = [
+        "# A GRPO step of a model of 0.5B parameters",
+        "",
+        f"{found['device']}, torch {found['torch']}, transformers {found['transformers']}, {found['date']}; "
+        f"`python -m benchmarks.bench_training`: {found['options']['prompts']} prompts x {GROUP}, medians of "
+        f"{found['options']['rounds']} rounds after one that warms up.",
+        "",
+        "| | trainer | plain padded loop | ratio |",
+        "|---|---|---|---|",
+    ]
+    for label, name, form in rows:
+        ours, theirs = median("trainer", name), median("plain loop", name)
+        ratio = f"x{ours / theirs:.2f}" if theirs else ""
+        lines.append(f"| {label} | {ours:{form}} | {theirs:{form}} | {ratio} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=int, default=32_768, help="tokens of the trainer's micro-batches")
+    parser.add_argument("--rows", type=int, default=16, help="rows of the plain loop's micro-batches")
+    parser.add_argument("--cpu", action="store_true", help="try the script out, small")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    if not options.cpu and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device (--cpu tries it out)")
+    found = measured(options)
+    text = report(found)
+    print(text)
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "training.json").write_text(json.dumps(found))
+    (options.results / "training.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

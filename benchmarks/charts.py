@@ -1,0 +1,53 @@
+"""Line charts as SVG, by hand: a few series over steps, with bands, for results that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 360, 56, 34, 16, 44
+
+
+@dataclass
+class Series:
+    """Points (x, y) and how they are drawn; `low` and `high` (x, y) make a band."""
+
+    points: Sequence[tuple[float, float]]
+    colour: str
+    dashed: bool = False
+
+
+def lines(title: str, series: Mapping[str, Sequence[Series]], *, x: str = "step", y: str = "", top: float = 1.0) -> str:
+    """An SVG of several named groups of series over one pair of axes, from 0 to `top`."""
+    last = max((point[0] for group in series.values() for one in group for point in one.points), default=1.0) or 1.0
+
+    def at(point: tuple[float, float]) -> str:
+        across = LEFT + (WIDTH - LEFT - RIGHT) * point[0] / last
+        up = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * min(point[1], top) / top
+        return f"{across:.1f},{up:.1f}"
+
+    made = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12"><rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{LEFT}" y="20" font-size="14">{title}</text>',
+    ]
+    for i in range(6):
+        value = top * i / 5
+        left, up = at((0.0, value)).split(",")
+        made.append(f'<line x1="{left}" x2="{WIDTH - RIGHT}" y1="{up}" y2="{up}" stroke="#ddd"/>')
+        made.append(f'<text x="{LEFT - 8}" y="{float(up) + 4:.1f}" text-anchor="end">{value:.1f}</text>')
+        across = at((last * i / 5, 0.0)).split(",")[0]
+        made.append(f'<text x="{across}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{last * i / 5:.0f}</text>')
+    made.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">{x}</text>')
+    made.append(f'<text x="14" y="{TOP - 8}">{y}</text>')
+    for k, (name, group) in enumerate(series.items()):
+        for one in group:
+            dashes = ' stroke-dasharray="5 4"' if one.dashed else ""
+            path = " ".join(map(at, one.points))
+            made.append(f'<polyline points="{path}" fill="none" stroke="{one.colour}" stroke-width="1.8"{dashes}/>')
+        if group:
+            where = WIDTH - RIGHT - 190, TOP + 8 + 18 * k
+            made.append(f'<line x1="{where[0]}" x2="{where[0] + 24}" y1="{where[1]}" y2="{where[1]}" '
+                        f'stroke="{group[0].colour}" stroke-width="2"/>')  # fmt: skip
+            made.append(f'<text x="{where[0] + 30}" y="{where[1] + 4}">{name}</text>')
+    return "\n".join([*made, "</svg>"])

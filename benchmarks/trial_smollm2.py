@@ -1,0 +1,148 @@
+"""SmolLM2-135M-Instruct by GRPO on a reasoning-gym task, several seeds, against a control whose reward is chance.
+
+    python examples/smollm2/prepare.py smollm2-135m
+    python -m benchmarks.trial_smollm2 --model smollm2-135m --seeds 0 1 2 --steps 80 --out benchmarks/results
+
+Every run is `rollbook train examples/smollm2/reversal.yaml` with another seed; the control differs in the reward alone
+that it learns from. All are judged by the same 512 prompts, which none of them learns from, four samples of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import rollbook
+from benchmarks.charts import Series, lines
+from rollbook.train.evaluating import Evaluation, difference, evaluated
+
+CONFIG = "examples/smollm2/reversal.yaml"
+ARMS = {"reward": "examples/smollm2/task.py:reward", "chance": "examples/smollm2/task.py:chance"}
+
+
+def start(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:
+    given = [f"model.path={options.model}", f"rewards={ARMS[arm]}", f"evaluation.rewards={ARMS['reward']}"]
+    given += [
+        f"seed={seed}",
+        f"steps={options.steps}",
+        f"out={folder}",
+        "overwrite=true",
+        f"evaluation.every={options.every}",
+    ]
+    command = [sys.executable, "-m", "rollbook.cli", "train", CONFIG, *given, *options.changes]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=(folder.with_suffix(".log")).open("wb"))
+
+
+def judged(book: Any, step: int) -> Evaluation:
+    return evaluated(list(book.where(evaluation=1, batch=f"eval-{step}")), step=step)
+
+
+def read(arm: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
+    """What a run came to, from its book."""
+    with rollbook.open(folder / "book", mode="r") as book:
+        metrics = book.metrics()
+        before, after = judged(book, 0), judged(book, steps)
+    found = difference(before, after)
+    made: dict[str, Any] = {"arm": arm, "seed": seed, "prompts": after.prompts, "k": after.k}
+    made |= {name: [one.success, one.low, one.high] for name, one in (("before", before), ("after", after))}
+    made["change"] = [found.value, found.low, found.high]
+    for words in (2, 3):
+        for name, one in (("before", before), ("after", after)):
+            some = [row for row in one.records if row.info["words"] == words]
+            made[f"{name}_{words}_words"] = sum((row.reward or 0) >= 1 for row in some) / len(some)
+    made["evaluations"] = [[step, row["eval/avg@4"]] for step, row in metrics if "eval/avg@4" in row]
+    made["training"] = [[step, row["reward"]] for step, row in metrics if "reward" in row]
+    made["entropy"] = [[step, row["entropy"]] for step, row in metrics if "entropy" in row]
+    made["seconds_a_step"] = sum(row["seconds"] for _, row in metrics if "seconds" in row) / steps
+    made["samples"] = [
+        _sample(was, now) for was, now in zip(before.records[:: 4 * 51], after.records[:: 4 * 51], strict=True)
+    ]
+    return made
+
+
+def _sample(before: Any, after: Any) -> dict[str, Any]:
+    asked = [one["content"] for one in after.messages if one["role"] == "user"][-1]
+    return {
+        "asked": asked,
+        "reference": after.info["reference"],
+        "before": [before.response_text, before.reward],
+        "after": [after.response_text, after.reward],
+    }
+
+
+def report(found: list[dict[str, Any]], options: argparse.Namespace, device: str) -> str:
+    """The table, in words that say what it is and is not."""
+    text = [
+        "# SmolLM2-135M-Instruct, GRPO on word_sequence_reversal (reasoning-gym)",
+        "",
+        f"`python -m benchmarks.trial_smollm2 --steps {options.steps}` on {device}; all runs at once on one device.",
+        f"Success is the share of samples that are exactly right, {found[0]['k']} of each of {found[0]['prompts']} held-out",
+        "prompts, at temperature 1;",
+        "in brackets the 95 % interval, over prompts. The control learns from a reward of chance, and is judged alike.",
+        "",
+        "| learns from | seed | before | after | change, prompts paired | 2 words | 3 words | s a step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        spans = [f"{v:.3f} ({low:.3f} to {high:.3f})" for v, low, high in (one["before"], one["after"], one["change"])]
+        by = [f"{one[f'before_{n}_words']:.2f} -> {one[f'after_{n}_words']:.2f}" for n in (2, 3)]
+        text.append(
+            f"| {one['arm']} | {one['seed']} | {' | '.join(spans)} | {' | '.join(by)} | {one['seconds_a_step']:.2f} |"
+        )
+    arms = {arm: [one for one in found if one["arm"] == arm] for arm in ARMS}
+    apart = all(mine["change"][1] > theirs["change"][2] for mine in arms["reward"] for theirs in arms["chance"])
+    verdict = "Every run on the reward is apart from every control: its interval of the change lies above theirs."
+    if not apart:
+        verdict = "NOT every run on the reward is apart from every control: some intervals of the change overlap."
+    text += ["", verdict, "", "![curves](smollm2.svg)", "", "## Ten held-out prompts, before and after (seed 0)", ""]
+    for sample in arms["reward"][0]["samples"][:10]:
+        asked = " ".join(sample["asked"].split())
+        text.append(f"- {asked}\n  - before: `{sample['before'][0]!r}` ({sample['before'][1]:g})")
+        text.append(f"  - after: `{sample['after'][0]!r}` ({sample['after'][1]:g})")
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--runs", type=Path, default=Path("runs/smollm2"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("changes", nargs="*", help="KEY=VALUE of the configuration, for all runs")
+    options = parser.parse_args()
+    options.runs.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+    begun = time.monotonic()
+    jobs = {(arm, seed): options.runs / f"{arm}-{seed}" for arm in ARMS for seed in options.seeds}
+    running = {key: start(*key, options, folder) for key, folder in jobs.items()}
+    failed = [key for key, process in running.items() if process.wait()]
+    for key in failed:
+        print(key, jobs[key].with_suffix(".log").read_text()[-2000:])
+    print(f"{len(jobs)} runs in {time.monotonic() - begun:.0f} s")
+    found = [read(*key, folder, options.steps) for key, folder in jobs.items() if key not in failed]
+    (options.out / "smollm2.json").write_text(json.dumps(found))
+    if failed:
+        raise SystemExit(f"failed: {failed}")
+    text = report(found, options, device)
+    (options.out / "smollm2.md").write_text(text)
+    drawn = {}
+    for arm, colour in (("reward", "#1b6ca8"), ("chance", "#b5541c")):
+        drawn[f"learns from {arm}"] = [
+            Series(one["evaluations"], colour, arm == "chance") for one in found if one["arm"] == arm
+        ]
+    (options.out / "smollm2.svg").write_text(lines("Held-out success", drawn, y="share right"))
+    print(text[:3000])
+
+
+if __name__ == "__main__":
+    main()
