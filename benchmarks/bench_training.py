@@ -19,7 +19,6 @@ import datetime
 import json
 import statistics
 import time
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,51 +36,62 @@ GROUP, LONGEST, ENDS = 8, 512, 200
 
 
 class Clock:
-    """Seconds on the device between pairs of events, of everything that was told to be timed."""
+    """Seconds on the device within what is timed, by events; of what is timed within something timed, the outermost."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.pairs, self.host = device, [], 0.0
+        self.device, self.depth = device, 0
+        self.pairs: list[tuple[Any, Any]] = []
+        self._begun: Any = None
 
-    def now(self) -> Any:
+    def _now(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    @contextmanager
-    def timed(self) -> Any:
-        begun = self.now()
-        yield
-        self.pairs.append((begun, self.now()))
+    def begin(self, *_: Any) -> None:
+        if not self.depth:
+            self._begun = self._now()
+        self.depth += 1
+
+    def end(self, *_: Any) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.pairs.append((self._begun, self._now()))
+
+    def around(self, function: Any) -> Any:
+        """The same function, timed."""
+
+        def timed(*given: Any, **named: Any) -> Any:
+            self.begin()
+            try:
+                return function(*given, **named)
+            finally:
+                self.end()
+
+        return timed
 
     def take(self) -> float:
-        if self.device.type != "cuda":
-            found = sum(b - a for a, b in self.pairs)
-        else:
+        """What was timed since the last time."""
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
             found = sum(a.elapsed_time(b) for a, b in self.pairs) / 1000
+        else:
+            found = sum(b - a for a, b in self.pairs)
         self.pairs = []
         return found
 
 
 def watch(clock: Clock, *modules: nn.Module) -> None:
-    """Time forward passes of these modules, every backward pass and every step of an optimizer."""
+    """Time forward passes of these modules, what actors take from hidden states, every backward pass and every step of
+    an optimizer."""
     for module in modules:
-        begun: list[Any] = []
-        module.register_forward_pre_hook(lambda *_, b=begun: b.append(clock.now()))
-        module.register_forward_hook(lambda *_, b=begun: clock.pairs.append((b.pop(), clock.now())))
-    backward, step = torch.Tensor.backward, torch.optim.AdamW.step
-
-    def timed_backward(self: Any, *given: Any, **named: Any) -> Any:
-        with clock.timed():
-            return backward(self, *given, **named)
-
-    def timed_step(self: Any, *given: Any, **named: Any) -> Any:
-        with clock.timed():
-            return step(self, *given, **named)
-
-    torch.Tensor.backward, torch.optim.AdamW.step = timed_backward, timed_step  # type: ignore[method-assign]
+        module.register_forward_pre_hook(clock.begin)
+        module.register_forward_hook(clock.end)
+    Actor.token_stats = clock.around(Actor.token_stats)  # type: ignore[method-assign]
+    torch.Tensor.backward = clock.around(torch.Tensor.backward)  # type: ignore[method-assign]
+    torch.optim.AdamW.step = clock.around(torch.optim.AdamW.step)  # type: ignore[method-assign]
 
 
 def wait(device: torch.device) -> float:
@@ -241,7 +251,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     for name, kind in kinds.items():  # one after the other: each with the memory to itself
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        saved = torch.Tensor.backward, torch.optim.AdamW.step
+        saved = Actor.token_stats, torch.Tensor.backward, torch.optim.AdamW.step
         side = kind(options, device, clocks[name])
         for turn in range(options.rounds + 1):
             prompts = drawn(options.prompts, 2_000 if options.cpu else 151_936, turn)
@@ -256,7 +266,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             print(name, turn, {key: round(value, 3) for key, value in row.items()}, flush=True)
             if turn:
                 found[name].append(row)
-        torch.Tensor.backward, torch.optim.AdamW.step = saved  # type: ignore[method-assign]
+        Actor.token_stats, torch.Tensor.backward, torch.optim.AdamW.step = saved  # type: ignore[method-assign]
         del side
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
