@@ -31,7 +31,6 @@ def start(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> sub
         f"seed={seed}",
         f"steps={options.steps}",
         f"out={folder}",
-        "overwrite=true",
         f"evaluation.every={options.every}",
     ]
     command = [sys.executable, "-m", "rollbook.cli", "train", CONFIG, *given, *options.changes]
@@ -113,6 +112,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--at-once", type=int, default=3, help="runs that share the device (28 GiB each)")
     parser.add_argument("--runs", type=Path, default=Path("runs/smollm2"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("changes", nargs="*", help="KEY=VALUE of the configuration, for all runs")
@@ -124,8 +124,14 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
     begun = time.monotonic()
     jobs = {(arm, seed): options.runs / f"{arm}-{seed}" for arm in ARMS for seed in options.seeds}
-    running = {key: start(*key, options, folder) for key, folder in jobs.items()}
-    failed = [key for key, process in running.items() if process.wait()]
+    waiting, running, failed = list(jobs), {}, []
+    while waiting or running:
+        while waiting and len(running) < options.at_once:
+            running[waiting[0]] = start(*waiting[0], options, jobs[waiting[0]])
+            waiting.pop(0)
+        for key in [key for key, process in running.items() if process.poll() is not None]:
+            failed += [key] if running.pop(key).returncode else []
+        time.sleep(1)
     for key in failed:
         print(key, jobs[key].with_suffix(".log").read_text()[-2000:])
     print(f"{len(jobs)} runs in {time.monotonic() - begun:.0f} s")

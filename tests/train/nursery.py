@@ -119,16 +119,21 @@ def _ended(pid: int, after: float | None) -> int:
 
 def serve() -> None:
     """Read what to run from the standard input, line by line; answer how it ended."""
+    import io
+    import tempfile
+
     import torch
 
     torch.set_num_threads(1)
-    import transformers.models.llama.modeling_llama
+    import rollbook.cli.training  # noqa: F401
+    from rollbook.train.config import effective
+    from rollbook.train.running import run
+    from tests.train.lineage import SMALL
 
-    import rollbook.cli.training
-    import rollbook.doctor
-    import rollbook.train.recipes.letters
-    import rollbook.train.running
-
+    with tempfile.TemporaryDirectory() as folder:
+        # A whole run, and one that goes on, so that children find loaded whatever is loaded on the way.
+        for steps in (1, 2):
+            run(effective("letters", [*SMALL, f"steps={steps}", f"out={folder}/run"]), stream=io.StringIO())
     for line in sys.stdin:
         ask = json.loads(line)
         pid = os.fork()

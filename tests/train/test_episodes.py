@@ -123,7 +123,9 @@ def test_ids_are_those_of_a_maker_of_single_turns(actor: Actor) -> None:
     prompts = [Prompt(text="the fox", eid=EID(batch=7, task="x", suffix="")), Prompt(text="yes")]
     config = MakerConfig(n_samples_per_prompt=3, seed=11)
     ours = EpisodeMaker(actor, Game, config=config, max_turns=2).make_records(prompts, max_tokens=4)
-    plain = NaiveExperienceMaker(actor, None, None, None, TOKENIZER, 32, None, reward_fn=lambda response: 0.0, config=config)
+    plain = NaiveExperienceMaker(
+        actor, None, None, None, TOKENIZER, 32, None, reward_fn=lambda response: 0.0, config=config
+    )
     theirs = plain.make_records(prompts, max_tokens=4)
     assert [eid.uid for eid in ours.eids()] == [eid.uid for eid in theirs.eids()]
     assert ours.values("group_size") == [3] * 6

@@ -223,11 +223,13 @@ def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
         _let_go(tx, point.seq)
     kept = {each["id"]: each for each in point.state["consumers"]}
     revised = _revised(tx, point)
+    # Records that are brought again get numbers from here on; they are ranked by those they had.
+    last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0] if later == "drop" else point.seq
     for consumer in consumers.all_consumers(tx):
         if consumer.id in kept:
-            _put_back(tx, book, consumer, kept[consumer.id], point, revised)
+            _put_back(tx, book, consumer, kept[consumer.id], point, revised, last)
         else:
-            _begin_anew(tx, book, consumer)
+            _begin_anew(tx, book, consumer, point, last)
         consumers.save(tx, consumer)
     done = Rewound(point.name, acks, leases, came, tuple(each.name for each in reversed(forgotten)))
     told = {"event": point.event, "acks": acks, "leases": leases, later: came, "forgotten": list(done.forgotten)}
@@ -277,24 +279,37 @@ def _revised(tx: Transaction, point: Point) -> list[int]:
     return [seq for (seq,) in found]
 
 
-def _begin_anew(tx: Transaction, book: Book, consumer: Consumer) -> None:
+def _shifted(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
+    """A consumer's state for which the record after number `last` is the one after the checkpoint's last."""
+    if last == point.seq:
+        return dict(state)
+    return {**state, "shifts": [*state.get("shifts", ()), last, last - point.seq + consumers.shift(state, point.seq)]}
+
+
+def _begin_anew(tx: Transaction, book: Book, consumer: Consumer, point: Point, last: int) -> None:
     """A consumer that was made after the checkpoint: its settings stay, and it has taken nothing yet."""
     for table in ("work", "groups", "tallies", "work_before", "groups_before"):
         tx.run(f"DELETE FROM {table} WHERE consumer = ?", (consumer.id,))
-    consumer.state, consumer.grouped, consumer.floor = {}, False, None
+    consumer.state, consumer.grouped, consumer.floor = _shifted({}, point, last), False, None
     consumer.inserts = consumer.samples = 0
     admission.enrol(tx, consumer, book)
 
 
 def _put_back(
-    tx: Transaction, book: Book, consumer: Consumer, was: dict[str, Any], point: Point, revised: Sequence[int]
+    tx: Transaction,
+    book: Book,
+    consumer: Consumer,
+    was: dict[str, Any],
+    point: Point,
+    revised: Sequence[int],
+    last: int,
 ) -> None:
     settings = Settings.from_json(was["settings"])
     if settings != consumer.settings:
         consumers.configure(tx, consumer, settings)
     # Groups are put back as they were, not made again from their members as each of those changes.
     consumer.grouped = False
-    consumer.state = was["state"]
+    consumer.state = _shifted(was["state"], point, last)
     lost = _put_back_rows(tx, consumer, point)
     gids = dict.fromkeys(row.gid for rows in lost.values() for row in rows)
     gids.update(dict.fromkeys(free_leased(tx, consumer)))

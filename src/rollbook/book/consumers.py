@@ -190,11 +190,12 @@ def parsed_state(text: Any) -> State:
         raise Damaged(f"a sampler's state: got {str(text)[:100]!r}, expected a short text")
     found = parsed(text, "a sampler's state")
     for name, value in found.items():
-        shaped = {"ready": list, "rounds": dict, "group_rounds": dict}.get(name, (int, float))
+        shaped = {"ready": list, "shifts": list, "rounds": dict, "group_rounds": dict}.get(name, (int, float))
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
         if (
             not isinstance(value, shaped)
             or (name == "ready" and len(held) != 2)
+            or (name == "shifts" and len(held) % 2)
             or not all(math.isfinite(n) if type(n) is float else type(n) is int and abs(n) < 2**63 for n in held)
         ):
             raise Damaged(f"a sampler's state: {name[:40]}: got {str(value)[:100]}, expected finite numbers")
@@ -224,7 +225,18 @@ class Consumer:
         return state, int(self.grouped), self.inserts, self.samples, self.floor, self.generation
 
     def item(self, seq: int, uses: int, version: int | None, value: float | None) -> Item:
-        return Item(seq, self.settings.seed, uses, version, value)
+        return Item(seq - shift(self.state, seq), self.settings.seed, uses, version, value)
+
+
+def shift(state: State, seq: int) -> int:
+    """How many records that rewinds dropped are before this one: what is brought again after a rewind is ranked, by
+    order or by chance, as it was the first time.
+
+    >>> shift({"shifts": [20, 10, 30, 15]}, 20), shift({"shifts": [20, 10, 30, 15]}, 21)
+    (0, 10)
+    """
+    pairs = state.get("shifts", ())
+    return next((pairs[i + 1] for i in range(len(pairs) - 2, -1, -2) if seq > pairs[i]), 0)
 
 
 _COLUMNS = "id, name, settings, state, grouped, inserts, samples, floor, generation"
@@ -287,7 +299,7 @@ def save(tx: Transaction, consumer: Consumer) -> None:
 def configure(tx: Transaction, consumer: Consumer, settings: Settings) -> None:
     """Other settings for everybody; a sampler's state does not outlive it."""
     if settings.sampler != consumer.settings.sampler:
-        consumer.state = {key: value for key, value in consumer.state.items() if key == "ready"}
+        consumer.state = {key: value for key, value in consumer.state.items() if key in ("ready", "shifts")}
     consumer.settings = settings
     consumer.generation += 1
     tx.run("UPDATE consumers SET settings = ? WHERE id = ?", (settings.to_json(), consumer.id))

@@ -84,6 +84,10 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
+        if hasattr(found, "changes"):
+            # argparse takes those before an option alone.
+            found.changes += [each for each in rest if "=" in each and not each.startswith("-")]
+            rest = [each for each in rest if each not in found.changes]
         if rest and self.prog != "rollbook" and any(each.startswith("--") for each in rest):
             self.error(f"unrecognized arguments: {' '.join(each for each in rest if each.startswith('-'))}")
         return found, rest

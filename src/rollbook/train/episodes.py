@@ -348,7 +348,7 @@ class EpisodeMaker(NaiveExperienceMaker):
                 run.episode = Episode(self.engine, self.tokenizer, run.prompt, eid=run.eid, **options)
             except Exception as error:  # a prompt that cannot be rendered is that prompt's failure, as an engine's
                 run.fail(error, "prompt")
-        self._ask(runs, lambda run: self._begin(run), each)
+        self._ask([run for run in runs if not run.over], self._begin, each)
         with self._bar("episodes", len(runs)) as bar:
             live = [run for run in runs if not run.over]
             bar.advance(len(runs) - len(live))

@@ -74,15 +74,15 @@ class Intake:
             if self.sampler is not None:
                 raise ValueError(f"intake.sampler: got {self.sampler!r}, expected none, since kind is 'on_policy'")
 
-    def settings(self) -> dict[str, Any]:
-        """What the book's consumer group is to be like."""
+    def settings(self, seed: int = 0) -> dict[str, Any]:
+        """What the book's consumer group is to be like; `seed`: of a sampler's chance."""
         made: dict[str, Any] = {"max_staleness": self.max_staleness}
         if self.kind == "replay":
             try:
                 made["sampler"] = SAMPLERS[self.sampler or "Uniform"](**(self.sampler_options or {}))
             except TypeError as error:
                 raise ValueError(f"intake.sampler_options: {error}") from None
-            made["removers"] = (MaxUses(self.reuse),)
+            made |= {"removers": (MaxUses(self.reuse),), "seed": seed}
         return made
 
     def experts(self, expert: Book | None, own: int, *, seed: int, step: int, known: list[str]) -> Experiences | None:

@@ -25,7 +25,7 @@ class Traced:
     >>> book = rollbook.open("memory:")
     >>> _ = book.append([rollbook.Experience(eid={"task": i}, tokens=[1, 2, 3]) for i in range(2)])
     >>> with book.lease(2) as lease:
-    ...     _ = lease.ack(step=1, details={uid: {"minibatch": 0, "micro_batch": 0, "weight": 0.5} for uid in lease.uids})
+    ...     _ = lease.ack(step=1, details={uid: {"minibatch": 0, "weight": 0.5} for uid in lease.uids})
     >>> found = trace(book, 1)
     >>> found.uids == lease.uids, found.places[0]["weight"]
     (True, 0.5)

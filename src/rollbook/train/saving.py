@@ -37,8 +37,9 @@ class Broken(ValueError):
     """A checkpoint that is not whole, or was changed: an older one is not taken in its place without being told to."""
 
     def __init__(self, path: Path, why: str) -> None:
-        folder = next(one for one in (path, *path.parents) if _NAME.fullmatch(one.name))
-        super().__init__(f"{path}: {why}. To go on from the checkpoint before it, remove {folder}")
+        folder = next((one for one in (path, *path.parents) if is_name(one.name)), None)
+        hint = "" if folder is None else f". To go on from the checkpoint before it, remove {folder}"
+        super().__init__(f"{path}: {why}{hint}")
 
 
 def name_of(step: int) -> str:

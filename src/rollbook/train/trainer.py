@@ -156,7 +156,7 @@ class Trainer:
             max_tokens=self.max_tokens,
             nonfinite_limit=nonfinite_limit,
         )
-        book.consumer(self.intake.consumer, change=True, **self.intake.settings())
+        book.consumer(self.intake.consumer, change=True, **self.intake.settings(self.seed))
         self._announce()
 
     # --- a step -------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ _PLAN = ("minibatch", "micro_batch", "weight", "left_out")
 class Check:
     """One thing that was recorded, and computed again.
 
-    >>> Check("loss", 0.5, 0.5, 0.0, SAME).agrees
-    True
+    >>> Check("loss", 0.5, 0.5, 0.0, SAME).verdict
+    'same'
     """
 
     what: str
@@ -31,11 +31,6 @@ class Check:
     """The largest; of a plan, how many records are elsewhere."""
     verdict: str
     note: str = ""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether nothing speaks against it."""
-        return self.verdict != DIFFERS
 
 
 @dataclass(frozen=True)
@@ -62,26 +57,37 @@ HERE = Tolerance(1e-5, 1e-3, 1e-4, 1e-2)
 ELSEWHERE = Tolerance(5e-3, 1e-1, 3e-2, 5e-1)
 """Of one that was trained on a GPU, or in bfloat16."""
 
+EXACT = Tolerance(2e-9, 1e-9, 0.0, 0.0)
+"""Of counts, rates and shares, which no model is asked for."""
+COUNTS = ("lr", "updates", "skipped", "rows")
+_FIRST = ("loss", "grad_norm", "policy/pg_loss", "kl", "entropy", "critic/value_loss", "critic/grad_norm")
+
+
+def rank(name: str) -> tuple[int, str]:
+    """Where a metric stands: losses before others, counts last.
+
+    >>> sorted(["lr", "policy/ppo_kl", "grad_norm", "loss"], key=rank)
+    ['loss', 'grad_norm', 'policy/ppo_kl', 'lr']
+    """
+    if name in _FIRST:
+        return _FIRST.index(name), ""
+    return (len(_FIRST) if "/" in name and not name.startswith("left_out/") else len(_FIRST) + 1), name
+
 
 def skipped(what: str, note: str, recorded: float | str | None = None) -> Check:
     """Something that is not compared, and why."""
     return Check(what, recorded, None, None, NOT, note)
 
 
-def number(what: str, recorded: float, recomputed: float, tolerance: Tolerance) -> Check:
-    """One number.
-
-    >>> number("loss", 0.5, 0.50001, HERE).verdict, number("loss", 0.5, 0.6, HERE).verdict
-    ('differs by rounding', 'differs')
-    """
-    return rows(what, [recorded], [recomputed], tolerance)
-
-
 def rows(
     what: str, recorded: Sequence[Any], recomputed: Sequence[Any], tolerance: Tolerance, *, size: bool = False
 ) -> Check:
     """Numbers of rows, or of their tokens: each must be within the tolerance. Shown is their mean, or with `size` that
-    of their sizes."""
+    of their sizes.
+
+    >>> rows("loss", [0.5], [0.50001], HERE).verdict, rows("loss", [0.5], [0.6], HERE).verdict
+    ('differs by rounding', 'differs')
+    """
     old, new = _flat(recorded), _flat(recomputed)
     if old.shape != new.shape:
         return Check(what, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
@@ -90,7 +96,7 @@ def rows(
     near = gap <= tolerance.absolute + tolerance.relative * np.where(np.isfinite(most), most, 0.0)
     verdict = SAME if not gap.any() else ROUNDING if near.all() else DIFFERS
     shown = [_mean(np.abs(one) if size else one) for one in (old, new)]
-    return Check(what, *shown, float(gap.max(initial=0.0)), verdict)
+    return Check(what, shown[0], shown[1], float(gap.max(initial=0.0)), verdict)
 
 
 def tokens(what: str, recorded: Sequence[Any], recomputed: Sequence[Any], most: float, note: str = "") -> Check:
@@ -118,7 +124,7 @@ def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[st
     """
     if not any(name in one for one in recorded for name in _PLAN):
         return [skipped("plan", "the ledger has no places: another trainer acknowledged these records")]
-    made = []
+    made: list[Check] = []
     pairs = list(zip(recorded, recomputed, strict=True))
     for name, what in (("minibatch", "plan: minibatches"), ("micro_batch", "plan: micro-batches")):
         names = (name, "left_out") if name == "minibatch" else (name,)
@@ -129,9 +135,21 @@ def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[st
         if odd and name == "micro_batch" and made[0].verdict == SAME:
             verdict = ROUNDING
             note = "cut for another token budget or layout, which changes numbers by rounding alone"
-        made.append(Check(what, *shown, float(odd), verdict, note))
+        made.append(Check(what, shown[0], shown[1], float(odd), verdict, note))
     weights = [[_listed(one.get("weight", 0.0)) for one in side] for side in (recorded, recomputed)]
-    return [*made, rows("plan: shares of tokens", *weights, Tolerance(2e-9, 0.0, 0.0, 0.0))]
+    return [*made, rows("plan: shares of tokens", weights[0], weights[1], EXACT)]
+
+
+def counted(row: Any, values: Any) -> Any:
+    """What a field of a record says of the tokens that count.
+
+    >>> from rollbook import Experience
+    >>> row = Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[True, False])
+    >>> counted(row, [0.5, 0.7])
+    array([0.5])
+    """
+    found = np.asarray(values, dtype=np.float64)
+    return found if row.action_mask is None else found[np.asarray(row.action_mask, dtype=bool)]
 
 
 def _listed(value: Any) -> list[float]:

@@ -1,0 +1,277 @@
+"""A step's beginning, rebuilt from a run's folder: its records, and models and optimizers as they were before it.
+
+Invariant: nothing of the run is written. Everything is on the CPU and in float32, wherever the run was trained. What
+the checkpoint before a step does not have is got by learning again what was recorded in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollbook.book.book import Book
+from rollbook.book.opening import open as open_book
+from rollbook.book.samplers import Proportional
+from rollbook.experiences import Experiences
+from rollbook.rewards.types import RewardInput, Scores
+from rollbook.train import building, saving
+from rollbook.train.algorithm import Algorithm
+from rollbook.train.completing import complete
+from rollbook.train.config.schema import Config
+from rollbook.train.learner import Learner
+from rollbook.train.optimizing import Optimizing
+from rollbook.train.retracing import Traced, trace
+
+Weights = dict[str, dict[str, torch.Tensor]]
+"""Of `actor` and `critic`, by name."""
+_CPU = torch.device("cpu")
+_ATTENTION = (None, "eager", "sdpa")
+"""Attention that a CPU has."""
+
+
+def on_cpu(config: Config) -> Config:
+    """A run's configuration as a CPU can have it, in float32.
+
+    >>> on_cpu(Config(model={"config": {"model_type": "llama"}, "precision": "bfloat16"})).model.precision
+    'float32'
+    """
+    attention = config.model.attention if config.model.attention in _ATTENTION else None
+    model = dataclasses.replace(config.model, precision="float32", attention=attention, gradient_checkpointing=False)
+    return dataclasses.replace(config, model=model)
+
+
+class Rebuilt:
+    """A run, and its models with the weights that a step began with."""
+
+    models: building.Models
+    learner: Learner
+
+    def __init__(self, folder: Path, config: Config, book: Book, step: int, stack: ExitStack) -> None:
+        self.folder, self.book, self.step = folder, book, step
+        self.config = on_cpu(config)
+        self.intake = self.config.intake.intake()
+        self.metrics = dict(book.metrics())
+        self.traced = self.trace(step)
+        if not self.traced.uids:
+            raise ValueError(f"step {step}: it learnt from nothing: every group was dropped, or nothing was there")
+        self.own = self.records(self.traced)
+        found = saving.saved(folder)
+        before = [one for one in found if one.step < step]
+        if not before:
+            raise ValueError(f"{folder}: got no checkpoint before step {step}, expected one in {saving.FOLDER}")
+        self.begun = before[-1]
+        """The checkpoint that is begun from."""
+        if self.weighed and self.begun.step < step - 1:
+            raise ValueError(
+                f"step {step}: it is not the first after a checkpoint ({saving.name_of(self.begun.step)} is the last "
+                "before it), and the steps between cannot be replayed: the weights that the sampler gave their records "
+                "are not in the ledger"
+            )
+        self.first = found[0] if found[0].step == 0 else None
+        self.after = next((one for one in found if one.step == step), None)
+        """The checkpoint of the step itself, if there is one."""
+        self.expert: Book | None = None
+        if self.intake.expert_share:
+            self.expert = stack.enter_context(open_book(str(self.config.intake.expert), mode="r"))
+        self._experts: list[str] = []
+        self.on_gpu = "peak_memory_gib" in self.metrics.get(step, {}) or config.device.startswith("cuda")
+        self.exact = config.model.precision == "float32" and not self.on_gpu
+        """Whether the run was trained as it is replayed."""
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def trace(self, step: int) -> Traced:
+        """What the book says of a step of the run."""
+        found = trace(self.book, step, self.intake.consumer)
+        known = [each for each in self.metrics if each > 0]
+        if not found.uids and step not in known:
+            told = f"steps {min(known)} to {max(known)}" if known else "no steps"
+            raise ValueError(f"step: got {step}, and the run has {told}")
+        return found
+
+    def records(self, traced: Traced) -> Experiences:
+        """A step's records, from the book."""
+        try:
+            return traced.records(self.book)
+        except ValueError as error:
+            raise ValueError(f"step {traced.step}: a record of it cannot be read: {error}") from None
+
+    def beside(self, own: Experiences, step: int, algorithm: Algorithm) -> tuple[Experiences, list[bool] | None]:
+        """A step's own records and the expert's that were beside them, and which are the expert's."""
+        given = self.intake.experts(self.expert, len(own), seed=self.config.seed, step=step, known=self._experts)
+        both = own if given is None else Experiences([*own, *given])
+        return both, [i >= len(own) for i in range(len(both))] if algorithm.mixed else None
+
+    @property
+    def weighed(self) -> bool:
+        """Whether a sampler gave its records weights, which the ledger does not keep."""
+        return isinstance(self.intake.settings().get("sampler"), Proportional)
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    def load(self, other: Config | None) -> None:
+        """Make the models, with the weights of the checkpoint; those too that another configuration needs."""
+        self.models = self._made(other)
+        saving.load_weights(self.models.actor, self.begun.model)
+        if self.models.critic is not None:
+            if self.begun.critic is None:
+                raise ValueError(f"{self.begun.path}: got no critic, and {self.config.algorithm.name} needs one")
+            saving.load_weights(self.models.critic, self.begun.critic)
+        self.learner = self.learner_of(self.config)
+        put_state(self.learner, saving.load_state(self.begun)["learner"])
+
+    def _made(self, other: Config | None) -> building.Models:
+        asked = [self.config] if other is None else [self.config, other]
+        if asked[-1].algorithm.needs_critic and not self.config.algorithm.needs_critic:
+            name = asked[-1].algorithm.estimator
+            raise ValueError(f"algorithm.estimator: got {name!r}, which needs a critic, and the run has none")
+        actor = building.actor_of(self.config, _CPU)
+        if self.first is not None:
+            saving.load_weights(actor, self.first.model)  # which a reference has
+        elif any(one.algorithm.needs_reference and one.reference is None for one in asked):
+            raise ValueError(f"{self.folder}: got no checkpoint of step 0, whose weights the reference has")
+        made = [building.models_of(one, actor, _CPU) for one in asked]
+        for name in ("reference", "teacher"):
+            if getattr(made[0], name) is None:
+                setattr(made[0], name, getattr(made[-1], name))
+        return made[0]
+
+    def learner_of(self, config: Config) -> Learner:
+        """What a configuration learns with."""
+        return Learner(
+            self.models.actor,
+            config.algorithm,
+            critic=self.models.critic if config.algorithm.needs_critic else None,
+            reference=self.models.reference,
+            optimizer=_ending(config.optimizer, config),
+            critic_optimizer=None if config.critic_optimizer is None else _ending(config.critic_optimizer, config),
+            batching=config.batch.batching(),
+            seed=config.seed,
+            max_tokens=config.sampling.max_tokens,
+            nonfinite_limit=1 << 30,  # what another choice comes to is to be seen, whatever it is
+        )
+
+    def completed(self, records: Experiences, algorithm: Algorithm, **more: Any) -> Experiences:
+        """Records with all that an algorithm learns from."""
+        given: dict[str, Any] = {"max_tokens": self.config.sampling.max_tokens, **more}
+        return complete(
+            records,
+            algorithm,
+            actor=self.models.actor,
+            critic=self.models.critic,
+            reference=self.models.reference,
+            teacher=self.models.teacher,
+            token_budget=self.config.batch.token_budget,
+            **given,
+        )
+
+    def go_on(self) -> list[tuple[int, float, float]]:
+        """Learn from the checkpoint to the step before; each step's number, its loss as recorded and as it is now."""
+        made = []
+        for step in range(self.begun.step + 1, self.step):
+            traced = self.trace(step)
+            if not traced.uids:
+                continue
+            records, flags = self.beside(self.records(traced), step, self.config.algorithm)
+            records = self.completed(records, self.config.algorithm)
+            loss = self.learner.learn(records, step=step, expert=flags).metrics.get("loss")
+            told = self.metrics.get(step, {}).get("loss")
+            if told is not None and loss is not None:
+                made.append((step, told, loss))
+        return made
+
+    def weights(self) -> Weights:
+        """A copy of what moves, as it is now."""
+        both = {"actor": self.models.actor, "critic": self.models.critic}
+        return {name: copied(one.state_dict()) for name, one in both.items() if one is not None}
+
+    def put(self, weights: Weights) -> None:
+        """Have weights as they were."""
+        for name, kept in weights.items():
+            getattr(self.models, name).load_state_dict(kept)
+
+    # --- what comes before the models ---------------------------------------------------------------------------------
+
+    def scores(self, source: Any, rows: Experiences) -> Scores:
+        """What a reward says of records; those of a conversation that a template forked have the reward of its last."""
+        last = {row.eid.rid: row for row in rows}
+        found: Scores = source([RewardInput.of(last[row.eid.rid], self.models.actor.tokenizer) for row in rows])
+        return found
+
+    def _rewarded(self, rows: Experiences, source: Any) -> list[float]:
+        """Rewards by another source; what could not be scored then has none now, and what an environment gave stays."""
+        made = [math.nan if value is None else float(value) for value in rows.values("reward")]
+        known = [i for i, value in enumerate(made) if not math.isnan(value)]
+        found = self.scores(source, rows.take(known))
+        failed = next((error for error in found.errors if error is not None), None)
+        if failed is not None:
+            raise ValueError(f"rewards: {failed}")
+        played = self.config.environment.function is not None
+        for i, value in zip(known, found.to_tensors()[0].tolist(), strict=True):
+            made[i] = value + (rows[i].metrics.get("environment", made[i]) if played else 0.0)
+        return made
+
+    def estimated(self, algorithm: Algorithm, reward: Any = None) -> dict[str, dict[str, Any]]:
+        """`reward`, `advantages` and `returns` of records by id, estimated over all that were made together; with
+        another reward, from its scores."""
+        turns = self.config.environment.max_turns if self.config.environment.function is not None else 1
+        longest = self.config.sampling.max_tokens * turns
+        whole = self.traced.together if all(row.advantages is not None for row in self.own) else [self.traced.uids]
+        names = ("reward", "advantages", "returns")
+        made: dict[str, dict[str, Any]] = {}
+        for uids in whole:
+            rows = self.book.get(uids)
+            if reward is not None:
+                rows = rows.assign(reward=self._rewarded(rows, reward))
+            if algorithm.estimator is not None:
+                rows = self.completed(rows, algorithm, max_tokens=longest, anew=True)
+            columns = [rows.values(name) for name in names]
+            made |= {uid: dict(zip(names, row, strict=True)) for uid, *row in zip(uids, *columns, strict=True)}
+        return made
+
+
+def _ending(given: Optimizing, config: Config) -> Optimizing:
+    """A schedule that does not say when it ends, ends with the run."""
+    return given if given.steps is not None or not config.steps else dataclasses.replace(given, steps=config.steps)
+
+
+def put_state(learner: Learner, state: Mapping[str, Any]) -> None:
+    """Put optimizers' states into a learner that keeps its own options, and has no float32 copies beside its weights,
+    which are float32 themselves."""
+    both = (("optimizer", learner.optimizer), ("critic_optimizer", learner.critic_optimizer))
+    movers = {name: mover for name, mover in both if mover is not None}
+    own = {name: [{**group} for group in mover.inner.param_groups] for name, mover in movers.items()}
+    given = {name: {key: one for key, one in copied(state[name]).items() if key != "masters"} for name in movers}
+    learner.load_state_dict({"failures": state["failures"], **given})
+    for name, mover in movers.items():
+        for group, mine in zip(mover.inner.param_groups, own[name], strict=True):
+            group.update({key: value for key, value in mine.items() if key != "params"})
+
+
+def copied(value: Any) -> Any:
+    """A copy of tensors in dicts and lists, apart from what moves.
+
+    >>> copied({"a": [torch.ones(1)]})
+    {'a': [tensor([1.])]}
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {name: copied(one) for name, one in value.items()}
+    return [copied(one) for one in value] if isinstance(value, list) else value
+
+
+def less(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[weights] New weights less old ones, as one vector.
+
+    >>> less({"a": torch.ones(2)}, {"a": torch.zeros(2)})
+    tensor([1., 1.], dtype=torch.float64)
+    """
+    parts = [(one.double() - old[name].double()).reshape(-1) for name, one in new.items() if one.is_floating_point()]
+    return torch.cat(parts)

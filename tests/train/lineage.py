@@ -1,0 +1,170 @@
+"""What a run came to, and in what two runs differ: the lineage of the weights in the ledger, records, numbers of every
+step, weights, optimizers and what the doctor finds. Only what clocks say is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+import rollbook
+from rollbook.book.book import Book
+from rollbook.doctor import examine
+from rollbook.train import saving
+from rollbook.train.config import effective
+from rollbook.train.data import Prompts
+
+
+def timeless(metrics: dict[str, float]) -> dict[str, float]:
+    """Without what the clock says."""
+    return {name: value for name, value in metrics.items() if "second" not in name}
+
+
+def ledger(book: Book) -> dict[str, Any]:
+    """What a book says of the surviving lineage."""
+    counts = book.counts()
+    rows = {kind: {row.eid.uid: row for row in book.where(evaluation=kind)} for kind in (0, 1)}
+    return {
+        "trained": book.trained(),
+        "records": rows[0],
+        "evaluations": rows[1],
+        "counts": (counts.waiting, counts.leased, counts.trained),
+        "dropped": {reason: count for reason, count in counts.dropped.items() if reason != "rewound"},
+        "metrics": [(step, timeless(found)) for step, found in book.metrics()],
+        "policy_version": book.policy_version,
+    }
+
+
+def weights(saved: saving.Saved) -> dict[str, torch.Tensor]:
+    """All tensors that a checkpoint has in its models' folders."""
+    files = sorted(saved.path.rglob("*.safetensors"))
+    return {f"{file.relative_to(saved.path)}:{name}": one for file in files for name, one in load_file(file).items()}
+
+
+def equal(one: Any, two: Any) -> bool:
+    """Bit for bit, in whatever it is nested."""
+    if isinstance(one, dict):
+        return isinstance(two, dict) and one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(equal(a, b) for a, b in zip(one, two, strict=True))
+    if isinstance(one, torch.Tensor):
+        return isinstance(two, torch.Tensor) and one.dtype == two.dtype and torch.equal(one, two)
+    return bool(one == two)
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """All of a run that is to be the same, however often it died."""
+
+    ledger: dict[str, Any]
+    lines: list[tuple[int, dict[str, float]]]
+    """metrics.jsonl, line by line."""
+    checkpoints: dict[int, dict[str, Any]]
+    """By step: weights, optimizers and random states, cursor."""
+    findings: list[tuple[Any, ...]]
+    """The doctor's."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Lineage:
+        """Of the run in a folder, whose book must be well."""
+        with rollbook.open(folder / "book", mode="r") as book:
+            report = book.check()
+            if not report.ok:
+                raise AssertionError(f"{folder}: {report}")
+            told = ledger(book)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        kept = {}
+        for one in saving.saved(folder):
+            cursor = {name: value for name, value in one.told().items() if name != "book"}
+            kept[one.step] = {"weights": weights(one), "state": saving.load_state(one), "told": cursor}
+        found = examine(folder / "book").findings
+        findings = [(each.illness, each.severity, each.count, each.steps, each.uids) for each in found]
+        return cls(told, [(line["step"], timeless(line["metrics"])) for line in lines], kept, findings)
+
+    def differences(self, other: Lineage) -> list[str]:
+        """In what another run is not the same; a checkpoint that one of them has not kept is no difference."""
+        found = []
+        for name, mine in self.ledger.items():
+            theirs = other.ledger[name]
+            if not equal(mine, theirs):
+                found.append(f"{name}: {_odd(mine, theirs)}")
+        if self.lines != other.lines:
+            found.append(f"lines: {_odd(self.lines, other.lines)}")
+        if self.findings != other.findings:
+            found.append(f"findings: {_odd(self.findings, other.findings)}")
+        both = self.checkpoints.keys() & other.checkpoints.keys()
+        if not both or max(self.checkpoints) != max(other.checkpoints):
+            found.append(f"checkpoints: {sorted(self.checkpoints)} and {sorted(other.checkpoints)}")
+        for step in sorted(both):
+            for part, mine in self.checkpoints[step].items():
+                theirs = other.checkpoints[step][part]
+                if not equal(mine, theirs):
+                    found.append(f"checkpoint {step}, {part}: {_odd(mine, theirs)}")
+        return found
+
+
+def _odd(mine: Any, theirs: Any) -> str:
+    """The first place in which two of a kind differ."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        name = next((key for key in mine if key not in theirs or not equal(mine[key], theirs[key])), None)
+        if name is None:
+            return f"{list(theirs.keys() - mine.keys())[:3]} too many"
+        return f"{name!r}: " + (_odd(mine[name], theirs[name]) if name in theirs else "is not there")
+    if isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        if len(mine) != len(theirs):
+            return f"{len(mine)} and {len(theirs)}"
+        place = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if not equal(a, b))
+        return f"[{place}]: " + _odd(mine[place], theirs[place])
+    return f"{str(mine)[:300]} and {str(theirs)[:300]}"
+
+
+def misplaced(told: dict[str, Any], prompts: Prompts, groups: int, runs: int) -> list[str]:
+    """What is wrong with the prompts of a run (its ledger): step after step it takes the next ones of the epochs'
+    order, each with all its runs, and learns from each of them once."""
+    ids = {uid: told["records"][uid].eid for uid in told["trained"]}
+    found = [f"{uid}: trained in {steps}" for uid, steps in told["trained"].items() if steps != [ids[uid].batch]]
+    taken: dict[int, Counter[str]] = {}
+    for eid in ids.values():
+        taken.setdefault(eid.batch, Counter())[str(eid.task)] += 1
+    numbers = [one.eid.task for one in prompts.every() if one.eid is not None]
+    for step in range(1, max(taken) + 1):
+        places = range((step - 1) * groups, step * groups)
+        due = Counter(str(numbers[prompts.order(place // len(prompts))[place % len(prompts)]]) for place in places)
+        got = Counter(task.partition(".")[0] for task in taken.get(step, ()))
+        if got != due or {*taken.get(step, Counter()).values()} != {runs}:
+            found.append(f"step {step}: took {taken.get(step)}, expected {runs} of each of {due}")
+    return found
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """A run's folder once more, to do something to."""
+    shutil.copytree(folder, to)
+    return to
+
+
+SMALL = (
+    *("steps=6", "batch.prompts=4", "algorithm.n=3", "batch.minibatches=2", "saving.every=2", "evaluation.every=3"),
+    *("warmup.steps=2", "warmup.until=null", "warmup.rows=16", "data.options.count=24", "data.held_out=6"),
+    *("model.options.hidden=32", "model.options.heads=1", "model.options.layers=1", "algorithm.kl_coef=0.01"),
+    *("sampling.max_tokens=4", "rewards=rollbook.train.recipes.letters:chance"),
+)
+"""Six steps of the embedded recipe, of which the fifth crosses the end of an epoch of 18 rows."""
+
+
+def command(folder: Path, *changes: str) -> list[str]:
+    """The arguments of `rollbook` for such a run in a folder."""
+    return ["train", "letters", *SMALL, *changes, "--out", str(folder)]
+
+
+def rows_of(*changes: str) -> Prompts:
+    """The prompts of such a run."""
+    from rollbook.train.building import prompts_of
+
+    return prompts_of(effective("letters", [*SMALL, *changes]))[0]

@@ -1,0 +1,379 @@
+"""Replay: an untouched step is the same to the last bit, what was planted is found where it lies, and choices show."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import rollbook
+from rollbook.cli.parser import main
+from rollbook.train import saving, verdicts
+from rollbook.train.config import effective
+from rollbook.train.otherwise import choices
+from rollbook.train.replaying import Replayed, replay
+from rollbook.train.retracing import trace
+from rollbook.train.running import run
+
+SMALL = (
+    *("warmup.steps=0", "warmup.until=null", "data.held_out=0", "batch.prompts=3", "algorithm.n=3"),
+    *("model.options.hidden=32", "model.options.heads=1", "tracking.display=false", "tracking.jsonl=false"),
+    *("batch.minibatches=2", "batch.token_budget=60", "algorithm.kl_coef=0.05", "threads=1"),
+)
+ROWS = "data.options.count=40"
+REWARD = """
+def reward(response_ids):
+    return (sum(response_ids) % 7) / 7
+
+
+class Game:
+    def __init__(self, prompt):
+        self.turns = 0
+
+    def begin(self):
+        return None
+
+    def respond(self, text):
+        from rollbook.train.episodes import Reply
+
+        self.turns += 1
+        return Reply("ok", reward=len(set(text)) / 4, done=self.turns > 1)
+"""
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Trains a small run; the same changes give the same folder."""
+    home = tmp_path_factory.mktemp("runs")
+    (home / "scores.py").write_text(REWARD)
+    made: dict[tuple[str, ...], Path] = {}
+
+    def trained(*changes: str, steps: int = 2, every: int = 1, rows: str = ROWS) -> Path:
+        key = (*changes, str(steps), str(every))
+        if key not in made:
+            out = home / f"run-{len(made)}"
+            given = [*SMALL, rows, f"rewards={home / 'scores.py'}:reward", *changes]
+            given = [one.replace("HOME", str(home)) for one in given if one]
+            run(
+                effective("letters", [*given, f"steps={steps}", f"saving.every={every}", f"out={out}"]),
+                stream=io.StringIO(),
+            )
+            made[key] = out
+        return made[key]
+
+    return trained
+
+
+@pytest.fixture
+def copy(make: Make, tmp_path: Path) -> Path:
+    """A run of four steps, saved at 0, 3 and 4, to be tampered with."""
+    return Path(shutil.copytree(make(steps=4, every=3), tmp_path / "run"))
+
+
+def by_name(found: Replayed) -> dict[str, str]:
+    """Verdicts by what they are of."""
+    return {check.what: check.verdict for check in found.checks}
+
+
+def untouched(found: Replayed, *missing: str) -> None:
+    """All is the same to the last bit, but what cannot be compared."""
+    odd = {what: verdict for what, verdict in by_name(found).items() if verdict != verdicts.SAME}
+    assert odd == dict.fromkeys(missing, verdicts.NOT)
+    assert found.agrees
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """The content of every file, but for those that SQLite has beside a database that somebody looks at."""
+    files = sorted(one for one in folder.rglob("*") if one.is_file() and not one.name.endswith(("-shm", "-wal")))
+    return {str(one.relative_to(folder)): hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
+
+
+# --- the same again ---------------------------------------------------------------------------------------------------
+
+
+def test_an_untouched_step_is_the_same_and_nothing_is_written(make: Make) -> None:
+    folder = make(steps=4, every=3)
+    before, threads, random = digest(folder), torch.get_num_threads(), torch.get_rng_state()
+    found = replay(folder, 4)
+    untouched(found)
+    kinds = {
+        "rewards",
+        "policy log-probs",
+        "reference log-probs",
+        "advantages",
+        "plan: minibatches",
+        "plan: micro-batches",
+    }
+    assert kinds | {"loss", "grad_norm", "kl", "lr", "new weights"} <= by_name(found).keys()
+    assert (found.records, found.checkpoint, found.notes) == (9, "step-000003", [])
+    assert digest(folder) == before
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_steps_between_checkpoints_are_replayed_through(make: Make) -> None:
+    found = replay(make(steps=4, every=3), 3)
+    untouched(found)
+    assert found.checkpoint == "step-000000"
+    assert "loss of steps 1 to 2" in by_name(found)
+    assert any("steps 1 to 2 replayed first" in note for note in found.notes)
+    assert "new weights" in by_name(found)  # three steps from the first weights are those of step-000003
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("algorithm.preset=ppo", "algorithm.n=2", "algorithm.kl_in=reward", "batch.epochs=2"),
+        ("algorithm.preset=dapo", "algorithm.n=2", "algorithm.drop_constant_groups=true", "algorithm.refill=2"),
+        ("algorithm=reinforce++",),
+        ("algorithm.preset=sft",),
+        ("environment.function=HOME/scores.py:Game", "environment.max_turns=2", "environment.on_cut=respond"),
+    ],
+    ids=["ppo", "dapo", "reinforce++", "sft", "episodes"],
+)
+def test_other_algorithms_are_the_same_too(make: Make, changes: Sequence[str]) -> None:
+    found = replay(make(*changes), 2)
+    played = "environment" in changes[0]
+    untouched(found, *(["rewards: environment"] if played else []))
+    names = by_name(found)
+    assert ("values" in names, "critic/value_loss" in names, "new weights: critic" in names) == (
+        ("ppo" in changes[0],) * 3
+    )
+    assert ("advantages" in names) == ("sft" not in changes[0])
+
+
+def test_pairs_and_an_experts_rows_are_the_same_too(make: Make, tmp_path: Path) -> None:
+    lines = [{"prompt": f"{word}>", "chosen": "abc", "rejected": word} for word in ("cba", "bca", "cab", "bac", "acb")]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("\n".join(json.dumps(line) for line in lines))
+    untouched(replay(make("algorithm.preset=dpo", "algorithm.n=1", f"data.path={pairs}", rows=""), 2))
+    expert = make(steps=4, every=3) / "book"
+    found = replay(make("algorithm.preset=mix", f"intake.expert={expert}", "intake.expert_share=0.3"), 2)
+    untouched(found)
+    assert "policy/expert/sft_loss" in by_name(found)
+
+
+def test_a_replay_of_old_records_says_what_cannot_be_compared(make: Make) -> None:
+    folder = make("intake.kind=replay", "intake.reuse=3", "intake.make_every=2")
+    untouched(replay(folder, 2), "policy log-probs")
+
+
+def test_weights_of_a_sampler_are_not_made_up(make: Make) -> None:
+    folder = make("intake.kind=replay", "intake.sampler=proportional", "intake.sampler_options={key: reward}", every=2)
+    assert by_name(replay(folder, 1))["loss"] == verdicts.NOT
+    with pytest.raises(ValueError, match="step 2: it is not the first after a checkpoint"):
+        replay(folder, 2)
+
+
+def test_a_run_in_bfloat16_differs_by_rounding(make: Make) -> None:
+    found = replay(make("model.precision=bfloat16"), 2)
+    names = by_name(found)
+    assert found.agrees and found.tolerance is verdicts.ELSEWHERE
+    assert names["loss"] == names["policy log-probs"] == verdicts.ROUNDING
+    assert names["rewards"] == names["advantages"] == names["plan: minibatches"] == verdicts.SAME
+    assert "replayed in float32" in found.notes[0]
+
+
+def test_what_a_rewind_voided_is_not_of_the_step(copy: Path) -> None:
+    shutil.rmtree(copy / "checkpoints" / saving.name_of(4))
+    run(effective(copy / "config.yaml", [f"out={copy}"]), stream=io.StringIO())
+    with rollbook.open(copy / "book", mode="r") as book:
+        events = book.sql(
+            "select kind, count(*) n from events where step = 4 and kind in ('trained', 'voided') group by 1"
+        )
+        assert dict(events.rows()) == {"trained": 18, "voided": 9}
+        assert len(trace(book, 4).uids) == 9
+    untouched(replay(copy, 4))
+
+
+# --- what was planted is found ----------------------------------------------------------------------------------------
+
+
+def test_a_revised_reward_is_found(copy: Path) -> None:
+    with rollbook.open(copy / "book") as book:
+        uid = trace(book, 4).uids[0]
+        book.revise(uid, reward=0.9, author="ana")
+    found = replay(copy, 4)
+    names = by_name(found)
+    assert not found.agrees
+    assert names["rewards"] == names["advantages"] == verdicts.DIFFERS
+    assert names["policy log-probs"] == names["loss"] == names["new weights"] == verdicts.SAME
+    assert any("ana" in note and uid in note for note in found.notes)
+
+
+def test_revised_advantages_change_the_loss(copy: Path) -> None:
+    with rollbook.open(copy / "book") as book:
+        rows = book.get(trace(book, 4).uids)
+        uid, old = next(
+            (row.eid.uid, row.advantages) for row in rows if row.advantages is not None and row.advantages.any()
+        )
+        book.revise(uid, advantages=(-old).tolist(), author="ana")
+    names = by_name(replay(copy, 4))
+    assert names["rewards"] == names["policy log-probs"] == verdicts.SAME
+    assert names["advantages"] == names["loss"] == names["new weights"] == verdicts.DIFFERS
+
+
+def test_tampered_weights_are_found(copy: Path) -> None:
+    path = copy / "checkpoints" / saving.name_of(3) / "model" / "model.safetensors"
+    weights = load_file(path)
+    name = next(name for name in weights if "q_proj" in name or "embed" in name)
+    weights[name] = weights[name] + 0.05 * torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))
+    save_file(weights, path, metadata={"format": "pt"})
+    names = by_name(replay(copy, 4))
+    assert names["policy log-probs"] == names["new weights"] == verdicts.DIFFERS
+    assert names["rewards"] == names["advantages"] == names["reference log-probs"] == verdicts.SAME
+
+
+def test_another_learning_rate_is_found(copy: Path) -> None:
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("  lr: 0.0005", "  lr: 0.0006"))
+    names = by_name(replay(copy, 4))
+    assert names["lr"] == names["new weights"] == verdicts.DIFFERS
+    assert names["advantages"] == names["plan: minibatches"] == verdicts.SAME
+
+
+def test_another_seed_is_another_plan(copy: Path) -> None:
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("\nseed: 0", "\nseed: 1"))
+    assert by_name(replay(copy, 4))["plan: minibatches"] == verdicts.DIFFERS
+
+
+# --- another choice ---------------------------------------------------------------------------------------------------
+
+
+def test_another_estimator_is_computed_beside_what_was_trained(make: Make) -> None:
+    folder = make(steps=4, every=3)
+    found = replay(folder, 4, ["algorithm.estimator=dr_grpo"])
+    untouched(found)
+    changed = found.changed
+    assert changed is not None
+    assert changed.changes == ['algorithm.estimator: "dr_grpo", was "grpo"']
+    with rollbook.open(folder / "book", mode="r") as book:
+        records = book.get(trace(book, 4).uids)
+    rewards = np.array(records.values("reward")).reshape(3, 3)
+    expected = rewards - rewards.mean(1, keepdims=True)
+    moved = {one.uid: one for one in changed.moved}
+    for uid, value in zip([eid.uid for eid in records.eids()], expected.reshape(-1), strict=True):
+        if uid in moved:
+            assert moved[uid].advantage[1] == pytest.approx(value, abs=1e-6)
+            assert moved[uid].prompt.endswith(">")
+    assert changed.numbers["mean size of advantages"][1] == pytest.approx(np.abs(expected).mean(), abs=1e-6)
+    assert (changed.rows, changed.signs) == (9, 0)
+    assert changed.correlation is not None and changed.correlation > 0.5
+    assert changed.cosine is not None and 0.5 < changed.cosine < 0.9999
+    old, new = changed.numbers["grad_norm"]
+    assert old is not None and new is not None and new < old
+
+
+def test_choices_that_change_the_cut_the_reward_and_the_optimizer(make: Make) -> None:
+    folder = make(steps=4, every=3)
+    cut = replay(folder, 4, ["batch.minibatches=1"]).changed
+    assert cut is not None and cut.numbers["updates"] == (2.0, 1.0) and not cut.moved
+    reward = replay(folder, 4, ["rewards.0.function=length", "rewards.0.options={target: 1, per_unit: 0.1}"]).changed
+    assert reward is not None and reward.moved and reward.moved[0].reward[1] < 0 <= reward.moved[0].reward[0]
+    mover = replay(folder, 4, ["optimizer.name=sgd", "algorithm.n=8"]).changed
+    assert mover is not None and mover.numbers["loss"][0] is not None
+    betas = replay(folder, 4, ["optimizer.betas=[0.1, 0.2]"]).changed
+    assert betas is not None and betas.cosine is not None and betas.cosine < 0.99 and not betas.notes
+    assert any("sgd" in note for note in mover.notes) and any("algorithm.n" in note for note in mover.notes)
+
+
+def test_the_same_choice_from_the_same_beginning_is_the_same_update(make: Make) -> None:
+    """What a change of one option does is not mixed up with what the first pass left behind."""
+    clip = replay(make(steps=4, every=3), 4, ["algorithm.loss_options.clip_high=5.0"]).changed
+    assert clip is not None
+    assert clip.numbers["policy/pg_clipfrac"] == (0.0, 0.0)
+    assert clip.cosine == pytest.approx(1.0)
+    assert clip.numbers["length of the update"][0] == clip.numbers["length of the update"][1]
+
+
+def test_choices_that_cannot_be_replayed_are_refused(make: Make) -> None:
+    folder = make(steps=4, every=3)
+    for change, said in (
+        ("seed=3", "seed: got another value"),
+        ("batch.prompts=7", "batch.prompts: got another value"),
+        ("sampling.temperature=2", "sampling.temperature: got another value"),
+        ("algorithm.n=8", "changes nothing"),
+        ("algorithm.estimator=grpo", "the run's own values"),
+        ("algorithm.estimator=ppo", "needs a critic, and the run has none"),
+        ("algorithm.estimator=rlo", "did you mean 'rloo'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            replay(folder, 4, [change])
+    config = effective(folder / "config.yaml")
+    assert choices(config, effective(folder / "config.yaml", ["batch.epochs=2"])) == (["batch.epochs: 2, was 1"], [])
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_said(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step: got 9, and the run has steps 1 to 4"):
+        replay(copy, 9)
+    with pytest.raises(ValueError, match=r"got no config\.yaml, expected the folder of a run"):
+        replay(copy / "book", 1)
+    with rollbook.open(copy / "book") as book:
+        uid = trace(book, 2).uids[0]
+        book.delete(uid, author="ana")
+        book.compact()
+    with pytest.raises(ValueError, match="step 2: a record of it cannot be read.*gone"):
+        replay(copy, 2)
+    with pytest.raises(ValueError, match="step 2: a record of it cannot be read"):
+        replay(copy, 3)  # by way of step 2
+    for one in saving.saved(copy)[:2]:
+        shutil.rmtree(one.path)
+    with pytest.raises(ValueError, match="got no checkpoint before step 4"):
+        replay(copy, 4)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=r"got no config\.yaml"):
+        replay(empty, 1)
+
+
+def test_records_of_another_trainer_have_no_places() -> None:
+    assert [one.verdict for one in verdicts.plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])] == [
+        verdicts.NOT
+    ]
+    moved = verdicts.plans([{"left_out": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
+    assert moved[0].verdict == verdicts.DIFFERS
+
+
+def test_numbers_that_are_none_agree_with_themselves_alone() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert verdicts.rows("x", [nan, inf], [nan, inf], verdicts.HERE).verdict == verdicts.SAME
+    assert verdicts.rows("x", [nan], [0.0], verdicts.ELSEWHERE).verdict == verdicts.DIFFERS
+    assert verdicts.rows("x", [inf], [1.0], verdicts.ELSEWHERE).verdict == verdicts.DIFFERS
+    assert verdicts.tokens("x", [[1.0]], [[1.0, 2.0]], 1.0).verdict == verdicts.DIFFERS
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_it_and_ends_with_its_status(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(copy), "--step", "4", "algorithm.estimator=rloo"]) == 0
+    text = capsys.readouterr().out
+    assert "All of it agrees." in text and "differs" not in text.split("rounding is")[0]
+    assert 'with algorithm.estimator: "rloo", was "grpo"' in text and "cosine" in text
+    assert main(["replay", str(copy), "--step", "9"]) == 2
+    assert "the run has steps 1 to 4" in capsys.readouterr().err
+    with rollbook.open(copy / "book") as book:
+        book.revise(trace(book, 4).uids[0], reward=5.0, author="ana")
+    assert main(["replay", str(copy), "--step", "4", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["agrees"], told["changed"]) == (4, False, None)
+    assert {one["what"] for one in told["checks"] if one["verdict"] == "differs"} == {
+        "rewards",
+        "advantages",
+        "returns",
+    }
+    assert main(["replay", str(copy), "--step", "4", "--color", "always"]) == 1
+    assert "\x1b[1;31mdiffers\x1b[0m" in capsys.readouterr().out

@@ -1,0 +1,277 @@
+"""A run that is killed, at any point, and started again by the same command comes to what it would have come to: the
+same records by the same ids, learnt from in the same steps, the same losses and the same weights, bit for bit.
+
+Lives of the command are children of a `Nursery`, killed at named points (`rollbook.book.windows`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rollbook
+from rollbook.train import saving
+from tests.train.lineage import Lineage, command, copied, misplaced, rows_of
+from tests.train.nursery import Life, Nursery
+from tests.train.trials import trial
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    with Nursery(tmp_path_factory.mktemp("nursery")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    life = nursery.live(command(folder))
+    assert life.code == 0, life.said
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(whole: Path) -> Lineage:
+    return Lineage.of(whole)
+
+
+DEATHS = {
+    # Up to the first checkpoint a run begins anew, in the same folder.
+    "before the first checkpoint": [
+        *(("config written", 1), ("warming up", 2), ("after write", 1), ("evaluated", 1), ("during checkpoint", 1)),
+        *(("book's checkpoint", 1), ("saving begins", 1), ("state saved", 1), ("before rename", 1)),
+    ],
+    "after each step": [("stepped", 1), ("stepped", 2), ("stepped", 3), ("stepped", 2), ("stepped", 3), ("stepped", 2)],
+    "inside a step": [
+        *(("made", 1), ("after sync", 1), ("appended", 2), ("learnt", 1), ("learnt", 3)),
+        *(("during ack", 1), ("acknowledged", 2), ("acknowledged", 3), ("learnt", 2)),
+    ],
+    "while it saves": [
+        *(("book's checkpoint", 2), ("model saved", 1), ("before rename", 1), ("after rename", 1)),
+        *(("during rewind", 1), ("state saved", 1), ("before forgetting", 1), ("during prune", 1)),
+    ],
+    "while it evaluates": [("evaluated", 2), ("evaluated", 1), ("evaluated", 2)],
+}
+"""Points by the number of times that a life reaches them before it ends there; each life goes on from the last."""
+
+
+@pytest.mark.parametrize("deaths", DEATHS)
+def test_killed_and_started_again(deaths: str, nursery: Nursery, expected: Lineage, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    changes = ["saving.keep=1"] if deaths == "while it saves" else []
+    for point, times in DEATHS[deaths]:
+        life = nursery.live(command(folder, *changes), at=(point, times))
+        assert life.killed, (point, life.said)
+        assert life.points[-1] == point
+        if (folder / "book").exists():
+            with rollbook.open(folder / "book") as book:
+                report = book.check()
+                assert report.ok, (point, report)
+    life = nursery.live(command(folder, *changes))
+    assert life.code == 0, life.said
+    found = Lineage.of(folder)
+    assert expected.differences(found) == []
+    assert misplaced(found.ledger, rows_of(), groups=4, runs=3) == []
+    assert not list((folder / "checkpoints").glob(".*"))
+
+
+def test_the_uninterrupted_run_takes_each_prompt_once(expected: Lineage) -> None:
+    """What the others are compared with; and that the comparison can fail."""
+    told = expected.ledger
+    assert len(told["trained"]) == 6 * 4 * 3 and told["counts"] == (0, 0, 72)
+    assert misplaced(told, rows_of(), groups=4, runs=3) == []
+    assert misplaced(told, rows_of("seed=1"), groups=4, runs=3) != []
+    assert misplaced(told, rows_of(), groups=3, runs=3) != []
+    twice = {uid: [*steps, 6] if i == 7 else steps for i, (uid, steps) in enumerate(told["trained"].items())}
+    assert misplaced({**told, "trained": twice}, rows_of(), groups=4, runs=3) != []
+    losses = [(step, found["loss"]) for step, found in told["metrics"] if "loss" in found]
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6] and len({loss for _, loss in losses}) == 6
+    assert losses == [(step, found["loss"]) for step, found in expected.lines if "loss" in found]
+
+
+def test_a_short_trial(nursery: Nursery, tmp_path: Path) -> None:
+    """Killed at any moment, as `python -m tests.train.trials` does at length; here with a critic."""
+    steps = {"ppo": ["steps=4", "algorithm.preset=ppo", "algorithm.n=2", "algorithm.critic_warmup=1"]}
+    report = trial(nursery, tmp_path, 3, seed=1, variants=steps)
+    assert report.violations == [] and sum(report.kills.values()) == 3 and report.ended["ppo"] >= 1
+
+
+# --- the same command, once more --------------------------------------------------------------------------------------
+
+
+def seen(folder: Path) -> dict[str, bytes | None]:
+    """Every file of a run, but for what SQLite keeps beside its database while somebody reads."""
+    found = sorted(one for one in folder.rglob("*") if not one.name.endswith(("-wal", "-shm")))
+    return {str(one.relative_to(folder)): one.read_bytes() if one.is_file() else None for one in found}
+
+
+def test_a_run_at_its_end_is_left_as_it_is(nursery: Nursery, whole: Path, expected: Lineage, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    before = seen(folder)
+    life = nursery.live(command(folder))
+    assert life.code == 0
+    assert "6 steps of the run at" in life.said and "there is nothing to do" in life.said
+    assert "6 steps done before, none now" in life.said and "after     avg@1" in life.said
+    assert "learnt" not in life.points and "before commit" not in life.points
+    changed = {name for name, data in seen(folder).items() if before.get(name, b"") != data}
+    assert changed == {"config.yaml"}  # `out` is another one here
+    assert nursery.live(command(folder)).code == 0 and seen(folder).keys() == before.keys()
+    less = nursery.live(command(folder, "steps=3"))
+    assert less.code == 0 and "6 steps of the run" in less.said and "steps is 3" in less.said
+    assert expected.differences(Lineage.of(folder)) == []
+
+
+def test_more_steps_go_on(nursery: Nursery, expected: Lineage, tmp_path: Path) -> None:
+    """Four steps, then two more: what four and two are, with a rate that does not go by the number of steps."""
+    folder, changes = tmp_path / "run", ["optimizer.schedule=constant", "evaluation.every=0", "evaluation.after=false"]
+    assert nursery.live(command(folder, "steps=4", *changes)).code == 0
+    life = nursery.live(command(folder, *changes))
+    assert life.code == 0 and "going on after step 4" in life.said
+    assert "steps: 6" in (folder / "config.yaml").read_text()
+    other = tmp_path / "other"
+    assert nursery.live(command(other, *changes)).code == 0
+    assert Lineage.of(other).differences(Lineage.of(folder)) == []
+    # Evaluations change nothing of what is learnt.
+    constant = Lineage.of(folder).ledger["trained"]
+    assert constant == expected.ledger["trained"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["seed=1"], "seed: 1, was 0"),
+        (["optimizer.lr=1e-4"], "optimizer.lr: 0.0001, was 0.0005"),
+        (["algorithm.n=2", "batch.prompts=2"], "algorithm.n: 2, was 3; batch.prompts: 2, was 4"),
+        (["resume=false"], "resume: got false, and {folder} has a run"),
+    ],
+)
+def test_another_run_in_the_folder_is_refused(
+    changes: list[str], said: str, nursery: Nursery, whole: Path, tmp_path: Path
+) -> None:
+    folder = copied(whole, tmp_path / "run")
+    before = seen(folder)
+    life = nursery.live(command(folder, *changes))
+    assert life.code == 2
+    assert said.format(folder=folder) in life.said
+    assert life.said.count("\n") == 1, life.said
+    assert seen(folder) == before
+
+
+def test_overwrite(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
+    """It begins anew whatever was there, also where it is killed while it removes that; but only what a run made."""
+    folder = copied(whole, tmp_path / "run")
+    changes = ["seed=1", "steps=1", "overwrite=true"]
+    for times in (1, 2, 1):
+        assert nursery.live(command(folder, *changes), at=("overwriting", times)).killed
+    life = nursery.live(command(folder, *changes))
+    assert life.code == 0, life.said
+    assert [one.step for one in saving.saved(folder)] == [0, 1]
+    again = nursery.live(command(folder, *changes[:2]))
+    assert again.code == 0 and "there is nothing to do" in again.said
+    other = tmp_path / "thesis"
+    other.mkdir()
+    (other / "chapter1.tex").write_text("It was a dark and stormy night.")
+    for more in ([], ["overwrite=true"]):
+        life = nursery.live(command(other, *more))
+        assert life.code == 2 and "is no run's folder" in life.said
+        assert [one.name for one in other.iterdir()] == ["chapter1.tex"]
+    life = nursery.live(command(other / "chapter1.tex"))
+    assert life.code == 2 and "which is a file, expected a folder" in life.said
+
+
+def test_two_processes_do_not_train_in_one_folder(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    with (folder / ".lock").open("a") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for more in ([], ["overwrite=true"]):
+            life = nursery.live(command(folder, *more))
+            assert life.code == 2 and "in which another process trains" in life.said
+    assert nursery.live(command(folder)).code == 0
+
+
+# --- what somebody did to the folder ----------------------------------------------------------------------------------
+
+
+def unzipped(path: Path) -> None:
+    """Bytes that are no archive."""
+    path.write_bytes(b"not what torch wrote")
+
+
+def shortened(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def of_another_step(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "step": 2}))
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        *(("state.pt", unzipped), ("state.pt", shortened), ("state.pt", Path.unlink)),
+        *(("trainer.json", shortened), ("trainer.json", Path.unlink), ("trainer.json", of_another_step)),
+        *(("model/model.safetensors", shortened), ("model", shutil.rmtree)),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_by_name(
+    name: str, harm: object, nursery: Nursery, whole: Path, tmp_path: Path
+) -> None:
+    """Older weights are not taken in its place, unless it is removed."""
+    folder = copied(whole, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints/step-000006")
+    target = folder / "checkpoints/step-000004"
+    harm(target / name)  # type: ignore[operator]
+    life = nursery.live(command(folder))
+    assert life.code == 2, life.said
+    last = life.said.splitlines()[-1]
+    assert f"{target / name.partition('/')[0]}" in last
+    assert f"To go on from the checkpoint before it, remove {target}" in last
+    assert "during rewind" not in life.points
+
+
+def test_the_checkpoint_before_a_broken_one(nursery: Nursery, whole: Path, expected: Lineage, tmp_path: Path) -> None:
+    """Without its newest checkpoints, and with a folder that was removed in part, a run goes on from what is left."""
+    folder = copied(whole, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints/step-000006")
+    (folder / "checkpoints/step-000004").rename(folder / "checkpoints/.partial-step-000004")
+    shutil.rmtree(folder / "checkpoints/.partial-step-000004/model")
+    life = nursery.live(command(folder))
+    assert life.code == 0, life.said
+    assert "going on after step 2" in life.said
+    assert expected.differences(Lineage.of(folder)) == []
+
+
+def test_a_run_without_its_book_or_its_checkpoints(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    shutil.rmtree(folder / "book")
+    life = nursery.live(command(folder, "steps=8"))
+    assert life.code == 2 and "has no checkpoint 'step-000006'" in life.said, life.said
+    folder = copied(whole, tmp_path / "other")
+    shutil.rmtree(folder / "checkpoints")
+    life = nursery.live(command(folder))
+    assert life.code == 2 and "whose book has records of training" in life.said, life.said
+    folder = copied(whole, tmp_path / "third")
+    shutil.rmtree(folder / "checkpoints/step-000000")
+    life = nursery.live(command(folder, "steps=8"))
+    assert life.code == 2 and "step-000000, the policy as it began, is gone" in life.said, life.said
+
+
+def test_other_data_are_refused(nursery: Nursery, tmp_path: Path) -> None:
+    """A file that was changed under a run: its prompts would be skipped or come twice."""
+    file, folder = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows = [{"prompt": f"{word}>", "response": "a"} for word in ("ab", "bc", "cd", "de", "ef", "fg", "gh", "hi")]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    changes = [f"data.path={file}", "data.function=null", "data.options={}", "data.held_out=0", "steps=1"]
+    changes += ["evaluation.every=0"]
+    first = nursery.live(command(folder, *changes))
+    assert first.code == 0, first.said
+    file.write_text("\n".join(map(json.dumps, rows[1:])))
+    life: Life = nursery.live(command(folder, *changes, "steps=2"))
+    assert life.code == 2 and "expected the 8 rows" in life.said, life.said

@@ -1,0 +1,347 @@
+"""`Trainer.save` and `Trainer.resume` from Python, with everything that has a state of its own: adapters, a critic,
+float32 copies, a reference, replays, dropped groups, an expert's records, running norms, dropout, random rewards.
+
+Each run dies in a step after a checkpoint, and another trainer, made anew from other weights, goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import rollbook
+from rollbook import EID, Experience
+from rollbook.book import windows
+from rollbook.book.book import Book
+from rollbook.experience_maker import NaiveExperienceMaker
+from rollbook.models import Actor, Critic
+from rollbook.train import saving
+from rollbook.train.algorithm import Algorithm
+from rollbook.train.completing import maker_config
+from rollbook.train.data import Prompts
+from rollbook.train.intake import Intake
+from rollbook.train.learner import Batching
+from rollbook.train.optimizing import Optimizing
+from rollbook.train.recipes import letters
+from rollbook.train.supervised import SupervisedMaker
+from rollbook.train.trainer import Exhausted, Trainer
+from tests.train.lineage import equal, ledger, misplaced, timeless
+
+ROWS = 10
+Setting = dict[str, Any]
+
+
+class Died(BaseException):
+    """As if the process had been killed here."""
+
+
+@pytest.fixture(autouse=True)
+def unwatched() -> Any:
+    yield
+    windows.watch(None)
+
+
+def dying(point: str, times: int) -> Callable[[str], None]:
+    """Die when a point is reached so many times."""
+    left = times
+
+    def reached(name: str) -> None:
+        nonlocal left
+        left -= name == point
+        if name == point and not left:
+            raise Died(point)
+
+    return reached
+
+
+def llama(seed: int, dropout: float = 0.0, **options: Any) -> Actor:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=60,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            initializer_range=0.3,
+            attention_dropout=dropout,
+            eos_token_id=1,
+        )
+        return Actor(config, **options)
+
+
+def by_ids(response_ids: list[int]) -> float:
+    return (sum(response_ids) % 5) / 4
+
+
+def by_chance(response_ids: list[int]) -> float:
+    """As rewards of the user's may be: asking the generators that everybody shares."""
+    return random.random() + float(np.random.random()) + len(response_ids)
+
+
+def rarely(response_ids: list[int]) -> float:
+    """Most groups are constant."""
+    return float(response_ids[0] % 6 == 0)
+
+
+def expert_book(folder: Path) -> Book:
+    book = rollbook.open(folder / "expert")
+    rows = [
+        Experience(eid=EID(batch="expert", task=i, suffix=""), tokens=[2, 3 + i, 5, 7, 1], prompt_length=2, reward=1.0)
+        for i in range(7)
+    ]
+    book.append(rows)
+    return book
+
+
+def prompts(given: bool = False) -> Prompts:
+    """Ten rows; with answers that are given, or to be answered."""
+    if given:
+        answers = [{"response": f"cb{i}", "chosen": f"ab{i}", "rejected": "ba"} for i in range(ROWS)]
+        return Prompts([{"prompt": f"{i}>", **answer} for i, answer in enumerate(answers)], seed=3)
+    return Prompts([{"prompt": [2, 3 + i]} for i in range(ROWS)], seed=3)
+
+
+def trainer(folder: Path, setting: Setting, weights: int = 0) -> Trainer:
+    """A trainer of a setting, whose weights are those of this seed until it resumes."""
+    given = {"algorithm": "grpo", "changes": {}, "maker": {}, "reward": by_ids, **setting}
+    how = Algorithm.of(given["algorithm"], **{"kl_coef": 0.0, **given["changes"]})
+    how = how if how.estimator is None or how.n > 1 else Algorithm.of(how, n=2)
+    options = {name: given[name] for name in ("precision", "intake", "batching", "keep") if name in given}
+    short = torch.bfloat16 if given.get("precision") == "bfloat16" else None
+    actor = llama(weights, given.get("dropout", 0.0), lora=given.get("lora"), dtype=short)
+    if how.needs_critic:
+        with torch.random.fork_rng():
+            torch.manual_seed(weights + 100)
+            options["critic"] = Critic(llama(weights + 7, dtype=short).model, value_head="normal")
+    reference = actor.reference() if how.needs_reference and given.get("given_reference") else None
+    if how.estimator is None:
+        maker: Any = SupervisedMaker(letters.tokenizer(), "dpo" if how.pairs else "sft")
+    else:
+        config = dataclasses.replace(maker_config(how, seed=3), **given["maker"])
+        maker = NaiveExperienceMaker(
+            actor, options.get("critic"), None, None, None, 8, None, config=config, reward_fn=given["reward"]
+        )
+    if how.mixed:
+        known = (folder / "expert").exists()
+        options["expert"] = rollbook.open(folder / "expert") if known else expert_book(folder)
+    return Trainer(
+        actor,
+        maker,
+        rollbook.open(folder / "book"),
+        how,
+        prompts=prompts(given=how.estimator is None),
+        groups=3,
+        generate={"max_tokens": 5} if how.estimator is not None else None,
+        optimizer=Optimizing(lr=0.01, warmup=2),
+        seed=3,
+        folder=folder,
+        reference=reference,
+        **{"batching": Batching(minibatches=2), **options},
+    )
+
+
+def state(made: Trainer) -> dict[str, Any]:
+    """All that a trainer has come to."""
+    found = {
+        "weights": dict(made.actor.state_dict()),
+        "learner": made.learner.state_dict(),
+        "prompts": None if made.prompts is None else made.prompts.state_dict(),
+        "done": made.done,
+        "random": saving.random_state(),
+        **ledger(made.book),
+    }
+    if made.critic is not None:
+        found["critic"] = dict(made.critic.state_dict())
+    if isinstance(made.reference, Actor):
+        found["reference"] = dict(made.reference.state_dict())
+    return found
+
+
+def seeded() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+
+
+REPLAY = {"kind": "replay", "reuse": 3, "max_staleness": 3, "make_every": 2}
+SETTINGS: dict[str, Setting] = {
+    "reference": {"changes": {"kl_coef": 0.1}},
+    "reference in the reward": {"changes": {"kl_coef": 0.1, "kl_in": "reward"}},
+    "adapters": {"lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}, "changes": {"kl_coef": 0.1}},
+    "critic": {"algorithm": "ppo", "changes": {"critic_warmup": 1}},
+    "bfloat16": {"precision": "bfloat16"},
+    "bfloat16 critic": {"algorithm": "ppo", "precision": "bfloat16"},
+    "autocast": {"precision": "autocast", "dropout": 0.3},
+    "dropout": {"dropout": 0.3, "batching": Batching(minibatches=2, epochs=2)},
+    "random rewards": {"reward": by_chance},
+    "running norm": {"maker": {"reward_running_norm": True, "reward_running_norm_minus_mean": True}},
+    "dropped groups": {"reward": rarely, "changes": {"drop_constant_groups": True, "refill": 2, "n": 4}},
+    "replay": {"intake": Intake(**REPLAY)},
+    "newest first": {"intake": Intake(**{**REPLAY, "sampler": "Last", "max_staleness": 1})},
+    "expert": {"algorithm": "mix", "intake": Intake(expert_share=0.4)},
+    "replay and expert": {"algorithm": "mix", "intake": Intake(**REPLAY, expert_share=0.4)},
+    "given answers": {"algorithm": "sft"},
+    "pairs": {"algorithm": "dpo"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
+    setting = SETTINGS[name]
+    seeded()
+    made = trainer(tmp_path / "whole", setting)
+    reports = made.run(5, save_every=2)
+    expected = state(made)
+    losses = [timeless(one.metrics) for one in reports]
+    assert len({one.get("loss", one.get("critic/value_loss")) for one in losses}) > 1  # it does learn
+    # It dies in step 4, between learning and saying so, and once more while it saves.
+    seeded()
+    folder = tmp_path / "killed"
+    first = trainer(folder, setting)
+    windows.watch(dying("learnt", 4 if name != "dropped groups" else 3))
+    with pytest.raises(Died):
+        first.run(5, save_every=2)
+    windows.watch(None)
+    second = trainer(folder, setting, weights=1)
+    assert second.resume()
+    assert second.done == 2 and second.book.policy_version == 2
+    windows.watch(dying("before rename", 1))
+    with pytest.raises(Died):
+        second.run(5, save_every=2)
+    windows.watch(None)
+    third = trainer(folder, setting, weights=1)
+    assert third.resume() and third.done == 2
+    again = third.run(5, save_every=2)
+    assert [timeless(one.metrics) for one in again] == losses[2:]
+    assert [one.uids for one in again] == [one.uids for one in reports[2:]]
+    got = state(third)
+    for part, wanted in expected.items():
+        assert equal(wanted, got[part]), part
+    assert third.book.check().ok
+    if third.intake.kind == "on_policy" and name != "dropped groups" and third.algorithm.estimator is not None:
+        assert (
+            misplaced(got, Prompts([{"prompt": [2, 3 + i]} for i in range(ROWS)], seed=3), 3, third.algorithm.n) == []
+        )
+
+
+def test_the_settings_do_what_they_are_for(tmp_path: Path) -> None:
+    """What is tested above is there: groups are dropped and made up for, records are learnt from again."""
+    seeded()
+    made = trainer(tmp_path / "dropped", SETTINGS["dropped groups"])
+    reports = made.run(5)
+    assert made.book.counts().dropped["constant group"] > 0 and sum(one["made"] for one in reports) > 5 * 12
+    made = trainer(tmp_path / "replay", SETTINGS["replay"])
+    reports = made.run(5)
+    assert any(len(steps) > 1 for steps in made.book.trained().values()) and "made" not in reports[1]
+    made = trainer(tmp_path / "random", SETTINGS["random rewards"])
+    made.run(1)
+    other = trainer(tmp_path / "another", SETTINGS["random rewards"])
+    other.run(1)  # the generators have gone on
+    assert [one.reward for one in made.book] != [one.reward for one in other.book]
+
+
+def test_where_others_bring_the_records_they_are_kept(tmp_path: Path) -> None:
+    """What came after the checkpoint nobody would make again."""
+
+    def opened() -> Trainer:
+        book = rollbook.open(tmp_path / "book")
+        return Trainer(llama(0), None, book, "sft", groups=2, seed=3, folder=tmp_path, optimizer=Optimizing(lr=0.01))
+
+    def bring(book: Book, tasks: range) -> None:
+        rows = [Experience(eid=EID(batch="b", task=i, suffix=""), tokens=[2, 3 + i, 1], prompt_length=1) for i in tasks]
+        book.append(rows)
+
+    first = opened()
+    bring(first.book, range(6))
+    first.run(1)
+    bring(first.book, range(6, 10))
+    with pytest.raises(Exhausted, match="step 6: .* has nothing more to lease"):
+        first.run(9)
+    expected = state(first)
+    second = opened()
+    assert second.resume() and second.done == 1
+    assert second.book.counts().waiting == 8
+    second.run(5)
+    got = state(second)
+    for part in ("trained", "weights", "learner", "records"):
+        assert equal(expected[part], got[part]), part
+
+
+# --- saving -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_saved_again(tmp_path: Path) -> None:
+    """Also where that is cut short: one of the two is there, with the point of the book that it goes with."""
+    made = trainer(tmp_path, {})
+    made.run(2)
+    assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000002"]
+    made.book.log(2, {"looked": 1.0})
+    made.save()
+    assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000002+"]
+    for point in ("book's checkpoint", "saving begins", "before rename", "between renames", "after rename"):
+        made.book.log(2, {point: 1.0})
+        windows.watch(dying(point, 1))
+        with pytest.raises(Died):
+            made.save()
+        windows.watch(None)
+        other = trainer(tmp_path, {}, weights=1)
+        assert other.resume()
+        kept = dict(other.book.metrics())[2]
+        assert "looked" in kept and (point in kept) == (point == "after rename"), point
+        assert equal(dict(made.actor.state_dict()), dict(other.actor.state_dict()))
+        made = other
+    made.save()
+    assert len(made.book.checkpoints()) == 2
+    assert [one.name for one in (tmp_path / "checkpoints").iterdir() if one.name.startswith(".")] == []
+
+
+def test_only_the_newest_are_kept_and_the_first(tmp_path: Path) -> None:
+    made = trainer(tmp_path, {"keep": 2})
+    windows.watch(dying("before forgetting", 4))
+    with pytest.raises(Died):
+        made.run(6, save_every=1)
+    windows.watch(None)
+    assert [one.step for one in saving.saved(tmp_path)] == [0, 2, 3]
+    made = trainer(tmp_path, {"keep": 2})
+    assert made.resume()
+    made.run(6, save_every=1)
+    assert [one.step for one in saving.saved(tmp_path)] == [0, 5, 6]
+    assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000005", "step-000006"]
+
+
+def test_an_old_folder_is_not_written_over(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", {}).run(2)
+    made = trainer(tmp_path / "other", {})
+    made.folder = tmp_path / "run"
+    with pytest.raises(ValueError, match=r"has a checkpoint of step 2, and this is step 0, .* or resume\(\) first"):
+        made.save()
+    with pytest.raises(ValueError, match="has no checkpoint 'step-000002', which .* goes with"):
+        made.resume()
+    other = trainer(tmp_path / "run", {})
+    other.seed = 4
+    with pytest.raises(ValueError, match="seed: got 4, and the run at .* has 3"):
+        other.resume()
+    assert not trainer(tmp_path / "new", {}).resume()
+
+
+def test_weights_of_another_shape_change_nothing(tmp_path: Path) -> None:
+    trainer(tmp_path, {}).run(1)
+    made = trainer(tmp_path, {"changes": {"kl_coef": 0.0}})
+    wide = LlamaConfig(vocab_size=60, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    made.actor = Actor(wide)
+    before = {name: one.clone() for name, one in made.actor.state_dict().items()}
+    drawn = torch.get_rng_state()
+    with pytest.raises(saving.Broken, match=r"step-000001/model: got no weight .* of shape \[60, 32\]"):
+        made.resume()
+    assert equal(before, dict(made.actor.state_dict())) and torch.equal(drawn, torch.get_rng_state())
+    assert len(made.book.trained()) == 24
