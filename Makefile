@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu test-vllm lint bench fuzz soak compat clean
+.PHONY: demo test test-gpu test-vllm lint bench trials fuzz soak compat pages clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollbook needs Python 3.11 or later; set PYTHON")'
@@ -12,8 +12,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## make experiences, write them, read them back, estimate, plan and batch, print them
-	@$(BIN)/python -m rollbook.demo
+RUN ?= runs/letters
+demo: $(STAMP)  ## a tiny model learns to sort letters by GRPO, in about two minutes; then: .venv/bin/rollbook view runs/letters
+	@$(BIN)/rollbook train --out $(RUN)
 
 WORKERS ?= 2
 test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and attack tests; needs nothing but Python and pip
@@ -24,6 +25,7 @@ test-gpu:  ## on a machine with a CUDA device, with the Python that has its torc
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_device
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_kernels
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_making
+	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_training
 
 VLLM_PYTHON ?= $(CURDIR)/.vllm/bin/python
 test-vllm: $(STAMP)  ## the engine against real servers: vLLM's CPU build in .vllm/ (about 4 GB), transformers serve
@@ -38,6 +40,13 @@ lint: $(STAMP)
 bench: $(STAMP)  ## side by side with peers and the hardware's bounds; installs the peer into .bench/
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.bench_viewer_data
+
+trials: $(STAMP)  ## longer runs that show learning: the demo over seeds against a reward of chance, the examples, crashes
+	$(BIN)/python -m benchmarks.trial_letters
+	$(BIN)/python -m tests.train.trials crash --kills 60
+
+pages: $(STAMP)  ## docs that are made from the code
+	$(BIN)/python -m rollbook.train.config.page > docs/configuration.md
 
 FUZZ_FRAMES ?= 200000
 fuzz: $(STAMP)  ## mutated frames in child processes, with and without python -O

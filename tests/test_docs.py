@@ -64,7 +64,7 @@ def test_commands_exist() -> None:
 
 
 def test_demo(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rollbook.demo", "--out", str(tmp_path / "out"), "--tasks", "2", "--runs", "3"]
+    command = [sys.executable, "examples/parts.py", "--out", str(tmp_path / "out"), "--tasks", "2", "--runs", "3"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "every field is the same" in shown
     assert "6 records" in shown

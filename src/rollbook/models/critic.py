@@ -81,8 +81,7 @@ class Critic(Wrapper):
 
             self.value_head.load_state_dict(load_file(Path(model) / VALUE_HEAD))
         self.value_head.float()
-        if device is not None:
-            self.to(device)
+        self.to(self.device if device is None else device)  # a fresh head is where its trunk is
 
     @property
     def _inner(self) -> nn.Module:

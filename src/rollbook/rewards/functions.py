@@ -140,7 +140,7 @@ def parameters(function: Callable[..., Any], name: str, lists: bool | None) -> t
     except (TypeError, ValueError):
         raise ValueError(f"{name}: got a callable without a signature, expected one with named parameters") from None
     if lists is None:
-        lists = any(p.name in _PLURALS for p in found) or bool(inner.__dict__.get("rollbook_batched"))
+        lists = any(p.name in _PLURALS for p in found) or bool(getattr(inner, "rollbook_batched", False))
     known = {**_ONE, **_PLURALS} if lists else _ONE
     asked: dict[str, str] = {}
     everything = False

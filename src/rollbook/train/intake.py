@@ -53,6 +53,8 @@ class Intake:
     """The share of a step's records that is an expert's."""
     timeout: float = 0.0
     """How many seconds to wait for groups that others bring."""
+    lease_seconds: float = 3600.0
+    """How long a step's records are this trainer's without a sign of life."""
     consumer: str = "train"
     """The book's consumer group that this trainer is."""
 
@@ -67,6 +69,7 @@ class Intake:
         whole_number("intake.make_every", self.make_every, 1)
         number("intake.expert_share", self.expert_share, 0, 1)
         number("intake.timeout", self.timeout, 0)
+        number("intake.lease_seconds", self.lease_seconds, 1, 1e9)
         if self.kind == "on_policy":
             for name, value, expected in (("reuse", self.reuse, 1), ("make_every", self.make_every, 1)):
                 if value != expected:

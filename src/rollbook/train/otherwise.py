@@ -116,7 +116,7 @@ def change(
         put_state(learner, state)
     else:
         notes.append(f"optimizer.name: {other.optimizer.name} begins without a state")
-    changed = learner.learn(records, step=run.step, expert=flags)
+    changed = learner.learn(records, step=run.step, expert=flags, weights=run.weighed(run.traced, records))
     new = less(run.weights()["actor"], weights["actor"])
     rows = _advantages(before, records, len(own))
     numbers: dict[str, tuple[float | None, float | None]] = {}

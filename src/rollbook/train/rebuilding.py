@@ -17,7 +17,6 @@ import torch
 
 from rollbook.book.book import Book
 from rollbook.book.opening import open as open_book
-from rollbook.book.samplers import Proportional
 from rollbook.experiences import Experiences
 from rollbook.rewards.types import RewardInput, Scores
 from rollbook.train import building, saving
@@ -67,12 +66,6 @@ class Rebuilt:
             raise ValueError(f"{folder}: got no checkpoint before step {step}, expected one in {saving.FOLDER}")
         self.begun = before[-1]
         """The checkpoint that is begun from."""
-        if self.weighed and self.begun.step < step - 1:
-            raise ValueError(
-                f"step {step}: it is not the first after a checkpoint ({saving.name_of(self.begun.step)} is the last "
-                "before it), and the steps between cannot be replayed: the weights that the sampler gave their records "
-                "are not in the ledger"
-            )
         self.first = found[0] if found[0].step == 0 else None
         self.after = next((one for one in found if one.step == step), None)
         """The checkpoint of the step itself, if there is one."""
@@ -108,10 +101,11 @@ class Rebuilt:
         both = own if given is None else Experiences([*own, *given])
         return both, [i >= len(own) for i in range(len(both))] if algorithm.mixed else None
 
-    @property
-    def weighed(self) -> bool:
-        """Whether a sampler gave its records weights, which the ledger does not keep."""
-        return isinstance(self.intake.settings().get("sampler"), Proportional)
+    @staticmethod
+    def weighed(traced: Traced, records: Experiences) -> list[float] | None:
+        """What a sampler had a step's records weigh; an expert's weigh 1."""
+        found = traced.importance
+        return None if found is None else found + [1.0] * (len(records) - len(found))
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -180,7 +174,8 @@ class Rebuilt:
                 continue
             records, flags = self.beside(self.records(traced), step, self.config.algorithm)
             records = self.completed(records, self.config.algorithm)
-            loss = self.learner.learn(records, step=step, expert=flags).metrics.get("loss")
+            weights = self.weighed(traced, records)
+            loss = self.learner.learn(records, step=step, expert=flags, weights=weights).metrics.get("loss")
             told = self.metrics.get(step, {}).get("loss")
             if told is not None and loss is not None:
                 made.append((step, told, loss))

@@ -120,7 +120,8 @@ class _Replay:
         algorithm = run.config.algorithm
         records, flags = run.beside(run.own, run.step, algorithm)
         records = run.completed(records, algorithm)
-        learned = run.learner.learn(records, step=run.step, expert=flags)
+        importance = run.weighed(run.traced, records)
+        learned = run.learner.learn(records, step=run.step, expert=flags, weights=importance)
         update = less(run.weights()["actor"], weights["actor"])
         self._look_at_learning(learned)
         self._look_at_new_weights(weights)
@@ -263,9 +264,6 @@ class _Replay:
         """Plan, losses and gradients."""
         run, told = self.run, self.run.metrics.get(self.run.step, {})
         self.checks += verdicts.plans(run.traced.places, learned.places[: len(run.own)])
-        if run.weighed:
-            self.checks.append(verdicts.skipped("loss", "the weights that the sampler gave are not in the ledger"))
-            return
         if not told:
             self.notes.append(f"the book has no metrics of step {run.step}: the run ended before they were written")
         for name in sorted(learned.metrics, key=verdicts.rank):
@@ -277,7 +275,7 @@ class _Replay:
     def _look_at_new_weights(self, weights: Weights) -> None:
         """What came of the step, against the checkpoint after it, if there is one."""
         run = self.run
-        if run.after is None or run.weighed:
+        if run.after is None:
             return
         for name, folder in (("actor", run.after.model), ("critic", run.after.critic)):
             if name in weights and folder is not None:

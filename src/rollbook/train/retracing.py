@@ -36,6 +36,8 @@ class Traced:
     """In the order of the lease, which is that of the batch."""
     places: list[dict[str, Any]]
     """[records] What was acknowledged of each: `minibatch`, `micro_batch` and `weight`, or `left_out`."""
+    importance: list[float] | None = None
+    """[records] What a sampler had each weigh; `None` where it has no weights."""
     together: list[list[str]] = field(default_factory=list)
     """The records of each append that some of these came with, as far as their bytes are there: a rollout, whole."""
     lost: int = 0
@@ -73,10 +75,12 @@ def trace(book: Book, step: int, consumer: str = "train") -> Traced:
         known = _known(tx, seqs)
         together, lost = _together(tx, [known[seq][1:] for seq in seqs])
         revised = _revised(tx, {seq: done[seq][0] for seq in seqs})
+    weights: list[Any] = [done[seq][2].get("importance") for seq in seqs]
     return Traced(
         step,
         [known[seq][0] for seq in seqs],
         [{name: done[seq][2][name] for name in _PLACE if name in done[seq][2]} for seq in seqs],
+        [float(weight) for weight in weights] if weights and None not in weights else None,
         together,
         lost,
         {known[seq][0]: author for seq, author in revised.items()},

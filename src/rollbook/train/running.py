@@ -138,7 +138,13 @@ class Run:
     def go(self) -> Outcome:
         """Run it to its end."""
         with self._held:
-            outcome = self._gone() if self.prepare() else self._go(going_on=False)
+            try:
+                outcome = self._gone() if self.prepare() else self._go(going_on=False)
+            except KeyboardInterrupt:
+                kept = saving.saved(self.folder)
+                where = f"from {kept[-1].path}" if kept else "from the beginning"
+                self.say(f"\ninterrupted; the same command goes on {where}")
+                raise
         if self.config.tracking.display:
             self.say("\n".join(summary(outcome, self.config)))
         return outcome

@@ -29,7 +29,7 @@ from rollbook.train import saving
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import complete
 from rollbook.train.intake import Intake
-from rollbook.train.learner import Batching, Learner
+from rollbook.train.learner import Batching, Learned, Learner
 from rollbook.train.optimizing import Optimizing
 
 if TYPE_CHECKING:
@@ -180,11 +180,12 @@ class Trainer:
             with stages("learn"):
                 records, flags = self._beside(own, step)
                 records = self.completed(records)
-                learned = self.learner.learn(records, step=step, expert=flags, weights=lease.weights)
+                learned = self.learner.learn(
+                    records, step=step, expert=flags, weights=self._weights(lease, len(records))
+                )
             reached("learnt")
             with stages("acknowledge"):
-                told = dict(zip(lease.uids, learned.places, strict=False))
-                lease.ack(step=step, details=told)
+                lease.ack(step=step, details=self._told(lease, learned))
                 reached("acknowledged")
                 self.done = step
                 self._announce()
@@ -224,7 +225,24 @@ class Trainer:
         by, count = "group", self.groups
         if self.algorithm.estimator is None:
             by = "experience"
-        return self.book.lease(count, by=by, consumer=self.intake.consumer, timeout=self.intake.timeout)
+        given = self.intake
+        return self.book.lease(
+            count, by=by, consumer=given.consumer, timeout=given.timeout, seconds=given.lease_seconds
+        )
+
+    @staticmethod
+    def _weights(lease: Lease, count: int) -> list[float] | None:
+        """A sampler's weights of a step's records; an expert's weigh 1."""
+        found = lease.weights
+        return None if found is None else found + [1.0] * (count - len(found))
+
+    @staticmethod
+    def _told(lease: Lease, learned: Learned) -> dict[str, dict[str, Any]]:
+        """What the ledger is to say of each record: where it was, and what the sampler had it weigh."""
+        told = dict(zip(lease.uids, learned.places, strict=False))
+        for uid, weight in zip(lease.uids, lease.weights or (), strict=False):
+            told[uid] = {**told[uid], "importance": weight}
+        return told
 
     def _beside(self, own: Experiences, step: int) -> tuple[Experiences, list[bool] | None]:
         """A step's own records and an expert's beside them, and which are the expert's."""

@@ -86,6 +86,8 @@ def overriding(arguments: Sequence[str]) -> Document:
 
     A key of text takes the value as it stands; others take numbers, true, false, null, [lists] and {mappings}.
 
+    >>> overriding(["algorithm=ppo", "algorithm.n=2"]).values
+    {'algorithm': {'preset': 'ppo', 'n': 2}}
     >>> overriding(["name=2026", "steps=20", "sampling.stop=[END]", "rewards.0.weight=2"]).values
     {'name': '2026', 'steps': 20, 'sampling': {'stop': ['END']}, 'rewards': {'0': {'weight': 2}}}
     """
@@ -104,13 +106,24 @@ def overriding(arguments: Sequence[str]) -> Document:
         except ValueError as error:
             raise ConfigError(path, str(error), ARGUMENTS) from None
         inner = layer.values
-        for part in place[:-1]:
+        for at, part in enumerate(place[:-1]):
             if not isinstance(inner.get(part), dict):
-                inner[part] = {}
+                inner[part] = _opened(_kind_at(place[: at + 1]), inner.get(part))
             inner = inner[part]
         inner[place[-1]] = value
         layer.origins[place] = ARGUMENTS
     return layer
+
+
+def _opened(kind: Kind | None, value: Any) -> dict[str, Any]:
+    """What stands for a section, or for a list of one, as a mapping that more keys go into."""
+    kind = kind.inner if isinstance(kind, Nullable) else kind
+    if value is None:
+        return {}
+    if isinstance(kind, Listing):
+        return {"0": _opened(kind.item, value)}
+    made = kind.spread(value) if isinstance(kind, Section) else None
+    return dict(made) if isinstance(made, Mapping) else {}
 
 
 def _kind_at(place: Place) -> Kind | None:

@@ -392,6 +392,8 @@ class Intake:
     """New records are made in every so many-th step; in between, a replay learns from what there is."""
     timeout: float = key(0.0, free=True, low=0)
     """Seconds to wait for records that others bring."""
+    lease_seconds: float = key(3600.0, free=True, low=1, high=1e9)
+    """How long a step's records are this trainer's without a sign of life: longer than a step takes."""
     expert: str | None = key(None)
     """A book of an expert's records to learn from as well; null: none."""
     expert_share: float = key(0.0, low=0, high=1)

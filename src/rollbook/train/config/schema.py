@@ -83,9 +83,9 @@ class Batch:
 class Saving:
     """Checkpoints: weights, optimizers, random states, the data's cursor and the book's checkpoint of the same name."""
 
-    every: int = key(0, low=0)
-    """Steps between checkpoints; 0: none in between."""
-    keep: int | None = key(None, low=1)
+    every: int = key(50, low=0)
+    """Steps between checkpoints, which is what a run that is killed loses at most; 0: none in between."""
+    keep: int | None = key(2, low=1)
     """How many of the latest are kept, beside step 0; null: all."""
     final: bool = key(True)
     """Whether there is one after the last step."""

@@ -1,14 +1,20 @@
 """Sort six letters: a task, a tokenizer and a model small enough that reinforcement is seen to work in two minutes.
 
-Invariant: everything follows from a seed: the model's first weights, the rows, their order.
+Invariant: everything follows from a seed: the model's first weights, the rows, their order, the teacher. What an expert
+shows and a teacher was taught are words that no run of the same seed trains on or is judged by.
 
 `dbfaec>` is to be answered with `abcdef` and the end token: reward 1 if it is all right and ended by itself, else 0.
+
+    python -m rollbook.train.recipes.letters runs/expert        # the expert's book, for the recipe `letters-mix`
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 LETTERS = "abcdefghij"
@@ -65,19 +71,90 @@ def model(
         return LlamaForCausalLM(config), words  # type: ignore[no-untyped-call]
 
 
-def rows(count: int = 20_000, length: int = 6, seed: int = 0) -> list[dict[str, Any]]:
-    """Tasks: `count` different words of `length` letters, with their answers.
+def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> list[dict[str, Any]]:
+    """Tasks: `count` different words of `length` letters, with their answers; those that come after the first `skip`.
 
     >>> rows(1, length=4)[0].keys()
     dict_keys(['prompt', 'reference', 'response'])
+    >>> rows(2, skip=1) == rows(3)[1:]
+    True
     """
-    if count > len(LETTERS) ** length // 2:
-        raise ValueError(f"count: got {count}, expected at most {len(LETTERS) ** length // 2} of {length} letters")
+    if skip + count > len(LETTERS) ** length // 2:
+        most = len(LETTERS) ** length // 2 - skip
+        raise ValueError(f"count: got {count}, expected at most {most} of {length} letters after the first {skip}")
     rng, found = random.Random(seed), dict[str, None]()
-    while len(found) < count:
+    while len(found) < skip + count:
         found["".join(rng.choices(LETTERS, k=length))] = None
-    answers = [(word, "".join(sorted(word))) for word in found]
+    answers = [(word, "".join(sorted(word))) for word in itertools.islice(found, skip, None)]
     return [{"prompt": f"{word}>", "reference": answer, "response": answer} for word, answer in answers]
+
+
+def pairs(count: int = 20_000, length: int = 6, seed: int = 0) -> list[dict[str, Any]]:
+    """The same tasks with two answers each: the right one, and one with a mistake that beginners make: a letter is
+    taken for another one, or doubled, or forgotten.
+
+    >>> row = pairs(1)[0]
+    >>> row["prompt"], row["chosen"], row["rejected"]
+    ('ijeche>', 'ceehij', 'ceehhi')
+    """
+    rng, made = random.Random(f"mistakes {seed}"), rows(count, length, seed)
+    for row in made:
+        right = wrong = row["reference"]
+        while wrong == right:
+            at = rng.randrange(length)
+            put = (rng.choice(LETTERS), rng.choice(LETTERS), 2 * right[at], "")[rng.randrange(4)]
+            wrong = "".join(sorted(right[:at] + put + right[at + 1 :]))
+        row |= {"chosen": right, "rejected": wrong}
+    return made
+
+
+def teacher(
+    seed: int = 0,
+    steps: int = 250,
+    batch: int = 128,
+    count: int = 20_000,
+    length: int = 6,
+    skip: int = 20_000,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """A model that was shown many more answers than a warm-up shows, about twenty seconds long: right nine times out of
+    ten. `options` are `model`'s.
+
+    >>> made, _ = teacher(steps=2, batch=8, hidden=32, heads=1, layers=1)
+    >>> made.training
+    False
+    """
+    from rollbook.models import Actor
+    from rollbook.train.data import Prompts
+    from rollbook.train.optimizing import Optimizing
+    from rollbook.train.warming import WarmUp, warm_up
+
+    made, words = model(seed, **options)
+    how = WarmUp(
+        steps=steps, rows=batch, optimizer=Optimizing(lr=3e-3, warmup=30, schedule="linear", floor=0.03, steps=steps)
+    )
+    warm_up(Actor(made, tokenizer=words), Prompts(rows(count, length, seed, skip), seed=seed), how, seed=seed)
+    return made.eval(), words
+
+
+def expert(folder: Any, count: int = 2000, length: int = 6, seed: int = 0, skip: int = 20_000) -> int:
+    """Write a book of right answers, as somebody who knows how to sort gives them; how many records it has.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     expert(f"{place}/expert", count=20)
+    20
+    """
+    from rollbook.book.opening import open as open_book
+    from rollbook.train.data import Prompts
+    from rollbook.train.supervised import SupervisedMaker
+
+    words = tokenizer()
+    prompts = Prompts(rows(count, length, seed, skip)).every("expert")
+    records = SupervisedMaker(words).make_records(prompts)
+    with open_book(Path(folder), tokenizer=words) as book:
+        book.append(records.assign(reward=[1.0] * len(records)))
+    return len(records)
 
 
 def reward(response: str, reference: str, finish_reason: str) -> float:
@@ -100,3 +177,24 @@ def chance(eid: Any) -> float:
     """
     digest = hashlib.blake2b(eid.uid.encode(), digest_size=8).digest()
     return float(int.from_bytes(digest, "big") % 4 == 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the expert's book."""
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="python -m rollbook.train.recipes.letters",
+        description="Write a book of an expert's right answers, for `rollbook train letters-mix intake.expert=FOLDER`.",
+    )
+    parser.add_argument("folder", type=Path, help="where the book goes")
+    parser.add_argument("--count", type=int, default=2000, help="how many answers")
+    parser.add_argument("--length", type=int, default=6, help="letters of a word")
+    parser.add_argument("--seed", type=int, default=0, help="that of the run which is to learn from it")
+    parser.add_argument("--skip", type=int, default=20_000, help="how many words that run has of its own")
+    given = parser.parse_args(arguments)
+    print(f"{expert(**vars(given)):,} right answers in {given.folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The demo: make experiences as a rollout would, keep them in a book, lease them, estimate, batch, look at them.
+"""The parts, one after the other: make experiences as a rollout would, keep them, lease, estimate, batch, look at them.
 
 The "model" is a scripted one that sorts letters and sometimes slips, so that it runs on any machine; everything around
 it is the library itself: records with ids, a durable book, leases, columns, Parquet, GRPO, a plan, batches, a loss.
@@ -51,8 +51,8 @@ def sample(task: int, run: int, runs: int, skill: float, rng: random.Random) -> 
 
 
 def main() -> None:
-    """Run the demo; see `python -m rollbook.demo --help`."""
-    parser = argparse.ArgumentParser(prog="python -m rollbook.demo", description=__doc__)
+    """Run it; see `python examples/parts.py --help`."""
+    parser = argparse.ArgumentParser(prog="python examples/parts.py", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder for the files (default: a temporary one)")
     parser.add_argument("--tasks", type=int, default=6)
     parser.add_argument("--runs", type=int, default=4)
@@ -61,7 +61,7 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         show(options.out, options.tasks, options.runs)
         return
-    with tempfile.TemporaryDirectory(prefix="rollbook-demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollbook-parts-") as folder:
         show(Path(folder), options.tasks, options.runs)
 
 
