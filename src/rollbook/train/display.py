@@ -174,19 +174,28 @@ def duration(seconds: float) -> str:
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """An evaluation's numbers on one line, an interval behind its share; failures only if there are any.
+    """An evaluation's numbers on one line, an interval behind its share; failures only if there are any, and of one
+    sample for each prompt its share alone.
 
-    >>> evaluation_line({"eval/avg@4": 0.5, "eval/avg@4/low": 0.44, "eval/avg@4/high": 0.56, "eval/reward": 0.625})
-    'eval/avg@4 0.5 (0.44 to 0.56), eval/reward 0.625'
+    >>> evaluation_line({"eval/avg@4": 0.5, "eval/avg@4/low": 0.44, "eval/avg@4/high": 0.56, "eval/pass@4": 0.75,
+    ...                  "eval/reward": 0.625, "eval/prompts": 200.0})
+    'avg@4 0.5 (0.44 to 0.56), pass@4 0.75, reward 0.625, 200 prompts'
     """
     said = []
+    once = any(name.endswith("avg@1") for name in metrics)
     for name, value in metrics.items():
         low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
         of, _, last = name.rpartition("/")
+        shown = name.removeprefix("eval/")
         if (last in ("low", "high") and of in metrics) or (last in _FAILURES and value == 0):
             continue
+        if once and last.endswith("@1") and not last.startswith("avg"):
+            continue
+        if last == "prompts":
+            said.append(f"{value:,.0f} {shown}")
+            continue
         between = "" if low is None or high is None else f" ({_figure(low)} to {_figure(high)})"
-        said.append(f"{name} {_figure(value)}{between}")
+        said.append(f"{shown} {_figure(value)}{between}")
     return ", ".join(said)
 
 

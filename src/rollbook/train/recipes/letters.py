@@ -5,7 +5,7 @@ shows and a teacher was taught are words that no run of the same seed trains on 
 
 `dbfaec>` is to be answered with `abcdef` and the end token: reward 1 if it is all right and ended by itself, else 0.
 
-    python -m rollbook.train.recipes.letters runs/expert        # the expert's book, for the recipe `letters-mix`
+    python -m rollbook.train.recipes.letters expert runs/expert     # the expert's book, for the recipe `letters-mix`
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def pairs(count: int = 20_000, length: int = 6, seed: int = 0) -> list[dict[str,
 
     >>> row = pairs(1)[0]
     >>> row["prompt"], row["chosen"], row["rejected"]
-    ('ijeche>', 'ceehij', 'ceehhi')
+    ('ihecfe>', 'ceefhi', 'cefhi')
     """
     rng, made = random.Random(f"mistakes {seed}"), rows(count, length, seed)
     for row in made:
@@ -173,7 +173,7 @@ def chance(eid: Any) -> float:
 
     >>> from rollbook.ids import EID
     >>> sum(chance(EID(batch=0, task=i, suffix="")) for i in range(1000)) / 1000
-    0.247
+    0.26
     """
     digest = hashlib.blake2b(eid.uid.encode(), digest_size=8).digest()
     return float(int.from_bytes(digest, "big") % 4 == 0)
@@ -183,16 +183,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the expert's book."""
     import argparse
 
-    parser = argparse.ArgumentParser(
-        prog="python -m rollbook.train.recipes.letters",
-        description="Write a book of an expert's right answers, for `rollbook train letters-mix intake.expert=FOLDER`.",
+    whole = argparse.ArgumentParser(prog="python -m rollbook.train.recipes.letters")
+    parser = whole.add_subparsers(required=True).add_parser(
+        "expert", help="write a book of right answers, for `rollbook train letters-mix intake.expert=FOLDER`"
     )
     parser.add_argument("folder", type=Path, help="where the book goes")
     parser.add_argument("--count", type=int, default=2000, help="how many answers")
     parser.add_argument("--length", type=int, default=6, help="letters of a word")
     parser.add_argument("--seed", type=int, default=0, help="that of the run which is to learn from it")
     parser.add_argument("--skip", type=int, default=20_000, help="how many words that run has of its own")
-    given = parser.parse_args(arguments)
+    given = whole.parse_args(arguments)
     print(f"{expert(**vars(given)):,} right answers in {given.folder}")
 
 
