@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rollbook
 from benchmarks import peers
@@ -16,7 +17,7 @@ from rollbook import EID, Experience, Experiences, draw, fields
 from rollbook.algorithms import ESTIMATORS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 
 
 def blocks(page: Path) -> list[str]:
@@ -197,3 +198,49 @@ def test_doctor_page() -> None:
     for code in blocks(ROOT / "docs" / "doctor.md"):
         exec(code, scope)
     assert scope["diagnosis"].findings
+
+
+def files_of(page: Path) -> dict[str, str]:
+    """The blocks of a page that are files, by their names, which are their first lines."""
+    found = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    return {name: text for name, text in found if name.endswith((".py", ".yaml"))}
+
+
+def test_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's files and code run, and the model learns; its table of presets and its metrics are the code's."""
+    from rollbook.train.algorithm import presets
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    page = ROOT / "docs" / "training.md"
+    text, files, threads = page.read_text(), files_of(page), torch.get_num_threads()
+    for name, inside in files.items():
+        (tmp_path / name).write_text(inside)
+    scope: dict[str, Any] = {}
+    try:
+        for code in blocks(page):
+            if code.partition("\n")[0].removeprefix("# ") not in files:
+                exec(code, scope)
+    finally:
+        torch.set_num_threads(threads)
+        sys.modules.pop("largest", None)
+    outcome = scope["outcome"]
+    assert outcome.after.success > outcome.before.success + 0.1
+    assert scope["after"].success > scope["before"].success and scope["learned"].updates == 2
+    assert len(scope["records"]) == 8 and scope["own"].needs_reference
+    for name, one in presets().items():
+        estimator = "–" if one.estimator is None else f"`{one.estimator}`"
+        assert f"| `{name}` | {estimator} | `{one.loss}` | {one.kl_coef or '–'} | {one.n} |" in text, name
+    known = set(outcome.reports[-1]) | {"left_out/no_token_that_counts", "peak_memory_gib"}
+    cells = text.split("## Metrics")[1].split("|---|---|\n")[1].split("\n\n")[0].splitlines()
+    named = {name for line in cells for name in re.findall(r"`([a-z_/]+)`", line.split(" | ")[0])}
+    assert {name for name in named if not name.startswith(("critic/", "episode/"))} <= known
+
+
+def test_every_recipe_has_a_page() -> None:
+    from rollbook.train.config import recipes
+
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "recipes").glob("*.md")}
+    for name in recipes():
+        text = pages[name.rpartition("-")[2]]
+        assert f"rollbook train {name}" in text, name

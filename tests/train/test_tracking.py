@@ -289,7 +289,7 @@ def test_an_evaluation_is_a_line_of_its_own() -> None:
     display.log(0, {"eval/avg@4": 0.5, "eval/avg@4/low": 0.44, "eval/avg@4/high": 0.56, "eval/failed": 0.0})
     display.log(1, {"reward": 0.1})
     display.note("checkpoint \x1b[31mstep-1")
-    assert stream.getvalue().splitlines()[0] == "step 0: eval/avg@4 0.5 (0.44 to 0.56)"
+    assert stream.getvalue().splitlines()[0] == "step 0: avg@4 0.5 (0.44 to 0.56)"
     assert stream.getvalue().splitlines()[-1] == r"checkpoint \x1b[31mstep-1"
     assert evaluation_line({"eval/failed": 0.5, "eval/low": 1.0}) == "eval/failed 0.5, eval/low 1"
 

@@ -40,15 +40,19 @@ def entropy_collapse(samples: Samples, t: Thresholds) -> Judgement:
     bar = max(t.entropy_floor if low else 0.0, t.entropy_fall * early if fell else 0.0)
     first = _since(series, series.values >= bar)
     ill = samples.there & (values <= bar) & (samples.step >= first)
+    sure = _solved(samples, t)
     return found(
         Finding(
             "entropy-collapse",
-            "high" if low else "medium",
-            f"Entropy has collapsed to {amount(now)} nats per token",
+            "low" if sure else "high" if low else "medium",
+            f"Entropy has {'fallen' if sure else 'collapsed'} to {amount(now)} nats per token"
+            + (", as the prompts were solved" if sure else ""),
             f"The median of step means of the {name} is {amount(now)} over the last {w} steps; early it was "
             f"{amount(early)} (trend: z = {falling:.1f}). Ill below {t.entropy_floor:g}, or at less than "
             f"{percent(t.entropy_fall)} of the early value.",
-            "Give exploration room: raise the upper clip bound (clip-higher), add an entropy bonus or a KL penalty on "
+            "The policy is sure and mostly right: stop here, or go on with harder prompts, for which it may be too sure."
+            if sure
+            else "Give exploration room: raise the upper clip bound (clip-higher), add an entropy bonus or a KL penalty on "
             "tokens of high covariance, sample at temperature 1, lower the learning rate; go back to a checkpoint "
             f"before step {first}.",
             (first, int(samples.steps[-1])),
@@ -58,6 +62,17 @@ def entropy_collapse(samples: Samples, t: Thresholds) -> Judgement:
             float((ill & use).sum()) / n,
         )
     )
+
+
+def _solved(samples: Samples, t: Thresholds) -> bool:
+    """Whether recent rewards are near the top, and rose to it: then a policy that is sure is no illness."""
+    series = samples.series(samples.reward)
+    if not len(series) or samples.constant:
+        return False
+    w = samples.window(len(series), t)
+    now, early = float(np.median(series.values[-w:])), float(np.median(series.values[:w]))
+    span = samples.high - samples.low
+    return now >= samples.high - 0.2 * span and now - early >= 0.2 * span
 
 
 def _since(series: Series, well: Mask) -> int:

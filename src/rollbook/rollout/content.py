@@ -13,15 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollbook.rollout.pictures import load_image, source
+from rollbook.rollout.pictures import MARKS, data_url, load_image, source
 from rollbook.rollout.types import Prompt
 
-_MARKS = {
-    "png": b"\x89PNG",
-    "jpeg": b"\xff\xd8\xff",
-    "gif": b"GIF8",
-    "webp": b"RIFF",
-}
 _PAYLOAD = re.compile(r"(data:[\w./+-]+;base64,)?[A-Za-z0-9+/=_-]{120,}")
 
 
@@ -111,10 +105,10 @@ def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
     if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
         return _as_given(name, image, allow_urls)
     raw = _bytes(name, image, "a PIL image, bytes, a path or a data: URL")
-    kind = next((kind for kind, mark in _MARKS.items() if raw.startswith(mark)), None)
-    if kind is None:
-        raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected a {', '.join(_MARKS)} file")
-    return _data(f"image/{kind}", raw)
+    made_of = data_url(raw)
+    if made_of is None:
+        raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected a {', '.join(MARKS)} file")
+    return made_of
 
 
 def video_url(name: str, video: Any, allow_urls: bool = False) -> str:

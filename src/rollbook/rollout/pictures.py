@@ -1,13 +1,17 @@
 """Images from whatever users have: PIL images, files, addresses that need no network, bytes, arrays, tensors, mappings.
 
 Invariant: nothing is downloaded; an image that is encoded already can be had byte for byte, and every image as pixels.
+No image that is given is changed.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -15,6 +19,15 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 SOURCES = ("image", "bytes", "path", "url", "image_url", "video")
 """Where a mapping, or a part of a message, may have an image or a video. Bytes come before a path: datasets of images
 give both, and the path is then a name without a file."""
+MARKS = {"png": b"\x89PNG", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
+"""How the files begin that servers and browsers take."""
+MOST = 32 << 20
+"""Bytes of a picture that is kept with a record, which is as much as pages show."""
+
+_PNG_MODES = frozenset(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"))
+_PNGS_HELD, _PNGS_KNOWN = 64 << 20, 256
+_pngs: OrderedDict[Any, bytes] = OrderedDict()
+_lock = threading.Lock()
 
 
 def source(part: Mapping[str, Any]) -> str | None:
@@ -80,6 +93,104 @@ def load_image(name: str, given: Any) -> Any:
     'RGB'
     """
     return load_picture(name, given).convert("RGB")
+
+
+def pixels_key(image: Any) -> Any:
+    """What a PIL image shows, by which its equal is known again: its pixels and their colours.
+
+    >>> from PIL import Image
+    >>> pixels_key(Image.new("L", (2, 2), 7)) == pixels_key(Image.new("L", (2, 2), 7))
+    True
+    """
+    from rollbook.media import content_key
+
+    palette = bytes(image.getpalette() or ()) if image.mode in ("P", "PA") else b""
+    return content_key(image), palette, repr(image.info.get("transparency"))
+
+
+def recorded(images: Sequence[Any]) -> list[bytes | str | None]:
+    """Images as a record keeps them, an entry for each: PNG, JPEG, GIF and WebP files byte for byte, every other as
+    PNG. An address on the network is kept as it is; of what cannot be read, or takes more than `MOST` bytes, the path
+    is, and `None` if it has none. What a processor has made of images is nobody's picture, and left out.
+
+    The runs of a prompt show the same: what was encoded lately is not encoded again.
+
+    >>> import numpy as np
+    >>> made = recorded([np.zeros((4, 6), np.uint8), b"GIF89a...", "https://host/cat.png", "no/such.png", 7])
+    >>> made[0][:4], made[1:]
+    (b'\\x89PNG', [b'GIF89a...', 'https://host/cat.png', 'no/such.png', None])
+    """
+    return [_recorded(one) for one in images if not isinstance(one, Mapping) or source(one) is not None]
+
+
+def _recorded(given: Any) -> bytes | str | None:
+    inner = given
+    while isinstance(inner, Mapping) and (key := source(inner)) is not None:
+        inner = inner[key]
+    named = os.fspath(inner) if isinstance(inner, (str, os.PathLike)) else None
+    name = named if isinstance(named, str) and not named.startswith("data:") else None
+    if name is not None and name.startswith(("http://", "https://")):
+        return name
+    try:
+        raw = encoded("image", given)
+        if raw is None or (len(raw) <= MOST and data_url(raw[:16]) is None):
+            raw = _png(load_picture("image", given if raw is None else raw))
+    except (ImportError, OSError, ValueError):  # whoever shows it to a model says so; there is a record of that too
+        return name
+    return raw if len(raw) <= MOST else name
+
+
+def _png(image: Any) -> bytes:
+    """A PIL image's pixels as PNG, without the profile and the notes that came with it."""
+    if image.mode not in _PNG_MODES:
+        image = image.convert("RGB")
+    key = pixels_key(image)
+    with _lock:
+        made = _pngs.get(key)
+        if made is not None:
+            _pngs.move_to_end(key)
+            return made
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", icc_profile=None, exif=b"")
+    made = buffer.getvalue()
+    with _lock:
+        _pngs[key] = made
+        while len(_pngs) > _PNGS_KNOWN or sum(map(len, _pngs.values())) > _PNGS_HELD:
+            _pngs.popitem(last=False)
+    return made
+
+
+def data_url(raw: bytes) -> str | None:
+    """A picture's file as an address that holds it; `None` of one that browsers do not take.
+
+    >>> data_url(b"GIF8")
+    'data:image/gif;base64,R0lGOA=='
+    """
+    kind = next((kind for kind, mark in MARKS.items() if raw.startswith(mark)), None)
+    return None if kind is None else f"data:image/{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+def told(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat message as a record keeps it: pictures that its parts hold, or have the path of, as `data:` addresses.
+
+    >>> told({"role": "user", "content": [{"type": "image", "image": b"GIF8"}, {"type": "text", "text": "what?"}]})
+    {'role': 'user', 'content': [{'type': 'image', 'image': 'data:image/gif;base64,R0lGOA=='}, {'type': 'text', 'text': 'what?'}]}
+    """  # noqa: E501
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return dict(message)
+    return {**message, "content": [_told(part) if isinstance(part, Mapping) else part for part in content]}
+
+
+def _told(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    key = source(part) if part.get("type") in ("image", "image_url") else None
+    if key is None:
+        return part
+    made = _recorded(part)
+    shown = data_url(made) if isinstance(made, bytes) else made
+    if shown is None:
+        return part if isinstance(part[key], (str, Mapping)) else {**part, key: None}
+    return {**part, key: {**part[key], "url": shown} if isinstance(part[key], Mapping) else shown}
 
 
 def _held(name: str, given: Any) -> Any:

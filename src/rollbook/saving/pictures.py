@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.media import content_key
-from rollbook.rollout.pictures import encoded, load_picture, source
+from rollbook.rollout.pictures import encoded, load_picture, pixels_key, source
 
 _KEPT_MODES = frozenset(("1", "L", "LA", "RGB", "RGBA"))
 """The kinds of pixels that PNG holds and that can be made smaller; others become RGB, or RGBA."""
@@ -88,8 +87,7 @@ class Pictures:
 
 def _content(image: Any) -> Any:
     """What makes the picture of an image: its pixels, their colours, and which way up they are."""
-    palette = bytes(image.getpalette() or ()) if image.mode in ("P", "PA") else b""
-    return content_key(image), palette, repr(image.info.get("transparency")), image.getexif().get(_ORIENTATION)
+    return pixels_key(image), image.getexif().get(_ORIENTATION)
 
 
 def _gray(image: Any) -> NDArray[np.uint8]:

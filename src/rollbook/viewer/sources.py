@@ -189,7 +189,11 @@ def named(url: str) -> str:
         return (
             "/".join(filter(None, (parts.path.strip("/"), schema))) or parts.scheme
         )  # never the address: it may have a password
-    return os.path.basename(os.path.abspath(url)) if url != "memory:" else "memory"
+    if url == "memory:":
+        return "memory"
+    folder, name = os.path.split(os.path.abspath(url))
+    # A run's book lies in its folder, under this name.
+    return os.path.basename(folder) or name if name == "book" else name
 
 
 def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None) -> Source:

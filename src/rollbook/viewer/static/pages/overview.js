@@ -82,11 +82,16 @@ export async function openOverview(context) {
       buildCards();
     } } }, el("option", { value: "kl", text: "to the reference", selected: now === "kl" }), el("option", { value: "mismatch", text: "trainer − engine", selected: now === "mismatch" }));
   }
+  const has = (id) => ordered.some((step) => step[id]);
+  // While a run is read, nobody knows yet what was recorded.
+  const reading = () => !!run.progress && run.progress.total > run.progress.measured;
+  const kinds = () => overviewCards.map((card) => has(card.id)).concat(reading()).join();
+  let built = "";
   function buildCards() {
     for (const chart of charts) chart.destroy();
     charts = [];
+    built = kinds();
     const nodes = [];
-    const has = (id) => ordered.some((step) => step[id]);
     const bothGaps = has("kl") && has("mismatch");
     const gap = bothGaps && params.get("gap") === "mismatch" ? "mismatch" : "kl";
     for (const card of overviewCards) {
@@ -108,7 +113,7 @@ export async function openOverview(context) {
     shares.points = () => ordered.map((step) => ({ x: step.step, band: null, values: overviewShares.map((name) => stepShare(step, name)) }));
     charts.push(shares);
     nodes.push(shares.root);
-    if (bare.length) {
+    if (bare.length && !reading()) {
       // What has nothing to show shares one card, which says what to record.
       nodes.push( el("section", { class: "panel chart not-recorded", aria: { label: "Not recorded" } },
         el("div", { class: "chart-head" }, el("h2", { text: "Not recorded" })),
@@ -338,7 +343,10 @@ export async function openOverview(context) {
         context.go(location.hash, { replace: true });
         return;
       }
-      feed();
+      if (reading()) run.progress = (await api.json("/api/run")).progress;
+      if (context.closed) return;
+      if (kinds() !== built) buildCards();
+      else feed();
       paintFacts();
       paintHealth();
       sortRows();
