@@ -29,9 +29,9 @@ def test_readme_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (code,) = blocks(ROOT / "README.md")
     scope: dict[str, Any] = {}
     exec(code, scope)
-    assert len(scope["batch"]) > 1 and scope["batch"].layout == "packed"
-    assert len(scope["mixed"]) == 64
-    assert Experiences.from_parquet("rollouts.parquet") == scope["rollouts"]
+    assert scope["trainer"].done == 3 and scope["report"]["records"] == 16 * 8
+    assert scope["book"].counts().trained == 3 * 16 * 8
+    scope["book"].close()
 
 
 def test_experience_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from rollbook.algorithms.registry import near, number, whole_number
 from rollbook.algorithms.shaping import RunningNorm
 from rollbook.batch import ExperienceBatch as Experience
 from rollbook.batch import ExperienceVL, Samples
+from rollbook.experience import Experience as Record
 from rollbook.experiences import Experiences
 from rollbook.ids import EID
 from rollbook.jagged import Rows
@@ -120,6 +121,8 @@ class NaiveExperienceMaker:
         self._max_new_tokens: int | None = None
         self._scored: estimating.Scored | None = None
         self._samples: list[Samples] = []
+        self._rows: list[list[Record]] | None = None
+        """The records of `_samples` before anything was found out about them, on their way to `make_records`."""
 
     @property
     def run(self) -> RunInfo | None:
@@ -310,8 +313,11 @@ class NaiveExperienceMaker:
         """
         return self._experiences([samples])[0]
 
-    def _experiences(self, many: Sequence[Samples]) -> list[Experience]:
-        batches = [batch_of(samples) for samples in many]
+    def _experiences(
+        self, many: Sequence[Samples], records: Sequence[Sequence[Record]] | None = None
+    ) -> list[Experience]:
+        known: Sequence[Any] = [None] * len(many) if records is None else records
+        batches = [batch_of(samples, rows) for samples, rows in zip(many, known, strict=True)]
         self._pass(batches)
         with self._stages("reward"), self._bar("reward", sum(map(len, batches))) as bar:
             self.scorer.score(many, batches, bar)
@@ -404,8 +410,11 @@ class NaiveExperienceMaker:
         greedy = self._greedy_rewards(all_prompts, generate_kwargs) if remax else None
         samples = self._samples = self.generate_samples(all_prompts, **generate_kwargs)
         if type(self).make_experience is NaiveExperienceMaker.make_experience:
-            experiences = self._experiences(samples)
-        else:  # a subclass has its own
+            # A record is dear beside the rest of a short sample: batches and `make_records` have the same.
+            self._rows = [[one.to_experience() for one in part.rollouts or ()] for part in samples]
+            experiences = self._experiences(samples, self._rows)
+        else:  # a subclass has its own, and may change samples in it
+            self._rows = None
             experiences = [self.make_experience(part) for part in samples]
         if greedy is not None:
             runs = sum(map(len, experiences)) // len(greedy)
@@ -453,8 +462,11 @@ class NaiveExperienceMaker:
         """
         if self.engine is None:
             raise ValueError("engine: got None, expected one: an actor with LightRFT's generate keeps no records")
+        self._rows = None
         whole = Whole(self.make_experience_list(all_prompts, **generate_kwargs))
-        return records_of([one for part in self._samples for one in part.rollouts or ()], whole)
+        made, self._rows = self._rows, None
+        rows = None if made is None else [row for part in made for row in part]
+        return records_of([one for part in self._samples for one in part.rollouts or ()], whole, rows)
 
     def _greedy_rewards(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> torch.Tensor:
         """ReMax's baseline of each prompt: the reward of its likeliest response."""

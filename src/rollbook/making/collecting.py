@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rollbook.batch import ExperienceBatch, Samples, from_experiences
+from rollbook.experience import Experience
 from rollbook.jagged import Rows, Spans
 from rollbook.models.sequences import end_to_end, sampling_of
 from rollbook.ragged import offsets_of
@@ -132,9 +133,10 @@ def if_any(values: list[Any]) -> list[Any] | None:
     return None if all(value is None for value in values) else values
 
 
-def batch_of(samples: Samples) -> ExperienceBatch:
+def batch_of(samples: Samples, records: Sequence[Experience] | None = None) -> ExperienceBatch:
     """The batch of `Samples` with nothing computed yet: tokens, masks, labels, and of an engine's samples also ids,
-    media, the engine's log-probs and policy versions (in `extras`), and why each response ended."""
+    media, the engine's log-probs and policy versions (in `extras`), and why each response ended. `records`: those of
+    the engine's samples, if somebody has made them."""
     if not isinstance(samples, Samples):
         raise ValueError(f"samples: got {type(samples).__name__}, expected Samples")
     if samples.sequences is None or samples.sequences.dim() != 2:
@@ -179,7 +181,8 @@ def batch_of(samples: Samples) -> ExperienceBatch:
             ids=None if samples.ids is None else list(samples.ids),
             **shared,
         )
-    records = [one.to_experience() for one in samples.rollouts]
+    if records is None:
+        records = [one.to_experience() for one in samples.rollouts]
     batch = from_experiences(records, packing_samples=packs, layout="prompt_left_response_right")
     batch.sequences, batch.attention_mask, batch.action_mask = sequences, attention, action_mask
     batch.extras = _extras(batch, samples, actions, packs)
@@ -187,10 +190,12 @@ def batch_of(samples: Samples) -> ExperienceBatch:
     batch.info = info | {"finish_reason": [one.finish_reason for one in samples.rollouts]}
     if any(one.failed for one in samples.rollouts):
         batch.info["error"] = [one.error for one in samples.rollouts]
-    for key in dict.fromkeys(key for record in records for key in record.info if key not in _OWN):
+    pictured = any(one.prompt.images for one in samples.rollouts)
+    own = (*_OWN, "images") if pictured else _OWN
+    for key in dict.fromkeys(key for record in records for key in record.info if key not in own):
         batch.info.setdefault("info", {})[key] = [record.info.get(key) for record in records]
     batch.labels, batch.references = samples.labels, samples.references
-    if any(one.prompt.images for one in samples.rollouts):
+    if pictured:
         batch.raw_images = [list(one.prompt.images) or None for one in samples.rollouts]
     return batch.to_device(samples.sequences.device)
 

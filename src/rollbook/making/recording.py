@@ -27,8 +27,9 @@ _FIELDS = {
 """A record's fields, and those of a batch that they come from."""
 
 
-def records_of(rollouts: Sequence[Sample], whole: Whole) -> Experiences:
-    """The records of an engine's samples, whose rows `whole` are.
+def records_of(rollouts: Sequence[Sample], whole: Whole, made: Sequence[Experience] | None = None) -> Experiences:
+    """The records of an engine's samples, whose rows `whole` are. `made`: the samples' records as `to_experience` gives
+    them, if somebody has made them already; what was found out is put into these.
 
     >>> from rollbook.making.collecting import batch_of, samples_of
     >>> from rollbook.rollout import ScriptedEngine
@@ -40,7 +41,7 @@ def records_of(rollouts: Sequence[Sample], whole: Whole) -> Experiences:
     """
     if len(rollouts) != len(whole):
         raise ValueError(f"rollouts: got {len(rollouts)} samples, expected {len(whole)}, one for each row")
-    return finished([one.to_experience() for one in rollouts], whole)
+    return finished([one.to_experience() for one in rollouts] if made is None else made, whole)
 
 
 def finished(rows: Sequence[Experience], whole: Whole) -> Experiences:

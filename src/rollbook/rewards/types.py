@@ -147,12 +147,14 @@ class RewardInput:
         if messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]  # that is the response
         info = dict(record.info or {})
+        images = info.get("images")  # as a prompt's record keeps them
         return cls(
             prompt=prompt,
             response=response,
             reference=info.get("reference"),
             label=info.get("label"),
             messages=messages,
+            images=tuple(images) if isinstance(images, (list, tuple)) else (),
             prompt_ids=prompt_ids,
             response_ids=response_ids,
             eid=record.eid,

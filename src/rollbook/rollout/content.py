@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollbook.rollout.pictures import MARKS, data_url, load_image, source
+from rollbook.rollout.pictures import MARKS, data_url, inner, load_image, source
 from rollbook.rollout.types import Prompt
 
 _PAYLOAD = re.compile(r"(data:[\w./+-]+;base64,)?[A-Za-z0-9+/=_-]{120,}")
@@ -62,8 +62,8 @@ def _filled(name: str, part: Mapping[str, Any], allow_urls: bool) -> dict[str, A
     for kind, encode in (("image", image_url), ("video", video_url)):
         if part.get("type") == kind and source(part) is not None:
             return _part(kind, encode(f"{name}.{kind}", part, allow_urls))
-        inner = part.get(f"{kind}_url")
-        url = inner.get("url") if isinstance(inner, Mapping) else inner
+        held = part.get(f"{kind}_url")
+        url = held.get("url") if isinstance(held, Mapping) else held
         if isinstance(url, str):
             _as_given(f"{name}.{kind}_url", url, allow_urls)
     return dict(part)
@@ -97,7 +97,7 @@ def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
     >>> image_url("image", bytes([0x89]) + b"PNG and so on")
     'data:image/png;base64,iVBORyBhbmQgc28gb24='
     """
-    image = _inner(image)
+    image = inner(image)
     if hasattr(image, "convert") or hasattr(image, "__array__"):  # a PIL image; an array or a tensor
         made = io.BytesIO()
         load_image(name, image).save(made, "PNG")
@@ -117,7 +117,7 @@ def video_url(name: str, video: Any, allow_urls: bool = False) -> str:
     >>> video_url("video", bytes([0, 1]))
     'data:video/mp4;base64,AAE='
     """
-    video = _inner(video)
+    video = inner(video)
     if isinstance(video, str) and video.startswith(("data:", "http://", "https://")):
         return _as_given(name, video, allow_urls)
     return _data("video/mp4", _bytes(name, video, "a video file's bytes, a path or a data: URL"))
@@ -154,10 +154,3 @@ def _as_given(name: str, url: str, allow_urls: bool) -> str:
     if not url.startswith("data:") and not allow_urls:
         raise ValueError(f"{name}: got a URL that the server would fetch, expected the image, or allow_urls=True")
     return url
-
-
-def _inner(given: Any) -> Any:
-    """What a mapping holds, else what was given."""
-    while isinstance(given, Mapping) and (key := source(given)) is not None:
-        given = given[key]
-    return given

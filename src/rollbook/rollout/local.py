@@ -76,6 +76,7 @@ class TransformersEngine(Engine):
         self.tokenizer: Any = self.preparer.tokenizer
         self.processor = self.preparer.processor
         self.runner = Runner(self.model, device)
+        self._placeholders = frozenset(self.runner.suppressed)  # an actor may suppress more, which prompts may have
         self.ends = _end_ids(self.runner.base, self.tokenizer)
         """The ids that end a response."""
         self._turns = threading.Lock()
@@ -238,7 +239,7 @@ class TransformersEngine(Engine):
             raise ValueError(
                 f"prompt[{wrong}]: got token {prepared.ids[wrong]}, expected one below {self.runner.vocabulary}"
             )
-        bare = sum(token in self.runner.suppressed for token in prepared.ids) if not prepared.media else 0
+        bare = sum(token in self._placeholders for token in prepared.ids) if not prepared.media else 0
         if bare:
             raise ValueError(f"prompt: got {bare} placeholders of media, and no media, expected both or neither")
         if self.runner.positions is not None and len(prepared.ids) >= self.runner.positions:

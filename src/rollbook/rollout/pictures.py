@@ -39,6 +39,17 @@ def source(part: Mapping[str, Any]) -> str | None:
     return next((name for name in SOURCES if part.get(name) is not None), None)
 
 
+def inner(given: Any) -> Any:
+    """What a mapping holds, else what was given.
+
+    >>> inner({"type": "image_url", "image_url": {"url": "a.png"}})
+    'a.png'
+    """
+    while isinstance(given, Mapping) and (key := source(given)) is not None:
+        given = given[key]
+    return given
+
+
 def encoded(name: str, given: Any) -> bytes | None:
     """The bytes of an image that comes as bytes, a file or a `data:` address, as they are; `None` of any other.
 
@@ -124,10 +135,8 @@ def recorded(images: Sequence[Any]) -> list[bytes | str | None]:
 
 
 def _recorded(given: Any) -> bytes | str | None:
-    inner = given
-    while isinstance(inner, Mapping) and (key := source(inner)) is not None:
-        inner = inner[key]
-    named = os.fspath(inner) if isinstance(inner, (str, os.PathLike)) else None
+    held = inner(given)
+    named = os.fspath(held) if isinstance(held, (str, os.PathLike)) else None
     name = named if isinstance(named, str) and not named.startswith("data:") else None
     if name is not None and name.startswith(("http://", "https://")):
         return name
@@ -184,19 +193,18 @@ def told(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _told(part: Mapping[str, Any]) -> Mapping[str, Any]:
     key = source(part) if part.get("type") in ("image", "image_url") else None
-    if key is None:
+    held = inner(part)
+    if key is None or (isinstance(held, str) and held.startswith(("data:", "http://", "https://"))):
         return part
-    made = _recorded(part)
+    made = _recorded(held)
     shown = data_url(made) if isinstance(made, bytes) else made
-    if shown is None:
-        return part if isinstance(part[key], (str, Mapping)) else {**part, key: None}
-    return {**part, key: {**part[key], "url": shown} if isinstance(part[key], Mapping) else shown}
+    deeper = key == "image_url" and isinstance(part[key], Mapping)  # a server's form, with a `detail` maybe
+    return {**part, key: {**part[key], "url": shown} if deeper else shown}
 
 
 def _held(name: str, given: Any) -> Any:
     """What a mapping, or an address that needs no network, holds."""
-    while isinstance(given, Mapping) and (key := source(given)) is not None:
-        given = given[key]
+    given = inner(given)
     if not isinstance(given, str):
         return given
     address = urlsplit(given)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollbook.rollout.branches import Branch, Span, Turn, drifts, messages_of, rows, sampled_text
+from rollbook.rollout.pictures import recorded
 from rollbook.rollout.tree import Tree
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class Recorder:
             info["errors"] = [dict(error) for error in branch.errors]
         if branch.failed is not None and branch.continued_as is None:
             info["error"] = branch.failed
+        if "images" not in info and (images := recorded(branch.images)):
+            info["images"] = images
         reward, by_token = self._rewards(branch, end, response, mask, outcome)
         renderer, tools = self.tree.renderer, self.tree.prompt.tools
         return Experience(

@@ -72,15 +72,17 @@ class Held(ABC):
         said = given or {}
         sample.label = plain.of(self.entry(i, "labels"), "label")
         sample.reference = plain.of(self.entry(i, "references"), "reference")
-        sample.info = plain.of(given, "info")
         inner = found if isinstance(found := said.get("info"), Mapping) else {}
+        images = flat(self.entry(i, "raw_images")) or recorded(inner)
+        sample.images = images_of(images, pictures, sample.notes)
+        plain.references = named(images, sample.images)
+        sample.info = plain.of(given, "info")
         metrics = said.get("reward_metrics", said.get("metrics"))
         sample.parts = parts_of(metrics, plain)
         sample.segments = plain.of(said.get("segments", inner.get("segments")), "segments")
         for name in _KEPT:
             if isinstance(value := said.get(name), (str, int)):
                 sample.more[name] = value
-        sample.images = images_of(flat(self.entry(i, "raw_images")), pictures, sample.notes)
 
 
 class OfBatch(Held):
@@ -250,10 +252,9 @@ class OfRecords(Held):
         row = self.rows[i]
         sample.label = plain.of(row.info.get("label"), "label")
         sample.reference = plain.of(row.info.get("reference"), "reference")
-        places = shown(row.messages)
+        places = [*shown(row.messages), *recorded(row.info)]
         sample.images = images_of(places, pictures, sample.notes)
-        found = zip(places, sample.images, strict=True)
-        plain.references = {id(part): f"sha256:{one.sha256}" for part, one in found if one is not None}
+        plain.references = named(places, sample.images)
         sample.info = plain.of(row.info, "info")
         sample.parts = parts_of(row.metrics, plain)
         sample.segments = plain.of(row.info.get("segments"), "segments")
@@ -271,6 +272,17 @@ def parts_of(metrics: Any, plain: Plain) -> dict[str, Any]:
         return {}
     found = plain.of(metrics, "reward_parts")
     return {name: value for name, value in found.items() if isinstance(value, (int, float)) or value is None}
+
+
+def recorded(info: Mapping[Any, Any]) -> list[bytes]:
+    """The images of a prompt that its record has in `info["images"]`; see `rollbook.rollout.pictures.recorded`."""
+    found = info.get("images")
+    return [one for one in found if isinstance(one, bytes)] if isinstance(found, (list, tuple)) else []
+
+
+def named(given: Sequence[Any], found: Sequence[Picture | None]) -> dict[int, str]:
+    """What `Plain` is to write where images stand that there are pictures of."""
+    return {id(one): f"sha256:{made.sha256}" for one, made in zip(given, found, strict=True) if made is not None}
 
 
 def images_of(given: Iterable[Any], pictures: Pictures, notes: list[str]) -> list[Picture | None]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.rollout.pictures import encoded, load_picture, pixels_key, source
+from rollbook.rollout.pictures import encoded, inner, load_picture, pixels_key, source
 
 _KEPT_MODES = frozenset(("1", "L", "LA", "RGB", "RGBA"))
 """The kinds of pixels that PNG holds and that can be made smaller; others become RGB, or RGBA."""
@@ -125,6 +125,5 @@ def shown(messages: Iterable[Any] | None) -> list[Mapping[str, Any]]:
 
 def remote(given: Any) -> bool:
     """Whether an image is an address on the network, which is never fetched."""
-    while isinstance(given, Mapping) and (key := source(given)) is not None:
-        given = given[key]
+    given = inner(given)
     return isinstance(given, str) and given.startswith(("http://", "https://"))

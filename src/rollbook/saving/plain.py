@@ -29,7 +29,8 @@ class Plain:
 
     Tensors and arrays become lists (of no dimension: numbers), tuples and sets lists, keys text; bytes that are UTF-8
     become text, and others the hexadecimal `{"$bytes": ...}`; images and objects of other kinds are described.
-    `references`: by the identity of a part of a message that has an image, what to write in the image's place.
+    `references`: by the identity of a part of a message that has an image, or of its bytes, what to write in the
+    image's place.
 
     >>> made = Plain()
     >>> made.of({"a": torch.tensor([1.0, float("nan")]), 2: {3}, "b": b"x", "c": np.float32(0.5)}, "info")
@@ -82,6 +83,8 @@ class Plain:
             if array.size > _MOST or array.dtype.names is not None:
                 return f"array of {array.dtype}, shape {list(array.shape)}"
             return self.array(array, path)
+        if isinstance(value, bytes) and id(value) in self.references:
+            return self.references[id(value)]
         if isinstance(value, (bytes, bytearray, memoryview)):
             held = bytes(value[:_LONGEST])
             try:

@@ -10,7 +10,8 @@ import dataclasses
 import inspect
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rollbook.models import Actor
 from rollbook.models import Critic as CriticModel
 from rollbook.models.heads import text_config
 from rollbook.models.loading import transformers_module
+from rollbook.progress import advise
 from rollbook.rewards.choose import as_reward
 from rollbook.rollout.types import Prompt
 from rollbook.train.completing import maker_config
@@ -59,9 +61,13 @@ def settle(config: Config) -> torch.device:
     torch.manual_seed(config.seed)
     random.seed(config.seed)  # of no use to this library, but rewards and environments of the user's may ask them
     np.random.seed(config.seed)
-    if config.device != "auto":
-        return torch.device(config.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.device(config.device)
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(found.type, 1)
+    if (found.index or 0) >= there:
+        raise ConfigError("device", f"got {config.device!r}, and torch sees {there} of that kind here")
+    return found
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -91,21 +97,25 @@ def _model(name: str, given: Model | Teacher, config: Config, device: torch.devi
     if isinstance(given, Model):
         transformers = transformers_module()
         if given.tokenizer is not None:
-            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(given.tokenizer)
+            with loading(f"{name}.tokenizer", given.tokenizer):
+                options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(given.tokenizer)
         if given.processor is not None:
-            options["processor"] = transformers.AutoProcessor.from_pretrained(given.processor)
+            with loading(f"{name}.processor", given.processor):
+                options["processor"] = transformers.AutoProcessor.from_pretrained(given.processor)
         if given.lora is not None:
             options["lora"] = dict(given.lora)
     if given.path is not None:
-        return Actor(given.path, **options)
+        with loading(f"{name}.path", given.path):
+            return Actor(given.path, **options)
     if given.config is not None:
         torch.manual_seed(config.seed)
-        return Actor(transformers_module().AutoConfig.for_model(**given.config), **options)
+        with loading(f"{name}.config", given.config):
+            return Actor(transformers_module().AutoConfig.for_model(**given.config), **options)
     if given.builder is None:
         raise ConfigError(name, "got none, expected one of path, config, builder")
     made = called(f"{name}.builder", given.builder, given.options, config.seed)
     if isinstance(made, Actor):
-        return made.to(device)
+        return _as_asked(made, own, config, trainable).to(device)
     model, tokenizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, torch.nn.Module):
         got = type(made).__name__
@@ -116,7 +126,49 @@ def _model(name: str, given: Model | Teacher, config: Config, device: torch.devi
         # A processor has the tokenizer of its texts.
         whole = hasattr(tokenizer, "image_processor")
         options.setdefault("processor" if whole else "tokenizer", tokenizer)
-    return Actor(model, **options)
+    with loading(f"{name}.builder", given.builder):
+        return Actor(model, **options)
+
+
+def _as_asked(made: Actor, own: Model, config: Config, trainable: bool) -> Actor:
+    """An actor that a function of the user's returned, at the temperature that is sampled at. What else an actor is
+    made with cannot be put into one, and is refused rather than ignored."""
+    if not trainable:
+        made.trainable = False
+        made.requires_grad_(False).eval()
+    else:
+        for one in ("lora", "attention", "suppress", "tokenizer", "processor"):
+            if getattr(own, one):
+                raise ConfigError(
+                    f"model.{one}",
+                    f"got {getattr(own, one)!r}, and {own.builder} returns an Actor, which has its own, expected it "
+                    "there, or a model and its tokenizer",
+                )
+    made.temperature = config.sampling.temperature
+    return made
+
+
+_OF_ACTOR = {"attn_implementation": "attention", "suppress": "suppress", "lora": "lora"}
+"""What `Actor` calls its arguments, and the keys that they come from."""
+
+
+@contextmanager
+def loading(key: str, source: Any) -> Iterator[None]:
+    """Have what goes wrong while a model or a tokenizer is loaded name the key that it is wrong with."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ImportError, OSError, ValueError) as error:
+        said = " ".join(str(error).split())
+        for name, mine in _OF_ACTOR.items():
+            if said.startswith((f"{name}:", f"{name}[")):
+                raise ConfigError(f"model.{mine}", said.partition(": ")[2]) from error
+            if f"`{name}=" in said or (mine == "attention" and "ttention" in said and isinstance(error, ImportError)):
+                raise ConfigError(f"model.{mine}", said) from error
+        if isinstance(source, str) and not Path(source).exists() and isinstance(error, (OSError, ValueError)):
+            said = f"got {source!r}, which is no folder here, and nothing that the hub gives: {said}"
+        raise ConfigError(key, said) from error
 
 
 def called(name: str, target: str, options: Mapping[str, Any], seed: int) -> Any:
@@ -137,29 +189,46 @@ def models_of(config: Config, actor: Actor, device: torch.device) -> Models:
     """All models, once the policy has the weights that training begins with (which reference and critic copy)."""
     own, made = config.algorithm, Models(actor)
     if own.needs_reference:
-        made.reference = actor.reference()
-        if config.reference is not None:
-            made.reference = Actor(
-                config.reference,
-                dtype=actor.dtype,
-                device=device,
-                temperature=actor.temperature,
-                suppress=actor.suppress,
-                trainable=False,
-            )
+        if config.reference is None:
+            made.reference = actor.reference()
+        else:
+            with loading("reference", config.reference):
+                made.reference = Actor(
+                    config.reference,
+                    dtype=actor.dtype,
+                    device=device,
+                    temperature=actor.temperature,
+                    suppress=actor.suppress,
+                    trainable=False,
+                )
+            _check_words("reference", made.reference, actor)
     if own.needs_teacher:
         made.teacher = _model("teacher", config.teacher, config, device, trainable=False)
+        _check_words("teacher", made.teacher, actor)
     if own.needs_critic:
         options: dict[str, Any] = {"dtype": actor.dtype, "device": device, "value_head": config.critic.value_head}
         if config.critic.path is not None:
-            made.critic = CriticModel(config.critic.path, **options)
+            with loading("critic.path", config.critic.path):
+                made.critic = CriticModel(config.critic.path, **options)
+            _check_words("critic.path", made.critic, actor)
         elif config.critic.config is not None:
-            made.critic = CriticModel(transformers_module().AutoConfig.for_model(**config.critic.config), **options)
+            with loading("critic.config", config.critic.config):
+                made.critic = CriticModel(
+                    transformers_module().AutoConfig.for_model(**config.critic.config), **options
+                )
+            _check_words("critic.config", made.critic, actor)
         else:
             made.critic = CriticModel(trunk_from=actor, **options)
         if config.model.gradient_checkpointing:
             made.critic.gradient_checkpointing_enable()
     return made
+
+
+def _check_words(name: str, other: Any, actor: Actor) -> None:
+    """Refuse a model that cannot read what the policy writes."""
+    got, expected = (getattr(text_config(one), "vocab_size", None) for one in (other, actor))
+    if got is not None and expected is not None and got < expected:
+        raise ConfigError(name, f"got a model of {got} tokens, expected at least the policy's {expected}")
 
 
 # --- what is asked, and what it is worth ----------------------------------------------------------------------------
@@ -177,13 +246,16 @@ def prompts_of(config: Config) -> tuple[Prompts, Prompts | None]:
     held: Prompts | None = None
     if given.held_out:
         found, held = found.split(given.held_out if given.held_out < 1 else int(given.held_out), seed=config.seed)
-    if config.evaluation.data is not None:
-        held = _shaped(_from_file(config.evaluation.data, given, config), config, None)
+    if config.evaluation.data is not None or config.evaluation.split is not None:
+        held = _shaped(_evaluation_file(config), config, None)
     elif config.evaluation.function is not None:
         asked = config.evaluation
         held = _shaped(_from_function("evaluation", str(asked.function), asked.options, config), config, None)
     if held is not None and config.evaluation.prompts is not None and len(held) > config.evaluation.prompts:
         held = held.split(config.evaluation.prompts, seed=config.seed)[1]
+    both = 0 if held is None else held.shared(found)
+    if held is not None and both:
+        advise(f"evaluation: {both} of {len(held)} prompts are among those that are trained on")
     if not config.algorithm.needs_maker:
         found.require(*(("chosen", "rejected") if config.algorithm.pairs else ("response",)))
     if config.warmup.steps:
@@ -216,6 +288,18 @@ def _from_file(path: str, given: Data, config: Config) -> Prompts:
     )
 
 
+def _evaluation_file(config: Config) -> Prompts:
+    """Prompts of a file or dataset of their own, or of another split of the data's."""
+    asked, given = config.evaluation, config.data
+    path = asked.data if asked.data is not None else given.path
+    if path is None:
+        raise ConfigError("evaluation.split", f"got {asked.split!r}, and neither evaluation.data nor data.path")
+    # Another dataset has splits of its own; the limit is of the rows to train on.
+    split = given.split if asked.split is None and path == given.path else asked.split
+    subset = given.subset if path == given.path else None
+    return _from_file(path, dataclasses.replace(given, path=path, split=split, subset=subset, limit=None), config)
+
+
 def _shaped(prompts: Prompts, config: Config, limit: int | None) -> Prompts:
     """Plain texts as chats, and a system message before them, where that is asked for; the first `limit` rows."""
     given = config.data
@@ -236,11 +320,12 @@ def _chat(prompt: Prompt, given: Data) -> Prompt:
     return prompt.replace(text=None, messages=messages)
 
 
-def reward_of(rewards: tuple[Reward, ...]) -> Any:
-    """One reward from all that are given; `None` if there are none."""
+def reward_of(rewards: tuple[Reward, ...], actor: Actor | None = None, key: str = "rewards") -> Any:
+    """One reward from all that are given; `None` if there are none. `actor`: the policy, beside which reward models lie
+    and whose tokens they may read otherwise; `key`: where the configuration has them."""
     if not rewards:
         return None
-    parts = [as_reward(_source(one), **_reward_options(one)) for one in rewards]
+    parts = [_reward(f"{key}.{i}", one, actor) for i, one in enumerate(rewards)]
     if len(parts) == 1 and rewards[0].weight == 1.0 and rewards[0].name is None:
         return parts[0]
     names = [one.name or f"{_called(one)}" for one in rewards]
@@ -248,15 +333,50 @@ def reward_of(rewards: tuple[Reward, ...]) -> Any:
     return as_reward(dict(zip(names, parts, strict=True)), weights=[one.weight for one in rewards])
 
 
-def _source(one: Reward) -> Any:
-    if one.remote is not None:
-        return one.remote[0] if len(one.remote) == 1 else list(one.remote)
-    return one.function or one.recipe or one.model
+def _reward(key: str, one: Reward, actor: Actor | None) -> Any:
+    kind = next(name for name in ("function", "recipe", "remote", "model") if getattr(one, name) is not None)
+    source, options = getattr(one, kind), dict(one.options)
+    if kind == "model":
+        with loading(f"{key}.model", source):
+            return as_reward(*_classifier(source, options, actor), **options)
+    if kind == "remote":
+        options |= {"replicas": True} if len(source) > 1 else {}
+        source = source[0] if len(source) == 1 else list(source)
+    elif kind == "function" and ":" in source and not source.rpartition(":")[0].endswith(".py"):
+        source = resolve(source, name=f"{key}.function")
+    try:
+        return as_reward(source, **options)
+    except ValueError as error:
+        place = f"{key}.options" if str(error).startswith("reward: option") else f"{key}.{kind}"
+        raise ConfigError(place, str(error).removeprefix("reward: ")) from error
 
 
-def _reward_options(one: Reward) -> dict[str, Any]:
-    several = one.remote is not None and len(one.remote) > 1
-    return {**one.options, "replicas": True} if several else dict(one.options)
+def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> tuple[Any]:
+    """A sequence classifier, and into its options where it lies and by which tokenizer it reads what a policy of
+    another one wrote."""
+    transformers = transformers_module()
+    options.setdefault("name", Path(name).name)
+    if actor is not None:
+        options.setdefault("device", actor.device)
+        options.setdefault("policy_tokenizer", actor.tokenizer)
+    known = options.get("tokenizer", name)
+    if isinstance(known, str):
+        try:
+            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(known)
+        except (OSError, ValueError):
+            if "tokenizer" in options:
+                raise
+            # It has none of its own, and is given the policy's tokens.
+    return (transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto"),)
+
+
+def unrewarded(response_ids: Any) -> float:
+    """The reward of samples that a teacher judges, token by token: none.
+
+    >>> unrewarded([5, 6])
+    0.0
+    """
+    return 0.0
 
 
 def _called(one: Reward) -> str:
@@ -273,8 +393,12 @@ def _called(one: Reward) -> str:
 def generate_of(config: Config) -> dict[str, Any]:
     """The options of sampling."""
     made = {name: value for name, value in vars(config.sampling).items() if value not in ((), None, {})}
-    if config.environment.function is None and config.data.max_prompt_tokens is not None:
-        made |= {"max_prompt_tokens": config.data.max_prompt_tokens, "prompt_overflow": config.data.overflow}
+    if config.environment.function is None:
+        made["prompt_overflow"] = config.data.overflow
+        if config.data.max_prompt_tokens is not None:
+            made["max_prompt_tokens"] = config.data.max_prompt_tokens
+    if config.engine.kind == "openai" and config.model.suppress:
+        made["suppress"] = list(config.model.suppress)
     return made
 
 
@@ -288,23 +412,34 @@ def engine_of(config: Config, actor: Actor) -> Any:
     key = None if given.api_key_env is None else os.environ.get(given.api_key_env)
     if given.api_key_env is not None and key is None:
         raise ConfigError("engine.api_key_env", f"got {given.api_key_env!r}, which is not set in the environment")
-    return OpenAIEngine(
-        str(given.url),
-        given.model,
-        actor.tokenizer,
-        api_key=key,
-        timeout=given.timeout,
-        concurrency=given.concurrency,
-        **given.options,
+    try:
+        made = OpenAIEngine(
+            str(given.url),
+            given.model,
+            actor.tokenizer,
+            api_key=key,
+            timeout=given.timeout,
+            concurrency=given.concurrency,
+            **given.options,
+        )
+    except TypeError as error:
+        raise ConfigError("engine.options", str(error)) from None
+    weighed = "" if config.algorithm.correction is not None else "; algorithm.correction weighs that"
+    advise(
+        f"engine.url: the server at {given.url} keeps the weights that it has, whatever is trained here, and what it "
+        f"samples is of an ever older policy{weighed}. Evaluations sample with the weights that are trained"
     )
+    return made
 
 
 def maker_of(config: Config, models: Models, reward: Any) -> Any:
     """Who makes experience."""
     own, actor = config.algorithm, models.actor
+    positions = getattr(text_config(actor), "max_position_embeddings", None)
     if not own.needs_maker:
         longest = config.data.max_prompt_tokens
-        total = None if longest is None else longest + config.sampling.max_tokens
+        totals = [positions, None if longest is None else longest + config.sampling.max_tokens]
+        total = min((one for one in totals if one is not None), default=None)
         return SupervisedMaker(
             actor.tokenizer, "dpo" if own.pairs else "sft", processor=actor.processor, max_tokens=total
         )
@@ -330,12 +465,11 @@ def maker_of(config: Config, models: Models, reward: Any) -> Any:
             episode=given.episode,
             **shared,
         )
-    positions = getattr(text_config(actor), "max_position_embeddings", None)
     longest = config.data.max_prompt_tokens or positions or 1 << 20
     return NaiveExperienceMaker(
         actor,
         models.critic,
-        reward if reward is not None else [],
+        reward if reward is not None else as_reward(unrewarded),
         models.reference,
         actor.tokenizer,
         int(longest),
@@ -350,7 +484,10 @@ def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, bo
     last = {"steps": config.steps} if config.steps else {}
     optimizer = _ending(config.optimizer, last)
     critic = None if config.critic_optimizer is None else _ending(config.critic_optimizer, last)
-    expert = None if config.intake.expert is None else open_book(config.intake.expert, mode="r")
+    try:
+        expert = None if config.intake.expert is None else open_book(config.intake.expert, mode="r")
+    except (OSError, ValueError) as error:
+        raise ConfigError("intake.expert", f"got {config.intake.expert!r}, but {error}") from error
     success = config.evaluation.success
     return Trainer(
         models.actor,

@@ -272,6 +272,15 @@ class Prompts:
                     said = f"{self.name or 'rows'}: row {row.number}"
                     raise ValueError(f"{said} has no {name!r}, which is needed of every row")
 
+    def shared(self, other: Prompts) -> int:
+        """How many of these rows ask what a row of the others asks.
+
+        >>> Prompts([{"prompt": "a"}, {"prompt": "b"}]).shared(Prompts([{"prompt": "b"}, {"prompt": "c"}]))
+        1
+        """
+        known = {row.content for row in other._rows}
+        return sum(row.content in known for row in self._rows)
+
     # --- going on -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -110,7 +110,9 @@ def overriding(arguments: Sequence[str]) -> Document:
             if not isinstance(inner.get(part), dict):
                 inner[part] = _opened(_kind_at(place[: at + 1]), inner.get(part))
             inner = inner[part]
-        inner[place[-1]] = value
+        held, spread = inner.get(place[-1]), _opened(_kind_at(place), value) if isinstance(value, str) else {}
+        # `data=x.jsonl` after `data.limit=5` is a key beside it: it does not matter which of the two is said first.
+        inner[place[-1]] = {**held, **spread} if isinstance(held, dict) and spread else value
         layer.origins[place] = ARGUMENTS
     return layer
 

@@ -312,7 +312,8 @@ class Engine:
     """Who samples: the model itself through transformers, or a server."""
 
     kind: Literal["transformers", "openai"] = key("transformers", anew=("url", "model", "api_key_env", "options"))
-    """`transformers`: this process, with the weights that are trained; `openai`: a server at `url`, such as vLLM's."""
+    """`transformers`: this process, with the weights that are trained; `openai`: a server at `url`, such as vLLM's,
+    which keeps its own weights, whatever is trained: `algorithm.correction` weighs what it samples."""
     url: str | None = key(None, free=True, pattern=r"https?://\S+", what="an http:// or https:// URL")
     """Where the server is."""
     model: str | None = key(None)

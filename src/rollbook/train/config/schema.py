@@ -99,7 +99,9 @@ class Evaluation:
     """Sampled success on prompts that are never trained on."""
 
     data: str | None = key(None, anew=("function", "options"))
-    """A file or dataset of prompts, read as `data` is; null: those that `data.held_out` set aside."""
+    """A file or dataset of prompts, with the columns of `data`; null: those that `data.held_out` set aside."""
+    split: str | None = key(None)
+    """The split of that dataset, or, without one, of `data.path`; null: its only one."""
     function: str | None = key(None, anew=("data", "options"), **FUNCTION)
     """A function that returns the prompts' rows, in place of a file; it is called with `options`."""
     options: Mapping[str, Any] = key({})
@@ -132,6 +134,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         checked(self)
         one_of(self, "data", "function")
+        one_of(self, "split", "function")
         needs(self, "options", "function")
         if self.greedy and self.k > 1:
             raise ConfigError("k", f"got {self.k} with greedy, which gives the same each time, expected 1")
@@ -202,9 +205,9 @@ class Config:
     deterministic: bool = key(False, free=True)
     """Whether torch may use only operations that give the same each time, on a GPU too."""
     resume: bool = key(True, free=True)
-    """Whether a run whose folder has checkpoints goes on from the last; if not, a folder that exists is refused."""
+    """Whether a run that is in the folder goes on from its last checkpoint; if not, such a folder is refused."""
     overwrite: bool = key(False, free=True)
-    """Whether a folder that exists is emptied first, whatever `resume` says."""
+    """Whether a run that is in the folder is removed first, whatever `resume` says; no other folder is emptied."""
     nonfinite_limit: int = key(3, free=True, low=1)
     """Updates in a row that may be skipped because a loss or gradient is not finite, before the run stops."""
     model: Model = field(default_factory=Model)
@@ -272,8 +275,23 @@ class Config:
             raise ConfigError("teacher", f"got none, which {own.name} needs; expected one of path, config, builder")
         if own.mixed and self.intake.expert is None:
             raise ConfigError("intake.expert", f"got none, which {own.name} needs; expected the path of a book")
-        given = (self.data.held_out or None, self.evaluation.data, self.evaluation.function)
-        if self.evaluation.every and given == (None, None, None):
+        if own.n == 1 and _compares(own):
+            raise ConfigError(
+                "algorithm.n",
+                f"got 1, and {own.name} ({own.estimator}) compares the responses to a prompt, expected at least 2",
+            )
+        if self.environment.function is not None:
+            for place, value in (
+                ("data.max_prompt_tokens", self.data.max_prompt_tokens),
+                ("evaluation.rewards", self.evaluation.rewards or None),
+            ):
+                if value is not None:
+                    instead = "environment.context_limit" if place.startswith("data") else "rewards"
+                    raise ConfigError(place, f"got it with an environment, for which {instead} says it")
+        given = (
+            *(self.data.held_out or None, self.evaluation.data, self.evaluation.split, self.evaluation.function),
+        )
+        if self.evaluation.every and set(given) == {None}:
             raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
 
     def fingerprint(self) -> str:
@@ -281,6 +299,16 @@ class Config:
         fixed = {path: value for path, value, free in leaves(self) if not free}
         text = json.dumps(fixed, sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _compares(algorithm: Algorithm) -> bool:
+    """Whether an estimator says 0 of a response that is alone with its prompt."""
+    from rollbook.algorithms import ESTIMATORS
+
+    entry = None if algorithm.estimator is None else ESTIMATORS[algorithm.estimator]
+    if entry is None or not entry.inputs.get("groups") or "steps" in entry.inputs or "singleton" not in entry.options:
+        return False
+    return bool(algorithm.estimator_options.get("singleton", "zero") == "zero")
 
 
 class Difference(NamedTuple):

@@ -89,40 +89,19 @@ def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> 
     return [{"prompt": f"{word}>", "reference": answer, "response": answer} for word, answer in answers]
 
 
-def pairs(count: int = 20_000, length: int = 6, seed: int = 0) -> list[dict[str, Any]]:
-    """The same tasks with two answers each: the right one, and one with a mistake that beginners make: a letter is
-    taken for another one, or doubled, or forgotten.
-
-    >>> row = pairs(1)[0]
-    >>> row["prompt"], row["chosen"], row["rejected"]
-    ('ihecfe>', 'ceefhi', 'cefhi')
-    """
-    rng, made = random.Random(f"mistakes {seed}"), rows(count, length, seed)
-    for row in made:
-        right = wrong = row["reference"]
-        while wrong == right:
-            at = rng.randrange(length)
-            put = (rng.choice(LETTERS), rng.choice(LETTERS), 2 * right[at], "")[rng.randrange(4)]
-            wrong = "".join(sorted(right[:at] + put + right[at + 1 :]))
-        row |= {"chosen": right, "rejected": wrong}
-    return made
-
-
-def teacher(
+def taught(
     seed: int = 0,
     steps: int = 250,
-    batch: int = 128,
+    until: float | None = None,
     count: int = 20_000,
     length: int = 6,
     skip: int = 20_000,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """A model that was shown many more answers than a warm-up shows, about twenty seconds long: right nine times out of
-    ten. `options` are `model`'s.
+    """A model that was shown answers: with 250 steps, which take about twenty seconds, a teacher, right nineteen times
+    out of twenty; `until` it is right that often, a beginner. `options` are `model`'s.
 
-    >>> made, _ = teacher(steps=2, batch=8, hidden=32, heads=1, layers=1)
-    >>> made.training
-    False
+    >>> made, words = taught(steps=2, count=256, hidden=32, heads=1, layers=1)
     """
     from rollbook.models import Actor
     from rollbook.train.data import Prompts
@@ -130,11 +109,39 @@ def teacher(
     from rollbook.train.warming import WarmUp, warm_up
 
     made, words = model(seed, **options)
-    how = WarmUp(
-        steps=steps, rows=batch, optimizer=Optimizing(lr=3e-3, warmup=30, schedule="linear", floor=0.03, steps=steps)
+    pace = {} if until is not None else {"schedule": "linear", "floor": 0.03, "steps": steps}
+    warm_up(
+        Actor(made, tokenizer=words),
+        Prompts(rows(count, length, seed, skip), seed=seed),
+        WarmUp(steps=steps, until=until, optimizer=Optimizing(lr=3e-3, warmup=30, **pace)),
+        reward=reward,
+        sampling={"max_tokens": length + 1},
+        seed=seed,
     )
-    warm_up(Actor(made, tokenizer=words), Prompts(rows(count, length, seed, skip), seed=seed), how, seed=seed)
-    return made.eval(), words
+    return made, words
+
+
+def pairs(
+    count: int = 8000, length: int = 6, seed: int = 0, until: float = 0.2, skip: int = 20_000, **options: Any
+) -> list[dict[str, Any]]:
+    """The tasks that a beginner fails at, with two answers each: the right one, and the beginner's, who is right as
+    often as `until` says and learnt from words after the first `skip`. `options` are `model`'s.
+
+    >>> made = pairs(40, length=4, skip=40, until=0.0, hidden=32, heads=1, layers=1)
+    >>> all(row["chosen"] == row["reference"] != row["rejected"] for row in made)
+    True
+    """
+    from rollbook.models import Actor
+    from rollbook.train.data import Prompts
+    from rollbook.train.evaluating import evaluate
+
+    made, words = taught(seed, until=until, count=count, length=length, skip=skip, **options)
+    tasks = rows(count, length, seed)
+    engine, sampling = Actor(made, tokenizer=words).engine, {"max_tokens": length + 1}
+    answers = evaluate(engine, Prompts(tasks, shuffle=False), reward, sampling=sampling, seed=seed).records
+    given = {record.prompt_text: record.response_text for record in answers}
+    both = [{**row, "chosen": row["reference"], "rejected": given[row["prompt"]]} for row in tasks]
+    return [row for row in both if row["rejected"] != row["chosen"]]
 
 
 def expert(folder: Any, count: int = 2000, length: int = 6, seed: int = 0, skip: int = 20_000) -> int:

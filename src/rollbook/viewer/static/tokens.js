@@ -16,6 +16,8 @@ const TOKENS_FOLD_SYSTEM = 48; // a system prompt longer than this opens folded,
 const TOKENS_FOLD_PROMPT = 2500;
 const TOKENS_REPEAT = 4; // so many equal special tokens in a row are one mark with a count
 const TOKENS_LINE = 18; // pixels, as in tokens.css
+const TOKENS_SMALL = 64; // a picture of fewer points is drawn larger, about TOKENS_DRAWN pixels, and its size stands below it
+const TOKENS_DRAWN = 96;
 
 // Characters that reorder, hide or control, and the separators that break lines unseen.
 const TOKENS_HIDDEN =
@@ -472,8 +474,16 @@ export class TokenPane {
       src: url, alt: name, loading: "lazy", decoding: "async", width: picture.width ?? null, height: picture.height ?? null,
       on: { error: () => figure.replaceChildren(el("span", { class: "muted", text: `${name}: its bytes are missing` })) },
     });
+    const { width, height } = picture;
+    const small = width > 0 && height > 0 && Math.min(width, height) < TOKENS_SMALL;
+    if (small && Math.max(width, height) < TOKENS_SMALL) {
+      // By a whole number, so that each of its points is a square of the same size.
+      const scale = Math.ceil(TOKENS_DRAWN / Math.max(width, height));
+      image.classList.add("pixelated");
+      image.style.setProperty("width", `${width * scale}px`);
+    }
     const figure = el("button", {
-      class: "tk-figure", type: "button", title: "enlarge",
+      class: small ? "tk-figure tk-figure-small" : "tk-figure", type: "button", title: "enlarge",
       on: { click: () => this.options.onPicture && this.options.onPicture(picture, name) },
     }, image, el("span", { class: "tk-figure-note", text: size === "" ? "image" : size }));
     return figure;
@@ -1020,7 +1030,7 @@ export class TokenPane {
 /** Shows a picture as large as the window allows. */
 export function showPicture(url, name) {
   const box = el("dialog", { class: "tk-zoom", "aria-label": name, on: { close: () => box.remove(), click: (event) => event.target === box && box.close() } },
-    el("img", { src: url, alt: name }),
+    el("img", { src: url, alt: name, on: { load: ({ target }) => target.classList.toggle("pixelated", Math.max(target.naturalWidth, target.naturalHeight) < TOKENS_SMALL) } }),
     el("div", { class: "tk-zoom-foot" }, el("span", { class: "muted", text: name }), el("button", { class: "button small", type: "button", text: "Close", on: { click: () => box.close() } })));
   document.body.append(box);
   box.showModal();

@@ -153,7 +153,7 @@ export async function openGroup(context) {
   const answer = group.label ?? group.reference ?? null;
   const thumbs = (first?.pictures ?? []).slice(0, 4).map((picture, i) => {
     const url = api.mediaUrl(picture.sha256);
-    return url === "" ? null : el("img", { src: url, alt: `image ${i + 1}`, height: "22", loading: "lazy" });
+    return url === "" ? null : el("img", { src: url, alt: `image ${i + 1}`, height: "22", loading: "lazy", class: picture.height < 22 ? "pixelated" : null });
   });
   const prompt = el("details", { class: "gp-prompt", on: { toggle: () => {
     params.set({ prompt: prompt.open ? "open" : null });
