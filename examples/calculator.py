@@ -100,9 +100,11 @@ def demonstration(prompt: Prompt, tokenizer: Any, guess: str | None = None) -> E
     return episode.experiences()[0]
 
 
-def success(maker: EpisodeMaker, tasks: Prompts, name: str) -> float:
-    """The share of episodes, sampled as in training, that end with the right answer."""
+def success(maker: EpisodeMaker, tasks: Prompts, name: str, book: Any = None) -> float:
+    """The share of episodes, sampled as in training, that end with the right answer; a book keeps them, if given."""
     records = maker.play(tasks.every(batch=name), n=1, **TURN)
+    if book is not None:
+        book.append(records, evaluation=True)
     return sum(row.reward == 1.0 for row in records) / len(records)
 
 
@@ -161,10 +163,10 @@ def reinforce(
             tell(f"step {report.step}: reward {report['reward/mean']:.3f}, {report['episode/turns']:.2f} turns")
 
 
-def judged(actor: Actor, held_out: Prompts, name: str, seed: int = 0) -> float:
+def judged(actor: Actor, held_out: Prompts, name: str, seed: int = 0, book: Any = None) -> float:
     """Success on tasks that were neither shown nor trained on."""
     config = maker_config(HOW, seed=seed, progress=False)
-    return success(EpisodeMaker(actor, Calculator, config=config, max_turns=3), held_out, name)
+    return success(EpisodeMaker(actor, Calculator, config=config, max_turns=3), held_out, name, book)
 
 
 if __name__ == "__main__":
@@ -177,11 +179,11 @@ if __name__ == "__main__":
     given = parser.parse_args()
     begun, spent = time.perf_counter(), time.process_time()
     actor, tasks, held_out = warmed_up(given.seed)
-    before = judged(actor, held_out, "eval-0", given.seed)
-    print(f"success before: {before:.3f} of {len(held_out)} episodes")
     place = "memory:" if given.out is None else given.out / "book"
     with rollbook.open(place, tokenizer=actor.tokenizer) as book:
+        before = judged(actor, held_out, "eval-0", given.seed, book)
+        print(f"success before: {before:.3f} of {len(held_out)} episodes")
         reinforce(actor, tasks, book, given.steps, given.seed, given.groups, given.chance)
-    after = judged(actor, held_out, f"eval-{given.steps}", given.seed)
+        after = judged(actor, held_out, f"eval-{given.steps}", given.seed, book)
     wall, cpu = time.perf_counter() - begun, time.process_time() - spent
     print(f"success: {before:.3f} before, {after:.3f} after {given.steps} steps ({wall:.0f} s, {cpu:.0f} s of CPU)")

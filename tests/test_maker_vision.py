@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rollbook import Experiences
 from rollbook.algorithms import losses
 from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
 from rollbook.making.whole import Whole
 from rollbook.models import Actor, Critic
+from rollbook.rewards.types import RewardInput
 from rollbook.rollout import Prompt
+from rollbook.rollout.pictures import load_image
 from tests import tiny
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
@@ -55,9 +59,9 @@ def policy(seed: int = 0) -> tuple[Actor, Counting]:
     return Actor(model, processor=counting), counting
 
 
-def maker(actor: Actor, **config: Any) -> NaiveExperienceMaker:
+def maker(actor: Actor, kind: type[NaiveExperienceMaker] = NaiveExperienceMaker, **config: Any) -> NaiveExperienceMaker:
     settings: dict[str, Any] = {"n_samples_per_prompt": 3, "seed": 5, "advantage_estimator": "group_norm"} | config
-    return NaiveExperienceMaker(
+    return kind(
         actor,
         None,
         None,
@@ -242,3 +246,50 @@ def test_videos_beside_images_and_text(packing: bool) -> None:
         expected = [spread[t - 1, ids[t]].item() for t in range(len(ids) - len(found), len(ids))]
         assert found.tolist() == pytest.approx(expected, abs=5e-5)
         assert packed.extras["logprobs"][i].tolist() == pytest.approx(expected, abs=5e-5)
+
+
+def test_records_keep_the_pictures_and_batches_do_not_change(tmp_path: Path) -> None:
+    actor, _ = policy()
+    file = tmp_path / "blue.png"
+    tiny.picture(BLUE).save(file)
+    images = [None, tiny.picture(RED), [str(file), file.read_bytes()]]
+    made = maker(actor)
+    (batch,) = made.make_experience_list(PROMPTS, all_images=images, **OPTIONS)
+    assert batch.info is not None and "info" not in batch.info  # they are in raw_images, as they were given
+    assert batch.raw_images is not None and batch.raw_images[-1] == images[-1]
+    records = maker(actor).make_records(PROMPTS, all_images=images, **OPTIONS)
+    assert [len(row.info.get("images", ())) for row in records] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert records[8].info["images"] == [file.read_bytes()] * 2
+    assert load_image("image", records[3].info["images"][0]).getpixel((0, 0)) == RED
+    bare = Experiences([row.replace(info={}) for row in records])
+    for mine, other in zip(records.batch().pack().sequences, bare.batch().pack().sequences, strict=True):
+        assert torch.equal(mine, other)
+    given = records.batch()
+    assert [item.info["info"].get("images") for item in _items(given) if "info" in item.info] == [
+        row.info["images"] for row in records if row.info
+    ]
+    assert Experiences.from_bytes(records.to_bytes()) == records
+    assert [len(RewardInput.of(row, tiny.bytes_()).images) for row in records][::3] == [0, 1, 2]
+
+
+def test_samples_are_made_records_of_once() -> None:
+    """And a subclass that does something of its own to them gets the same."""
+
+    class Counted(NaiveExperienceMaker):
+        def make_experience(self, samples: Any) -> Any:
+            made = super().make_experience(samples)
+            for one in samples.rollouts:
+                one.metrics["seen"] = 1.0
+            return made
+
+    actor, _ = policy()
+    plain = maker(actor)
+    records = plain.make_records(PROMPTS, all_images=IMAGES, **OPTIONS)
+    assert plain._rows is None
+    again = maker(actor).make_records(PROMPTS, all_images=IMAGES, **OPTIONS)
+    assert records == again
+    counted = maker(actor, kind=Counted, micro_rollout_batch_size=4).make_records(PROMPTS, all_images=IMAGES, **OPTIONS)
+    assert [row.metrics["seen"] for row in counted] == [1.0] * 9
+    for mine, other in zip(counted, records, strict=True):
+        assert torch.equal(mine.tokens, other.tokens) and mine.info == other.info
+        assert torch.equal(mine.advantages, other.advantages)

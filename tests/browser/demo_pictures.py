@@ -29,7 +29,7 @@ def main(run: str = "runs/letters") -> None:
         page = chrome.page(1440, 900)
         page.goto(server.url)
         page.wait("!!document.querySelector('#main h1')")
-        page.wait("!document.body.innerText.includes('reading ')", seconds=300)
+        page.wait("!document.body.innerText.includes('reading ')", timeout=300)
         for name, address in pages.items():
             page.eval(f"location.hash = '{address}'")
             page.wait("document.querySelector('#main').getAttribute('aria-busy') !== 'true'")

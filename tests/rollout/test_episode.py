@@ -18,6 +18,7 @@ from rollbook.batch import from_experiences
 from rollbook.rollout import Cancel, Line, Prompt, Sample, Sampling, ScriptedEngine
 from rollbook.rollout.episode import Episode, act_all
 from rollbook.rollout.local import TransformersEngine
+from rollbook.rollout.pictures import load_image
 from tests import tiny
 from tests.rollout import templates
 from tests.rollout.templates import END, ids, merging, with_template
@@ -819,6 +820,8 @@ def test_images_of_the_prompt_and_of_an_observation() -> None:
     (record,) = episode.experiences()
     assert record.tokens.tolist().count(8) == 8 and record.action_mask.sum() == 6
     assert record.multi_modal_inputs["pixel_values"].shape[0] == 2
+    shown = [load_image("image", one).getpixel((0, 0)) for one in record.info["images"]]
+    assert shown == [(255, 0, 0), (0, 0, 255)]
     assert record.info["drift"][0]["outcome"] in ("clean", "realigned")  # bytes need not spell letters
     with torch.no_grad():
         logits = model(

@@ -155,6 +155,22 @@ def test_images_of_messages(tmp_path: Path) -> None:
     assert content[2] == parts[2] and row.messages[0]["content"] == parts
 
 
+@pytest.mark.parametrize("form", [lambda rows: rows, from_experiences, lambda rows: split_experience_batch(from_experiences(rows))])  # fmt: skip  # noqa: E501
+def test_images_that_records_keep_of_their_prompt(tmp_path: Path, form: Any) -> None:
+    rows = [
+        record("a", "b", info={"images": [png(picture(one)), None], "n": i}) for i, one in enumerate(("red", "blue"))
+    ]
+    given = form(rows)
+    found = read(saver(tmp_path).save_trajectories([given] if form is from_experiences else given, 2)[0])
+    assert len(files(tmp_path)) == 2
+    for one in found:
+        (name,) = one["image_sha256"]
+        text = str(one)
+        assert f"sha256:{name}" in text and "$bytes" not in text  # the file's name where the bytes stood
+        with Image.open(tmp_path / one["image_paths"][0]) as written:
+            assert written.size == (12, 8)
+
+
 def test_within_the_json(tmp_path: Path) -> None:
     given = batch([[picture("red", (90, 50)), None]])
     (found,) = read(saver(tmp_path, save_images_separately=False, max_image_size=30).save_trajectories([given], 1)[0])

@@ -291,7 +291,7 @@ def test_an_evaluation_is_a_line_of_its_own() -> None:
     display.note("checkpoint \x1b[31mstep-1")
     assert stream.getvalue().splitlines()[0] == "step 0: avg@4 0.5 (0.44 to 0.56)"
     assert stream.getvalue().splitlines()[-1] == r"checkpoint \x1b[31mstep-1"
-    assert evaluation_line({"eval/failed": 0.5, "eval/low": 1.0}) == "eval/failed 0.5, eval/low 1"
+    assert evaluation_line({"eval/failed": 0.5, "eval/low": 1.0}) == "failed 0.5, low 1"
 
 
 @pytest.fixture

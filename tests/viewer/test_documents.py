@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import rollbook
-from rollbook import Experience, Experiences, freeform
+from rollbook import EID, Experience, Experiences, freeform
+from rollbook.rollout import Prompt, Sample
 from rollbook.viewer.documents import LENSES, Trajectory, derive, prompt_hash, step_of
 from rollbook.viewer.frames import decode, encode
 from rollbook.viewer.pictures import Album, Looked
@@ -384,6 +385,35 @@ def test_where_pictures_stand(where: Any, size: int) -> None:
         reader = Reader(book)
         (found,) = reader.documents([row.eid.uid])
         assert [reader.media(one.sha256) for one in found.pictures] == [(data, "image/png")]
+
+
+def test_the_pictures_of_a_prompt_are_in_its_records_and_once_in_the_book(tmp_path: Path) -> None:
+    file = tmp_path / "a.jpg"
+    file.write_bytes(picture(64, "JPEG", noise=True))
+    drawn = Image.open(io.BytesIO(picture(64, noise=True)))
+    prompt = Prompt(text="<image><image>what?", images=[file, drawn])
+    samples = [
+        Sample(
+            prompt=prompt,
+            eid=EID(0, "a", run, suffix="x"),
+            prompt_ids=written("<image><image>what?"),
+            response_ids=written("cat"),
+            media={"pixel_values": torch.zeros(2, 3, 16, 16)},
+        )
+        for run in range(8)
+    ]
+    with rollbook.open("memory:", tokenizer=bytes_()) as book:
+        book.append([one.to_experience() for one in samples])
+        with book.ledger.read() as tx:
+            assert tx.one("SELECT count(*) FROM media") == (3,)  # two pictures and the pixels of both, for eight runs
+        reader = Reader(book)
+        for found in reader.documents([one.eid.uid for one in samples]):
+            assert [one.token for one in found.pictures] == [0, 1] and found.notes == []
+            media = [reader.media(one.sha256) for one in found.pictures]
+            assert media[0] == (file.read_bytes(), "image/jpeg")
+            assert media[1] is not None and media[1][1] == "image/png"
+            with Image.open(io.BytesIO(media[1][0])) as shown:
+                assert shown.tobytes() == drawn.tobytes()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])

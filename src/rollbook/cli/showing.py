@@ -29,7 +29,7 @@ from rollbook.cli.terminal import (
     table,
     tail,
 )
-from rollbook.viewer.documents import LENSES, Trajectory
+from rollbook.viewer.documents import LENSES, Picture, Trajectory
 
 SEQUENTIAL = ((253, 231, 37), (122, 209, 81), (34, 168, 132), (42, 120, 142), (65, 68, 135), (68, 1, 84))
 DIVERGING = ((178, 88, 9), (241, 163, 64), (254, 224, 182), (216, 218, 235), (94, 130, 180), (33, 70, 140))
@@ -202,6 +202,7 @@ def _header(one: Trajectory) -> Iterator[str]:
         "tokens": f"{one.tokens} ({one.prompt_tokens} of the prompt, {int(one.mask.sum())} trained on)",
         "status": one.status + (f" ({one.finish_reason})" if one.finish_reason else ""),
         "versions": _span(one.versions),
+        "pictures": ", ".join(_picture(each) for each in one.pictures),
         "label": one.label,
         "reference": one.reference,
         "kept": one.kept,
@@ -213,6 +214,11 @@ def _header(one: Trajectory) -> Iterator[str]:
         yield styled(f"note        {printable(note)}", "yellow")
     if one.tokenized == "ids":
         yield styled("note        no tokenizer is known here: --tokenizer PATH names one; these are ids", "yellow")
+
+
+def _picture(one: Picture) -> str:
+    kind = one.mime.removeprefix("image/")
+    return f"{one.width}×{one.height} {kind}" if one.width and one.height else kind
 
 
 def _span(versions: NDArray[np.int64] | None) -> str | None:

@@ -37,9 +37,15 @@ def train(options: argparse.Namespace) -> int:
     if options.show_config:
         print(json.dumps(config.to_dict()) if options.json else shown(config), end="\n" if options.json else "")
         return OK
+    from rollbook.rewards.types import RewardError
+    from rollbook.train.learner import NotFinite
     from rollbook.train.running import run
+    from rollbook.train.trainer import Exhausted, Fruitless
 
-    outcome = run(config)
+    try:
+        outcome = run(config)
+    except (Exhausted, Fruitless, NotFinite, RewardError) as error:
+        raise ValueError(f"{error} (the same command goes on from the last checkpoint)") from error
     if options.json:
         found: dict[str, Any] = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
         for when, one in (("before", outcome.before), ("after", outcome.after)):

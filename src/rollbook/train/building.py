@@ -213,9 +213,7 @@ def models_of(config: Config, actor: Actor, device: torch.device) -> Models:
             _check_words("critic.path", made.critic, actor)
         elif config.critic.config is not None:
             with loading("critic.config", config.critic.config):
-                made.critic = CriticModel(
-                    transformers_module().AutoConfig.for_model(**config.critic.config), **options
-                )
+                made.critic = CriticModel(transformers_module().AutoConfig.for_model(**config.critic.config), **options)
             _check_words("critic.config", made.critic, actor)
         else:
             made.critic = CriticModel(trunk_from=actor, **options)
@@ -261,6 +259,17 @@ def prompts_of(config: Config) -> tuple[Prompts, Prompts | None]:
     if config.warmup.steps:
         found.require("response")
     return found, held
+
+
+def check_readable(actor: Actor, prompts: Prompts) -> None:
+    """Refuse prompts of text where nobody turns them into tokens: each of them would fail."""
+    first = prompts.every()[0]
+    holder = actor.processor if actor.processor is not None else actor.tokenizer
+    if holder is None and first.token_ids is None:
+        raise ConfigError("model.tokenizer", "got none, and the model has none of its own, expected one: data are text")
+    templates = [getattr(one, "chat_template", None) for one in (actor.processor, actor.tokenizer)]
+    if first.messages is not None and not any(templates):
+        raise ConfigError("model.tokenizer", "got one without a chat template, expected one that has: data are chats")
 
 
 def _from_function(section: str, target: str, options: Mapping[str, Any], config: Config) -> Prompts:
@@ -338,8 +347,8 @@ def _reward(key: str, one: Reward, actor: Actor | None) -> Any:
     source, options = getattr(one, kind), dict(one.options)
     if kind == "model":
         with loading(f"{key}.model", source):
-            return as_reward(*_classifier(source, options, actor), **options)
-    if kind == "remote":
+            source = _classifier(source, options, actor)
+    elif kind == "remote":
         options |= {"replicas": True} if len(source) > 1 else {}
         source = source[0] if len(source) == 1 else list(source)
     elif kind == "function" and ":" in source and not source.rpartition(":")[0].endswith(".py"):
@@ -351,8 +360,8 @@ def _reward(key: str, one: Reward, actor: Actor | None) -> Any:
         raise ConfigError(place, str(error).removeprefix("reward: ")) from error
 
 
-def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> tuple[Any]:
-    """A sequence classifier, and into its options where it lies and by which tokenizer it reads what a policy of
+def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> Any:
+    """A sequence classifier; into its options go where it lies, and the tokenizer by which it reads what a policy of
     another one wrote."""
     transformers = transformers_module()
     options.setdefault("name", Path(name).name)
@@ -367,7 +376,7 @@ def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> tupl
             if "tokenizer" in options:
                 raise
             # It has none of its own, and is given the policy's tokens.
-    return (transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto"),)
+    return transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto")
 
 
 def unrewarded(response_ids: Any) -> float:

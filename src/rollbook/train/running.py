@@ -96,13 +96,29 @@ class Run:
             if not self.config.resume:
                 raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
             before = effective(kept)
-            self._same(before)
+            saving.mend(folder)
+            begun = bool(saving.saved(folder))
+            changed = any(not one.free for one in differences(before, self.config))
+            if changed and not begun and self._never_trained():
+                # The first attempt ended in an error, and what was wrong is mended: none of it had an effect yet.
+                shutil.rmtree(folder / BOOK, ignore_errors=True)
+            else:
+                self._same(before)
             if differences(before, self.config):
                 self._keep_config()
-            saving.mend(folder)
-            return bool(saving.saved(folder))
+            return begun
         self._keep_config()
         return False
+
+    def _never_trained(self) -> bool:
+        """Whether the folder's book, if there is one, has nothing to learn from."""
+        if not (self.folder / BOOK).exists():
+            return True
+        try:
+            with open_book(self.folder / BOOK, mode="r") as book:
+                return not book.counts().admitted
+        except (OSError, ValueError):
+            return False  # nobody knows
 
     def _lock(self) -> None:
         """Have the folder alone, until this process ends, by whatever death. The lock is a process's own: children that
@@ -167,7 +183,8 @@ class Run:
         config = self.config
         actor = building.actor_of(config, device)
         prompts, held = building.prompts_of(config)
-        reward = building.reward_of(config.rewards)
+        building.check_readable(actor, prompts)
+        reward = building.reward_of(config.rewards, actor)
         self.say(_headline(config, actor, prompts, held, device))
         outcome = Outcome(self.folder, 0, 0.0)
         if config.warmup.steps and not going_on:
@@ -248,7 +265,8 @@ class Run:
 
     def _train(self, trainer: Trainer, held: Prompts | None, reward: Any, outcome: Outcome) -> None:
         config = self.config
-        reward = building.reward_of(config.evaluation.rewards) or reward
+        if config.evaluation.rewards:
+            reward = building.reward_of(config.evaluation.rewards, trainer.actor, "evaluation.rewards")
         judge = held if reward is not None or config.environment.function is not None else None
         if trainer.done == 0 and not saving.saved(self.folder):
             if judge is not None and config.evaluation.before:
@@ -354,9 +372,12 @@ def summary(outcome: Outcome, config: Config) -> list[str]:
         found = difference(before, after)
         lines.append(f"change    {found.value:+.3f} ({found.low:+.3f} to {found.high:+.3f}), the same prompts compared")
         lines += ["", *_samples(before, after)]
-    lines += ["", f"weights   {saving.saved(outcome.folder)[-1].model}" if saving.saved(outcome.folder) else ""]
+    for last in saving.saved(outcome.folder)[-1:]:
+        # Without a last checkpoint these are older weights.
+        lines += ["", f"weights   {last.model}" + (f", of step {last.step}" if last.step < outcome.steps else "")]
     lines += [f"book      {outcome.book}", f"look      rollbook view {outcome.folder}"]
-    lines += [f"          rollbook doctor {outcome.folder}    rollbook replay {outcome.folder} --step {outcome.steps}"]
+    again = f"    rollbook replay {outcome.folder} --step {outcome.steps}" if outcome.steps else ""
+    lines += [f"          rollbook doctor {outcome.folder}{again}"]
     return lines
 
 
@@ -369,7 +390,8 @@ def _samples(before: Evaluation, after: Evaluation, count: int = 3) -> list[str]
     for old, new in both[:count]:
         lines.append(f"  prompt  {_short(_asked(old))}")
         lines += [
-            f"  {name}  {_short(row.response_text)}   reward {row.reward:g}"
+            f"  {name}  {_short(row.response_text)}   "
+            + (f"reward {row.reward:g}" if row.reward is not None else "no reward")
             for name, row in (("before", old), ("after ", new))
         ]
         lines.append("")

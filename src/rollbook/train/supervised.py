@@ -17,7 +17,7 @@ from rollbook.ids import EID
 from rollbook.rollout.engine import made_up_batch
 from rollbook.rollout.processing import Prepared, Preparer, placeholders
 from rollbook.rollout.rendering import Renderer
-from rollbook.rollout.types import Prompt
+from rollbook.rollout.types import Overflow, Prompt, Sampling
 from rollbook.train.data import Prompts
 from rollbook.train.rows import ANSWERS
 
@@ -80,14 +80,26 @@ class SupervisedMaker:
         self.metrics: dict[str, float] = {}
         self._media = frozenset(placeholders(self.preparer.processor).values())
 
-    def make_records(self, prompts: Iterable[Prompt], **ignored: Any) -> Experiences:
-        """The records of prompts that have answers, under their ids; sampling options mean nothing here."""
+    def make_records(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        max_prompt_tokens: int | None = None,
+        prompt_overflow: Overflow = "error",
+        **ignored: Any,
+    ) -> Experiences:
+        """The records of prompts that have answers, under their ids.
+
+        A prompt of more than `max_prompt_tokens` is as one that leaves no room, or is cut on the `left` or the `right`
+        (`prompt_overflow`). Other options of sampling mean nothing here.
+        """
         rows, dropped = [], []
+        how = Sampling(max_prompt_tokens=max_prompt_tokens, prompt_overflow=prompt_overflow)
         fresh = made_up_batch()
         for i, given in enumerate(prompts):
             prompt = given if given.eid is not None else given.replace(eid=EID(batch=fresh, task=i, suffix=""))
             try:
-                row = self._record(prompt)
+                row = self._record(prompt, how)
             except ValueError as error:
                 raise ValueError(f"{_called(prompt)}: {error}") from error
             if row is None:
@@ -97,7 +109,7 @@ class SupervisedMaker:
         if dropped:
             log.warning(
                 "%d of %d prompts leave no room for an answer in %s tokens, and are left out: %s",
-                len(dropped), len(rows) + len(dropped), self.max_tokens, ", ".join(dropped[:8]),
+                len(dropped), len(rows) + len(dropped), self.max_tokens or max_prompt_tokens, ", ".join(dropped[:8]),
             )  # fmt: skip
         if not rows:
             raise ValueError(f"prompts: got {len(dropped)}, all of them too long, expected some that leave room"
@@ -114,7 +126,7 @@ class SupervisedMaker:
 
     # --- one record ---------------------------------------------------------------------------------------------------
 
-    def _record(self, prompt: Prompt) -> Experience | None:
+    def _record(self, prompt: Prompt, how: Sampling) -> Experience | None:
         names = ("response",) if self.kind == "sft" else ("chosen", "rejected")
         answers = {name: prompt.info[name] for name in names if prompt.info.get(name) is not None}
         missing = next((name for name in names if name not in answers), None)
@@ -124,13 +136,16 @@ class SupervisedMaker:
                 f"{missing}: got nothing, expected an answer to learn from; the row has {', '.join(known)}"
             )
         prepared = self.preparer.prepare(prompt)
+        most, length = how.max_prompt_tokens, len(prepared.ids)
+        longer = most is not None and length > most
+        if longer and how.prompt_overflow != "error" and prepared.media is None:
+            prepared, longer = self.preparer.prepare(prompt, how), False
         room = None if self.max_tokens is None else self.max_tokens - len(prepared.ids)
-        if room is not None and room < 1:
+        if longer or (room is not None and room < 1):
             if self.long_prompts == "drop":
                 return None
-            raise ValueError(
-                f"prompt: got {len(prepared.ids)} tokens, expected fewer than {self.max_tokens} (max_tokens)"
-            )
+            bound = f"at most {most} (max_prompt_tokens)" if longer else f"fewer than {self.max_tokens} (max_tokens)"
+            raise ValueError(f"prompt: got {length} tokens, expected {bound}")
         info = {name: value for name, value in prompt.info.items() if name not in names}
         info |= {name: value for name in ("reference", "label") if (value := getattr(prompt, name)) is not None}
         ids = {}

@@ -41,6 +41,10 @@ class Exhausted(RuntimeError):
     """There is nothing more to learn from."""
 
 
+class Fruitless(RuntimeError):
+    """Of all that a step made, every sample failed, or none could be given its reward: more steps would be as vain."""
+
+
 @dataclass(frozen=True)
 class Report(Mapping[str, float]):
     """What a step was: its metrics by name.
@@ -201,13 +205,14 @@ class Trainer:
         """Bring a step's experience to the book."""
         if self.maker is None or self.prompts is None or (step - 1) % self.intake.make_every:
             return {}
-        missing, made, dropped = self.groups, 0, 0
+        missing, made, dropped, lost = self.groups, 0, 0, list[str | None]()
         for _ in range(1 + self.algorithm.refill):
             records = self.maker.make_records(self.prompts.take(missing, step), **self.generate)
             reached("made")
             self.book.append(records)
             reached("appended")
             made += len(records)
+            lost.append(_lost(records))
             if not self.algorithm.drop_constant_groups:
                 break
             constant = _constant(records)
@@ -218,6 +223,8 @@ class Trainer:
             missing = gone
             if not missing:
                 break
+        if all(lost):
+            raise Fruitless(f"step {step}: all {made} samples failed, or have no reward; the first: {lost[0]}")
         found = {name: value for name, value in dict(self.maker.metrics).items() if math.isfinite(value)}
         return {**found, "made": float(made), "dropped_groups": float(dropped)}
 
@@ -266,13 +273,18 @@ class Trainer:
         )
 
     def _announce(self) -> None:
-        """Say which version the policy has: to the engine, whose weights are the actor's own, and to the book."""
+        """Say which version the policy has: to the actor's own engine, and to the book. Of another engine whoever
+        changes its weights says so: a server's are what they were."""
         engine = getattr(self.maker, "engine", None)
-        if engine is not None:
+        if engine is not None and engine is self._own_engine():
             engine.version = self.done
         known = self.book.policy_version
         if known is None or known < self.done:
             self.book.announce(self.done)
+
+    def _own_engine(self) -> Any:
+        """Who samples with the weights that are trained; `None` of an actor that has no engine."""
+        return getattr(self.actor, "engine", None)
 
     # --- what there is to say -------------------------------------------------------------------------------------
 
@@ -315,13 +327,18 @@ class Trainer:
         from rollbook.train.evaluating import evaluate, evaluated
 
         options = {"sampling": self.generate, **options}
+        others: Any = getattr(self.maker, "engine", None)
+        engine = self._own_engine() or others
         if isinstance(self.maker, EpisodeMaker):
             sampling, runs = dict(options.pop("sampling")), options.pop("k", 1)
-            records = self.maker.play(prompts.every(f"eval-{self.done}"), **{**sampling, "n": runs})
+            self.maker.engine = engine
+            try:
+                records = self.maker.play(prompts.every(f"eval-{self.done}"), **{**sampling, "n": runs})
+            finally:
+                self.maker.engine = others
             self.book.append(records, evaluation=True)
             found = evaluated(records, step=self.done, **options)
         else:
-            engine = getattr(self.maker, "engine", None) or self.actor.engine
             options = {"seed": self.seed, **options}
             found = evaluate(engine, prompts, reward, step=self.done, book=self.book, **options)
         reached("evaluated")
@@ -453,6 +470,12 @@ class Trainer:
         self._announce()
         saving.put_random_state(state["random"])
         return True
+
+
+def _lost(records: Experiences) -> str | None:
+    """What went wrong with the first of the records, if something did with each of them."""
+    errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]
+    return str(errors[0]) if errors and all(errors) else None
 
 
 def _any(value: Any) -> bool:

@@ -288,9 +288,7 @@ class Config:
                 if value is not None:
                     instead = "environment.context_limit" if place.startswith("data") else "rewards"
                     raise ConfigError(place, f"got it with an environment, for which {instead} says it")
-        given = (
-            *(self.data.held_out or None, self.evaluation.data, self.evaluation.split, self.evaluation.function),
-        )
+        given = (*(self.data.held_out or None, self.evaluation.data, self.evaluation.split, self.evaluation.function),)
         if self.evaluation.every and set(given) == {None}:
             raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
 

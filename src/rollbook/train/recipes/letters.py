@@ -141,7 +141,7 @@ def pairs(
     answers = evaluate(engine, Prompts(tasks, shuffle=False), reward, sampling=sampling, seed=seed).records
     given = {record.prompt_text: record.response_text for record in answers}
     both = [{**row, "chosen": row["reference"], "rejected": given[row["prompt"]]} for row in tasks]
-    return [row for row in both if row["rejected"] != row["chosen"]]
+    return [row for row in both if row["rejected"] not in ("", row["chosen"])]
 
 
 def expert(folder: Any, count: int = 2000, length: int = 6, seed: int = 0, skip: int = 20_000) -> int:

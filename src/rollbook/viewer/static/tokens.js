@@ -309,12 +309,14 @@ export class TokenPane {
     const blocks = [];
     if (this.pages.length > 1) blocks.push(this.pager("top"));
     const pictures = (trajectory.pictures ?? []).map((picture, index) => ({ picture, index }));
-    const loose = pictures.filter(({ picture }) => picture.token === null || picture.token === undefined);
+    const placed = pictures.filter(({ picture }) => Number.isInteger(picture.token));
+    const loose = pictures.filter(({ picture }) => !Number.isInteger(picture.token));
     const first = trajectory.segments.findIndex((segment) => segment.role === "user" && segment.stop > from);
     this.bodies = new Map(); // segment number -> {body, button}
     if (raw || trajectory.segments.length === 0) {
       const body = el("div", { class: "tk-text" });
-      this.pieces(body, from, to, line, pictures.filter(({ picture }) => picture.token >= from && picture.token < to), -1);
+      const here = placed.filter(({ picture }) => picture.token >= from && picture.token < to);
+      this.pieces(body, from, to, line, from === 0 ? [...loose, ...here] : here, -1);
       blocks.push(el("div", { class: "tk-segment tk-raw" }, body));
     } else {
       let section = null;
@@ -332,7 +334,7 @@ export class TokenPane {
           if (!this.options.quiet || role !== "assistant" || turn > 0) section.append(this.roleHeader(index, from, to));
           blocks.push(section);
         }
-        const inside = pictures.filter(({ picture }) => picture.token >= start && picture.token < stop);
+        const inside = placed.filter(({ picture }) => picture.token >= start && picture.token < stop);
         section.append(this.segmentBlock(segment, index, start, stop, line, [...inside, ...(index === first ? loose : [])]));
       });
       if (first < 0 && loose.length > 0 && from === 0) {
@@ -440,7 +442,7 @@ export class TokenPane {
     const stops = new Set();
     const at = new Map(); // token -> figures before it
     for (const { picture, index } of pictures) {
-      const token = picture.token === null || picture.token === undefined ? start : picture.token;
+      const token = Number.isInteger(picture.token) ? picture.token : start;
       // A picture stands before its run of pad tokens; the run may start later than the segment.
       if (token > start) stops.add(token);
       if (!at.has(token)) at.set(token, []);
