@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -237,10 +238,28 @@ def test_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for name in named if not name.startswith(("critic/", "episode/"))} <= known
 
 
-def test_every_recipe_has_a_page() -> None:
-    from rollbook.train.config import recipes
+def test_recipe_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every recipe has a page; what the pages tell to type, and to write into files, is a configuration."""
+    from rollbook.cli.parser import build
+    from rollbook.train.config import effective, recipes
 
-    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "recipes").glob("*.md")}
+    pages = {path.stem: path for path in (ROOT / "docs" / "recipes").glob("*.md")}
     for name in recipes():
-        text = pages[name.rpartition("-")[2]]
-        assert f"rollbook train {name}" in text, name
+        assert re.search(rf"^rollbook train {name}\b", pages[name.rpartition("-")[2]].read_text(), re.M), name
+    monkeypatch.chdir(ROOT)
+    for page in [*pages.values(), ROOT / "docs" / "training.md"]:
+        text = page.read_text()
+        for line in re.findall(r"^rollbook train ([^#\n]+)", text, flags=re.MULTILINE):
+            options = build().parse_args(["train", *shlex.split(line)])
+            if options.config != "my.yaml" and not options.recipes:
+                assert effective(options.config, options.changes).steps, line
+        for number, inside in enumerate(re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)):
+            file = tmp_path / f"{page.stem}-{number}.yaml"
+            file.write_text(inside)
+            assert effective(file).seed == 0
+    monkeypatch.chdir(tmp_path)
+    for page in pages.values():
+        for code in blocks(page):
+            exec(code, {})
+    with rollbook.open(tmp_path / "expert", "r") as book:
+        assert len(book) == 2

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import rollbook
 from rollbook import EID, Experience
+from rollbook.rollout import Prompt, Sample
 from rollbook.viewer.server import Server
 from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import measured
@@ -354,5 +356,57 @@ def test_a_pair_stands_side_by_side_and_says_that_no_tokenizer_is_known(chrome: 
     page.eval("location.hash = '#/group/' + encodeURIComponent(" + json.dumps(one.gid) + ")")
     page.wait("document.querySelectorAll('.gp-column').length === 2")
     assert [each.split()[1] for each in page.texts(".gp-column-head a")] == ["chosen", "rejected"]
+    assert page.problems == []
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def drawings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A sample of a prompt with four pictures, from tiny to large."""
+    folder: Path = tmp_path_factory.mktemp("drawings") / "book"
+    images = [Image.effect_noise(size, 60) for size in SIZES]
+    ids = story.tokenizer().encode("Which of these? Therefore we get 4.").ids
+    one = Sample(
+        prompt=Prompt(text="Which of these?", images=images),
+        eid=EID(1, 1, 0, suffix="i"),
+        prompt_ids=ids[:3],
+        response_ids=ids[3:],
+    )
+    with rollbook.open(folder) as book:
+        book.append([one.to_experience()])
+    with Server(folder) as made:
+        yield measured(made)
+
+
+SIZES = [(8, 8), (60, 40), (200, 12), (300, 180)]
+
+
+def test_a_small_picture_is_drawn_large_enough_to_see(chrome: Chrome, drawings: Server) -> None:
+    page = chrome.page()
+    page.goto(drawings.url)
+    page.wait("!!document.querySelector('#main h1')")
+    open_at(page, path("1/1/0/0/i"))
+    look = (
+        "[...document.querySelectorAll('.tk-figure')].map(f => { const i = f.querySelector('img'); const n = "
+        "f.querySelector('.tk-figure-note').getBoundingClientRect(); const b = i.getBoundingClientRect(); return "
+        "[Math.round(b.width), Math.round(b.height), getComputedStyle(i).imageRendering, n.top >= b.bottom - 1]; })"
+    )
+    page.wait("[...document.querySelectorAll('.tk-figure img')].every(i => i.complete)")
+    assert page.eval(look) == [
+        [96, 96, "pixelated", True],  # each point is a square, and the size stands below
+        [120, 80, "pixelated", True],
+        [200, 12, "auto", True],
+        [300, 180, "auto", False],
+    ]
+    page.click(".tk-figure")
+    page.wait("getComputedStyle(document.querySelector('dialog.tk-zoom img')).imageRendering === 'pixelated'")
+    page.key("Escape")
+    page.wait("document.querySelectorAll('dialog').length === 0")
+    page.eval("document.querySelectorAll('.tk-figure')[3].click()")
+    page.wait("document.querySelector('dialog.tk-zoom img')?.complete")
+    assert page.eval("getComputedStyle(document.querySelector('dialog.tk-zoom img')).imageRendering") == "auto"
+    page.key("Escape")
+    open_at(page, path("1/1/0/0/i") + "?view=raw")
+    page.wait("document.querySelectorAll('.tk-raw .tk-figure').length === 4")  # each once, though none has a place
     assert page.problems == []
     page.close()

@@ -155,11 +155,14 @@ def test_images_of_messages(tmp_path: Path) -> None:
     assert content[2] == parts[2] and row.messages[0]["content"] == parts
 
 
-@pytest.mark.parametrize("form", [lambda rows: rows, from_experiences, lambda rows: split_experience_batch(from_experiences(rows))])  # fmt: skip  # noqa: E501
+def _items(rows: Any) -> Any:
+    return split_experience_batch(from_experiences(rows))
+
+
+@pytest.mark.parametrize("form", [list, from_experiences, _items])
 def test_images_that_records_keep_of_their_prompt(tmp_path: Path, form: Any) -> None:
-    rows = [
-        record("a", "b", info={"images": [png(picture(one)), None], "n": i}) for i, one in enumerate(("red", "blue"))
-    ]
+    colours = ("red", "blue")
+    rows = [record("a", "b", info={"images": [png(picture(one)), None], "colour": one}) for one in colours]
     given = form(rows)
     found = read(saver(tmp_path).save_trajectories([given] if form is from_experiences else given, 2)[0])
     assert len(files(tmp_path)) == 2

@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+from rollbook.cli.opened import book_at
 from rollbook.cli.terminal import FOUND, OK, print_json, printable, size
 
 
@@ -19,11 +20,11 @@ def check(options: argparse.Namespace) -> int:
     if options.repair:
         from rollbook.book.repairing import repair
 
-        report = repair(options.path)
+        report = repair(book_at(options.path))
     else:
         import rollbook
 
-        with rollbook.open(options.path, "r") as book:
+        with rollbook.open(book_at(options.path), "r") as book:
             report = book.check(deep=not options.quick)
     if options.json:
         print_json(report.as_dict())
@@ -70,7 +71,7 @@ def export(options: argparse.Namespace) -> int:
         raise ValueError(f"{', '.join(given)}: for HTML pages alone, expected OUT to end in .html, or --format html")
     import rollbook
 
-    with rollbook.open(options.path, "r") as book:
+    with rollbook.open(book_at(options.path), "r") as book:
         count = book.export(
             options.out, format=options.format, evaluation=options.evaluation, overwrite=options.overwrite
         )
@@ -125,7 +126,7 @@ def import_(options: argparse.Namespace) -> int:
     if not os.path.lexists(options.source):
         raise FileNotFoundError(f"{options.source}: there is no such file")
     more = {name: getattr(options, name) for name in ("table", "tokenizer") if getattr(options, name) is not None}
-    with rollbook.open(options.path) as book:
+    with rollbook.open(book_at(options.path)) as book:
         try:
             done = book.import_(
                 options.source,
@@ -148,7 +149,7 @@ def import_(options: argparse.Namespace) -> int:
 def compact(options: argparse.Namespace) -> int:
     import rollbook
 
-    with rollbook.open(options.path, "r+") as book:
+    with rollbook.open(book_at(options.path), "r+") as book:
         done = book.compact()
     if options.json:
         print_json({name: getattr(done, name) for name in done.__slots__})

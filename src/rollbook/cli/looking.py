@@ -10,6 +10,7 @@ import json
 import os
 from typing import Any
 
+from rollbook.cli.opened import book_at
 from rollbook.cli.terminal import OK, print_json, print_table, printable, size, styled, when
 
 
@@ -169,7 +170,7 @@ def _from_ledger(ledger: Any) -> dict[str, Any]:
 def sql(options: argparse.Namespace) -> int:
     import rollbook
 
-    with rollbook.open(options.path, "r") as book:
+    with rollbook.open(book_at(options.path), "r") as book:
         table = book.sql(options.query, memory=options.memory, seconds=options.seconds).arrow()
     if options.json:
         print_json(table.to_pylist())
@@ -181,7 +182,7 @@ def sql(options: argparse.Namespace) -> int:
 def history(options: argparse.Namespace) -> int:
     import rollbook
 
-    with rollbook.open(options.path, "r") as book:
+    with rollbook.open(book_at(options.path), "r") as book:
         entries = book.history(_whole(book, options.uid))
     names = ("time", "kind", "reason", "consumer", "step", "lease", "detail")
     if options.json:

@@ -6,9 +6,13 @@ Invariant: what a command says is of the run as it was when it was opened; nothi
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+LEDGER = "ledger.sqlite"
+"""The file that a book's folder has; `rollbook.book.opening.LEDGER`, without loading the book."""
 
 if TYPE_CHECKING:
     from rollbook.viewer.answers import Answers
@@ -23,6 +27,17 @@ class Opened:
     source: Source
     index: Index
     answers: Answers
+
+
+def book_at(path: str) -> str:
+    """The address of the book that a command is given: of a run's folder, the book in it.
+
+    >>> book_at("postgresql://host/database"), book_at("some/book")
+    ('postgresql://host/database', 'some/book')
+    """
+    inside = os.path.join(path, "book")
+    run = "://" not in path and not os.path.isfile(os.path.join(path, LEDGER))
+    return inside if run and os.path.isfile(os.path.join(inside, LEDGER)) else path
 
 
 @contextlib.contextmanager

@@ -218,7 +218,7 @@ def _header(one: Trajectory) -> Iterator[str]:
 
 def _picture(one: Picture) -> str:
     kind = one.mime.removeprefix("image/")
-    return f"{one.width}×{one.height} {kind}" if one.width and one.height else kind
+    return f"{one.width}x{one.height} {kind}" if one.width and one.height else kind
 
 
 def _span(versions: NDArray[np.int64] | None) -> str | None:

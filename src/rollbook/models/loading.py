@@ -10,6 +10,8 @@ import copy
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +33,24 @@ def transformers_module() -> Any:
     except ImportError as error:
         raise ImportError("models need transformers: pip install 'rollbook[models]'") from error
     return transformers
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without transformers' progress bars, where it is no news that a model is read or written.
+
+    >>> with quietly():
+    ...     transformers_module().utils.logging.is_progress_bar_enabled()
+    False
+    """
+    bars = transformers_module().utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 def as_dtype(dtype: Any) -> torch.dtype | None:

@@ -166,6 +166,8 @@ def loading(key: str, source: Any) -> Iterator[None]:
                 raise ConfigError(f"model.{mine}", said.partition(": ")[2]) from error
             if f"`{name}=" in said or (mine == "attention" and "ttention" in said and isinstance(error, ImportError)):
                 raise ConfigError(f"model.{mine}", said) from error
+        if "arget modules" in said:  # peft's words
+            raise ConfigError("model.lora.target_modules", said) from error
         if isinstance(source, str) and not Path(source).exists() and isinstance(error, (OSError, ValueError)):
             said = f"got {source!r}, which is no folder here, and nothing that the hub gives: {said}"
         raise ConfigError(key, said) from error

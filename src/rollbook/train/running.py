@@ -8,6 +8,7 @@ measured by this run: on prompts it never learnt from, before and after.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import shutil
@@ -135,7 +136,8 @@ class Run:
 
     def _keep_config(self) -> None:
         new = self.folder / _NEW
-        new.write_text(shown(self.config))
+        # Whoever runs the kept file again wants to go on.
+        new.write_text(shown(dataclasses.replace(self.config, overwrite=False)))
         reached("config written")
         os.replace(new, self.folder / CONFIG)
 
@@ -184,11 +186,14 @@ class Run:
         actor = building.actor_of(config, device)
         prompts, held = building.prompts_of(config)
         building.check_readable(actor, prompts)
-        reward = building.reward_of(config.rewards, actor)
+        reward = judge = building.reward_of(config.rewards, actor)
+        if config.evaluation.rewards:
+            judge = building.reward_of(config.evaluation.rewards, actor, "evaluation.rewards")
         self.say(_headline(config, actor, prompts, held, device))
         outcome = Outcome(self.folder, 0, 0.0)
         if config.warmup.steps and not going_on:
-            outcome.warmed = self._warm(actor, prompts, reward)
+            # What counts in the evaluation says when it is over: runs that learn from other rewards begin alike.
+            outcome.warmed = self._warm(actor, prompts, judge)
         models = building.models_of(config, actor, device)
         with open_book(self.folder / BOOK, tokenizer=actor.tokenizer) as book:
             if not going_on and book.counts().admitted:
@@ -213,7 +218,7 @@ class Run:
                     saving.load_weights(models.reference, first.model)
                 self.say(f"going on after step {trainer.done}, from {saving.saved(self.folder)[-1].path}")
             with self._tracked(trainer, going_on):
-                self._train(trainer, held, reward, outcome)
+                self._train(trainer, held, judge, outcome)
             outcome.before, outcome.after = self._evaluations(book, trainer.done)
         outcome.steps, outcome.seconds = trainer.done, time.monotonic() - self.began
         return outcome
@@ -265,8 +270,6 @@ class Run:
 
     def _train(self, trainer: Trainer, held: Prompts | None, reward: Any, outcome: Outcome) -> None:
         config = self.config
-        if config.evaluation.rewards:
-            reward = building.reward_of(config.evaluation.rewards, trainer.actor, "evaluation.rewards")
         judge = held if reward is not None or config.environment.function is not None else None
         if trainer.done == 0 and not saving.saved(self.folder):
             if judge is not None and config.evaluation.before:

@@ -26,6 +26,7 @@ import torch
 
 from rollbook.algorithms.registry import whole_number
 from rollbook.book.windows import reached
+from rollbook.models.loading import quietly
 
 FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -115,10 +116,11 @@ def save(
     target, partial = where / name_of(step), where / f"{_PARTIAL}{name_of(step)}"
     partial.mkdir()
     reached("saving begins")
-    actor.save_pretrained(partial / "model")
-    reached("model saved")
-    if critic is not None:
-        critic.save_pretrained(partial / "critic")
+    with quietly():
+        actor.save_pretrained(partial / "model")
+        reached("model saved")
+        if critic is not None:
+            critic.save_pretrained(partial / "critic")
     torch.save({**state, "random": random_state()}, partial / "state.pt")
     reached("state saved")
     (partial / "trainer.json").write_text(json.dumps({"step": step, **told}, indent=1))
@@ -167,7 +169,8 @@ def load_weights(model: Any, folder: Path) -> None:
     them or none; random states stay as they are."""
     before = random_state()
     try:
-        kept = type(model)(os.fspath(folder))
+        with quietly():
+            kept = type(model)(os.fspath(folder))
     except Exception as error:  # of transformers, safetensors, peft
         said = str(error).partition(chr(10))[0].rstrip(".")
         raise Broken(folder, f"cannot be loaded ({type(error).__name__}: {said})") from error

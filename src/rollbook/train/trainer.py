@@ -195,8 +195,10 @@ class Trainer:
                 self._announce()
         metrics |= self._measured(own) | learned.metrics | stages.metrics()
         metrics |= self._paced(own, time.perf_counter() - begun)
-        if "kl" not in metrics and "policy/ppo_kl" in metrics:
-            metrics["kl"] = metrics["policy/ppo_kl"]
+        # Without a reference, how far the step itself moved.
+        moved = metrics.get("policy/ppo_kl", metrics.get("policy/usual/ppo_kl"))
+        if "kl" not in metrics and moved is not None:
+            metrics["kl"] = moved
         self.track(step, metrics)
         reached("stepped")
         return Report(step, metrics, lease.uids)
@@ -329,6 +331,8 @@ class Trainer:
         options = {"sampling": self.generate, **options}
         others: Any = getattr(self.maker, "engine", None)
         engine = self._own_engine() or others
+        if engine is not others:
+            engine.version = self.done
         if isinstance(self.maker, EpisodeMaker):
             sampling, runs = dict(options.pop("sampling")), options.pop("k", 1)
             self.maker.engine = engine
