@@ -13,6 +13,13 @@ from rollbook.doctor.statistics import Mask, Series, at_least, trend
 from rollbook.doctor.thresholds import Thresholds
 
 
+_SURE = "The policy is sure, and mostly right: stop here, or go on with harder prompts, for which it may be too sure."
+_EXPLORE = (
+    "Give exploration room: raise the upper clip bound (clip-higher), add an entropy bonus or a KL penalty on tokens of "
+    "high covariance, sample at temperature 1, lower the learning rate; go back to a checkpoint before step"
+)
+
+
 def entropy_collapse(samples: Samples, t: Thresholds) -> Judgement:
     """Sampling has hardly any choice left: the samples of a group will be alike, and nothing new is tried."""
     measured = bool(np.isfinite(samples.entropy).any())
@@ -50,11 +57,7 @@ def entropy_collapse(samples: Samples, t: Thresholds) -> Judgement:
             f"The median of step means of the {name} is {amount(now)} over the last {w} steps; early it was "
             f"{amount(early)} (trend: z = {falling:.1f}). Ill below {t.entropy_floor:g}, or at less than "
             f"{percent(t.entropy_fall)} of the early value.",
-            "The policy is sure and mostly right: stop here, or go on with harder prompts, for which it may be too sure."
-            if sure
-            else "Give exploration room: raise the upper clip bound (clip-higher), add an entropy bonus or a KL penalty on "
-            "tokens of high covariance, sample at temperature 1, lower the learning rate; go back to a checkpoint "
-            f"before step {first}.",
+            _SURE if sure else f"{_EXPLORE} {first}.",
             (first, int(samples.steps[-1])),
             samples.evidence(ill, -values, apart=True),
             int(ill.sum()),
