@@ -96,19 +96,21 @@ def taught(
     count: int = 20_000,
     length: int = 6,
     skip: int = 20_000,
-    **options: Any,
+    hidden: int = 96,
 ) -> tuple[Any, Any]:
     """A model that was shown answers: with 250 steps, which take about twenty seconds, a teacher, right nineteen times
-    out of twenty; `until` it is right that often, a beginner. `options` are `model`'s.
+    out of twenty; `until` it is right that often, a beginner. The words are those after the first `skip`.
 
-    >>> made, words = taught(steps=2, count=256, hidden=32, heads=1, layers=1)
+    >>> made, _ = taught(steps=2, count=256, hidden=48)
+    >>> made.config.hidden_size
+    48
     """
     from rollbook.models import Actor
     from rollbook.train.data import Prompts
     from rollbook.train.optimizing import Optimizing
     from rollbook.train.warming import WarmUp, warm_up
 
-    made, words = model(seed, **options)
+    made, words = model(seed, hidden)
     pace = {} if until is not None else {"schedule": "linear", "floor": 0.03, "steps": steps}
     warm_up(
         Actor(made, tokenizer=words),
@@ -122,12 +124,12 @@ def taught(
 
 
 def pairs(
-    count: int = 8000, length: int = 6, seed: int = 0, until: float = 0.2, skip: int = 20_000, **options: Any
+    count: int = 8000, length: int = 6, seed: int = 0, until: float = 0.2, skip: int = 20_000, hidden: int = 96
 ) -> list[dict[str, Any]]:
     """The tasks that a beginner fails at, with two answers each: the right one, and the beginner's, who is right as
-    often as `until` says and learnt from words after the first `skip`. `options` are `model`'s.
+    often as `until` says and learnt from words after the first `skip`.
 
-    >>> made = pairs(40, length=4, skip=40, until=0.0, hidden=32, heads=1, layers=1)
+    >>> made = pairs(40, length=4, skip=40, until=0.0, hidden=48)
     >>> all(row["chosen"] == row["reference"] != row["rejected"] for row in made)
     True
     """
@@ -135,7 +137,7 @@ def pairs(
     from rollbook.train.data import Prompts
     from rollbook.train.evaluating import evaluate
 
-    made, words = taught(seed, until=until, count=count, length=length, skip=skip, **options)
+    made, words = taught(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
     tasks = rows(count, length, seed)
     engine, sampling = Actor(made, tokenizer=words).engine, {"max_tokens": length + 1}
     answers = evaluate(engine, Prompts(tasks, shuffle=False), reward, sampling=sampling, seed=seed).records
