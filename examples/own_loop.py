@@ -90,7 +90,7 @@ def train(
             metrics = {"reward": sum(rewards) / len(rewards), **maker.metrics, **learned.metrics}
             book.log(step, metrics)
             if step % 10 == 0 or step == steps:
-                print(f"step {step:3}: reward {metrics['reward']:.3f}, loss {metrics['loss']:+.4f}")
+                print(f"step {step:3}: reward {metrics['reward']:.3f}, {learned.updates} updates")
             if step % save_every == 0 or step == steps:
                 keep(step)
         after = judge(steps)

@@ -39,7 +39,7 @@ TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-SIZE = {"hidden": 32, "heads": 1, "layers": 1}
+SIZE: dict[str, Any] = {"hidden": 32, "heads": 1, "layers": 1}
 LLAMA = "{model_type: llama, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1, "
 """A configuration but for its `vocab_size`."""
 
@@ -110,7 +110,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words.save_pretrained(folder / "judge")
     rows = [{**row, "label": "ab"[i % 2], "source": i} for i, row in enumerate(letters.rows(24))]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in letters.pairs(24)))
+    pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": row["prompt"][:-1]} for row in rows]
+    (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs))
     (folder / "rewards.py").write_text("def early(response_ids):\n    return sum(t < 20 for t in response_ids) / 10\n")
     letters.expert(folder / "expert", count=8)
     (folder / "base.yaml").write_text(
@@ -380,7 +381,7 @@ def test_rewards_of_every_kind_with_weights_and_names(go: Go, house: Path) -> No
         assert row.reward == pytest.approx(total + 0.01 * parts["far"] + 3 * parts["judge"], abs=1e-5)
     judge, row = LlamaForSequenceClassification.from_pretrained(house / "judge"), ran.records[0]
     assert row.metrics["judge"] == pytest.approx(
-        float(judge(torch.as_tensor(row.tokens)[None].long()).logits), abs=1e-5
+        float(judge(torch.as_tensor(row.tokens)[None].long()).logits.detach()), abs=1e-5
     )
     said = refused(go, "rewards.0.function", "rewards=exact_mach", out="near")
     assert "did you mean 'exact_match'" in said

@@ -3,7 +3,7 @@
 | module | what it holds |
 |---|---|
 | `algorithm` | `Algorithm`, `PRESETS`: an estimator, a loss and what goes with them, by name |
-| `learner`, `material`, `objective`, `optimizing` | from records to new weights: rows, micro-batches, losses, optimizers |
+| `learner`, `material`, `objective`, `optimizing` | from records to new weights: rows, losses, optimizers |
 | `trainer`, `intake`, `completing`, `saving` | the loop: make, keep, lease, learn, acknowledge; checkpoints |
 | `data`, `rows`, `sources`, `supervised` | prompts from files, with a cursor; records of given answers |
 | `episodes` | several turns with tools or games, all runs in lock step |

@@ -189,11 +189,7 @@ def named(url: str) -> str:
         return (
             "/".join(filter(None, (parts.path.strip("/"), schema))) or parts.scheme
         )  # never the address: it may have a password
-    if url == "memory:":
-        return "memory"
-    folder, name = os.path.split(os.path.abspath(url))
-    # A run's book lies in its folder, under this name.
-    return os.path.basename(folder) or name if name == "book" else name
+    return os.path.basename(os.path.abspath(url)) if url != "memory:" else "memory"
 
 
 def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None) -> Source:
@@ -224,7 +220,8 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None) -
         return BookSource(open_book(place, "r"), vocabulary=vocabulary_of(tokenizer))
     books = books_in(place) if place.is_dir() else []
     if len(books) == 1:
-        return BookSource(open_book(books[0], "r"), vocabulary=vocabulary_of(tokenizer))
+        name = os.path.basename(os.path.abspath(place))  # a run is called by its folder
+        return BookSource(open_book(books[0], "r"), vocabulary=vocabulary_of(tokenizer), name=name)
     if books:
         shown = ", ".join(str(book) for book in books[:_LISTED])
         more = f" and {len(books) - _LISTED} more" if len(books) > _LISTED else ""
