@@ -12,11 +12,10 @@ from rollbook.doctor.samples import Samples
 from rollbook.doctor.statistics import Mask, Series, at_least, trend
 from rollbook.doctor.thresholds import Thresholds
 
-
 _SURE = "The policy is sure, and mostly right: stop here, or go on with harder prompts, for which it may be too sure."
 _EXPLORE = (
-    "Give exploration room: raise the upper clip bound (clip-higher), add an entropy bonus or a KL penalty on tokens of "
-    "high covariance, sample at temperature 1, lower the learning rate; go back to a checkpoint before step"
+    "Give exploration room: raise the upper clip bound (clip-higher), add an entropy bonus or a KL penalty on tokens "
+    "of high covariance, sample at temperature 1, lower the learning rate; go back to a checkpoint before step"
 )
 
 

@@ -220,7 +220,8 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None) -
         return BookSource(open_book(place, "r"), vocabulary=vocabulary_of(tokenizer))
     books = books_in(place) if place.is_dir() else []
     if len(books) == 1:
-        name = os.path.basename(os.path.abspath(place))  # a run is called by its folder
+        # A run's book is called so; the run, by its folder.
+        name = os.path.basename(os.path.abspath(place)) if books[0].name == "book" else None
         return BookSource(open_book(books[0], "r"), vocabulary=vocabulary_of(tokenizer), name=name)
     if books:
         shown = ", ".join(str(book) for book in books[:_LISTED])
