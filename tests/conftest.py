@@ -1,7 +1,8 @@
 """What holds for every test: how hypothesis searches, how many threads, and what the garbage collector looks at.
 
 Hypothesis has no deadline, since machines are shared and first calls load code; `--hypothesis-profile=quick` reports a
-failure without taking minutes to make it small.
+failure without taking minutes to make it small, and `--hypothesis-profile=long` tries ten times as many examples
+wherever a test does not say how many.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import Phase, settings
 
-settings.register_profile("patient", deadline=None)
-settings.register_profile("quick", phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None)
+settings.register_profile("patient", deadline=None, max_examples=50)
+settings.register_profile("quick", phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None, max_examples=50)
+settings.register_profile("long", deadline=None, max_examples=500)
 settings.load_profile("patient")
 
 # Read when torch is first imported, here and in the processes that tests start: at the sizes of tests, several threads

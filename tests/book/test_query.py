@@ -395,7 +395,7 @@ def test_ctrl_c_stops_the_query(query: str) -> None:
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        run(query, {}, memory="8GB")
+        run(query, {}, memory="8GB", seconds=10)
     timer.join()
     assert run("select 1", {}).rows() == [(1,)]
     # The connections that count are this one and the one that all are made from.

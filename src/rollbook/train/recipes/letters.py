@@ -91,14 +91,14 @@ def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> 
 
 def taught(
     seed: int = 0,
-    steps: int = 250,
+    steps: int = 150,
     until: float | None = None,
     count: int = 20_000,
     length: int = 6,
     skip: int = 20_000,
     hidden: int = 96,
 ) -> tuple[Any, Any]:
-    """A model that was shown answers: with 250 steps, which take about twenty seconds, a teacher, right nineteen times
+    """A model that was shown answers: with 150 steps, which take about twenty seconds, a teacher, right nineteen times
     out of twenty; `until` it is right that often, a beginner. The words are those after the first `skip`.
 
     >>> made, _ = taught(steps=2, count=256, hidden=48)
@@ -111,7 +111,7 @@ def taught(
     from rollbook.train.warming import WarmUp, warm_up
 
     made, words = model(seed, hidden)
-    pace = {} if until is not None else {"schedule": "linear", "floor": 0.03, "steps": steps}
+    pace: dict[str, Any] = {} if until is not None else {"schedule": "linear", "floor": 0.03, "steps": steps}
     warm_up(
         Actor(made, tokenizer=words),
         Prompts(rows(count, length, seed, skip), seed=seed),
