@@ -49,9 +49,9 @@ pages: $(STAMP)  ## docs that are made from the code
 	$(BIN)/python -m rollbook.train.config.page > docs/configuration.md
 
 FUZZ_FRAMES ?= 200000
-PROPERTIES := tests/test_wire.py tests/test_roundtrip.py tests/test_ragged.py tests/test_jagged.py tests/test_freeform.py \
-	tests/test_batch_properties.py tests/test_planner.py tests/book/test_samplers.py tests/train/test_data.py tests/train/test_config.py
-fuzz: $(STAMP)  ## mutated frames in child processes, with and without python -O; codecs, padders and samplers at length
+PROPERTIES := tests/algorithms tests/book tests/doctor tests/models tests/rewards tests/rollout tests/saver tests/train tests/viewer \
+	$(wildcard tests/test_*.py)
+fuzz: $(STAMP)  ## mutated frames in child processes, with and without python -O; every property at length
 	$(BIN)/python -m tests.attacks.fuzz --frames $(FUZZ_FRAMES)
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=long $(PROPERTIES)
 

@@ -51,7 +51,7 @@ def test_every_record_is_acknowledged_once_in_postgresql(postgres_url: str) -> N
 
 
 def test_many_may_make_one_book_at_once() -> None:
-    assert "in 4 books, 4 checks" in run("opening", "--rounds", "4")
+    assert "in 8 books, 8 checks" in run("opening", "--rounds", "8")
 
 
 def test_a_server_that_dies_loses_nothing_that_was_acknowledged(crashing_postgres: Server) -> None:

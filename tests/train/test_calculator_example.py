@@ -59,7 +59,6 @@ def test_a_demonstration_trains_what_the_model_is_to_write(calculator: Any) -> N
 
 def test_it_learns_from_rewards_and_not_from_chance(calculator: Any) -> None:
     actor, tasks, held_out = calculator.warmed_up(seed=0, tell=lambda line: None)
-    _, held_out = held_out.split(200)
     start = {name: value.clone() for name, value in actor.model.state_dict().items()}
     before = calculator.judged(actor, held_out, "before")
     assert 0 < before < 0.4
