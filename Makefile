@@ -42,7 +42,7 @@ bench: $(STAMP)  ## side by side with peers and the hardware's bounds; installs 
 	$(BIN)/python -m benchmarks.bench_viewer_data
 
 trials: $(STAMP)  ## longer runs that show learning: the demo over seeds against a reward of chance, the examples, crashes
-	$(BIN)/python -m benchmarks.trial_letters
+	$(BIN)/python -m benchmarks.trial_letters --what letters ppo calculator colours
 	$(BIN)/python -m tests.train.trials crash --kills 60
 
 pages: $(STAMP)  ## docs that are made from the code

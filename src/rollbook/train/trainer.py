@@ -295,7 +295,9 @@ class Trainer:
         rewards = np.array([math.nan if value is None else float(value) for value in own.values("reward")])
         known = rewards[~np.isnan(rewards)]
         lengths = own.token_lengths() - own.prompt_lengths()
-        made = {"records": float(len(own)), "length": float(lengths.mean())}
+        made = {"records": float(len(own))}
+        if not self.algorithm.pairs:
+            made["length"] = float(lengths.mean())
         if len(known):
             made |= {"reward": float(known.mean()), "success": float((known >= self.success).mean())}
         entropy = own.column("entropy")
