@@ -392,11 +392,16 @@ def test_max_rows_stops_an_endless_answer() -> None:
 
 @pytest.mark.parametrize("query", ENDLESS[:2])
 def test_ctrl_c_stops_the_query(query: str) -> None:
+    # A shell starts what is to run in the background with this signal ignored, and the tests with it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        run(query, {}, memory="8GB", seconds=10)
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(query, {}, memory="8GB")
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
     assert run("select 1", {}).rows() == [(1,)]
     # The connections that count are this one and the one that all are made from.
     assert run("select count from duckdb_connection_count()", {}, memory="8GB").rows()[0][0] <= 2
