@@ -110,6 +110,20 @@ def test_zero_variance_that_was_filtered_costs_only_generation() -> None:
     assert (finding.illness, finding.severity) == ("zero-variance", "low")
 
 
+def test_a_policy_that_is_sure_because_it_is_right_is_hardly_ill() -> None:
+    run = made("entropy-collapse", PLANTS["entropy-collapse"][1], 0)
+    solved = (run.dice.random(run.n) < 0.2 + 0.72 * run.time).astype(float)
+    (ill,) = examine(run.write()).findings
+    assert (ill.illness, ill.severity) == ("entropy-collapse", "high") and "Give exploration room" in ill.advice
+    run.truncated[:] = False
+    run.reward = solved
+    (sure,) = [each for each in examine(run.write()).findings if each.illness == "entropy-collapse"]
+    assert sure.severity == "low" and "as the prompts were solved" in sure.title and "harder prompts" in sure.advice
+    run.reward = solved[::-1].copy()  # as good, but before: the entropy did not fall for that
+    (after,) = [each for each in examine(run.write()).findings if each.illness == "entropy-collapse"]
+    assert after.severity == "high"
+
+
 def test_pairs_are_flat_by_chance() -> None:
     run = Run(0, steps=20, groups=16, runs=2)
     run.truncated[:] = False

@@ -74,8 +74,9 @@ _ROWS = (
         "Entropy collapse",
         "The policy has hardly any choice left; samples of a group become alike, and nothing new is tried.",
         "The recent median of step means of the entropy per token: a level, and a fall from the early steps with a "
-        "trend by Mann-Kendall. Where no entropies are recorded, the fall is looked for in the mean of -log-prob.",
-        ("entropy_floor", "entropy_fall", "trend"),
+        "trend by Mann-Kendall. Where no entropies are recorded, the fall is looked for in the mean of -log-prob. "
+        "Severity is low if the reward rose to a good level: such a policy is confident because it is right.",
+        ("entropy_floor", "entropy_fall", "trend", "good_reward"),
         "Clip higher, an entropy bonus, temperature 1, a smaller learning rate; go back to before the fall.",
         policy.entropy_collapse,
         evaluation=False,

@@ -67,14 +67,13 @@ def entropy_collapse(samples: Samples, t: Thresholds) -> Judgement:
 
 
 def _solved(samples: Samples, t: Thresholds) -> bool:
-    """Whether recent rewards are near the top, and rose to it: then a policy that is sure is no illness."""
+    """Whether recent rewards are good, and rose to it: then a policy that is sure is no illness."""
     series = samples.series(samples.reward)
-    if not len(series) or samples.constant:
+    if len(series) < t.trend_steps or samples.constant:
         return False
-    w = samples.window(len(series), t)
-    now, early = float(np.median(series.values[-w:])), float(np.median(series.values[:w]))
-    span = samples.high - samples.low
-    return now >= samples.high - 0.2 * span and now - early >= 0.2 * span
+    now = float(np.median(series.values[-samples.window(len(series), t) :]))
+    good = samples.low + t.good_reward * (samples.high - samples.low)
+    return now >= good and trend(series.values) >= t.trend
 
 
 def _since(series: Series, well: Mask) -> int:

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
-import importlib.util
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rollbook.algorithms.registry import choice, near, number, whole_number
+from rollbook.modules import module_of_file
 from rollbook.rewards.pools import Outcome, Processes, attempt, in_threads, timed_out
 from rollbook.rewards.types import (
     OnError,
@@ -92,22 +90,9 @@ class FileFunction:
 
     def bare(self) -> Callable[..., Any]:
         """The function itself; the file is run once in each process."""
-        path = Path(self.path).resolve()
-        module_name = "_rollbook_reward_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
-        module = sys.modules.get(module_name)
-        if module is None:
-            if not path.is_file():
-                raise ValueError(f"reward file: got {self.path!r}, expected a .py file that is there")
-            spec = importlib.util.spec_from_file_location(module_name, path)
-            if spec is None or spec.loader is None:
-                raise ValueError(f"reward file: got {self.path!r}, expected a .py file")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module_name] = module  # dataclasses and pickles look it up there
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[module_name]
-                raise
+        if not self.path.endswith(".py") or not Path(self.path).is_file():
+            raise ValueError(f"reward file: got {self.path!r}, expected a .py file that is there")
+        module = module_of_file(self.path)
         found: Any = vars(module).get(self.name)
         if not callable(found):
             known = [name for name, value in vars(module).items() if inspect.isfunction(value)]

@@ -6,15 +6,14 @@ run once in a process, however often it is named; what goes wrong inside a user'
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rollbook.algorithms.registry import near
+from rollbook.modules import module_of_file
 
 
 def resolve(target: str, *, name: str = "function", folder: str | Path | None = None) -> Any:
@@ -69,21 +68,6 @@ def _module(target: str, name: str, path: str, folder: Path) -> ModuleType:
 
 
 def _file(target: str, name: str, path: Path) -> ModuleType:
-    path = path.resolve()
-    # The name that reward files have: rows and rewards of one file are then parts of one module.
-    module_name = "_rollbook_reward_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
-    if module_name in sys.modules:
-        return sys.modules[module_name]
     if not path.is_file():
-        raise ValueError(f"{name}: got {target!r}, but there is no file {path}")
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{name}: got {target!r}, expected a .py file before the colon")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickles look it up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
+        raise ValueError(f"{name}: got {target!r}, but there is no file {path.resolve()}")
+    return module_of_file(path)
