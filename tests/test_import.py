@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import rollbook
@@ -148,6 +150,67 @@ assert "torch" in sys.modules
 print("read")
 """
     assert child(script, str(tmp_path / "rows.rollbook")) == "read"
+
+
+def environment_without_torch(folder: Path) -> Path:
+    """Make a virtual environment of links to the core dependencies and DuckDB; return its Python."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for name in ("numpy", "orjson", "pyarrow", "xxhash", "duckdb"):
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or ()} - {".."}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(str(distribution.locate_file(top)))
+    (packages / "rollbook.pth").write_text(str(Path(rollbook.__file__).parents[1]))
+    return folder / "bin" / "python"
+
+
+def test_commands_run_where_torch_is_not_installed(tmp_path: Path) -> None:
+    with rollbook.open(tmp_path / "book") as book:
+        book.append([full_record(kind, seed) for seed, kind in enumerate(["single_turn", "multi_turn"])])
+        uid = book.where().uids()[0]
+    (tmp_path / "verl.jsonl").write_text('{"input": "a", "output": "b", "score": 1.0, "step": 1}\n')
+    python = environment_without_torch(tmp_path / "light")
+    commands = [
+        ["ls", "book"],
+        ["show", "book", uid],
+        ["doctor", "book"],
+        ["sql", "book", "select count(*) from experiences"],
+        ["history", "book", uid],
+        ["diff", "book", "book"],
+        ["check", "book"],
+        *(["export", "book", f"out.{ending}"] for ending in ("jsonl", "parquet", "frames")),
+        ["export", "book", "out.html", "--id", uid],
+        ["import", "copy", "out.parquet"],
+    ]
+    script = f"""
+import contextlib, importlib.util, io
+from rollbook.cli import main
+assert importlib.util.find_spec("torch") is None
+for command in {commands}:
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(command) in (0, 1), command
+from urllib.request import Request, urlopen
+from rollbook.viewer.server import Server
+with Server("book") as server:
+    headers = {{"Authorization": f"Bearer {{server.token}}"}}
+    assert urlopen(Request(f"http://127.0.0.1:{{server.port}}/api/run", headers=headers)).status == 200
+assert main(["import", "copy", "verl.jsonl", "--format", "verl"]) == main(["train"]) == 2
+import rollbook
+assert rollbook.train.__name__ == "rollbook.train" and rollbook.doctor.ILLNESSES
+for name in ("rollbook.Experience", "rollbook.trajectory_saver", "rollbook.train.Trainer"):
+    try:
+        eval(name)
+    except ModuleNotFoundError as error:
+        assert str(error).endswith(" needs torch: pip install 'rollbook[torch]'"), error
+    else:
+        raise AssertionError(name)
+"""
+    done = subprocess.run([python, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 2
+    assert "rollbook import: rollbook.experience needs torch: pip install 'rollbook[torch]'" in done.stderr
+    assert "rollbook train: " in done.stderr and done.stderr.count("pip install 'rollbook[") == 2
 
 
 def test_engines_and_rewards_wait_for_what_is_heavy() -> None:

@@ -39,6 +39,7 @@ _MODULES = (
     "batch",
     "book",
     "collate",
+    "doctor",
     "draw",
     "experience",
     "experience_maker",
@@ -53,7 +54,10 @@ _MODULES = (
     "replay_buffer",
     "rewards",
     "rollout",
+    "train",
+    "trajectory_saver",
     "trxp",
+    "viewer",
     "wire",
 )
 

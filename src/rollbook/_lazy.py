@@ -22,12 +22,17 @@ def lazily(
     """
 
     def get(name: str) -> Any:
-        if name in homes:
-            value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
-            setattr(sys.modules[package], name, value)
-            return value
-        if name in modules:
-            return importlib.import_module(f"{package}.{name}")
+        try:
+            if name in homes:
+                value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+                setattr(sys.modules[package], name, value)
+                return value
+            if name in modules:
+                return importlib.import_module(f"{package}.{name}")
+        except ModuleNotFoundError as error:
+            from rollbook.errors import explain_missing
+
+            raise explain_missing(f"{package}.{name}", error) from None
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:

@@ -1,4 +1,4 @@
-"""The error that damaged or hostile bytes raise, and no other."""
+"""The error that damaged or hostile bytes raise, and the one for a missing optional package."""
 
 from __future__ import annotations
 
@@ -21,3 +21,29 @@ class WireError(ValueError):
 
     def __reduce__(self) -> tuple[type[WireError], tuple[str, int | None]]:
         return WireError, (self.message, self.offset)
+
+
+_EXTRAS = {
+    "PIL": "models",
+    "datasets": "hf",
+    "duckdb": "sql",
+    "httpx": "remote",
+    "peft": "models",
+    "psycopg": "postgres",
+    "torch": "torch",
+    "transformers": "models",
+    "yaml": "train",
+}
+"""Optional packages, by import name, and the extra of `rollbook` that installs each."""
+
+
+def explain_missing(user: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """Return an error that says which extra to install, or `error` itself if no extra has the package.
+
+    >>> print(explain_missing("rollbook.train", ModuleNotFoundError("No module named 'torch'", name="torch")))
+    rollbook.train needs torch: pip install 'rollbook[torch]'
+    """
+    extra = _EXTRAS.get(error.name or "")
+    if extra is None or "pip install" in str(error):
+        return error
+    return ModuleNotFoundError(f"{user} needs {error.name}: pip install 'rollbook[{extra}]'", name=error.name)

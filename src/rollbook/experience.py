@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
+from rollbook.errors import explain_missing
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise explain_missing(__name__, error) from None
 
 from rollbook import fields
 from rollbook.convert import EMPTY, convert, own

@@ -11,7 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from rollbook.errors import explain_missing
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise explain_missing(__name__, error) from None
 
 from rollbook.algorithms.advantages import cumulative_returns, gae
 from rollbook.algorithms.aggregate import masked_mean

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
+
+from rollbook.errors import explain_missing
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise explain_missing(__name__, error) from None
 
 from rollbook import items as buffer_items
 from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch

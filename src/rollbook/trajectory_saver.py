@@ -16,7 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+from rollbook.errors import explain_missing
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise explain_missing(__name__, error) from None
 
 from rollbook.algorithms.masks import high_entropy_mask
 from rollbook.algorithms.ranks import Ranks, check_ranks

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from rollbook import EID, CustomField, Experience, Experiences, WireError
 from rollbook.book.transfer import FORMATS, guess, read, tables, write
 from rollbook.book.transfer.formats import EXTENSIONS
+from rollbook.book.transfer.jsonl import encode_lines, line
 from rollbook.book.transfer.rows import regroup
 from rollbook.fields import FIELDS, Field, declare, withdraw
 from rollbook.wire import Limits, to_trxp
@@ -141,6 +142,12 @@ def test_odd_shapes_survive(tmp_path: Path) -> None:
 
 
 # --- JSONL --------------------------------------------------------------------------------------------------------
+
+
+@given(rows=record_lists(max_size=4))
+def test_jsonl_of_columns_equals_that_of_rows(rows: list[Experience]) -> None:
+    batch = Experiences(rows)
+    assert encode_lines(batch) == [line(row) for row in batch]
 
 
 def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:

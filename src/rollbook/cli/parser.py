@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollbook.cli.terminal import OK, UNREADABLE, WHEN, printable, use_colour
+from rollbook.errors import explain_missing
 
 BOOK = "a book: its folder, or postgresql://..."
 RUN = "a book, a run folder, or rollouts that this or another tool saved"
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, KeyError, ImportError, TimeoutError) as error:
+        if isinstance(error, ModuleNotFoundError):
+            error = explain_missing("this command", error)
         said = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
         print(f"rollbook {options.command}: {_one_line(said.removeprefix(f'{options.command}: '))}", file=sys.stderr)
         return UNREADABLE

@@ -10,17 +10,20 @@ Invariant: `record(line(row))` equals `row` for every record. A field is there i
 
 from __future__ import annotations
 
+import binascii
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import orjson
 
 from rollbook import freeform
 from rollbook.book.transfer.rows import Errors, files, json_object, lines
+from rollbook.columns import Column, numbers, texts
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
-from rollbook.fields import COLUMNAR, FIELDS, Field
+from rollbook.fields import COLUMNAR, FIELDS, INTEGERS, Field, owner
 
 if TYPE_CHECKING:
     from rollbook.experience import Experience
@@ -29,6 +32,87 @@ VERSION = 1
 KEY = "rollbook"
 """The key of every line that says which version of this layout it has."""
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode_lines(batch: Experiences) -> list[bytes]:
+    """Encode each record as one line, without the newline.
+
+    Reads the columns and does not need torch, unless a tensor does not fit its column (see `fields.SIDES`).
+
+    Raises:
+        ValueError: The records have columns of a newer version.
+    """
+    columns = batch.columns
+    if any(name.endswith("__other") or owner(name) is None for name in columns):
+        return [line(row) for row in batch]
+    rows: list[dict[str, Any]] = [{KEY: VERSION} for _ in range(len(batch))]
+    for field in FIELDS.values():
+        if any(owner(name) == (field, "") for name in columns) or f"{field.name}__one" in columns:
+            for row, value in zip(rows, _json_values(field, batch, columns), strict=True):
+                if value is not None:
+                    row[field.name] = value
+    kinds = batch.values("experience_type")
+    truncated = batch.values("truncate_status")
+    for row, kind, status in zip(rows, kinds, truncated, strict=True):
+        mask = row.get("action_mask")
+        # The constructor gives a single turn this mask.
+        if kind == "single_turn" and type(mask) is list and all(bit is (status != "prompt_truncated") for bit in mask):
+            del row["action_mask"]
+    return [orjson.dumps(row) for row in rows]
+
+
+def _json_values(field: Field, batch: Experiences, columns: Mapping[str, Column]) -> list[Any]:
+    """One field of every record as orjson takes it, `None` where a record lacks it."""
+    if field.kind == "tensor":
+        return _listed_tensors(field, len(batch), columns)
+    column = columns[field.name]
+    if field.kind in ("json", "custom_fields"):
+        # The column already holds JSON with the tags of `rollbook.freeform`.
+        empty = "{}" if field.always else None
+        return [None if text in (None, empty) else orjson.Fragment(text) for text in texts(column)]
+    if field.kind == "media":
+        return [None if entries is None else _media(entries) for entries in column.to_pylist()]
+    if field.kind == "integer":
+        return numbers(column)
+    values = batch.values(field.name)
+    if field.kind == "eid":
+        values = [eid.to_dict() for eid in values]
+    return [None if value is None else orjson.Fragment(freeform.dumps(value)) for value in values]
+
+
+def _listed_tensors(field: Field, count: int, columns: Mapping[str, Column]) -> list[Any]:
+    rows: list[Any] = [None] * count
+    ragged = columns.get(field.name)
+    if ragged is not None:
+        values, offsets = ragged.values, ragged.offsets.tolist()
+        if ragged.dtype == "bfloat16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        for i in np.flatnonzero(ragged.present).tolist():
+            dtype, row = ragged.row_dtype(i), values[offsets[i] : offsets[i + 1]]
+            if dtype == "bool" or dtype in INTEGERS:  # the column may be of a wider type
+                row = row.astype(dtype)
+            listed = row.tolist()
+            if row.dtype.kind == "f" and not np.isfinite(row).all():
+                listed = _named(listed)
+            if field.trailing and not row.size:  # a list cannot express the sizes behind an empty first axis
+                rows[i] = _tagged_tensor({"dtype": dtype, "shape": row.shape, "data": b""})
+            else:
+                rows[i] = listed if dtype == field.dtype else {"dtype": dtype, "values": listed}
+    ones = columns.get(f"{field.name}__one")
+    for i, number in enumerate([] if ones is None else ones.to_pylist()):
+        if number is not None:
+            rows[i] = number
+    return rows
+
+
+def _media(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    media = {entry["key"]: _tagged_tensor(entry) for entry in entries}
+    return {"$dict": media} if len(media) == 1 and next(iter(media)).startswith("$") else media
+
+
+def _tagged_tensor(entry: Mapping[str, Any]) -> dict[str, Any]:
+    data = binascii.b2a_base64(entry["data"], newline=False).decode()
+    return {"$tensor": {"dtype": entry["dtype"], "shape": list(entry["shape"]), "data": data}}
 
 
 def line(row: Experience) -> bytes:
@@ -178,7 +262,6 @@ def write(batches: Iterable[Experiences], path: str) -> int:
     count = 0
     with open(path, "wb") as file:
         for batch in batches:
-            for row in batch:
-                file.write(line(row) + b"\n")
+            file.writelines(text + b"\n" for text in encode_lines(batch))
             count += len(batch)
     return count
