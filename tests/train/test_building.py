@@ -498,7 +498,7 @@ def test_a_replay_by_every_sampler(sampler: str, go: Go) -> None:
 
 def test_staleness_and_options_of_a_sampler(go: Go) -> None:
     replay = ["intake.kind=replay", "intake.reuse=null", "intake.make_every=2", "steps=3"]
-    with pytest.warns(UserWarning, match="step 2: nothing was left to learn from"):
+    with pytest.warns(UserWarning, match="step 2 trained on nothing: in every group all rewards were equal"):
         ran = go(*replay, "intake.max_staleness=0")
     assert [report["records"] for report in ran.reports] == [12, 0, 12]
     assert ran.outcome.steps == 3 and [step for step, _ in ran.metrics] == [1, 2, 3]

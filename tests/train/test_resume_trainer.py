@@ -277,6 +277,20 @@ def test_where_others_bring_the_records_they_are_kept(tmp_path: Path) -> None:
         assert equal(expected[part], got[part]), part
 
 
+def test_a_step_without_records_says_why(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "one", {})
+    first.step()
+    again = trainer(tmp_path / "two", {})
+    again.book = first.book
+    with pytest.warns(UserWarning, match=r"step 1 trained on nothing: the 24 records .* are in the book already"):
+        report = again.step()
+    with pytest.raises(KeyError, match="loss: step 1 trained on no records"):
+        report["loss"]
+    again.maker = None
+    with pytest.warns(UserWarning, match="step 1 trained on nothing: no records are waiting for consumer 'train'"):
+        again.step()
+
+
 # --- saving -------------------------------------------------------------------------------------------------------
 
 

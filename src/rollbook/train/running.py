@@ -203,7 +203,7 @@ class Run:
                     "they go with, expected another, or overwrite: true",
                 )
             trainer = building.trainer_of(config, models, prompts, reward, book)
-            if trainer.resume():
+            if trainer.resumed_from is not None:
                 if (
                     models.reference is not None
                     and config.reference is None

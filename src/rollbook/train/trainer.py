@@ -59,6 +59,8 @@ class Report(Mapping[str, float]):
     """The records that were learnt from."""
 
     def __getitem__(self, name: str) -> float:
+        if name not in self.metrics and self.metrics.get("records") == 0:
+            raise KeyError(f"{name}: step {self.step} trained on no records")
         return self.metrics[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -80,7 +82,8 @@ class Trainer:
     - `optimizer`, `critic_optimizer`, `batching`, `precision`, `nonfinite_limit`: the `Learner`'s.
     - `intake`: which records a step takes; `expert`: a book of an expert's, for `intake.expert_share`.
     - `trackers`: what metrics go to, beside the book; each has `log(step, metrics)`.
-    - `folder`: where checkpoints go; `keep`: how many of them. `success`: the reward from which a response counts.
+    - `folder`: where checkpoints go; training continues from the newest one in it, with the book rewound to that
+      point. `keep`: how many of them to keep. `success`: the reward from which a response counts.
 
     >>> from rollbook import open
     >>> from rollbook.experience_maker import NaiveExperienceMaker
@@ -142,6 +145,8 @@ class Trainer:
         self.success = number("success", success)
         self.done = 0
         """How many steps were done: the version of the policy."""
+        self.resumed_from: int | None = None
+        """The step of the checkpoint that training continues from; `None` for a new run."""
         if maker is not None and prompts is None:
             raise ValueError("prompts: got None, expected some for the maker, or maker=None")
         if self.algorithm.needs_teacher and teacher is None:
@@ -161,25 +166,27 @@ class Trainer:
             nonfinite_limit=nonfinite_limit,
         )
         book.consumer(self.intake.consumer, change=True, **self.intake.settings(self.seed))
-        self._announce()
+        if not self.resume():
+            self._announce()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> Report:
         """Make experience, learn from it, acknowledge it; what that was like.
 
-        Without anything to lease (a book that others fill, and did not) nothing is learnt and no step is counted:
-        `report["records"]` is 0.
+        If there is nothing to lease, the weights stay as they are, no step is counted, `report["records"]` is 0, and
+        a warning says why.
         """
         step = self.done + 1
         begun = time.perf_counter()
         stages = Stages()
         with stages("make"):
-            metrics = self._make(step)
+            metrics, appended = self._make(step)
         with self._lease() as lease:
             with stages("take"):
                 own = lease.experiences if len(lease) else None
             if own is None:
+                self._warn_nothing_leased(step, metrics, appended)
                 return Report(step, {**metrics, "records": 0.0, "waited_for": 1.0}, [])
             with stages("learn"):
                 records, flags = self._beside(own, step)
@@ -203,15 +210,15 @@ class Trainer:
         reached("stepped")
         return Report(step, metrics, lease.uids)
 
-    def _make(self, step: int) -> dict[str, float]:
-        """Bring a step's experience to the book."""
+    def _make(self, step: int) -> tuple[dict[str, float], int]:
+        """Bring a step's experience to the book; metrics, and how many records were new there."""
         if self.maker is None or self.prompts is None or (step - 1) % self.intake.make_every:
-            return {}
-        missing, made, dropped, lost = self.groups, 0, 0, list[str | None]()
+            return {}, 0
+        missing, made, appended, dropped, lost = self.groups, 0, 0, 0, list[str | None]()
         for _ in range(1 + self.algorithm.refill):
             records = self.maker.make_records(self.prompts.take(missing, step), **self.generate)
             reached("made")
-            self.book.append(records)
+            appended += self.book.append(records).admitted
             reached("appended")
             made += len(records)
             lost.append(_lost(records))
@@ -228,7 +235,21 @@ class Trainer:
         if all(lost):
             raise Fruitless(f"step {step}: all {made} samples failed, or have no reward; the first: {lost[0]}")
         found = {name: value for name, value in dict(self.maker.metrics).items() if math.isfinite(value)}
-        return {**found, "made": float(made), "dropped_groups": float(dropped)}
+        return {**found, "made": float(made), "dropped_groups": float(dropped)}, appended
+
+    def _warn_nothing_leased(self, step: int, metrics: Mapping[str, float], appended: int) -> None:
+        if "made" not in metrics:
+            reason = f"no records are waiting for consumer {self.intake.consumer!r}"
+        elif not appended:
+            reason = (
+                f"the {metrics['made']:g} records it generated are in the book already, from an earlier run with this "
+                "seed. Open another book, or pass that run's folder to continue it"
+            )
+        elif metrics["dropped_groups"]:
+            reason = "in every group all rewards were equal, and such groups are dropped"
+        else:
+            reason = f"the book offers none of the {appended} new records; see book.counts()"
+        advise(f"step {step} trained on nothing: {reason}")
 
     def _lease(self) -> Lease:
         by, count = "group", self.groups
@@ -386,7 +407,6 @@ class Trainer:
         if not report["records"]:
             if self.maker is None:
                 raise Exhausted(f"step {report.step}: {self.book.url} has nothing more to lease")
-            advise(f"step {report.step}: nothing was left to learn from")
             self.done = report.step
             self._announce()
             self.track(report.step, report.metrics)
@@ -442,9 +462,9 @@ class Trainer:
     def resume(self) -> bool:
         """Go on from the newest checkpoint in the folder, the book rewound to it; whether there was one.
 
-        Records that came later are dropped from the book, and made again by the same ids; without a maker, others
-        brought them, and they wait. A checkpoint that cannot be read is refused (`saving.Broken`): older weights are
-        not taken in its place.
+        The constructor calls it. Records that came later are dropped from the book, and made again by the same ids;
+        without a maker, others brought them, and they wait. A checkpoint that cannot be read is refused
+        (`saving.Broken`): older weights are not taken in its place.
         """
         if self.folder is None:
             return False
@@ -474,6 +494,7 @@ class Trainer:
         self.book.rewind(told["book"], later="keep" if self.maker is None else "drop")
         self.done = last.step
         self._announce()
+        self.resumed_from = last.step
         saving.put_random_state(state["random"])
         return True
 
