@@ -33,7 +33,7 @@ def start(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> sub
         f"out={folder}",
         f"evaluation.every={options.every}",
     ]
-    command = [sys.executable, "-m", "rollbook.cli", "train", CONFIG, *given, *options.changes]
+    command = [sys.executable, "-m", "rollbook", "train", CONFIG, *given, *options.changes]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=(folder.with_suffix(".log")).open("wb"))
 
 

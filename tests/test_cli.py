@@ -71,7 +71,7 @@ def test_every_command_has_help_and_a_clean_refusal(
 
 def test_as_a_module(folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "rollbook.cli", "check", str(folder), "--json"],
+        [sys.executable, "-m", "rollbook", "check", str(folder), "--json"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -188,7 +188,7 @@ def test_compact(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_reader_that_has_enough_is_no_error(folder: Path) -> None:
-    asked = f"{sys.executable} -m rollbook.cli sql {folder} 'select * from range(100000)'"
+    asked = f"{sys.executable} -m rollbook sql {folder} 'select * from range(100000)'"
     command = f"{asked} | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split()[-1] == "0", done

@@ -58,7 +58,7 @@ def on_a_terminal(*arguments: str, **more: str) -> str:
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **more}
     environment.pop("NO_COLOR", None) if "NO_COLOR" not in more else None
     child = subprocess.Popen(
-        [sys.executable, "-m", "rollbook.cli", *arguments], stdout=theirs, stderr=theirs, env=environment
+        [sys.executable, "-m", "rollbook", *arguments], stdout=theirs, stderr=theirs, env=environment
     )
     os.close(theirs)
     kept = b""
@@ -386,7 +386,7 @@ def _umask() -> int:
 
 
 def test_view_serves_until_it_is_told_to_end(run: str) -> None:
-    command = [sys.executable, "-m", "rollbook.cli", "view", run, "--port", "0", "--json"]
+    command = [sys.executable, "-m", "rollbook", "view", run, "--port", "0", "--json"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None
     try:

@@ -118,7 +118,7 @@ def test_a_run_at_its_end_is_left_as_it_is(nursery: Nursery, whole: Path, expect
     life = nursery.live(command(folder))
     assert life.code == 0
     assert "6 steps of the run at" in life.said and "there is nothing to do" in life.said
-    assert "6 steps done before, none now" in life.said and "after     avg@1" in life.said
+    assert "all 6 steps were done before" in life.said and "after     avg@1" in life.said
     assert "learnt" not in life.points and "before commit" not in life.points
     changed = {name for name, data in seen(folder).items() if before.get(name, b"") != data}
     assert changed == {"config.yaml"}  # `out` is another one here

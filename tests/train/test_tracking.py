@@ -264,7 +264,7 @@ def shown(steps: int | None, count: int, seconds: float = 1.0, **options: Any) -
 
 def test_a_log_stays_short() -> None:
     head, *rows = shown(1000, 1000, 0.001)
-    assert head.split() == ["step", "reward", "success", "length", "entropy", "KL", "tokens/s", "time", "left"]
+    assert head.split() == ["step", "reward", "success", "length", "entropy", "KL", "loss", "grad", "tok/s", "left"]
     assert [row.split()[0] for row in rows] == ["1/1000", *(f"{n}/1000" for n in range(101, 1000, 100)), "1000/1000"]
     assert len(shown(10_000, 300, 1.0)) == 1 + 1 + 9 + 1  # or one in half a minute, and where it ended
     assert len(shown(None, 1000, 0.001)) <= 13
@@ -275,12 +275,22 @@ def test_a_row_has_the_numbers_and_the_time_left() -> None:
     stream = io.StringIO()
     display = Display(104, stream=stream, clock=ticks(60.0))
     numbers = {"reward/mean": 0.5, "success": 0.25, "rollout/response_length": 81.4, "entropy": 1.2, "kl": math.nan}
-    display.log(101, {**numbers, "tokens_per_second": 12345.0})
-    row = stream.getvalue().splitlines()[1].split()
-    assert row == ["101/104", "0.5", "0.25", "81.4", "1.2", "nan", "12,345", "3", "min", "0", "s"]
-    display.log(102, {"loss": 1.0})
+    display.log(101, {**numbers, "loss": -0.00123, "grad_norm": 0.5, "tokens_per_second": 12345.0})
+    head, row = stream.getvalue().splitlines()
+    assert row.split() == ["101/104", "0.5", "0.25", "81.4", "1.2", "nan", "-0.00123", "0.5", "12,345", "3:00"]
+    assert len(head) == len(row) < 80
+    display.log(102, {"length": 1.0})
     display.close()
-    assert stream.getvalue().splitlines()[2].split() == ["102/104", *"------", "2", "min", "0", "s"]
+    assert stream.getvalue().splitlines()[2].split() == ["102/104", "-", "-", "1", *"-----", "2:00"]
+
+
+@pytest.mark.parametrize("metrics", [{}, {"policy/reward_margin": 0.5, "policy/accuracy_mean": 0.75}])
+def test_a_row_of_supervised_training_has_its_numbers(metrics: dict[str, float]) -> None:
+    stream = io.StringIO()
+    Display(10, stream=stream, clock=ticks()).log(1, {"loss": 0.5, "grad_norm": 2.0, **metrics})
+    head, row = (line.split() for line in stream.getvalue().splitlines())
+    assert head == ["step", "loss", *(["margin", "accuracy"] if metrics else []), "grad", "left"]
+    assert row == ["1/10", "0.5", *(["0.5", "0.75"] if metrics else []), "2", "9"]
 
 
 def test_an_evaluation_is_a_line_of_its_own() -> None:

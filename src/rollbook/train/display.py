@@ -7,10 +7,13 @@ printed in between tears the live row apart, and nothing is said by colour or mo
 from __future__ import annotations
 
 import math
+import os
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from rollbook.algorithms.registry import number, whole_number
@@ -25,16 +28,31 @@ class Column(NamedTuple):
     names: tuple[str, ...]
 
 
+_LENGTH = Column("length", 6, ("length", "rollout/response_length"))
+_LOSS = Column("loss", 8, ("loss", "critic/value_loss"))
+_GRADIENT = Column("grad", 6, ("grad_norm", "critic/grad_norm"))
+_SPEED = Column("tok/s", 7, ("tokens_per_second", "rollout/tokens_per_second"))
 COLUMNS = (
-    Column("reward", 8, ("reward", "reward/mean")),
-    Column("success", 8, ("success", "reward/success")),
-    Column("length", 7, ("length", "rollout/response_length")),
-    Column("entropy", 8, ("entropy", "policy/entropy")),
+    Column("reward", 6, ("reward", "reward/mean")),
+    Column("success", 7, ("success", "reward/success")),
+    _LENGTH,
+    Column("entropy", 7, ("entropy", "policy/entropy")),
     Column("KL", 8, ("kl", "policy/kl", "kl/mean")),
-    Column("tokens/s", 9, ("tokens_per_second", "rollout/tokens_per_second")),
+    _LOSS,
+    _GRADIENT,
+    _SPEED,
 )
-_STEP = 11
-_LEFT = 10
+"""Of a run with rewards; with the step and the time left they fill 80 columns."""
+SUPERVISED_COLUMNS = (
+    _LOSS,
+    Column("margin", 8, ("policy/reward_margin",)),
+    Column("accuracy", 8, ("policy/accuracy_mean",)),
+    _LENGTH,
+    _GRADIENT,
+    _SPEED,
+)
+"""Of SFT and DPO; columns without a number in the first step are left out."""
+_LEFT = 8
 ROWS = 20
 """How many rows of a run stay on a terminal: in between, the last one is written over."""
 _FAILURES = ("truncated", "failed", "unscored")
@@ -52,9 +70,9 @@ class Display:
     >>> display = Display(20, stream=sys.stdout, clock=iter([0.0, 1.0, 2.0, 3.0]).__next__)
     >>> for step in (1, 2, 3):
     ...     display.log(step, {"reward": step / 10, "kl": 0.001, "tokens_per_second": 5100.0})
-           step   reward  success  length  entropy       KL  tokens/s  time left
-           1/20      0.1        -       -        -    0.001     5,100       19 s
-           3/20      0.3        -       -        -    0.001     5,100       17 s
+     step reward success length entropy       KL     loss   grad   tok/s     left
+     1/20    0.1       -      -       -    0.001        -      -   5,100       19
+     3/20    0.3       -      -       -    0.001        -      -   5,100       17
     """
 
     def __init__(
@@ -74,6 +92,7 @@ class Display:
         self._begun = clock()
         self._first: int | None = None
         """The first step that was told of: what came before it took no time of this run's."""
+        self._table: tuple[Column, ...] = ()
         self._headed = False
         self._row: str | None = None
         """The last row, while it is not printed for good."""
@@ -89,6 +108,7 @@ class Display:
         now = self._clock()
         if self._first is None:
             self._first = step
+            self._table = _columns_for(metrics)
         self._row = self._made(step, metrics, now)
         last = self.steps is not None and step >= self.steps
         if self.live:
@@ -132,8 +152,8 @@ class Display:
     def _head(self) -> None:
         if not self._headed:
             self._headed = True
-            titles = [f"{'step':>{_STEP}}", *(f"{one.title:>{one.width}}" for one in COLUMNS)]
-            text = " ".join(titles) + f"{'time left':>{_LEFT + 1}}"
+            titles = [f"{'step':>{self._step_width}}", *(f"{one.title:>{one.width}}" for one in self._table)]
+            text = " ".join([*titles, f"{'left':>{_LEFT}}"])
             self.stream.write((cut(text, self._columns()) if self.live else text) + "\n")
 
     def _columns(self) -> int:
@@ -142,22 +162,61 @@ class Display:
 
     def _made(self, step: int, metrics: Mapping[str, float], now: float) -> str:
         place = str(step) if self.steps is None else f"{step}/{self.steps}"
-        cells = [f"{place:>{_STEP}}"]
-        for one in COLUMNS:
+        cells = [f"{place:>{self._step_width}}"]
+        for one in self._table:
             value = next((metrics[name] for name in one.names if name in metrics), None)
             cells.append(f"{_figure(value):>{one.width}}")
-        return " ".join(cells) + f"{self._left(step, now):>{_LEFT + 1}}"
+        return " ".join([*cells, f"{self._left(step, now):>{_LEFT}}"])
+
+    @property
+    def _step_width(self) -> int:
+        return 7 if self.steps is None else max(4, len(f"{self.steps}/{self.steps}"))
 
     def _left(self, step: int, now: float) -> str:
         if self.steps is None or self._first is None:
             return "-"
         done = step - self._first + 1
-        return duration((now - self._begun) / max(done, 1) * max(0, self.steps - step))
+        return clock_time((now - self._begun) / max(done, 1) * max(0, self.steps - step))
+
+
+def _columns_for(metrics: Mapping[str, float]) -> tuple[Column, ...]:
+    """The columns of a run whose first step has these metrics."""
+    if any(name in metrics for name in COLUMNS[0].names) or "loss" not in metrics:
+        return COLUMNS
+    return tuple(one for one in SUPERVISED_COLUMNS if any(name in metrics for name in one.names))
 
 
 def _figure(value: float | None) -> str:
     """A number in few digits; one that is not finite by its name, since that is what one looks for."""
     return str(float(value)) if value is not None and not math.isfinite(value) else figure(value)
+
+
+def shell_command() -> str:
+    """Return what to type for `rollbook` in this shell: its name if it is on the PATH, else the path of this program.
+
+    >>> shell_command().split()[-1].endswith("rollbook")
+    True
+    """
+    program = Path(sys.argv[0])
+    if program.name != "rollbook":
+        return f"{shlex.quote(sys.executable)} -m rollbook"
+    on_path = shutil.which("rollbook")
+    if on_path is not None and program.exists() and os.path.samefile(on_path, program):
+        return "rollbook"
+    return shlex.quote(os.path.relpath(program) if program.is_relative_to(Path.cwd()) else str(program))
+
+
+def clock_time(seconds: float) -> str:
+    """Seconds as a clock shows them.
+
+    >>> clock_time(41.2), clock_time(312), clock_time(3 * 3600 + 250)
+    ('41', '5:12', '3:04:10')
+    """
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{left:02}"
+    return f"{minutes}:{left:02}" if minutes else f"{left}"
 
 
 def duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -29,7 +30,7 @@ from rollbook.train.config.loading import effective
 from rollbook.train.config.schema import Config, differences
 from rollbook.train.config.writing import shown
 from rollbook.train.data import Prompts
-from rollbook.train.display import Display, duration
+from rollbook.train.display import Display, duration, shell_command
 from rollbook.train.evaluating import Evaluation, difference, evaluated
 from rollbook.train.tracking import LINES, WandB, trackers_of
 from rollbook.train.trainer import Report, Trainer
@@ -364,8 +365,13 @@ def _count(number: int) -> str:
 
 def summary(outcome: Outcome, config: Config) -> list[str]:
     """What a run changed, in lines: success before and after, samples of both, and how to look at all of it."""
-    took = f"in {duration(outcome.seconds)}" if outcome.reports or not outcome.steps else "done before, none now"
-    lines = ["", f"{outcome.steps} steps {took}"]
+    count = len(outcome.reports)
+    if count == outcome.steps:
+        lines = ["", f"{count} steps in {duration(outcome.seconds)}"]
+    elif count:
+        lines = ["", f"{count} steps in {duration(outcome.seconds)}, continuing a run: {outcome.steps} in all"]
+    else:
+        lines = ["", f"all {outcome.steps} steps were done before"]
     before, after = outcome.before, outcome.after
     if before is not None:
         lines.append(f"before    {before}")
@@ -378,26 +384,34 @@ def summary(outcome: Outcome, config: Config) -> list[str]:
     for last in saving.saved(outcome.folder)[-1:]:
         # Without a last checkpoint these are older weights.
         lines += ["", f"weights   {last.model}" + (f", of step {last.step}" if last.step < outcome.steps else "")]
-    lines += [f"book      {outcome.book}", f"look      rollbook view {outcome.folder}"]
-    again = f"    rollbook replay {outcome.folder} --step {outcome.steps}" if outcome.steps else ""
-    lines += [f"          rollbook doctor {outcome.folder}{again}"]
+    program, folder = shell_command(), shlex.quote(str(outcome.folder))
+    lines += [f"book      {outcome.book}", f"look      {program} view {folder}", f"          {program} doctor {folder}"]
+    if outcome.steps:
+        lines.append(f"          {program} replay {folder} --step {outcome.steps}")
     return lines
 
 
-def _samples(before: Evaluation, after: Evaluation, count: int = 3) -> list[str]:
-    """A few prompts with the first sample of before and after; those that changed, first."""
-    was, now = ({row.eid.task: row for row in reversed(list(one.records))} for one in (before, after))
-    both = [(was[task], now[task]) for task in now if task in was]
-    both.sort(key=lambda pair: (pair[0].reward or 0.0) - (pair[1].reward or 0.0))
-    lines = []
-    for old, new in both[:count]:
-        lines.append(f"  prompt  {_short(_asked(old))}")
-        lines += [
-            f"  {name}  {_short(row.response_text)}   "
-            + (f"reward {row.reward:g}" if row.reward is not None else "no reward")
-            for name, row in (("before", old), ("after ", new))
-        ]
-        lines.append("")
+def _samples(before: Evaluation, after: Evaluation, count: int = 2) -> list[str]:
+    """Prompts with the first sample of before and after: as many newly broken as newly solved, `count` of each."""
+    first, last = ({row.eid.task: row for row in reversed(list(one.records))} for one in (before, after))
+    both = [(first[task], last[task]) for task in last if task in first]
+    changes = [(new.reward or 0.0) - (old.reward or 0.0) for old, new in both]
+    lines: list[str] = []
+    for title, chosen in (
+        ("with a higher reward", [pair for pair, change in zip(both, changes, strict=True) if change > 0]),
+        ("with a lower reward", [pair for pair, change in zip(both, changes, strict=True) if change < 0]),
+    ):
+        if not chosen:
+            continue
+        lines.append(f"{len(chosen)} of {len(both)} prompts {title}; the first:")
+        for old, new in chosen[:count]:
+            lines.append(f"  prompt  {_short(_asked(old), end=True)}")
+            lines += [
+                f"  {name}  {_short(row.response_text)}   "
+                + (f"reward {row.reward:g}" if row.reward is not None else "no reward")
+                for name, row in (("before", old), ("after ", new))
+            ]
+            lines.append("")
     return lines[:-1]
 
 
@@ -409,6 +423,9 @@ def _asked(record: Any) -> Any:
     return asked[-1].get("content") if asked else record.prompt_text
 
 
-def _short(text: Any, width: int = 90) -> str:
-    shown_text = " ".join(str(text or "").split())
-    return shown_text if len(shown_text) <= width else f"{shown_text[: width - 3]}..."
+def _short(text: Any, width: int = 90, end: bool = False) -> str:
+    """Shorten a text to one line; `end` keeps its end, where a prompt asks its question."""
+    line = " ".join(str(text or "").split())
+    if len(line) <= width:
+        return line
+    return f"...{line[3 - width :]}" if end else f"{line[: width - 3]}..."

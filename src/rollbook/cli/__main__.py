@@ -1,7 +1,0 @@
-"""`python -m rollbook.cli`: the same as `rollbook`."""
-
-import sys
-
-from rollbook.cli.parser import main
-
-sys.exit(main())
