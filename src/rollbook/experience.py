@@ -267,6 +267,11 @@ class Experience:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def _repr_html_(self) -> str:
+        from rollbook.notebook import record_html
+
+        return record_html(self)
+
     def __repr__(self) -> str:
         if "eid" not in self.__dict__:
             return "Experience(<not yet built>)"

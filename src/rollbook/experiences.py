@@ -266,6 +266,11 @@ class Experiences(Sequence["Experience"]):
     def __repr__(self) -> str:
         return f"Experiences({self._count} records, {int(self.token_lengths().sum())} tokens)"
 
+    def _repr_html_(self) -> str:
+        from rollbook.notebook import records_html
+
+        return records_html(self)
+
     def __reduce__(self) -> Any:
         return Experiences.from_bytes, (self.to_bytes(),)
 
@@ -306,13 +311,13 @@ class Experiences(Sequence["Experience"]):
             raise ValueError(f"sort: got {len(keys)} keys, expected {self._count}")
         return self.take(sorted(range(self._count), key=keys.__getitem__, reverse=reverse))
 
-    def group_by(self, id_type: str) -> dict[str, Experiences]:
+    def group_by(self, id_type: str) -> Groups:
         """The records of each task, run or step, in the order they first appear."""
         part = id_part(id_type)
         groups: dict[str, list[int]] = {}
         for i, eid in enumerate(self.eids()):
             groups.setdefault(getattr(eid, part), []).append(i)
-        return {key: self.take(indices) for key, indices in groups.items()}
+        return Groups((key, self.take(indices)) for key, indices in groups.items())
 
     def assign(self, **fields: Any) -> Experiences:
         """The same records with other values in some fields, each given as `from_columns` takes it, or as `Rows`.
@@ -377,6 +382,15 @@ class Experiences(Sequence["Experience"]):
             return np.empty(0, dtype=np.int64)
         lengths: NDArray[np.int64] = self._columns["prompt_length"].to_numpy(zero_copy_only=False)
         return lengths
+
+
+class Groups(dict[str, Experiences]):
+    """Records by group id: a dict that notebooks show as a table."""
+
+    def _repr_html_(self) -> str:
+        from rollbook.notebook import groups_html
+
+        return groups_html(self)
 
 
 def as_experiences(rows: Iterable[Experience]) -> Experiences:

@@ -93,6 +93,8 @@ class Book:
         self.quota = quota
         self.appends = itertools.count(os.urandom(1)[0])
         """Counts appends, from anywhere on: programs that append once and end merge small segments now and then too."""
+        self.opened_with: dict[str, Any] = {}
+        """Arguments of `rollbook.open` that open this book again."""
         self.known_kinds: set[tuple[str, str]] = set()
         """Columns and their types that the ledger is known to have noted."""
         self.untold: Any = None
@@ -585,4 +587,30 @@ class Book:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Book({self.url!r})"
+        try:
+            counts = self.counts()
+        except (ImportError, OSError, ValueError, RuntimeError):  # closed, or the server does not answer
+            return f"Book({self.url!r})"
+        states = f"{counts.waiting:,} waiting, {counts.leased:,} leased, {counts.trained:,} trained"
+        return f"Book({self.url!r}: {counts.admitted:,} records, {states})"
+
+    def _repr_html_(self) -> str:
+        from rollbook.notebook import table
+
+        headers = ["consumer", "records", "waiting", "leased", "trained", "dropped"]
+        counts = [self.counts(name) for name in self.consumers()]
+        rows = [[c.consumer, c.admitted, c.waiting, c.leased, c.trained, sum(c.dropped.values())] for c in counts]
+        evaluation = f", and {counts[0].evaluation:,} for evaluation" if counts and counts[0].evaluation else ""
+        return table(f"Book {self.url}{evaluation}", headers, rows)
+
+    def __reduce__(self) -> Any:
+        """Pickle by reopening: the copy is another open book on the same records."""
+        if self.url == "memory:":
+            raise TypeError("a book in memory cannot be pickled: open a folder or postgresql:// to share it")
+        return _reopen, ("r" if self.read_only else "r+", dict(self.opened_with))
+
+
+def _reopen(mode: str, arguments: Mapping[str, Any]) -> Book:
+    from rollbook.book.opening import open as open_book
+
+    return open_book(mode=mode, **arguments)

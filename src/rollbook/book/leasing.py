@@ -22,6 +22,7 @@ from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.naming import text_of, uids_of
 from rollbook.book.samplers import Proportional
 from rollbook.book.windows import reached
+from rollbook.progress import advise
 
 if TYPE_CHECKING:
     from rollbook.batch import ExperienceBatch
@@ -284,6 +285,8 @@ class Lease:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         told = self._lost
         if self._left and self._claim.id:
+            if error is None:
+                advise(f"{len(self._left)} leased records were not acknowledged and go back: call lease.ack(step=...)")
             try:
                 self.nack("not acknowledged" if error is None else _told(error))
             except LeaseLost:

@@ -83,6 +83,14 @@ def open(
             folder = Path(os.path.abspath(os.path.expanduser(address)))
             ledger, shelf = _folder(folder, mode, segment_bytes, clock, disk or Disk())
     book = Book(address, ledger, shelf, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
+    book.opened_with = {
+        "url": address if "://" in address else os.path.abspath(os.path.expanduser(address)),
+        "tokenizer": book.tokenizer,
+        "quota": quota,
+        "data": data,
+        "storage_options": storage_options,
+        "segment_bytes": segment_bytes,
+    }
     if not isinstance(tokenizer, str):
         book.untold = tokenizer
     try:

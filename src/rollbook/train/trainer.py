@@ -49,8 +49,9 @@ class Fruitless(RuntimeError):
 class Report(Mapping[str, float]):
     """What a step was: its metrics by name.
 
-    >>> Report(3, {"loss": 0.5}, ["3/0/0/0/a"])["loss"]
-    0.5
+    >>> report = Report(3, {"records": 1.0, "reward": 0.25, "loss": 0.5, "lr": 1e-6}, ["3/0/0/0/a"])
+    >>> report["loss"], report
+    (0.5, Report(step 3: 1 records, reward 0.25, loss 0.5, and 1 more))
     """
 
     step: int
@@ -68,6 +69,13 @@ class Report(Mapping[str, float]):
 
     def __len__(self) -> int:
         return len(self.metrics)
+
+    def __repr__(self) -> str:
+        first = [name for name in ("reward", "success", "loss", "kl", "grad_norm") if name in self.metrics]
+        numbers = [f"{name} {self.metrics[name]:.3g}" for name in first]
+        more = len(self.metrics) - len(first) - ("records" in self.metrics)
+        listed = [f"{len(self.uids)} records", *numbers, *([f"and {more} more"] if more else [])]
+        return f"Report(step {self.step}: {', '.join(listed)})"
 
 
 class Trainer:
