@@ -52,6 +52,10 @@ print([name for name in ("torch", "pyarrow", "duckdb", "numpy") if name in sys.m
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0 and capsys.readouterr().out.startswith("usage: rollbook")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_and_a_clean_refusal(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -654,7 +654,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "a file that is not there": (["FILE", "data=/no/such.jsonl"], "data: got '/no/such.jsonl'"),
     "a configuration that is not there": (["/no/such.yaml"], "/no/such.yaml: there is no such file"),
     "a misspelt key": (["FILE", "optimiser.lr=1"], "optimiser: is no key here; did you mean 'optimizer'"),
-    "a wrong type": (["FILE", "batch.prompts=many"], "batch.prompts: got 'many', expected a whole number from 1 on"),
+    "a wrong type": (
+        ["FILE", "batch.prompts=many"],
+        "batch.prompts: got 'many', expected a whole number from 1 to 1,000,000",
+    ),
     "a model that is not there": (["FILE", "model=/no/model"], "model.path: got '/no/model', which is no folder here"),
     "a reward that raises": (["FILE", f"rewards={ME}:broken"], "step 1: all 12 samples failed, or have no reward; the"),
     "a reward's module": (

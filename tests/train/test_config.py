@@ -233,12 +233,14 @@ def test_an_algorithm_of_ones_own() -> None:
 
 
 BAD = {
-    "optimizer.lr: got -1.0, expected a number from 0 on": {"optimizer": {"lr": -1}},
+    "optimizer.lr: got -1.0, expected a number from 0 to 10": {"optimizer": {"lr": -1}},
     "optimizer.lr: got 'fast', expected a number": {"optimizer": {"lr": "fast"}},
     "optimizer.betas: got [0.9], expected a list of 2": {"optimizer": {"betas": [0.9]}},
     "critic_optimizer.betas[1]: got 2.0, expected a number from 0 to 1": {"critic_optimizer": {"betas": [0, 2]}},
-    "steps: got 1.5, expected a whole number from 0 on": {"steps": 1.5},
-    "steps: got true, expected a whole number from 0 on": {"steps": True},
+    "steps: got 1.5, expected a whole number from 0 to 1,000,000,000": {"steps": 1.5},
+    "steps: got 1e+18, expected a whole number from 0 to 1,000,000,000": {"steps": 1e18},
+    "algorithm.n: got 1000000, expected a whole number from 1 to 10,000": {"algorithm": {"n": 10**6}},
+    "steps: got true, expected a whole number from 0 to 1,000,000,000": {"steps": True},
     "steps: got null, expected a whole number": {"steps": None},
     "name: got 7, expected letters, digits": {"name": 7},
     "data.system: got 7, expected text (in quotes it would be: \"7\")": {"data": {"system": 7}},
@@ -290,7 +292,7 @@ def test_what_is_wrong_is_named(said: str) -> None:
 def test_a_bad_value_of_a_dataclass_is_named_too() -> None:
     with pytest.raises(ConfigError, match="optimizer.lrr: is no key here; did you mean 'lr'?"):
         Config(optimizer={"lrr": 1})
-    with pytest.raises(ConfigError, match="^batch.prompts: got 0, expected a whole number from 1 on"):
+    with pytest.raises(ConfigError, match="^batch.prompts: got 0, expected a whole number from 1 to 1,000,000"):
         Config(batch={"prompts": 0})
 
 
@@ -402,12 +404,12 @@ def test_a_document_is_plain_and_ends(case: int) -> None:
 
 def test_errors_name_the_file_and_the_line(tmp_path: Path) -> None:
     file = write(tmp_path, "my.yaml", "steps: 3\noptimizer:\n  schedule: linear\n  lr: -1\n")
-    assert refused(file) == f"optimizer.lr: got -1.0, expected a number from 0 on ({file}, line 4)"
+    assert refused(file) == f"optimizer.lr: got -1.0, expected a number from 0 to 10 ({file}, line 4)"
     assert refused(file, "optimizer.lr=fast") == "optimizer.lr: got 'fast', expected a number (the command line)"
     child = write(tmp_path, "child.yaml", "base: my.yaml\nsteps: 5\n")
     assert refused(child).endswith(f"({file}, line 4)")
     toml = write(tmp_path, "my.toml", "[optimizer]\nlr = -1\n")
-    assert refused(toml) == f"optimizer.lr: got -1.0, expected a number from 0 on ({toml})"
+    assert refused(toml) == f"optimizer.lr: got -1.0, expected a number from 0 to 10 ({toml})"
     bad = write(tmp_path, "bad.yaml", "rewards:\n- gsm8k\n- function: gsm8k\n  wieght: 2\n")
     assert refused(bad).startswith("rewards.1.wieght: is no key here; did you mean 'weight'?")
     assert refused(bad).endswith(f"({bad}, line 4)")
@@ -502,6 +504,29 @@ def test_another_source_drops_what_was_said_of_the_old_one(base: Path) -> None:
         over(base, "model: {path: m, builder: 'a:b'}")
 
 
+def test_paths_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "conf"
+    (folder / "model").mkdir(parents=True)
+    write(folder, "train.jsonl", "{}")
+    write(folder, "score.py", "def score(response): return 1.0")
+    text = "model: model\ndata: {path: train.jsonl}\nrewards: [exact_match, 'score.py:score']\nreference: org/hub-name"
+    write(folder, "my.yaml", text)
+    monkeypatch.chdir(tmp_path)
+    found = effective("conf/my.yaml", ["evaluation.data=train.jsonl"])
+    assert (found.model.path, found.data.path) == ("conf/model", "conf/train.jsonl")
+    assert [reward.function for reward in found.rewards] == ["exact_match", "conf/score.py:score"]
+    assert found.reference == "org/hub-name" and found.evaluation.data == "train.jsonl", "as on the command line"
+    monkeypatch.chdir(folder)
+    assert effective("my.yaml").data.path == "train.jsonl"
+
+
+def test_another_file_as_an_argument_has_the_same_columns(tmp_path: Path) -> None:
+    file = write(tmp_path, "my.yaml", "data: {path: a.jsonl, split: x, columns: {prompt: q}, keep: [level]}")
+    data = effective(file, ["data.path=b.jsonl"]).data
+    assert (data.path, data.split, data.columns, data.keep) == ("b.jsonl", None, {"prompt": "q"}, ("level",))
+    assert effective(file, ["data.function=m:f"]).data.columns == {}, "rows of a function are something else"
+
+
 def test_a_models_configuration_is_changed_or_replaced(tmp_path: Path) -> None:
     base = write(tmp_path, "base.yaml", "model: {config: {model_type: llama, hidden_size: 8, layers: 1}}")
     assert over(base, "model: {config: {layers: 2}}").model.config == {
@@ -568,7 +593,7 @@ def test_arguments_change_any_key(base: Path) -> None:
         ("a..b=3", "a..b=3: is no change"),
         ("stepz=3", "stepz: is no key here; did you mean 'steps'?"),
         ("lr=3", "lr: is no key here; did you mean 'warmup.lr' or 'optimizer.lr'"),
-        ("steps=soon", "steps: got 'soon', expected a whole number from 0 on"),
+        ("steps=soon", "steps: got 'soon', expected a whole number from 0 to 1,000,000,000"),
         ("optimizer.lr.x=3", "optimizer.lr: got {'x': 3}, expected a number"),
         ("optimizer=3", "optimizer: got 3, expected a mapping of its keys"),
         ("rewards.7.weight=3", "rewards.7: got item 7 of a list of 2, expected at most 2"),

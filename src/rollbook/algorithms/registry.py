@@ -206,12 +206,13 @@ def switch(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def whole_number(name: str, value: Any, low: int = 0) -> int:
-    """A whole number that is not below its bound, else an error that says so."""
+def whole_number(name: str, value: Any, low: int = 0, high: int | None = None) -> int:
+    """A whole number within its bounds, else an error that says so."""
     try:
         found = operator.index(value)
     except TypeError:
         found = low - 1
-    if isinstance(value, (bool, np.bool_)) or found < low:
-        raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} on")
+    if isinstance(value, (bool, np.bool_)) or found < low or (high is not None and found > high):
+        end = "on" if high is None else f"to {high:,}"
+        raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} {end}")
     return found

@@ -29,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     no books here
     0
     """
-    options = build().parse_args(_joined(sys.argv[1:] if arguments is None else list(arguments)))
+    words = _joined(sys.argv[1:] if arguments is None else list(arguments))
+    if not words:
+        build().print_help()
+        return OK
+    options = build().parse_args(words)
     use_colour(options.color)
     module, _, name = options.run.partition(":")
     try:

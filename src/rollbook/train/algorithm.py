@@ -123,8 +123,13 @@ class Algorithm:
             put(self, name, number(f"algorithm.{name}", getattr(self, name), 0, 1))
         for name in ("advantage_clip", "overlong_penalty"):
             put(self, name, number(f"algorithm.{name}", getattr(self, name), 0))
-        for name, low in (("n", 1), ("refill", 0), ("overlong_buffer", 0), ("critic_warmup", 0)):
-            put(self, name, whole_number(f"algorithm.{name}", getattr(self, name), low))
+        for name, low, high in (
+            ("n", 1, 10**4),
+            ("refill", 0, 1000),
+            ("overlong_buffer", 0, 10**7),
+            ("critic_warmup", 0, 10**9),
+        ):
+            put(self, name, whole_number(f"algorithm.{name}", getattr(self, name), low, high))
         for name in ("drop_constant_groups", "advantages_norm"):
             put(self, name, switch(f"algorithm.{name}", getattr(self, name)))
         if self.refill and not self.drop_constant_groups:

@@ -57,7 +57,7 @@ class Optimizing:
     def __post_init__(self) -> None:
         put = object.__setattr__
         choice("optimizer.name", self.name, NAMES)
-        put(self, "lr", number("optimizer.lr", self.lr, 0, 1e6, "a number from 0 on"))
+        put(self, "lr", number("optimizer.lr", self.lr, 0, 10))
         betas = tuple(self.betas) if isinstance(self.betas, (tuple, list)) else ()
         if len(betas) != 2:
             raise ValueError(f"optimizer.betas: got {self.betas!r}, expected two numbers")

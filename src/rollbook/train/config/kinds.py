@@ -129,7 +129,7 @@ class Number:
 
 
 def _short(bound: float) -> str:
-    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 @dataclass(frozen=True)
@@ -307,6 +307,8 @@ class Key:
     """Keys of the same section, of a base, that another value of this one leaves no meaning for; `*`: all."""
     whole: str = ""
     """Of a mapping: with this name in it, it is complete and takes the place of the base's; otherwise it changes it."""
+    path: bool = False
+    """Whether a text is, or may be, a path: in a file it is relative to that file."""
 
 
 @dataclass(frozen=True)

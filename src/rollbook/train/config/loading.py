@@ -2,11 +2,13 @@
 
 Invariant: later layers win key by key (a file over its base, arguments over files), lists are replaced whole, and every
 error says which file and line, or argument, it comes from. Naming another source (`model.path` over a base's
-`model.builder`, another `algorithm.preset`) also drops what the base said about the old one.
+`model.builder`, another `algorithm.preset`) also drops what the base said about the old one; `data.path` as an
+argument keeps the file's `data.columns`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ DEFAULT = "letters"
 ARGUMENTS = "the command line"
 RECIPES = Path(__file__).parent.parent / "recipes"
 _ENDINGS = (".yaml", ".yml", ".toml")
+_LAYOUT = ("columns", "keep")
+"""Keys of `data` that say what a file looks like: another file from the command line has the same layout."""
 
 
 def recipes() -> dict[str, Path]:
@@ -41,7 +45,7 @@ def effective(config: str | Path | None = None, overrides: Sequence[str] = ()) -
     (0.0001, 5, 'rloo')
     """
     given = _with_bases(_find(DEFAULT if config is None else config, None), [])
-    given = merged(given, overriding(overrides))
+    given = merged(given, overriding(overrides), arguments=True)
     try:
         return Config.of(given.values)
     except ConfigError as error:
@@ -68,6 +72,8 @@ def _with_bases(path: Path, below: list[Path]) -> Document:
     if path.resolve() in below:
         raise ConfigError("base", f"goes round in a circle: {' <- '.join(each.name for each in [*below, path])}")
     document = read_file(path, f"recipe {path.stem}" if path.parent == RECIPES else None)
+    if path.parent != RECIPES:
+        document.values = _beside_file(document.values, section_of(Config), path.parent)
     base = document.values.pop("base", None)
     if base is None:
         return merged(Document({}), document)
@@ -79,6 +85,40 @@ def _with_bases(path: Path, below: list[Path]) -> Document:
     except ConfigError as error:
         raise ConfigError("base", f"{error.path} {error.said}", source) from None
     return merged(_with_bases(under, [*below, path.resolve()]), document)
+
+
+def _beside_file(value: Any, kind: Kind | None, folder: Path) -> Any:
+    """Make the paths of a file's values relative to its folder, if something is there.
+
+    Other paths stay as they are, relative to the working directory: some are names on the hub, and the configuration
+    kept with a run has paths from the command line.
+    """
+    section = section_in(kind) if kind is not None else None
+    if isinstance(value, list):
+        return [_beside_file(each, kind, folder) for each in value]
+    if section is None:
+        return value
+    if isinstance(value, str) and section.short and section.keys[section.short].path:
+        return _existing(value, folder)
+    if not isinstance(value, Mapping):
+        return value
+    anchored = dict(value)
+    for name, each in value.items():
+        key = section.keys.get(name)
+        if key is not None and key.path and isinstance(each, str):
+            anchored[name] = _existing(each, folder)
+        elif key is not None:
+            anchored[name] = _beside_file(each, key.kind, folder)
+    return anchored
+
+
+def _existing(text: str, folder: Path) -> str:
+    """A path, or `file.py:function`, joined to a folder if the file is in it."""
+    file, ending, function = text.partition(".py:")
+    path = Path(file + ending.removesuffix(":"))
+    if path.is_absolute() or not (folder / path).exists():
+        return text
+    return os.path.normpath(folder / path) + (f":{function}" if ending else "")
 
 
 def overriding(arguments: Sequence[str]) -> Document:
@@ -157,16 +197,16 @@ def _typed(kind: Kind | None, text: str) -> Any:
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def merged(old: Document, new: Document) -> Document:
-    """One layer over another."""
+def merged(old: Document, new: Document, arguments: bool = False) -> Document:
+    """One layer over another; `arguments`: the new one is from the command line."""
     try:
-        values = _over(old.values, new.values, section_of(Config))
+        values = _over(old.values, new.values, section_of(Config), arguments)
     except ConfigError as error:
         raise error.at(_origin(error.path, new.origins)) from None
     return Document(values, {**old.origins, **new.origins})
 
 
-def _over(old: Any, new: Any, kind: Kind | None) -> Any:
+def _over(old: Any, new: Any, kind: Kind | None, arguments: bool = False) -> Any:
     """A value over another one: mappings key by key, anything else in its place."""
     section = section_in(kind) if kind is not None else None
     if section is not None and new is not None:
@@ -185,10 +225,12 @@ def _over(old: Any, new: Any, kind: Kind | None) -> Any:
             made.pop(name, None)
         if key is not None and value is not None and _is_another(old.get(name), value, bool(whole)):
             gone = old if "*" in key.anew else [each for each in key.anew if each != name]
+            same_layout = arguments and old.get(name) is not None
             for each in gone:
-                made.pop(each, None)
+                if not (same_layout and each in _LAYOUT):
+                    made.pop(each, None)
         try:
-            made[name] = _over(made.get(name), value, key.kind if key is not None else None)
+            made[name] = _over(made.get(name), value, key.kind if key is not None else None, arguments)
         except ConfigError as error:
             raise error.under(name) from None
     # What this layer says itself was not dropped by it, in whatever order it says so.

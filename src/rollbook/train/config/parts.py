@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FUNCTION: dict[str, Any] = {
     "pattern": r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|.+\.py:[A-Za-z_]\w*",
     "what": "'module:function' or 'file.py:function'",
+    "path": True,
 }
 SAMPLERS = {
     "first": "First",
@@ -67,7 +68,7 @@ class Model:
 
     SHORT: ClassVar[str] = "path"
 
-    path: str | None = key(None, anew=("config", "builder", "options", "tokenizer", "processor"))
+    path: str | None = key(None, path=True, anew=("config", "builder", "options", "tokenizer", "processor"))
     """A folder that transformers can load, or a name on the hub."""
     config: Mapping[str, Any] | None = key(None, whole="model_type", anew=("path", "builder", "options"))
     """A transformers configuration with its `model_type`, for random weights; without one, changes to the base's."""
@@ -75,9 +76,9 @@ class Model:
     """A function that returns an `Actor`, or a model and its tokenizer; it is called with `options`."""
     options: Mapping[str, Any] = key({})
     """Arguments of `builder`, by name."""
-    tokenizer: str | None = key(None)
+    tokenizer: str | None = key(None, path=True)
     """The folder or hub name of the tokenizer; null: the model's own."""
-    processor: str | None = key(None)
+    processor: str | None = key(None, path=True)
     """The folder or hub name of the processor of images; null: the model's own."""
     precision: Literal["float32", "bfloat16", "autocast"] = key("float32")
     """`float32`, `bfloat16` (short weights, float32 copies in the optimizer) or `autocast` (float32 weights, passes in
@@ -111,7 +112,7 @@ class Critic:
 
     SHORT: ClassVar[str] = "path"
 
-    path: str | None = key(None, anew=("config",))
+    path: str | None = key(None, path=True, anew=("config",))
     """The folder or hub name of a model to begin from; null: the actor's weights."""
     config: Mapping[str, Any] | None = key(None, whole="model_type", anew=("path",))
     """A transformers configuration with its `model_type`, for a critic of random weights."""
@@ -130,7 +131,7 @@ class Teacher:
 
     SHORT: ClassVar[str] = "path"
 
-    path: str | None = key(None, anew=("config", "builder", "options"))
+    path: str | None = key(None, path=True, anew=("config", "builder", "options"))
     """A folder that transformers can load, or a name on the hub."""
     config: Mapping[str, Any] | None = key(None, whole="model_type", anew=("path", "builder", "options"))
     """A transformers configuration with its `model_type`, for random weights."""
@@ -160,7 +161,7 @@ class Data:
 
     SHORT: ClassVar[str] = "path"
 
-    path: str | None = key(None, anew=("function", "options", "split", "subset", "columns", "keep"))
+    path: str | None = key(None, path=True, anew=("function", "options", "split", "subset", "columns", "keep"))
     """A JSONL, JSON or Parquet file, a folder of such files, or a folder or name of a Hugging Face dataset."""
     function: str | None = key(None, anew=("path", "options", "split", "subset", "columns", "keep"), **FUNCTION)
     """A function that returns the rows, in place of a file; it is called with `options`."""
@@ -208,17 +209,17 @@ class Data:
 class Warmup:
     """Supervised steps on the rows' `response` before the training; off unless `steps` is above 0."""
 
-    steps: int = key(0, low=0)
+    steps: int = key(0, low=0, high=10**6)
     """At most so many steps; 0: no warm-up."""
     until: float | None = key(None, above=0, high=1)
     """Stop when this share of sampled responses succeeds, to rows that it does not learn from; null: after `steps`."""
     every: int = key(5, low=1)
     """Steps between looks at that share."""
-    rows: int = key(128, low=1)
+    rows: int = key(128, low=1, high=10**5)
     """Rows of each step."""
-    checked: int = key(256, low=1)
+    checked: int = key(256, low=1, high=10**6)
     """Rows that are sampled at each look."""
-    lr: float = key(3e-3, above=0)
+    lr: float = key(3e-3, above=0, high=10)
     """The learning rate at its highest."""
     rise: int = key(30, low=0)
     """Steps over which the rate rises."""
@@ -249,7 +250,7 @@ class Reward:
 
     SHORT: ClassVar[str] = "function"
 
-    function: str | None = key(None, anew=_SOURCES)
+    function: str | None = key(None, path=True, anew=_SOURCES)
     """A ready function (`exact_match`, `numeric_match`, `gsm8k`, ...), `module:function` or `file.py:function`."""
     recipe: Mapping[str, Any] | None = key(None, anew=_SOURCES)
     """Components by the rows' label: {label: [[type, key, weight], ...]}."""
@@ -257,7 +258,7 @@ class Reward:
         None, anew=_SOURCES, pattern=r"https?://\S+", what="an http:// or https:// URL"
     )
     """The URL of a reward server, or of several that are replicas."""
-    model: str | None = key(None, anew=_SOURCES)
+    model: str | None = key(None, path=True, anew=_SOURCES)
     """The folder or hub name of a sequence classifier."""
     weight: float = key(1.0)
     """What its scores are multiplied by in the sum."""
@@ -289,7 +290,7 @@ class Environment:
     more."""
     options: Mapping[str, Any] = key({})
     """Arguments of `function`, by name."""
-    max_turns: int = key(8, low=1)
+    max_turns: int = key(8, low=1, high=10**4)
     """Turns of the model in a conversation, at most."""
     rewards: Literal["sum", "last"] = key("sum")
     """What a conversation is worth, of what the environment gave its turns."""
@@ -297,7 +298,7 @@ class Environment:
     """Tokens of a whole conversation, at most; null: the model's positions."""
     on_cut: Literal["end", "respond"] = key("end")
     """What becomes of a turn that a limit cut: it is the `end`, or the environment shall `respond` to it."""
-    workers: int = key(1, low=1)
+    workers: int = key(1, low=1, high=1024)
     """Environments that respond at the same time."""
     episode: Mapping[str, Any] = key({}, names=("on_realign", "on_fork", "template_options"))
     """Options of `rollbook.rollout.Episode`."""
@@ -320,13 +321,13 @@ class Engine:
     """What the server calls the model; null: its only one."""
     api_key_env: str | None = key(None, free=True, pattern=r"[A-Za-z_]\w*", what="the name of a variable")
     """The environment variable that holds the server's key; keys themselves do not belong in a file."""
-    timeout: float = key(1800.0, free=True, above=0)
+    timeout: float = key(1800.0, free=True, above=0, high=1e6)
     """Seconds that a request to the server may take."""
-    concurrency: int = key(64, free=True, low=1)
+    concurrency: int = key(64, free=True, low=1, high=10**5)
     """Requests to the server that are under way at a time."""
-    max_batch_rows: int = key(256, free=True, low=1)
+    max_batch_rows: int = key(256, free=True, low=1, high=10**6)
     """Responses that transformers samples at a time."""
-    max_batch_tokens: int = key(262_144, free=True, low=1)
+    max_batch_tokens: int = key(262_144, free=True, low=1, high=10**9)
     """Tokens that it holds at a time."""
     options: Mapping[str, Any] = key({})
     """What the engine's class takes beside these (`dialect`, `logprobs_kind`, `add_special_tokens`, ...)."""
@@ -344,9 +345,9 @@ class Engine:
 class Sampling:
     """How responses are sampled, in training; how many of each prompt is `algorithm.n`."""
 
-    max_tokens: int = key(1024, low=1)
+    max_tokens: int = key(1024, low=1, high=10**7)
     """Tokens of a response, at most (of each turn, with an environment)."""
-    min_tokens: int = key(0, low=0)
+    min_tokens: int = key(0, low=0, high=10**7)
     """Tokens before which nothing ends a response."""
     temperature: float = key(1.0, above=0, high=1e4)
     """What logits are divided by, in sampling and in training."""
@@ -389,13 +390,13 @@ class Intake:
     """How often a record may be learned from; null: for ever."""
     max_staleness: int | None = key(None, low=0)
     """How many versions old a record's policy may be; null: any."""
-    make_every: int = key(1, low=1)
+    make_every: int = key(1, low=1, high=10**4)
     """New records are made in every so many-th step; in between, a replay learns from what there is."""
     timeout: float = key(0.0, free=True, low=0)
     """Seconds to wait for records that others bring."""
     lease_seconds: float = key(3600.0, free=True, low=1, high=1e9)
     """How long a step's records are this trainer's without a sign of life: longer than a step takes."""
-    expert: str | None = key(None)
+    expert: str | None = key(None, path=True)
     """A book of an expert's records to learn from as well; null: none."""
     expert_share: float = key(0.0, low=0, high=1)
     """The share of a step's records that are the expert's."""

@@ -47,13 +47,13 @@ _FREE = {"free": True}
 class Batch:
     """What a step is made of, and how it is cut."""
 
-    prompts: int = key(64, low=1)
+    prompts: int = key(64, low=1, high=10**6)
     """Prompts of a step; each has `algorithm.n` responses. Of `sft` and `dpo`: rows."""
-    minibatches: int = key(1, low=1)
+    minibatches: int = key(1, low=1, high=10**4)
     """Updates of the weights in each pass over a step's records."""
-    epochs: int = key(1, low=1)
+    epochs: int = key(1, low=1, high=10**4)
     """Passes over a step's records."""
-    token_budget: int = key(16384, free=True, low=1)
+    token_budget: int = key(16384, free=True, low=1, high=10**9)
     """Tokens of one forward and backward pass, at most: less needs less memory, and changes no number but by
     rounding."""
     packed: bool | None = key(None, free=True)
@@ -98,7 +98,7 @@ class Saving:
 class Evaluation:
     """Sampled success on prompts that are never trained on."""
 
-    data: str | None = key(None, anew=("function", "options"))
+    data: str | None = key(None, path=True, anew=("function", "options"))
     """A file or dataset of prompts, with the columns of `data`; null: those that `data.held_out` set aside."""
     split: str | None = key(None)
     """The split of that dataset, or, without one, of `data.path`; null: its only one."""
@@ -114,7 +114,7 @@ class Evaluation:
     """Steps between evaluations; 0: none in between."""
     prompts: int | None = key(None, low=1)
     """At most so many prompts, the same ones each time; null: all."""
-    k: int = key(1, low=1)
+    k: int = key(1, low=1, high=10**4)
     """Samples of each prompt."""
     greedy: bool = key(False)
     """Whether the likeliest token is taken each time, in place of sampling; needs `k` 1."""
@@ -122,7 +122,7 @@ class Evaluation:
     """What logits are divided by; null: as in training."""
     top_p: float | None = key(None, above=0, high=1)
     """Sample among the likeliest tokens that make up this share; null: as in training."""
-    max_tokens: int | None = key(None, low=1)
+    max_tokens: int | None = key(None, low=1, high=10**7)
     """Tokens of a response, at most; null: as in training."""
     rewards: tuple[Reward, ...] = key(())
     """What counts there, as `rewards` has it; none: the same as in training."""
@@ -196,11 +196,11 @@ class Config:
     """The run's folder; null: runs/NAME."""
     seed: int = key(0, low=0, high=2**32 - 1)
     """What every random choice of the run is made from."""
-    steps: int = key(100, free=True, low=0)
+    steps: int = key(100, free=True, low=0, high=10**9)
     """Steps of training, all in all, those before a resume included."""
     device: str = key("auto", free=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", what="auto, cpu, cuda, cuda:1 or mps")
     """Where models are; `auto`: on a GPU if there is one."""
-    threads: int | None = key(None, free=True, low=1)
+    threads: int | None = key(None, free=True, low=1, high=1024)
     """torch's threads on the CPU, 1 being fastest for models of a few million weights; null: torch's choice."""
     deterministic: bool = key(False, free=True)
     """Whether torch may use only operations that give the same each time, on a GPU too."""
@@ -212,7 +212,7 @@ class Config:
     """Updates in a row that may be skipped because a loss or gradient is not finite, before the run stops."""
     model: Model = field(default_factory=Model)
     critic: Critic = field(default_factory=Critic)
-    reference: str | None = key(None)
+    reference: str | None = key(None, path=True)
     """The folder or hub name of the model that the KL divergence is from; null: the policy as it was before step 1."""
     teacher: Teacher = field(default_factory=Teacher)
     data: Data = field(default_factory=Data)

@@ -19,10 +19,18 @@ if TYPE_CHECKING:
     from rollbook.train.algorithm import Algorithm
 
 
-def key(default: Any, *, free: bool = False, anew: tuple[str, ...] = (), whole: str = "", **limits: Any) -> Any:
+def key(
+    default: Any,
+    *,
+    free: bool = False,
+    anew: tuple[str, ...] = (),
+    whole: str = "",
+    path: bool = False,
+    **limits: Any,
+) -> Any:
     """A field with its default and limits: `low`, `high`, `above`, `below`, `whole_from` of numbers, `choices`,
-    `pattern`, `what` of texts, `names` of mappings. `free`, `anew` and `whole` are those of `Key`."""
-    told = {"limits": limits, "free": free, "anew": anew, "whole": whole}
+    `pattern`, `what` of texts, `names` of mappings. `free`, `anew`, `whole` and `path` are those of `Key`."""
+    told = {"limits": limits, "free": free, "anew": anew, "whole": whole, "path": path}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=told)
     return field(default=default, metadata=told)
@@ -66,6 +74,7 @@ def _section_of(cls: type) -> Section:
             told.get("free", False),
             told.get("anew", _ANEW.get(one.name, ()) if cls is Algorithm else ()),
             told.get("whole", ""),
+            told.get("path", False),
         )
     if cls is Algorithm:
         return Section(cls, keys, _algorithm, _of_algorithm, _preset, "preset")
