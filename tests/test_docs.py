@@ -14,7 +14,7 @@ import torch
 
 import rollbook
 from benchmarks import peers
-from rollbook import EID, Experience, Experiences, draw, fields
+from rollbook import Experiences, draw, fields
 from rollbook.algorithms import ESTIMATORS
 
 ROOT = Path(__file__).parents[1]
@@ -41,10 +41,7 @@ def test_readme_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_experience_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    records = [
-        Experience(eid=EID(0, i // 8, i % 8), tokens=[1, 2, 3], reward=float(i), logprobs=[0, 0]) for i in range(24)
-    ]
-    scope: dict[str, Any] = {"records": records, "others": records[:2]}
+    scope: dict[str, Any] = {}
     try:
         for code in blocks(ROOT / "docs" / "experience.md"):
             exec(code, scope)
@@ -109,13 +106,7 @@ def test_algorithms_page() -> None:
 
 def test_adapters_page() -> None:
     peers.verl()
-    records = [
-        Experience(
-            eid=EID(0, i // 2, i % 2), tokens=[1, 2, 3, 4 + i], logprobs=[0] * 3, advantages=[1.0] * 3, reward=0.5
-        )
-        for i in range(6)
-    ]
-    scope: dict[str, Any] = {"records": Experiences(records)}
+    scope: dict[str, Any] = {}
     for code in blocks(ROOT / "docs" / "adapters.md"):
         exec(code, scope)
     assert scope["again"].values("advantages")[0].tolist() == [1.0] * 3

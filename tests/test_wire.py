@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from rollbook import EID, Experience, Experiences, WireError, freeform, wire
+from rollbook import Experience, Experiences, WireError, freeform, wire
 from rollbook.arrow import to_arrays
 from rollbook.fields import DTYPES, FIELDS, SIDES
 
@@ -57,9 +57,10 @@ def block(kind: str, containing: str) -> str:
 
 def test_hex_dump_is_what_the_code_writes_and_reads() -> None:
     frame = undump(block("hexdump", "00000000"))
-    expected = eval(block("python", "EID(1, 2, 3, 4"), {"Experience": Experience, "EID": EID})
-    assert wire.encode([expected]) == frame
-    assert Experience.deserialize(frame) == expected
+    scope: dict[str, Any] = {}
+    exec(block("python", "EID(1, 2, 3, 4"), scope)
+    assert scope["frame"] == frame
+    assert Experience.deserialize(frame) == scope["record"]
 
 
 def test_hex_dump_ranges() -> None:
@@ -80,7 +81,7 @@ def test_hex_dump_ranges() -> None:
 
 def test_a_stranger_reads_it() -> None:
     """The reader on the page uses the header layout, stock Arrow and JSON, and nothing of ours."""
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"frame": undump(block("hexdump", "00000000"))}
     exec(block("python", "def read("), scope)
     row = scope["read"](undump(block("hexdump", "00000000")))[0]
     assert (row["tokens"], row["logprobs"], row["reward"]) == ([11, 12, 13], [-0.5, -0.25], 1.0)
