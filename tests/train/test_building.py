@@ -650,6 +650,25 @@ def test_the_command(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert told["steps"] == 1 and told["after"]["eval/prompts"] == 3 and "step-000001/model" in said.err
 
 
+def test_epochs_set_the_steps(go: Go) -> None:
+    ran = go("algorithm=sft", "epochs=1.5", "data.limit=8", "batch.prompts=4")
+    assert ran.outcome.steps == 3 and all(len(steps) >= 1 for steps in ran.trained.values()) and len(ran.trained) == 12
+    assert go("algorithm=sft", "epochs=2", "data.limit=8", "batch.prompts=4").outcome.steps == 4  # goes on
+
+
+def test_eval_scores_a_model_without_training(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = effective(house / "base.yaml", [f"out={tmp_path / 'run'}", "data.held_out=4", "evaluation.k=2"])
+    outcome = run(config, stream=io.StringIO())
+    assert outcome.before is not None and outcome.after is not None
+    assert main(["eval", str(tmp_path / "run"), "--json"]) == 0  # the last checkpoint
+    assert json.loads(capsys.readouterr().out) == outcome.after.metrics()
+    where = [str(house / "base.yaml"), "data.held_out=4", "evaluation.k=2"]
+    assert main(["eval", *where, "--model", str(tmp_path / "run" / "checkpoints" / "step-000000" / "model")]) == 0
+    assert "avg@2" in capsys.readouterr().out
+    assert main(["eval", str(house / "base.yaml")]) == 2
+    assert "data.held_out: got 0, expected rows to evaluate on" in capsys.readouterr().err
+
+
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "a file that is not there": (["FILE", "data=/no/such.jsonl"], "data: got '/no/such.jsonl'"),
     "a configuration that is not there": (["/no/such.yaml"], "/no/such.yaml: there is no such file"),

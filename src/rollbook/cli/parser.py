@@ -118,6 +118,7 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 COMMANDS: dict[str, str] = {
     "train": "Train a model by reinforcement, or from given answers; without CONFIG, a demonstration.",
+    "eval": "Evaluate a model on the held-out prompts of a configuration, or of a run and its last checkpoint.",
     "replay": "Compute a step of a run again from its book and checkpoints, and compare; status 1: it differs.",
     "ls": "List what a book holds, or the books in a folder.",
     "show": "Show a run, a step, a group or one trajectory, its tokens coloured.",
@@ -165,6 +166,15 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--overwrite", action="store_true", help="begin anew if the folder has a run")
     made.add_argument("--show-config", action="store_true", help="print the whole configuration, and train nothing")
     made.add_argument("--recipes", action="store_true", help="list the recipes that come with the package")
+
+    made = command("eval", "training:evaluate", path=None)
+    made.add_argument("config", metavar="CONFIG", help="a YAML or TOML file, a recipe's name, or a run's folder")
+    made.add_argument(
+        "changes", metavar="KEY=VALUE", nargs="*", help="such as evaluation.k=8 or evaluation.greedy=true"
+    )
+    made.add_argument(
+        "--model", metavar="PATH", help="a folder or hub name of weights, in place of the configuration's"
+    )
 
     made = command("replay", "training:replay", path="a run's folder")
     made.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="another choice: algorithm.estimator=rloo, ...")

@@ -1,4 +1,4 @@
-"""`rollbook train` and `rollbook replay`.
+"""`rollbook train`, `rollbook eval` and `rollbook replay`.
 
 Invariant: what is wrong with a configuration is one line that names the key, before a model is loaded; what is printed
 for programs (`--json`) goes to the standard output alone, what is for people to the standard error.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from rollbook.cli.terminal import FOUND, OK, columns, cut, figure, print_json, printable, styled, table
@@ -51,6 +52,30 @@ def train(options: argparse.Namespace) -> int:
         for when, one in (("before", outcome.before), ("after", outcome.after)):
             found[when] = None if one is None else one.metrics()
         print(json.dumps(found))
+    return OK
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Evaluate a model on a configuration's held-out prompts."""
+    from rollbook.models.loading import transformers_module
+    from rollbook.train import saving
+    from rollbook.train.config import effective
+    from rollbook.train.display import evaluation_line
+    from rollbook.train.running import CONFIG, evaluate_model
+
+    config, model, step = Path(options.config), options.model, 0
+    if (config / CONFIG).is_file():
+        checkpoints = saving.saved(config)
+        if model is None and checkpoints:
+            model, step = str(checkpoints[-1].model), checkpoints[-1].step
+        config = config / CONFIG
+    changes = [*options.changes, *([] if model is None else [f"model.path={model}"])]
+    transformers_module().utils.logging.disable_progress_bar()
+    found = evaluate_model(effective(config, changes), step)
+    if options.json:
+        print_json(found.metrics())
+    else:
+        print(f"{printable(model or 'the model of the configuration')}: {evaluation_line(found.metrics())}")
     return OK
 
 

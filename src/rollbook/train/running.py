@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import math
 import os
 import shlex
 import shutil
@@ -31,7 +32,7 @@ from rollbook.train.config.schema import Config, differences
 from rollbook.train.config.writing import shown
 from rollbook.train.data import Prompts
 from rollbook.train.display import Display, duration, shell_command
-from rollbook.train.evaluating import Evaluation, difference, evaluated
+from rollbook.train.evaluating import Evaluation, difference, evaluate, evaluated
 from rollbook.train.tracking import LINES, WandB, trackers_of
 from rollbook.train.trainer import Report, Trainer
 from rollbook.train.warming import Warmed, warm_up
@@ -70,6 +71,7 @@ class Run:
         self.folder = config.folder
         self.began = time.monotonic()
         self._held = contextlib.ExitStack()
+        self._prompts: tuple[Prompts, Prompts | None] | None = None
 
     def say(self, text: str = "") -> None:
         """Print a line for whoever watches."""
@@ -157,6 +159,10 @@ class Run:
     def go(self) -> Outcome:
         """Run it to its end."""
         with self._held:
+            if self.config.epochs is not None:
+                self._prompts = building.prompts_of(self.config)
+                count = math.ceil(self.config.epochs * len(self._prompts[0]) / self.config.batch.prompts)
+                self.config = dataclasses.replace(self.config, steps=count)
             try:
                 outcome = self._gone() if self.prepare() else self._go(going_on=False)
             except KeyboardInterrupt:
@@ -185,7 +191,7 @@ class Run:
         device = building.settle(self.config)
         config = self.config
         actor = building.actor_of(config, device)
-        prompts, held = building.prompts_of(config)
+        prompts, held = self._prompts or building.prompts_of(config)
         building.check_readable(actor, prompts)
         reward = judge = building.reward_of(config.rewards, actor)
         if config.evaluation.rewards:
@@ -288,18 +294,11 @@ class Run:
 
     def _evaluate(self, trainer: Trainer, held: Prompts, reward: Any) -> None:
         given = self.config.evaluation
-        sampling = dict(trainer.generate)
-        for name in ("temperature", "top_p", "max_tokens"):
-            if getattr(given, name) is not None:
-                sampling[name] = getattr(given, name)
-        if given.greedy:
-            sampling |= {"temperature": 0.0}
-            sampling.pop("first_temperature", None)
         trainer.evaluate(
             held,
             reward,
             k=given.k,
-            sampling=sampling,
+            sampling=_evaluation_sampling(self.config),
             success=given.success,
             confidence=given.confidence,
         )
@@ -328,6 +327,47 @@ def run(config: Config, *, stream: TextIO | None = None) -> Outcome:
     (1, 4)
     """
     return Run(config, stream=stream).go()
+
+
+def evaluate_model(config: Config, step: int = 0) -> Evaluation:
+    """Evaluate the model of a configuration on its held-out prompts; nothing is trained or written.
+
+    Args:
+        config: What `rollbook train` takes.
+        step: The step that the weights are of: the samples are those that a run's evaluation draws there.
+
+    Raises:
+        ConfigError: The configuration has no model, no held-out prompts, or nothing that scores them.
+    """
+    config.require()
+    if config.rewards == () and not config.evaluation.rewards and config.environment.function is None:
+        raise ConfigError("evaluation.rewards", "got none, expected what scores the answers")
+    device = building.settle(config)
+    _, held = building.prompts_of(config)
+    if held is None:
+        raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
+    actor = building.actor_of(config, device)
+    building.check_readable(actor, held)
+    reward = building.reward_of(config.evaluation.rewards or config.rewards, actor, "rewards")
+    given, sampling = config.evaluation, _evaluation_sampling(config)
+    options: dict[str, Any] = {"success": given.success, "confidence": given.confidence}
+    if config.environment.function is not None:
+        maker = building.maker_of(config, building.Models(actor), reward)
+        return evaluated(maker.play(held.every(f"eval-{step}"), **{**sampling, "n": given.k}), step=step, **options)
+    engine = building.engine_of(config, actor)
+    return evaluate(engine, held, reward, k=given.k, sampling=sampling, step=step, seed=config.seed, **options)
+
+
+def _evaluation_sampling(config: Config) -> dict[str, Any]:
+    """Sampling options of an evaluation: those of training, with what `evaluation` changes."""
+    given, sampling = config.evaluation, building.generate_of(config)
+    for name in ("temperature", "top_p", "max_tokens"):
+        if getattr(given, name) is not None:
+            sampling[name] = getattr(given, name)
+    if given.greedy:
+        sampling |= {"temperature": 0.0}
+        sampling.pop("first_temperature", None)
+    return sampling
 
 
 def _files(folder: Path) -> list[Path]:

@@ -198,6 +198,8 @@ class Config:
     """What every random choice of the run is made from."""
     steps: int = key(100, free=True, low=0, high=10**9)
     """Steps of training, all in all, those before a resume included."""
+    epochs: float | None = key(None, free=True, above=0, high=10**6)
+    """Passes over the training data, in place of `steps`: it sets them by the number of rows and `batch.prompts`."""
     device: str = key("auto", free=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", what="auto, cpu, cuda, cuda:1 or mps")
     """Where models are; `auto`: on a GPU if there is one."""
     threads: int | None = key(None, free=True, low=1, high=1024)
