@@ -55,7 +55,8 @@ class NaiveExperienceMaker:
     - `reward_model`: a module, a list of them (an empty one: rules only), or any `rollbook.rewards` source;
       `remote_rm_url`: one URL, several, or a `.py` file with `reward_func`; `reward_fn`, `reward_fn_label_map`,
       `reward_recipe`: LightRFT's, or a plain function of a response.
-    - `kl_controller`: a number or an object with a `value`. `strategy`: its `args` are read once; `None`: defaults.
+    - `kl_controller`: a number or an object with a `value`; `None` where `config` has the `kl_coef`. `strategy`: its
+      `args` are read once; `None`: defaults.
     - `config`: a `MakerConfig`, in place of `strategy.args`. `engine`: another engine to sample with, such as a server.
       `processor`: of a vision-language model. `teacher`: a model whose log-probs distillation wants.
 
@@ -99,11 +100,11 @@ class NaiveExperienceMaker:
         self.tokenizer, self.processor = tokenizer, processor
         self.prompt_max_len = prompt_max_len
         self.kl_ctl = kl_controller
-        self._kl_coef()  # a mistake is better known now than after the rollout
         self.strategy = strategy
         self.remote_rm_url = remote_rm_url
         self.reward_fn, self.reward_fn_label_map, self.reward_recipe = reward_fn, reward_fn_label_map, reward_recipe
         self.config = config if config is not None else MakerConfig.of(getattr(strategy, "args", None))
+        self._kl_coef()  # a mistake is better known now than after the rollout
         self.advantage_estimator = self.config.advantage_estimator
         self.passes = Passes(
             actor, critic=critic, reference=initial_model, teacher=teacher, token_budget=self.config.token_budget
@@ -134,6 +135,15 @@ class NaiveExperienceMaker:
         """What made the samples: engine, model, fingerprints of tokenizer and chat template, seed; `None` of an actor
         that has LightRFT's `generate`, and says nothing of itself."""
         return None if self.engine is None else dataclasses.replace(self.engine.run, seed=self.config.seed)
+
+    @property
+    def kl_coef(self) -> float:
+        """The coefficient of the KL penalty in the reward; 0 where the KL is left to the loss."""
+        return 0.0 if self.config.use_kl_loss else max(self._kl_coef(), 0.0)
+
+    def set_reference(self, model: Any) -> None:
+        """Use `model` as the reference (`initial_model`) from here on."""
+        self.initial_model = self.passes.models["reference"] = model
 
     def _own_engine(self) -> Engine | None:
         """The actor as an engine, if it is one or has one; else it is asked by LightRFT's `generate`."""
@@ -344,6 +354,8 @@ class NaiveExperienceMaker:
     def _measure_kl(self, batch: Experience) -> None:
         """The KL of each token, 0 on what does not count, and its mean over each row's actions."""
         ours, base, mask = batch.action_log_probs, batch.base_action_log_probs, batch.action_mask
+        if base is None and self.kl_coef > 0:
+            advise(f"kl_controller: got {self.kl_coef:g}, and no initial_model: there is no KL penalty")
         if ours is not None and base is not None:
             kl = token_kl(ours, base, mask, estimator=self.config.kl_estimator)
         elif isinstance(mask, Rows):
@@ -492,7 +504,10 @@ class NaiveExperienceMaker:
         if isinstance(given, torch.Tensor) and given.numel() == 1:
             given = given.item()
         finite = "None, a finite number, or an object with such a value"
-        return 0.0 if given is None else number("kl_controller", given, -1e30, 1e30, finite)
+        coef = None if given is None else number("kl_controller", given, -1e30, 1e30, finite)
+        if coef is not None and self.config.kl_coef not in (None, coef):
+            raise ValueError(f"kl_controller: got {coef:g}, expected None, or config.kl_coef, {self.config.kl_coef:g}")
+        return self.config.kl_coef or coef or 0.0
 
     def _summary(self, whole: Whole, failed: int, found: Mapping[str, float]) -> dict[str, float]:
         rewards = whole.numbers("reward")

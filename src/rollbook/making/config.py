@@ -33,8 +33,8 @@ class MakerConfig:
 
     Rollbook's own: `batch_name` stands before the rollout's number in ids, so that two makers (for training and for
     evaluation) do not make the same; `entropy` records entropies too; `token_budget` tokens are in one forward pass;
-    `seed` makes rollouts repeatable; `gamma`, `lambd` stand in where a call does not say; `progress` shows bars
-    (`None`: on a terminal).
+    `seed` makes rollouts repeatable; `gamma`, `lambd` stand in where a call does not say; `kl_coef` is the coefficient
+    of the KL penalty (`None`: that of `kl_controller`); `progress` shows bars (`None`: on a terminal).
 
     >>> MakerConfig(advantage_estimator="rloo", n_samples_per_prompt=4).micro_rollout_batch_size is None
     True
@@ -72,6 +72,7 @@ class MakerConfig:
     seed: int | None = None
     gamma: float = 1.0
     lambd: float = 1.0
+    kl_coef: float | None = None
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -103,6 +104,8 @@ class MakerConfig:
             whole_number("seed", self.seed)
         number("gamma", self.gamma, 0, 1)
         number("lambd", self.lambd, 0, 1)
+        if self.kl_coef is not None:
+            number("kl_coef", self.kl_coef, -1e30, 1e30)
 
     @classmethod
     def of(cls, args: Any = None) -> MakerConfig:

@@ -172,6 +172,10 @@ def check(config: MakerConfig, given: Mapping[str, Any]) -> None:
         if name in entry.inputs and given.get(model) is None:
             shown = name if name == "values" else repr(name)
             raise ValueError(f"{entry.name}: got no {shown}, which it needs; {_SOURCES[name]}")
+    if config.kl_coef is not None and config.kl_coef > 0 and not config.use_kl_loss and given.get("reference") is None:
+        raise ValueError(
+            f"initial_model: got None, expected the reference model of the KL penalty (kl_coef is {config.kl_coef:g})"
+        )
 
 
 def finish(

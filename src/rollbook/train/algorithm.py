@@ -117,8 +117,9 @@ class Algorithm:
             put(self, "correction", _options("correction", self.correction, entry.name, own))
         _named("kl_estimator", self.kl_estimator, KL)
         choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))
-        for name in ("kl_coef", "entropy_coef"):
-            put(self, name, number(f"algorithm.{name}", getattr(self, name), -1e9, 1e9))
+        least = 0 if self.kl_in == "reward" else -1e9  # a maker takes no negative penalty
+        put(self, "kl_coef", number("algorithm.kl_coef", self.kl_coef, least, 1e9))
+        put(self, "entropy_coef", number("algorithm.entropy_coef", self.entropy_coef, -1e9, 1e9))
         for name in ("gamma", "lam", "high_entropy_ratio"):
             put(self, name, number(f"algorithm.{name}", getattr(self, name), 0, 1))
         for name in ("advantage_clip", "overlong_penalty"):

@@ -119,7 +119,6 @@ def maker_of(config: Config, models: Models, reward: Any) -> Any:
             tokenizer=actor.processor or actor.tokenizer,
             critic=models.critic,
             initial_model=models.reference,
-            kl_controller=own.kl_coef,
             reward=reward,
             rewards=given.rewards,
             max_turns=given.max_turns,
@@ -137,7 +136,7 @@ def maker_of(config: Config, models: Models, reward: Any) -> Any:
         models.reference,
         actor.tokenizer,
         int(longest),
-        own.kl_coef,
+        None,
         processor=actor.processor,
         **shared,
     )

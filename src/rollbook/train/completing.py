@@ -6,12 +6,15 @@ makes them, over all records that come together, by group id.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.registry import whole_number
+from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.making import estimating
 from rollbook.making.config import MakerConfig
@@ -33,6 +36,7 @@ def maker_config(algorithm: Algorithm, **more: Any) -> MakerConfig:
         "n_samples_per_prompt": algorithm.n,
         "kl_estimator": algorithm.kl_estimator,
         "use_kl_loss": algorithm.kl_in == "loss",
+        "kl_coef": algorithm.kl_coef,
         "advantage_clip": algorithm.advantage_clip,
         "advantages_norm": algorithm.advantages_norm,
         "overlong_buffer": algorithm.overlong_buffer > 0,
@@ -43,6 +47,47 @@ def maker_config(algorithm: Algorithm, **more: Any) -> MakerConfig:
         "entropy": True,
     }
     return MakerConfig(**{**given, **more})
+
+
+def check_maker(maker: NaiveExperienceMaker, algorithm: Algorithm, generate: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if a maker estimates advantages by other settings than the algorithm's.
+
+    Args:
+        maker: The maker, whose advantages are trained on as they are.
+        algorithm: What the trainer learns by.
+        generate: Options of each call of the maker, among them `gamma` and `lambd`.
+    """
+    config = dataclasses.replace(
+        maker.config, **{name: generate[name] for name in ("gamma", "lambd") if name in generate}
+    )
+    expected = maker_config(algorithm)
+    settings = _settings(config, maker.kl_coef)
+    kl_coef = 0.0 if expected.use_kl_loss else algorithm.kl_coef
+    for name, value in _settings(expected, kl_coef).items():
+        if settings[name] != value:
+            raise ValueError(
+                f"maker: got {name} {settings[name]!r}, expected the algorithm's, {value!r}; "
+                "config=maker_config(algorithm) makes them the same"
+            )
+
+
+def _settings(config: MakerConfig, kl_coef: float) -> dict[str, Any]:
+    """Everything that decides about advantages and that an algorithm has, too; what is switched off is `None`."""
+    from rollbook.algorithms import ESTIMATORS, KL
+
+    overlong = (config.overlong_buffer_len, config.overlong_buffer_penalty_factor) if config.overlong_buffer else None
+    return {
+        "advantage_estimator": ESTIMATORS[config.advantage_estimator].name,
+        "estimator_options": dict(config.estimator_options),
+        "n_samples_per_prompt": config.n_samples_per_prompt,
+        "gamma": config.gamma,
+        "lambd": config.lambd,
+        "kl_coef (in the reward)": kl_coef,
+        "kl_estimator": KL[config.kl_estimator].name if kl_coef else None,
+        "advantage_clip": config.advantage_clip,
+        "advantages_norm": config.advantages_norm,
+        "overlong_buffer": overlong,
+    }
 
 
 def complete(

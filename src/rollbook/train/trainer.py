@@ -22,12 +22,13 @@ from rollbook.algorithms.registry import number, whole_number
 from rollbook.book.book import Book
 from rollbook.book.leasing import Lease
 from rollbook.book.windows import reached
+from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.experiences import Experiences
 from rollbook.progress import Stages, advise
 from rollbook.ragged import Ragged
 from rollbook.train import saving
 from rollbook.train.algorithm import Algorithm
-from rollbook.train.completing import complete
+from rollbook.train.completing import check_maker, complete
 from rollbook.train.intake import Intake
 from rollbook.train.learner import Batching, Learned, Learner
 from rollbook.train.optimizing import Optimizing
@@ -86,7 +87,7 @@ class Trainer:
     - `book`: where records are kept and leased from. `algorithm`: an `Algorithm`, or a preset's name.
     - `prompts`: a `Prompts`; each step takes `groups` of them. `generate`: options of sampling (`max_tokens`, ...).
     - `critic`, `reference`, `teacher`: models that the algorithm may need; a reference that is needed and not given is
-      the actor as it is now.
+      the maker's, or the actor as it is now; with the KL in the reward the maker is given it, too.
     - `optimizer`, `critic_optimizer`, `batching`, `precision`, `nonfinite_limit`: the `Learner`'s.
     - `intake`: which records a step takes; `expert`: a book of an expert's, for `intake.expert_share`.
     - `trackers`: what metrics go to, beside the book; each has `log(step, metrics)`.
@@ -142,8 +143,7 @@ class Trainer:
         self.prompts, self.groups = prompts, whole_number("groups", groups, 1)
         self.generate = dict(generate or {})
         self.critic, self.teacher = critic, teacher
-        self._own_reference = self.algorithm.needs_reference and reference is None
-        self.reference = actor.reference() if self._own_reference else reference
+        self.reference, self._own_reference = self._reference(reference)
         self.intake = Intake() if intake is None else intake
         self.expert, self._experts = expert, list[str]()
         self.seed = whole_number("seed", seed)
@@ -159,6 +159,10 @@ class Trainer:
             raise ValueError("prompts: got None, expected some for the maker, or maker=None")
         if self.algorithm.needs_teacher and teacher is None:
             raise ValueError(f"teacher: got None, and {self.algorithm.name} ({self.algorithm.estimator}) needs one")
+        if isinstance(maker, NaiveExperienceMaker) and self.algorithm.estimator is not None:
+            check_maker(maker, self.algorithm, self.generate)
+            if maker.kl_coef and maker.initial_model is None:
+                maker.set_reference(self.reference)
         self.max_tokens: int | None = self.generate.get("max_tokens", self.generate.get("max_new_tokens"))
         self.learner = Learner(
             actor,
@@ -176,6 +180,17 @@ class Trainer:
         book.consumer(self.intake.consumer, change=True, **self.intake.settings(self.seed))
         if not self.resume():
             self._announce()
+
+    def _reference(self, reference: Any) -> tuple[Any, bool]:
+        """The reference model, one for maker and learner, and whether it was made here."""
+        makers = getattr(self.maker, "initial_model", None)
+        if not self.algorithm.needs_reference:
+            return reference, False
+        if reference is not None and makers not in (None, reference):
+            raise ValueError("reference: got another model than the maker's initial_model, expected the same one")
+        if reference is not None or makers is not None:
+            return makers if reference is None else reference, False
+        return self.actor.reference(), True
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
