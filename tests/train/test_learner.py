@@ -222,6 +222,28 @@ def test_a_lack_is_named() -> None:
             learner().learn(changed, step=1)
 
 
+def test_versions_of_records_and_of_tokens_may_be_mixed_and_none_may_be_missing() -> None:
+    algorithm = Algorithm.of("grpo", kl_coef=0.0, correction={"max_staleness": 2})
+    rows = list(made().take([0, 1, 2, 3]))
+    lengths = [len(row.action_mask) for row in rows]
+    old = [1] * (lengths[1] - 1) + [5]
+    mixed: list[Any] = [5, old, 4, 1]
+    spread: list[Any] = [[5] * lengths[0], old, [4] * lengths[2], [1] * lengths[3]]
+    found = [
+        learner(algorithm=algorithm).learn(
+            [row.replace(policy_versions=version) for row, version in zip(rows, versions, strict=True)], step=6
+        )
+        for versions in (mixed, spread)
+    ]
+    assert found[0].places == found[1].places and found[0].metrics == found[1].metrics
+    assert found[0].places[3] == {"left_out": "no token that counts"} and found[0].metrics["correction/stale"] == 2
+    for version, said in ((None, "got no policy_versions"), (9, "policy_versions: got 9, expected at most 5")):
+        wrong = [row.replace(policy_versions=5) for row in rows]
+        wrong[2] = wrong[2].replace(policy_versions=version)
+        with pytest.raises(ValueError, match=f"record 1/0/2/.*{said}"):
+            learner(algorithm=algorithm).learn(wrong, step=6)
+
+
 # --- a critic ---------------------------------------------------------------------------------------------------------
 
 

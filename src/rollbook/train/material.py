@@ -169,11 +169,31 @@ class Material:
         options = dict(algorithm.correction or {})
         versions = None
         if options.get("max_staleness") is not None:
-            versions, options["current"] = self.rows.values("policy_versions"), version
+            versions, options["current"] = self._versions(version), version
         found = importance_weights(Rows(both[0]), Rows(both[1]), self._masked(), versions, **options)
         self.rows = self.rows.assign(action_mask=list(found.mask))
         self._weigh(list(found.weights))
         self.metrics |= found.report.to_metrics("correction")
+
+    def _versions(self, current: int | None) -> Rows:
+        """The policy version of every response token; an expert's tokens are never stale."""
+        versions = []
+        for i, (version, mask) in enumerate(zip(self.rows.values("policy_versions"), self._masked(), strict=True)):
+            if self.expert is not None and self.expert[i]:
+                version = current
+            if version is None:
+                raise ValueError(
+                    f"record {self.rows.eids()[i]}: got no policy_versions, which correction.max_staleness compares"
+                )
+            by_token = torch.as_tensor(version).expand(len(mask))
+            newest = int(by_token[mask].max()) if bool(mask.any()) else 0
+            if current is not None and newest > current:
+                raise ValueError(
+                    f"record {self.rows.eids()[i]}: policy_versions: got {newest}, expected at most {current}, the "
+                    "version of the policy that learns (step - 1)"
+                )
+            versions.append(by_token)
+        return Rows(versions)
 
     def _narrow(self, ratio: float) -> None:
         entropy = self.rows.values("entropy")
