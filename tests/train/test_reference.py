@@ -18,6 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollbook import Experience, Experiences
+from rollbook.algorithms import estimate
 from rollbook.models import Actor, Critic
 from rollbook.train.algorithm import PRESET_NAMES, Algorithm
 from rollbook.train.completing import complete
@@ -267,6 +268,24 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
     for name, i in (("loss", 0), ("critic/value_loss", 1)):
         assert learned.metrics[name] == pytest.approx(sum(pair[i] for pair in losses) / 2, rel=1e-5, abs=1e-6)
     assert 0 < learned.metrics["critic/vf_clipfrac"] < 1
+
+
+def test_the_group_mean_as_baseline_is_whitened() -> None:
+    """By the trainer as by the function; a sample without a reward is in neither mean."""
+    given = samples()
+    given[9].reward = math.nan
+    algorithm = Algorithm(estimator="reinforce_plus_plus_baseline")
+    found = complete(records(given), algorithm)
+    expected = estimate("reinforce_plus_plus_baseline", records(given)).advantages
+    scored = [one for i, one in enumerate(given) if i != 9]
+    naive.by_group(scored, naive.dr_grpo)
+    naive.whitened(scored)
+    given[9].advantages = [0.0] * len(given[9].response)
+    for row, ours, one in zip(found, expected, given, strict=True):
+        assert row.advantages is not None
+        theirs = [a if acts else 0.0 for a, acts in zip(one.advantages, one.action, strict=True)]
+        assert row.advantages.tolist() == pytest.approx(theirs, abs=1e-6)
+        assert torch.as_tensor(ours).tolist() == pytest.approx(theirs, abs=1e-6)
 
 
 # --- every other preset -----------------------------------------------------------------------------------------------

@@ -212,12 +212,15 @@ def finish(
     token_rewards, report = penalise(scored.rewards.tolist(), whole.rows("kl") if coef > 0 else None, mask, coef=coef)
     metrics |= report.to_metrics("reward") | {"reward/missing_reward": float((~known).sum())}
     if over_rows(entry.name):
-        if entry.name == "reinforce_plus_plus_baseline" and gamma != 1.0:
-            advise(f"gamma: got {gamma}, and reinforce_baseline takes 1.0")
-            gamma = 1.0
         counted = _where(mask, known)  # of a row without a reward nothing is known, its KL or not
-        returns = cumulative_returns(token_rewards, counted, gamma=gamma)
-        advantages, whitened = returns.apply(torch.clone), False
+        if entry.name == "reinforce_plus_plus_baseline":
+            # Its scores have the group's mean taken off already: without groups it does the rest.
+            options = {"whiten": False, "gamma": gamma, "ranks": ranks, **config.estimator_options}
+            found = entry.call({"token_rewards": token_rewards, "mask": counted}, options)
+            advantages, returns, whitened = found.advantages, found.returns, bool(options["whiten"])
+        else:
+            returns = cumulative_returns(token_rewards, counted, gamma=gamma)
+            advantages, whitened = returns.apply(torch.clone), False
     else:
         found, whitened = _over_tokens(whole, scored, token_rewards, mask, config, coef, gamma, lambd, ranks)
         advantages, returns = found.advantages, found.returns
@@ -226,7 +229,7 @@ def finish(
         metrics |= found.report.to_metrics(entry.name)
     if config.advantages_norm and not whitened and entry.name not in NORMALISED:
         options = {"eps_in": "std", "scale": not config.no_advantage_std_norm, "ranks": ranks}
-        advantages = whiten(advantages, counted, **options)  # type: ignore[arg-type]
+        advantages = whiten(advantages, counted, **options)
     if config.advantage_clip > 0:
         clipped = clip_advantages(advantages, mask, config.advantage_clip)
         advantages = clipped.advantages

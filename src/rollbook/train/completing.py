@@ -30,9 +30,12 @@ def maker_config(algorithm: Algorithm, **more: Any) -> MakerConfig:
     >>> maker_config(Algorithm.of("dapo"), seed=1).n_samples_per_prompt
     16
     """
+    options = dict(algorithm.estimator_options)
+    if algorithm.estimator == "reinforce_plus_plus_baseline":
+        options.setdefault("whiten", True)  # as the function itself does; a maker does not, like LightRFT's
     given: dict[str, Any] = {
         "advantage_estimator": algorithm.estimator or "reinforce",
-        "estimator_options": algorithm.estimator_options,
+        "estimator_options": options,
         "n_samples_per_prompt": algorithm.n,
         "kl_estimator": algorithm.kl_estimator,
         "use_kl_loss": algorithm.kl_in == "loss",
