@@ -124,6 +124,19 @@ def batch_row(matrix: torch.Tensor, i: int, length: int) -> torch.Tensor:
     return matrix[i, matrix.shape[1] - length :]
 
 
+def test_token_level_rewards_without_a_reward_and_beside_one_that_could_not_be_computed() -> None:
+    """Their sum is the reward where there is none (`None`); a reward of NaN is missing all the same."""
+    common = {"tokens": [1, 2, 3, 4], "prompt_length": 1, "token_level_reward": [0.25, 0.25, 0.5]}
+    rewards = (None, 3.0, float("nan"))
+    rows = [Experience(eid={"task": 0, "run": run}, reward=reward, **common) for run, reward in enumerate(rewards)]
+    for data in (rows, Experiences(rows).batch(), Experiences(rows).batch(packing_samples=True)):
+        found = estimate("dr_grpo", data)
+        assert [torch.as_tensor(row).tolist() for row in found.advantages] == [[-1.0] * 3, [1.0] * 3, [0.0] * 3]
+        found = estimate("reinforce", data)
+        assert [torch.as_tensor(row).tolist() for row in found.advantages] == [[1.0, 0.75, 0.5]] * 2 + [[0.0] * 3]
+        assert found.report.count("missing reward") == 1
+
+
 def test_token_level_rewards_win_over_the_reward() -> None:
     one = Experience(tokens=[1, 2, 3, 4], prompt_length=1, reward=9.0, token_level_reward=[0.25, 0.25, 0.5])
     assert estimate("reinforce", [one]).advantages[0].tolist() == [1.0, 0.75, 0.5]

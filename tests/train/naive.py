@@ -26,6 +26,8 @@ class Sample:
     action: list[bool]
     group: int = 0
     reward: float = 0.0
+    turns: list[float] = field(default_factory=list)
+    """The reward of each token of the response, where rewards are given before the end, too."""
     old: list[float] = field(default_factory=list)
     engine: list[float] = field(default_factory=list)
     ref: list[float] = field(default_factory=list)
@@ -126,14 +128,15 @@ def whitened(samples: Sequence[Sample]) -> None:
 
 
 def gae(samples: Sequence[Sample], gamma: float, lam: float, kl_coef: float = 0.0) -> None:
-    """Generalised advantage estimation over actions (arXiv 1506.02438), the reward on the last of them, each less
-    kl_coef (log old - log ref)."""
+    """Generalised advantage estimation over actions (arXiv 1506.02438), the reward on the last of them or where each
+    turn was rewarded, each less kl_coef (log old - log ref)."""
     for one in samples:
         one.advantages, one.returns = [0.0] * len(one.response), [0.0] * len(one.response)
         following, advantage, reward = 0.0, 0.0, one.reward
         for i in reversed(range(len(one.response))):
             if not one.action[i]:
                 continue
+            reward = one.turns[i] if one.turns else reward
             penalty = kl_coef * (one.old[i] - one.ref[i]) if kl_coef else 0.0
             delta = reward - penalty + gamma * following - one.values[i]
             advantage = delta + gamma * lam * advantage

@@ -16,6 +16,8 @@ from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
 from rollbook.models import Actor, Critic
 from rollbook.rollout import Line, Prompt, ScriptedEngine
 from rollbook.rollout.engine import Engine
+from rollbook.train.algorithm import Algorithm
+from rollbook.train.completing import complete
 from rollbook.train.episodes import EpisodeMaker, Reply
 from tests import tiny
 
@@ -234,6 +236,70 @@ def test_a_reward_source_is_added_and_sees_what_the_model_wrote() -> None:
     assert seen == [("ab\nc", "r")] and row.reward == pytest.approx(10.3)
     assert row.metrics["source"] == 10 and row.metrics["environment"] == pytest.approx(0.3)
     assert made.metrics["reward/source"] == 10
+
+
+@pytest.mark.parametrize("source", [None, 10.0])
+def test_a_turn_is_rewarded_where_it_was_taken(source: float | None) -> None:
+    """Three turns by GAE, against a plain loop; a reward of the whole episode comes on its last token."""
+    critic = Critic(tiny.llama(vocab=len(TOKENIZER), seed=6), value_head="normal")
+    script = [f"abcd{END}", f"xyz{END}", f"hi{END}"]
+    how = Algorithm.of("ppo", gamma=0.9, lam=0.8, kl_coef=0.0)
+    given = {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.8, "n_samples_per_prompt": 1}
+    options: dict[str, Any] = {"critic": critic, "config": given}
+    if source is not None:
+        options["reward"] = lambda response: source
+    (row,) = scripted(script, **options).make_records(["a"])
+    end = source or 0.0
+    assert row.action_mask is not None and row.values is not None and row.returns is not None
+    assert row.reward == pytest.approx(0.9 + end)
+    actions = row.action_mask.nonzero()[:, 0].tolist()
+    assert len(actions) == 5 + 4 + 3
+    by_turn, at_end = [0.0] * 12, [0.0] * 12
+    by_turn[4], by_turn[8], by_turn[11] = 0.4, 0.3, 0.2 + end
+    at_end[11] = 0.9 + end
+    values = row.values[actions].tolist()
+
+    def returns(rewards: list[float]) -> list[float]:
+        found, advantage, following = [], 0.0, 0.0
+        for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+            advantage = reward + 0.9 * following - value + 0.9 * 0.8 * advantage
+            found.append(advantage + value)
+            following = value
+        return found[::-1]
+
+    expected = returns(by_turn)
+    assert abs(expected[0] - returns(at_end)[0]) > 0.05
+    assert row.returns[actions].tolist() == pytest.approx(expected, abs=1e-5)
+    # From the record alone, as a replay or another trainer sees it; and without the reward of the whole.
+    for record in (row, row.replace(reward=None)):
+        again = complete([record.replace(advantages=None, returns=None)], how)[0]
+        assert again.returns is not None and again.returns[actions].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_shaping_changes_the_sum_of_token_rewards() -> None:
+    """The overlong penalty comes on the last token; runs are compared by their totals; some rows have no turns."""
+    rows = [
+        Experience(
+            eid={"batch": 0, "task": 0, "run": run},
+            tokens=[1, 2, 3, 4],
+            prompt_length=1,
+            action_mask=[True, False, True],
+            reward=[1.0, 3.0, 2.0][run],
+            token_level_reward=[[0.75, 9.0, 0.25], None, [2.0, 0.0, 0.0]][run],
+            logprobs=[-1.0, 0.0, -1.0],
+        )
+        for run in range(3)
+    ]
+    plain = Algorithm.of("reinforce++", estimator="reinforce", kl_coef=0.0)
+    found = complete(rows, plain)
+    assert [row.returns.tolist() for row in found if row.returns is not None] == [[1, 0, 0.25], [3, 0, 3], [2, 0, 0]]
+    overlong = Algorithm.of(plain, overlong_buffer=2)  # two of at most three tokens: half of the penalty
+    found = complete(rows, overlong, max_tokens=3)
+    assert found[0].returns is not None and found[0].returns.tolist() == [0.5, 0, -0.25]
+    carried = Algorithm.of(plain, estimator_options={"off_action_rewards": "carry"})
+    assert complete(rows, carried)[0].returns.tolist() == [10, 0, 0.25]  # type: ignore[union-attr]
+    compared = complete([rows[0].replace(reward=None), *rows[1:]], Algorithm.of("dr_grpo"))
+    assert compared[1].advantages is not None and compared[1].advantages.tolist() == [-2, 0, -2]
 
 
 def test_remax_compares_with_the_likeliest_episode() -> None:

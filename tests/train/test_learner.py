@@ -222,6 +222,19 @@ def test_a_lack_is_named() -> None:
             learner().learn(changed, step=1)
 
 
+def test_advantages_from_elsewhere_need_no_reward() -> None:
+    """Whatever they are, 0 too; of an expert's records neither is read."""
+    rows = [row.replace(reward=None) for row in made()]
+    assert equal(learner().learn(rows, step=1).places, learner().learn(made(), step=1).places)
+    bare = [records(samples())[0].replace(reward=None, eid={"batch": "expert", "task": 0})]
+    mix = Algorithm.of("mix")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both = complete([*made(), *bare], mix, expert=[False] * 16 + [True])
+    learned = learner(algorithm=mix).learn(both, step=1, expert=[False] * 16 + [True])
+    assert both[16].reward is None and "weight" in learned.places[16]
+
+
 def test_versions_of_records_and_of_tokens_may_be_mixed_and_none_may_be_missing() -> None:
     algorithm = Algorithm.of("grpo", kl_coef=0.0, correction={"max_staleness": 2})
     rows = list(made().take([0, 1, 2, 3]))

@@ -102,6 +102,7 @@ def records(given: Sequence[Sample], **columns: Sequence[Any]) -> Experiences:
                 prompt_length=len(one.prompt),
                 action_mask=one.action,
                 reward=one.reward,
+                token_level_reward=one.turns or None,
                 logprobs=one.engine,
                 policy_logprobs=one.old,
                 ref_logprobs=one.ref,
@@ -162,13 +163,15 @@ def minibatches(learned: Learned, count: int) -> list[list[int]]:
     [*((*each, "sgd") for each in LAYOUTS), (False, 4096, "adamw"), (True, 24, "adamw")],
 )
 def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimizer: str) -> None:
-    """Three minibatches in shuffled order, an asymmetric clip, an entropy bonus, a KL by k3, weights that decay."""
+    """Three minibatches in shuffled order, an asymmetric clip, an entropy bonus, a KL by k3, weights that decay; two
+    samples without a reward, which are in no mean, no divergence and no bonus."""
     how = How(
         clip=(0.2, 0.28), kl="k3", kl_coef=0.05, entropy_coef=0.02, optimizer=optimizer, weight_decay=0.1, grad_clip=0.4
     )
     how.lr, how.eps, how.betas = (0.3, 1e-8, (0.0, 0.999)) if optimizer == "sgd" else (0.01, EPS, (0.9, 0.999))
     model = llama()
     actor, given = Actor(copy.deepcopy(model)), samples()
+    given[3].reward = given[9].reward = math.nan
     algorithm = Algorithm.of(
         "grpo",
         kl_coef=how.kl_coef,
@@ -181,13 +184,16 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.learn(complete(records(given), algorithm), step=1)
 
-    naive.by_group(given, naive.grpo)
+    scored = [i for i in range(16) if i not in (3, 9)]
+    naive.by_group([given[i] for i in scored], naive.grpo)
     mover = naive.optimizer_of(how, list(model.parameters()))
     parts: list[dict[str, float]] = []
     fractions = []
     cut = minibatches(learned, 3)
-    assert sorted(i for rows in cut for i in rows) == list(range(16))
-    assert cut != [list(range(5)), list(range(5, 10)), list(range(10, 16))]
+    assert sorted(i for rows in cut for i in rows) == scored
+    assert cut != [scored[:4], scored[4:9], scored[9:]]
+    assert learned.places[3] == learned.places[9] == {"left_out": "no reward"}
+    assert learned.metrics["left_out/no_reward"] == 2
     for k, rows in enumerate(cut):
         chosen = [given[i] for i in rows]
         fractions.append(naive.clip_fraction(model, how, chosen))
@@ -201,8 +207,8 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     for name in ("loss", "kl", "entropy", "grad_norm"):
         assert learned.metrics[name] == pytest.approx(sum(one[name] for one in parts) / 3, rel=1e-5, abs=1e-6), name
     assert learned.metrics["policy/pg_clipfrac"] == pytest.approx(sum(fractions) / 3, abs=1e-6) and min(fractions) > 0
-    many = len({(place["minibatch"], place["micro_batch"]) for place in learned.places})
-    assert many == 3 if budget > 1000 else many > 6
+    many = len({(learned.places[i]["minibatch"], learned.places[i]["micro_batch"]) for i in scored})
+    assert many == 3 if budget > 1000 else many > 5
 
 
 # --- a step of PPO ----------------------------------------------------------------------------------------------------
@@ -213,7 +219,8 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     [*((*each, "loss") for each in LAYOUTS), (False, 4096, "reward"), (True, 24, "reward")],
 )
 def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: str) -> None:
-    """Actor and critic in two minibatches: GAE, whitening, values that are clipped; KL in the loss or in the reward."""
+    """Actor and critic in two minibatches: GAE, whitening, values that are clipped; KL in the loss or in the reward;
+    rewards at the end, by turn, by turn alone, and one that is missing."""
     how = How(kl_coef=0.05, lr=0.01, eps=EPS, grad_clip=0.5)
     slow = How(lr=0.003, eps=EPS, grad_clip=0.0, value_clip=0.1)
     model, trunk = llama(), llama(5).model
@@ -228,6 +235,12 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
         with torch.no_grad():
             now = naive.valued(judge["trunk"], judge["value_head"], one.prompt, one.response)
         one.values = [float(value) + draw.gauss(0, 0.2) for value in now]
+        if one.group in (2, 3):
+            one.turns = [draw.gauss(0, 1) if acts else 0.0 for acts in one.action]
+            one.reward = sum(one.turns)
+    given[5].reward = math.nan
+    rows = list(records(given))
+    rows[12:] = [row.replace(reward=None) for row in rows[12:]]
     algorithm = Algorithm.of(
         "ppo",
         gamma=0.99,
@@ -246,14 +259,16 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
         batching=Batching(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer), gradients(monkeypatch, learner.critic_optimizer)
-    learned = learner.learn(complete(records(given), algorithm), step=1)
+    learned = learner.learn(complete(rows, algorithm), step=1)
 
+    scored = [one for i, one in enumerate(given) if i != 5]
     if kl_in == "reward":
         how.kl_coef = 0.0
-        naive.gae(given, 0.99, 0.95, kl_coef=0.05)
+        naive.gae(scored, 0.99, 0.95, kl_coef=0.05)
     else:
-        naive.gae(given, 0.99, 0.95)
-    naive.whitened(given)
+        naive.gae(scored, 0.99, 0.95)
+    naive.whitened(scored)
+    assert learned.places[5] == {"left_out": "no reward"}
     movers = [naive.optimizer_of(each, list(of.parameters())) for each, of in ((how, model), (slow, judge))]
     losses: list[tuple[float, float]] = []
     for k, rows in enumerate(minibatches(learned, 2)):

@@ -1,7 +1,8 @@
-"""`Trainer` from Python: one algorithm for maker and learner, and KL in the reward."""
+"""`Trainer` from Python: one algorithm for maker and learner, KL in the reward, records without a reward."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -10,15 +11,20 @@ import torch
 from transformers import LlamaConfig
 
 import rollbook
+from rollbook import Experience
 from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.train.algorithm import Algorithm
-from rollbook.train.completing import maker_config
+from rollbook.train.completing import complete, maker_config
 from rollbook.train.data import Prompts
 from rollbook.train.episodes import EpisodeMaker
+from rollbook.train.learner import Learner
+from rollbook.train.retracing import trace
 from rollbook.train.trainer import Trainer
 from tests import tiny
 from tests.train.test_episodes import Game
+from tests.train.test_learner import equal
+from tests.train.test_reference import weights
 
 KL = Algorithm.of("grpo", n=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1")
 
@@ -133,3 +139,44 @@ def test_a_maker_of_episodes_is_held_to_the_algorithm() -> None:
     assert episodes.initial_model is run.reference and episodes.kl_coef == 2.0
     with pytest.raises(ValueError, match="maker: got advantage_estimator 'grpo', expected the algorithm's, 'rloo'"):
         trainer(actor, episodes, Algorithm.of("rloo", n=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1"))
+
+
+# --- records without a reward -----------------------------------------------------------------------------------------
+
+
+def scored(rewards: list[float | None]) -> list[Experience]:
+    return [
+        Experience(
+            eid={"batch": 0, "task": 0, "run": i, "suffix": ""},
+            tokens=[1, 2, 3 + i, 4],
+            prompt_length=2,
+            reward=reward,
+            logprobs=[-3.0, -3.5],
+            group_size=len(rewards),
+        )
+        for i, reward in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | None) -> None:
+    """In loss, divergence and weights; and the ledger says so, and if nobody scored it a warning, too."""
+    actor, reference = models()
+    algorithm = Algorithm.of("grpo", kl_coef=0.1)
+    other = Learner(copy.deepcopy(actor), algorithm)
+    expected = other.learn(complete(scored([1.0, 0.0]), algorithm, reference=reference), step=1)
+    book = rollbook.open("memory:")
+    book.append(scored([1.0, 0.0, missing]))
+    run = Trainer(actor, None, book, algorithm, groups=1, reference=reference)
+    if missing is None:
+        with pytest.warns(UserWarning, match=r"reward: 1 of 3 records have none \(0/0/2/0/\)"):
+            report = run.step()
+    else:
+        report = run.step()
+    for name in ("loss", "kl", "grad_norm", "rows"):
+        assert report[name] == pytest.approx(expected.metrics[name], rel=1e-6), name
+    assert equal(weights(actor), weights(other.actor))
+    assert report["left_out/no_reward"] == 1 and report["reward"] == 0.5
+    traced = trace(book, 1)
+    places = dict(zip(traced.uids, traced.places, strict=True))
+    assert places["0/0/2/0/"] == {"left_out": "no reward"} and places["0/0/0/0/"]["weight"] == 0.5

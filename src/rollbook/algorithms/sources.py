@@ -80,7 +80,7 @@ def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mappi
 
 def _of_records(many: Experiences, keys: Mapping[str, str]) -> Inputs:
     makers: dict[str, Callable[[], Any]] = {
-        "rewards": lambda: _numbers(many, "reward"),
+        "rewards": lambda: row_rewards(many),
         "groups": lambda: [group_id(eid) for eid in many.eids()],
         "runs": lambda: [run_id(eid) for eid in many.eids()],
         "steps": lambda: [eid.step for eid in many.eids()],
@@ -117,8 +117,18 @@ def _of_batch(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
             return value
         raise ValueError(f"{name}: row {min(absent)} has none, expected it in every row, or in none")
 
+    def rewards() -> Any:
+        """As `row_rewards` of the records."""
+        known, token_rewards = info.get("reward"), extras.get("token_level_reward")
+        known = [None] * len(batch) if known is None else known
+        if token_rewards is None or isinstance(known, torch.Tensor):
+            return known
+        absent = batch.origin.absent.get("extras.token_level_reward", ())
+        sums = [None if i in absent else float(row.double().sum()) for i, row in enumerate(token_rewards)]
+        return [total if reward is None else reward for reward, total in zip(known, sums, strict=True)]
+
     makers: dict[str, Callable[[], Any]] = {
-        "rewards": lambda: [None] * len(batch) if info.get("reward") is None else info["reward"],
+        "rewards": rewards,
         "groups": lambda: [group_id(eid) for eid in ids()],
         "runs": lambda: [run_id(eid) for eid in ids()],
         "steps": lambda: [eid.step for eid in ids()],
@@ -156,6 +166,28 @@ def group_id(eid: EID) -> str:
 def run_id(eid: EID) -> str:
     """The run a record belongs to; the record itself if it was never given a task."""
     return eid.uid if eid.batch == "" and eid.task == "" else eid.rid
+
+
+def row_rewards(many: Experiences) -> NDArray[np.float64]:
+    """[N] The reward of each record, NaN where there is none: `reward`, or the sum of `token_level_reward` where
+    `reward` is `None`. A `reward` of NaN could not be computed, and stays NaN.
+
+    >>> from rollbook import Experience
+    >>> token_rewards = {"tokens": [1, 2, 3], "token_level_reward": [0.5, 1.0]}
+    >>> records = [Experience(**token_rewards), Experience(**token_rewards, reward=0.0), Experience(tokens=[1, 2])]
+    >>> row_rewards(Experiences(records))
+    array([1.5, 0. , nan])
+    """
+    rewards = _numbers(many, "reward")
+    if not np.isnan(rewards).any():
+        return rewards
+    columns = zip(rewards, many.values("reward"), many.values("token_level_reward"), strict=True)
+    return np.array(
+        [
+            number if reward is not None or token_rewards is None else float(token_rewards.double().sum())
+            for number, reward, token_rewards in columns
+        ]
+    )
 
 
 def group_numbers(many: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
@@ -249,4 +281,4 @@ def _info(infos: list[Any], key: str) -> list[Any] | None:
     return None if all(value is None for value in found) else found
 
 
-__all__ = ["INFO_KEYS", "Inputs", "group_id", "group_numbers", "inputs_of", "run_id"]
+__all__ = ["INFO_KEYS", "Inputs", "group_id", "group_numbers", "inputs_of", "row_rewards", "run_id"]

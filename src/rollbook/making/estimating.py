@@ -6,7 +6,8 @@ not depend on how rows are cut into batches, and what is normalised is normalise
     reward -> overlong penalty -> running norm -> estimator's score of the row -> clip
            -> on the last action, less the KL of each token -> return, or GAE -> whiten -> clip
 
-and `info["reward"]` stays what the reward source said.
+and `info["reward"]` stays what the reward source said. Where a row has token rewards (`extras["token_level_reward"]`),
+estimators that take rewards of tokens are given these; what shaping added to the row's reward is on its last action.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Scored:
     mask: Rows | None = None
     """The tokens that the estimator keeps, where it leaves some out."""
     metrics: dict[str, float] = field(default_factory=dict)
+    scale: float = 1.0
+    """The factor of the running norm, for token rewards."""
 
 
 def over_rows(name: str) -> bool:
@@ -78,6 +81,7 @@ def score(
     ranks = ranks_here()
     rewards = whole.numbers("reward")
     metrics: dict[str, float] = {}
+    scale = 1.0
     if config.overlong_buffer:
         if max_new_tokens is None:
             raise ValueError("max_new_tokens: got None, expected the longest response, for the overlong buffer")
@@ -92,6 +96,7 @@ def score(
     if norm is not None:
         normed = norm(rewards, ranks=ranks)
         rewards, metrics = normed.rewards, metrics | normed.report.to_metrics("running_norm")
+        scale = 1 / norm.scale
     mask = None
     if over_rows(config.advantage_estimator):
         found = _row_scores(whole, rewards, config, ranks)
@@ -105,7 +110,7 @@ def score(
         rewards = clip_rewards(rewards, low, high).rewards
         changed = ((rewards != before) & ~before.isnan()).float()
         clipped = changed if clipped is None else torch.maximum(clipped, changed)
-    return Scored(rewards, clipped, mask, metrics)
+    return Scored(rewards, clipped, mask, metrics, scale)
 
 
 def _bounds(config: MakerConfig) -> list[tuple[float, float]]:
@@ -198,7 +203,9 @@ def finish(
     if mask is None:
         raise ValueError("action_mask: got none, and no other response-axis field, expected one")
     metrics = dict(scored.metrics)
-    known = ~whole.numbers("reward").isnan()
+    known = torch.ones(len(whole), dtype=torch.bool)
+    if "rewards" in entry.inputs:
+        known = ~whole.numbers("reward").isnan()
     keep = torch.ones(len(whole), dtype=torch.bool)
     if config.dynamic_sampling:
         groups = whole.groups(config.n_samples_per_prompt, ranks)
@@ -208,8 +215,14 @@ def finish(
         whole.put_numbers("filtered", ~keep)
         metrics |= kept.report.to_metrics("dynamic_sampling")
     coef = 0.0 if config.use_kl_loss else max(kl_coef, 0.0)
+    by_token = whole.token_rewards() if "token_rewards" in entry.inputs and not over_rows(entry.name) else None
+    rewards = scored.rewards
+    if by_token is not None:
+        rewards = torch.where(by_token[1], rewards - scored.scale * whole.numbers("reward"), rewards)
     # A list: of a tensor with as many rows as tokens nobody could say which it is of.
-    token_rewards, report = penalise(scored.rewards.tolist(), whole.rows("kl") if coef > 0 else None, mask, coef=coef)
+    token_rewards, report = penalise(rewards.tolist(), whole.rows("kl") if coef > 0 else None, mask, coef=coef)
+    if by_token is not None:
+        token_rewards = Rows(token_rewards.values + scored.scale * by_token[0].values, mask.lengths)
     metrics |= report.to_metrics("reward") | {"reward/missing_reward": float((~known).sum())}
     if over_rows(entry.name):
         counted = _where(mask, known)  # of a row without a reward nothing is known, its KL or not

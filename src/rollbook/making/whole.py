@@ -6,6 +6,7 @@ in each batch as its own fields do, padded or packed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -65,6 +66,22 @@ class Whole:
             lengths += rows.lengths
         return Rows(torch.cat(parts), lengths)
 
+    def token_rewards(self) -> tuple[Rows, torch.Tensor] | None:
+        """The token rewards of all rows, on the CPU, 0 on rows without any, and [N] bool: which rows have them; `None`
+        if no row has."""
+        name = "extras.token_level_reward"
+        if all(_field(batch, name) is None for batch in self.batches):
+            return None
+        parts, lengths, has = [], list[int](), []
+        for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
+            value = _field(batch, name)
+            rows = _cut(_all_true(batch) if value is None else value, spans)
+            parts.append(torch.zeros(len(rows.values)) if value is None else rows.values.float())
+            lengths += rows.lengths
+            absent = range(size) if value is None else batch.origin.absent.get(name, ())
+            has += [row not in absent for row in range(size)]
+        return Rows(torch.cat(parts), lengths), torch.tensor(has)
+
     def of_each(self, find: Callable[[ExperienceBatch], Any]) -> Rows:
         """All rows of what a function finds of each batch: (B, A), or `Rows` of a packed one."""
         found = [_cut(find(batch), spans) for batch, spans in zip(self.batches, self._spans, strict=True)]
@@ -85,12 +102,14 @@ class Whole:
     # --- per row ------------------------------------------------------------------------------------------------
 
     def numbers(self, key: str) -> torch.Tensor:
-        """[N] An entry of `info`, one number for each row, float32, on the CPU."""
+        """[N] An entry of `info`, one number for each row, float32, on the CPU; `None` is NaN."""
         parts = []
         for i, batch in enumerate(self.batches):
             value = (batch.info or {}).get(key)
             if value is None:
                 raise ValueError(f"experiences[{i}].info[{key!r}]: got none, expected a number for each sample")
+            if isinstance(value, list):
+                value = [math.nan if number is None else number for number in value]
             part = torch.as_tensor(value, dtype=torch.float32).detach().cpu().reshape(-1)
             if len(part) != self.sizes[i]:
                 raise ValueError(

@@ -7,19 +7,24 @@ makes them, over all records that come together, by group id.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.registry import whole_number
+from rollbook.algorithms.sources import row_rewards
 from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.making import estimating
 from rollbook.making.config import MakerConfig
 from rollbook.making.whole import Whole
 from rollbook.models.forward import policy_log_probs, reference_log_probs, values
+from rollbook.progress import advise
 from rollbook.ragged import Ragged
 from rollbook.train.algorithm import Algorithm
 
@@ -104,12 +109,18 @@ def complete(
     token_budget: int = 16384,
     max_tokens: int | None = None,
     anew: bool = False,
+    expert: Sequence[bool] | None = None,
 ) -> Experiences:
     """The records with all that an algorithm learns from.
 
     `actor`, `reference`, `teacher`: `rollbook.models.Actor`s, `critic`: a `Critic`; asked only for records that lack
     what they say. `max_tokens`: the longest response, for an overlong buffer. `anew`: advantages are estimated also for
     records that have some. Pairs of answers come back as they are.
+
+    Estimators over time take `token_level_reward` where a record has it, else its `reward` on the last action; those
+    that compare records take `reward`, or the sum of `token_level_reward` where it is `None`. A record with neither is
+    named in a warning, and comes back with advantages of 0 and a `reward` of NaN, so that the learner leaves it out;
+    but an `expert`'s needs none.
 
     >>> from rollbook import Experience
     >>> records = [Experience(tokens=[1, 2, 3], reward=float(r), logprobs=[-1.0, -1.0], eid={"task": 0, "run": r})
@@ -139,8 +150,40 @@ def complete(
     if algorithm.needs_critic:
         many = _filled(many, "values", critic, "critic", lambda m, rows: values(m, rows, **budget))
     if algorithm.estimator is not None and (anew or not (_all(many, "advantages") and _all(many, "returns"))):
-        many = _estimated(many, algorithm, max_tokens, anew)
+        many = _estimated(many, algorithm, max_tokens, anew, expert)
     return many
+
+
+def takes_rewards(algorithm: Algorithm) -> bool:
+    """Whether advantages are estimated from rewards.
+
+    >>> [takes_rewards(Algorithm.of(name)) for name in ("grpo", "ppo", "sft", "on_policy_distill")]
+    [True, True, False, False]
+    """
+    from rollbook.algorithms import ESTIMATORS
+
+    return algorithm.estimator is not None and "rewards" in ESTIMATORS[algorithm.estimator].inputs
+
+
+def _rewards(
+    many: Experiences, rewards: NDArray[np.float64], anew: bool, expert: Sequence[bool] | None
+) -> list[float | None]:
+    """The records' rewards, NaN where one is missing (`None`) that the estimate needed; a warning names these."""
+    known, advantages = many.values("reward"), many.values("advantages")
+    missing = [
+        i
+        for i in np.flatnonzero(np.isnan(rewards)).tolist()
+        if known[i] is None and (anew or advantages[i] is None) and not (expert and expert[i])
+    ]
+    if missing:
+        names = ", ".join(many[i].eid.uid for i in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        advise(
+            f"reward: {len(missing)} of {len(many)} records have none ({names}): their advantages are 0, and they are "
+            "not trained on"
+        )
+    for i in missing:
+        known[i] = math.nan
+    return known
 
 
 def _needs_old(algorithm: Algorithm) -> bool:
@@ -175,10 +218,13 @@ def _filled(many: Experiences, name: str, model: Any, who: str, ask: Any) -> Exp
     return many.assign(**{name: known})
 
 
-def _estimated(many: Experiences, algorithm: Algorithm, max_tokens: int | None, anew: bool) -> Experiences:
+def _estimated(
+    many: Experiences, algorithm: Algorithm, max_tokens: int | None, anew: bool, expert: Sequence[bool] | None
+) -> Experiences:
     """The records with advantages and returns: made of all of them, given to those that lack them."""
     config = maker_config(algorithm)
-    batch = many.batch(packing_samples=True)
+    rewards = row_rewards(many)
+    batch = many.assign(reward=rewards.tolist()).batch(packing_samples=True)
     if algorithm.kl_coef:
         batch.kl = token_kl(
             batch.action_log_probs, batch.base_action_log_probs, batch.action_mask, estimator=algorithm.kl_estimator
@@ -187,6 +233,8 @@ def _estimated(many: Experiences, algorithm: Algorithm, max_tokens: int | None, 
     scored = estimating.score(whole, config, None, max_tokens)
     estimating.finish(whole, scored, config, kl_coef=algorithm.kl_coef, gamma=algorithm.gamma, lambd=algorithm.lam)
     made: dict[str, list[Any]] = {}
+    if takes_rewards(algorithm):
+        made["reward"] = _rewards(many, rewards, anew, expert)
     for name in ("advantages", "returns"):
         found, known = list(getattr(batch, name)), many.values(name)
         made[name] = [new if anew or old is None else old for old, new in zip(known, found, strict=True)]

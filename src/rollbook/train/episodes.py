@@ -22,7 +22,7 @@ from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
 from rollbook.experiences import Experiences
 from rollbook.ids import EID
 from rollbook.making import estimating
-from rollbook.making.recording import finished
+from rollbook.making.recording import finished, with_reward
 from rollbook.making.whole import Whole
 from rollbook.progress import Stages, advise
 from rollbook.rewards.choose import as_reward
@@ -153,9 +153,10 @@ class EpisodeMaker(NaiveExperienceMaker):
     - `on_cut`: what becomes of a turn that a limit cut. `end`: the episode is over, and the environment does not see
       it; `respond`: it is a turn like others, as in a game whose moves have a fixed number of tokens.
     - `rewards`: an episode is worth the `sum` of what the environment gave its turns, or the `last` of it; 0 if it
-      gave nothing. With `sum`, `token_level_reward` of the record has each turn's on its last token; estimators are
-      given the total. `reward`: what else to add: whatever `rollbook.rewards.as_reward` takes, asked of the finished
-      records. Both parts are in the record's `metrics`, as `environment` and `source`.
+      gave nothing. With `sum`, `token_level_reward` of the record has each turn's on its last token, where estimators
+      over time (`ppo`, `gae`, `reinforce`, ...) take it; those that compare runs are given the total. `reward`: what
+      else to add, on the last token: whatever `rollbook.rewards.as_reward` takes, asked of the finished records. Both
+      parts are in the record's `metrics`, as `environment` and `source`.
     - `workers`: so many environments respond at the same time, in threads, where they wait for something.
     - `episode`: options of `Episode` (`on_fork`, `on_realign`, `parse`, `template_options`).
     - `config`, `critic`, `initial_model`, `teacher`, `kl_controller`, `engine`: see `NaiveExperienceMaker`. An overlong
@@ -264,9 +265,8 @@ class EpisodeMaker(NaiveExperienceMaker):
         runs = self._played(prompts, options, self.config.n_samples_per_prompt)
         self.rollouts_made += 1
         batches = self._scored_batches(runs)
-        rows = [row for run in runs for row in run.rows]
         self.metrics = self._summary(Whole(batches), _failures(runs), {}) | self._counts(runs)
-        return finished(rows, Whole(batches))
+        return finished([row for run in runs for row in run.rows], Whole(batches))
 
     def generate_samples(self, all_prompts: Any, **generate_kwargs: Any) -> Any:
         """Refused: an episode is several samples of an engine, with what was observed between them."""
@@ -420,9 +420,13 @@ class EpisodeMaker(NaiveExperienceMaker):
 
     def _scored_batches(self, runs: Sequence[_Run]) -> list[Any]:
         """The episodes' rows as batches, with all rewards in `info`."""
-        rows = [row for run in runs for row in run.rows]
         with self._stages("reward"):
             scores = self._scores(runs)
+        if self.scorer.source is not None:
+            totals = iter(scores.rewards)
+            for run in runs:
+                run.rows = [with_reward(row, next(totals)) for row in run.rows]
+        rows = [row for run in runs for row in run.rows]
         size = self.config.micro_rollout_batch_size or len(rows)
         batches = [self._batch(rows[at : at + size]) for at in range(0, len(rows), size)]
         whole = Whole(batches)

@@ -6,6 +6,7 @@ so here, over the whole step, so that denominators do not depend on how it is cu
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from rollbook.collate import split_dpo_experience_to_single_turn
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.jagged import Rows
 from rollbook.train.algorithm import Algorithm
+from rollbook.train.completing import takes_rewards
 
 Ints = NDArray[np.int64]
 
@@ -76,6 +78,8 @@ class Material:
         made = cls(many, np.arange(len(many)), len(many), expert=None if expert is None else list(expert))
         if weights is not None:
             made._weigh([torch.full((n,), w) for n, w in zip(made.slots(), weights, strict=True)])
+        if takes_rewards(algorithm):
+            made._leave_out_unrewarded()
         made._need(algorithm)
         if algorithm.correction is not None:
             made._correct(algorithm, version)
@@ -208,6 +212,13 @@ class Material:
         made = [new.float() if old is None else old * new for old, new in zip(known, by, strict=True)]
         self.rows = self.rows.assign(loss_weights=made)
 
+    def _leave_out_unrewarded(self) -> None:
+        """Leave out rows whose reward is NaN or infinite. `None` is not: their advantages come from elsewhere."""
+        expert = [False] * len(self.rows) if self.expert is None else self.expert
+        rewards = enumerate(self.rows.values("reward"))
+        missing = [i for i, reward in rewards if reward is not None and not math.isfinite(reward) and not expert[i]]
+        self._leave_out(dict.fromkeys(missing, "no reward"))
+
     def _sift(self, drop_zero: bool) -> None:
         """Leave out rows that no token of counts in, and those whose advantages are all 0, if that is asked for."""
         masks = self._masked()
@@ -218,11 +229,15 @@ class Material:
                 own = self.expert is None or not self.expert[i]
                 if own and i not in why and not bool(value[mask].any()):
                     why[i] = "zero advantage"
+        self._leave_out(why)
+
+    def _leave_out(self, why: dict[int, str]) -> None:
+        """Leave out rows, each for a reason."""
         if why:
             kept = [i for i in range(len(self.rows)) if i not in why]
+            self.left_out |= {int(self.sources[i]): reason for i, reason in why.items()}
             self.rows, self.sources = self.rows.take(kept), self.sources[kept]
             self.expert = None if self.expert is None else [self.expert[i] for i in kept]
-            self.left_out = why
         self.metrics |= {f"left_out/{name.replace(' ', '_')}": float(n) for name, n in Counter(why.values()).items()}
 
 

@@ -110,7 +110,7 @@ def change(
         names = ("reward", "advantages", "returns")
         own = own.assign(**{name: [found[uid][name] for uid in run.traced.uids] for name in names})
     records, flags = run.beside(own, run.step, other.algorithm)
-    records = run.completed(records, other.algorithm)
+    records = run.completed(records, other.algorithm, expert=flags)
     learner = run.learner_of(other)
     if other.optimizer.name == run.config.optimizer.name:
         put_state(learner, state)

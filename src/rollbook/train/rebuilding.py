@@ -18,6 +18,7 @@ import torch
 from rollbook.book.book import Book
 from rollbook.book.opening import open as open_book
 from rollbook.experiences import Experiences
+from rollbook.making.recording import with_reward
 from rollbook.rewards.types import RewardInput, Scores
 from rollbook.train import building, saving
 from rollbook.train.algorithm import Algorithm
@@ -173,7 +174,7 @@ class Rebuilt:
             if not traced.uids:
                 continue
             records, flags = self.beside(self.records(traced), step, self.config.algorithm)
-            records = self.completed(records, self.config.algorithm)
+            records = self.completed(records, self.config.algorithm, expert=flags)
             weights = self.weighed(traced, records)
             loss = self.learner.learn(records, step=step, expert=flags, weights=weights).metrics.get("loss")
             told = self.metrics.get(step, {}).get("loss")
@@ -223,7 +224,8 @@ class Rebuilt:
         for uids in whole:
             rows = self.book.get(uids)
             if reward is not None:
-                rows = rows.assign(reward=self._rewarded(rows, reward))
+                pairs = zip(rows, self._rewarded(rows, reward), strict=True)
+                rows = Experiences([with_reward(row, score) for row, score in pairs])
             if algorithm.estimator is not None:
                 rows = self.completed(rows, algorithm, max_tokens=longest, anew=True)
             columns = [rows.values(name) for name in names]

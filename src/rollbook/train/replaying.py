@@ -119,7 +119,7 @@ class _Replay:
         self._look_at_advantages()
         algorithm = run.config.algorithm
         records, flags = run.beside(run.own, run.step, algorithm)
-        records = run.completed(records, algorithm)
+        records = run.completed(records, algorithm, expert=flags)
         importance = run.weighed(run.traced, records)
         learned = run.learner.learn(records, step=run.step, expert=flags, weights=importance)
         update = less(run.weights()["actor"], weights["actor"])

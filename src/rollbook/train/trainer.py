@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import torch
 
 from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.registry import number, whole_number
+from rollbook.algorithms.sources import row_rewards
 from rollbook.book.book import Book
 from rollbook.book.leasing import Lease
 from rollbook.book.windows import reached
@@ -213,7 +214,7 @@ class Trainer:
                 return Report(step, {**metrics, "records": 0.0, "waited_for": 1.0}, [])
             with stages("learn"):
                 records, flags = self._beside(own, step)
-                records = self.completed(records)
+                records = self.completed(records, flags)
                 learned = self.learner.learn(
                     records, step=step, expert=flags, weights=self._weights(lease, len(records))
                 )
@@ -305,8 +306,8 @@ class Trainer:
         both = Experiences([*own, *given])
         return both, [i >= len(own) for i in range(len(both))] if self.algorithm.mixed else None
 
-    def completed(self, records: Experiences) -> Experiences:
-        """Records with all that the algorithm learns from."""
+    def completed(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
+        """Records with all that the algorithm learns from; `expert` says which of them an expert made."""
         return complete(
             records,
             self.algorithm,
@@ -316,6 +317,7 @@ class Trainer:
             teacher=self.teacher,
             token_budget=self.learner.batching.token_budget,
             max_tokens=self.max_tokens,
+            expert=expert,
         )
 
     def _announce(self) -> None:
@@ -336,7 +338,7 @@ class Trainer:
 
     def _measured(self, own: Experiences) -> dict[str, float]:
         """Means over a step's records."""
-        rewards = np.array([math.nan if value is None else float(value) for value in own.values("reward")])
+        rewards = row_rewards(own)
         known = rewards[~np.isnan(rewards)]
         lengths = own.token_lengths() - own.prompt_lengths()
         made = {"records": float(len(own))}
@@ -535,5 +537,5 @@ def _any(value: Any) -> bool:
 def _constant(records: Experiences) -> list[str]:
     """The ids of records whose group's rewards are all equal."""
     ids = records.eids()
-    kept = zero_variance(records.values("reward"), [eid.tid for eid in ids], [eid.rid for eid in ids]).keep
+    kept = zero_variance(row_rewards(records), [eid.tid for eid in ids], [eid.rid for eid in ids]).keep
     return [eid.uid for eid, keep in zip(ids, kept.tolist(), strict=True) if not keep]

@@ -103,11 +103,11 @@ def _rewards(entry: Entry, inputs: Mapping[str, Any]) -> dict[str, Any]:
     if by_row or inputs["token_rewards"] is None:
         return {"rewards": rewards}
     # A record's token rewards are made from its reward: row by row the one or the other, never both.
-    without = inputs["without_token_rewards"]
-    if not without:
+    rewards, without = as_rewards("rewards", rewards), inputs["without_token_rewards"]
+    own = np.where(np.isnan(rewards), np.nan, 0.0)  # a reward that could not be computed is missing all the same
+    own[without] = rewards[without]
+    if not without and not np.isnan(own).any():
         return {"token_rewards": inputs["token_rewards"]}
-    own = np.zeros(len(rewards))
-    own[without] = as_rewards("rewards", rewards)[without]
     return {"token_rewards": inputs["token_rewards"], "rewards": own}
 
 
