@@ -162,6 +162,7 @@ def build() -> argparse.ArgumentParser:
     made = command("replay", "training:replay", path="a run's folder")
     made.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="another choice: algorithm.estimator=rloo, ...")
     made.add_argument("--step", metavar="N", type=_whole(1), required=True, help="the step to compute again")
+    made.add_argument("--trust", action="store_true", help="run the code that the run's config names")
 
     made = command("ls", "looking:ls", path="a book, a folder of books, or saved rollouts")
     made.add_argument("--where", metavar="FILTER", help='list samples: such as "reward < 0.2 and truncated"')

@@ -67,7 +67,7 @@ def replay(options: argparse.Namespace) -> int:
     transformers_module().utils.logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice, which the run has given already
-        found = replayed(options.path, options.step, options.changes)
+        found = replayed(options.path, options.step, options.changes, trust=options.trust)
     if options.json:
         print_json(found.to_dict())
         return OK if found.agrees else FOUND

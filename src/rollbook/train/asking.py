@@ -162,12 +162,12 @@ def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> Any:
     known = options.get("tokenizer", name)
     if isinstance(known, str):
         try:
-            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(known)
+            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(known, trust_remote_code=False)
         except (OSError, ValueError):
             if "tokenizer" in options:
                 raise
             # It has none of its own, and is given the policy's tokens.
-    return transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto")
+    return transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto", trust_remote_code=False)
 
 
 def unrewarded(response_ids: Any) -> float:

@@ -59,10 +59,14 @@ def _model(name: str, given: Model | Teacher, config: Config, device: torch.devi
         transformers = transformers_module()
         if given.tokenizer is not None:
             with loading(f"{name}.tokenizer", given.tokenizer):
-                options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(given.tokenizer)
+                options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(
+                    given.tokenizer, trust_remote_code=False
+                )
         if given.processor is not None:
             with loading(f"{name}.processor", given.processor):
-                options["processor"] = transformers.AutoProcessor.from_pretrained(given.processor)
+                options["processor"] = transformers.AutoProcessor.from_pretrained(
+                    given.processor, trust_remote_code=False
+                )
         if given.lora is not None:
             options["lora"] = dict(given.lora)
     if given.path is not None:
@@ -122,6 +126,10 @@ def loading(key: str, source: Any) -> Iterator[None]:
         raise
     except (ImportError, OSError, ValueError) as error:
         said = " ".join(str(error).split())
+        if "trust_remote_code" in said:
+            raise ConfigError(
+                key, f"got {source!r}, which needs code from its repository, and that is not run; a builder can load it"
+            ) from error
         for name, mine in _OF_ACTOR.items():
             if said.startswith((f"{name}:", f"{name}[")):
                 raise ConfigError(f"model.{mine}", said.partition(": ")[2]) from error

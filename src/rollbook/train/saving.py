@@ -16,7 +16,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,18 +165,25 @@ def load_state(found: Saved) -> dict[str, Any]:
     return state
 
 
-def load_weights(model: Any, folder: Path) -> None:
-    """Put a checkpoint's weights into a model that is there: an `Actor` or a `Critic`, with adapters or without. All of
-    them or none; random states stay as they are."""
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Report a model that cannot be loaded as a broken checkpoint; random states stay as they are."""
     before = random_state()
     try:
         with quietly():
-            kept = type(model)(os.fspath(folder))
+            yield
     except Exception as error:  # of transformers, safetensors, peft
         said = str(error).partition(chr(10))[0].rstrip(".")
         raise Broken(folder, f"cannot be loaded ({type(error).__name__}: {said})") from error
     finally:
         put_random_state(before)
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Put a checkpoint's weights into a model that is there: an `Actor` or a `Critic`, with adapters or without. All of
+    them or none; random states stay as they are."""
+    with loading(folder):
+        kept = type(model)(os.fspath(folder))
     theirs, mine = kept.state_dict(), model.state_dict()
     for name, one in mine.items():
         if name not in theirs or theirs[name].shape != one.shape:

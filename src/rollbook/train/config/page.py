@@ -47,7 +47,8 @@ optimizer: {lr: 1e-5, schedule: linear}
 - **Changes.** `section.key=value`, with values as in YAML: numbers, `true`, `null`, `[a, b]`, `{a: 1}`. Text needs no quotes. `rewards.0.weight=2` changes one item of a list.
 - **YAML** is read by the rules of version 1.2: `1e-5` is a number, `no` and `12:30` are text. A key that is there twice is refused, and so are tags. TOML has no null: leave the key out.
 - **Errors** name the key, the file and the line: `optimizer.lr: got -1.0, expected a number from 0 on (my.yaml, line 12)`. A key that does not exist is refused with the nearest one that does.
-- **Paths** of models and data are relative to the folder where the command runs, paths in `base` to the file that names them. Nothing in a file is executed; functions are named as `module:function`, and imported from there.
+- **Paths** of models and data are relative to the folder where the command runs, paths in `base` to the file that names them.
+- **Code.** Reading a file runs nothing: tags and constructors are refused. Training imports and calls what the file names (`builder`, `function`, reward functions; `module:function` or `file.py:function`), so look at a stranger's file before you train with it. Code inside a model's repository is never run (`trust_remote_code=False`). [What runs when](training.md#runs-of-others).
 - **Resuming.** A run that was interrupted goes on under the same values; keys marked ↻ may change in between.
 """  # noqa: E501
 
