@@ -10,7 +10,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rollbook.cli.terminal import OK, UNREADABLE, WHEN, printable, use_colour
@@ -42,9 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError, KeyError, ImportError, TimeoutError) as error:
         said = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        said = _without_secrets(said, vars(options).values())
         print(f"rollbook {options.command}: {_one_line(said.removeprefix(f'{options.command}: '))}", file=sys.stderr)
         return UNREADABLE
     return status
+
+
+def _without_secrets(text: str, arguments: Iterable[Any]) -> str:
+    """An error's text, where arguments that are addresses are shown without their secrets."""
+    from rollbook.addresses import redacted
+
+    for argument in arguments:
+        for address in argument if isinstance(argument, list) else [argument]:
+            if isinstance(address, str) and address:
+                text = text.replace(address, redacted(address))
+    return text
 
 
 def _joined(arguments: list[str]) -> list[str]:

@@ -21,6 +21,7 @@ from rollbook.models.loading import transformers_module
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.parts import Model, Teacher
 from rollbook.train.config.schema import Config
+from rollbook.train.config.secrets import expanded
 from rollbook.train.naming import resolve
 
 
@@ -153,6 +154,7 @@ def called(name: str, target: str, options: Mapping[str, Any], seed: int) -> Any
         inspect.signature(function).bind(**given)
     except TypeError as error:
         raise ConfigError(name, f"{target} cannot be called with {given}: {error}") from None
+    given = expanded(given, f"{name.rpartition('.')[0]}.options")
     return function(**given)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from rollbook.book.book import Book
-from rollbook.book.opening import open as open_book
 from rollbook.experiences import Experiences
 from rollbook.models import Actor
 from rollbook.rewards.types import RewardInput, Scores
@@ -86,8 +85,9 @@ class Rebuilt:
         self.after = next((one for one in found if one.step == step), None)
         """The checkpoint of the step itself, if there is one."""
         self.expert: Book | None = None
-        if self.intake.expert_share:
-            self.expert = stack.enter_context(open_book(str(self.config.intake.expert), mode="r"))
+        expert = building.expert_of(self.config) if self.intake.expert_share else None
+        if expert is not None:
+            self.expert = stack.enter_context(expert)
         self._experts: list[str] = []
         self.on_gpu = "peak_memory_gib" in self.metrics.get(step, {}) or config.device.startswith("cuda")
         self.exact = config.model.precision == "float32" and not self.on_gpu

@@ -49,6 +49,7 @@ optimizer: {lr: 1e-5, schedule: linear}
 - **Errors** name the key, the file and the line: `optimizer.lr: got -1.0, expected a number from 0 on (my.yaml, line 12)`. A key that does not exist is refused with the nearest one that does.
 - **Paths** of models and data are relative to the folder where the command runs, paths in `base` to the file that names them.
 - **Code.** Reading a file runs nothing: tags and constructors are refused. Training imports and calls what the file names (`builder`, `function`, reward functions; `module:function` or `file.py:function`), so look at a stranger's file before you train with it. Code inside a model's repository is never run (`trust_remote_code=False`). [What runs when](training.md#runs-of-others).
+- **Secrets** do not belong in a file, because `config.yaml` in the run's folder and `--show-config` repeat it. A password or token written into a URL, a header such as `Authorization`, or an option named like one (`api_key`, `password`, ...) is refused; write `${NAME}` there, and the environment variable is read when it is used: `remote: "https://user:${REWARD_PASSWORD}@host/score"`, `options: {headers: {Authorization: "Bearer ${REWARD_TOKEN}"}}`, `intake: {expert: "postgresql://user:${BOOK_PASSWORD}@host/runs"}`. In URLs the value is percent-encoded for you. `engine.api_key_env` names the variable of the engine's key.
 - **Resuming.** A run that was interrupted goes on under the same values; keys marked ↻ may change in between.
 """  # noqa: E501
 
