@@ -128,6 +128,8 @@ def test_an_untouched_step_is_the_same_and_nothing_is_written(make: Make) -> Non
     assert kinds | {"loss", "grad_norm", "kl", "lr", "new weights"} <= by_name(found).keys()
     assert (found.records, found.checkpoint, found.notes) == (9, "step-000003", [])
     assert digest(folder) == before
+    modes = {one.stat().st_mode & 0o777 for one in (folder, *folder.rglob("*"))}
+    assert modes == {0o700, 0o600}, "checkpoints and book are their owner's"
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)
 

@@ -27,6 +27,7 @@ import torch
 
 from rollbook.algorithms.registry import whole_number
 from rollbook.book.windows import reached
+from rollbook.files import make_folder, make_private
 from rollbook.models.loading import quietly
 
 FOLDER = "checkpoints"
@@ -112,10 +113,10 @@ def save(
 ) -> Saved:
     """Write a checkpoint; one of the same step that is there already is replaced."""
     where = folder / FOLDER
-    where.mkdir(parents=True, exist_ok=True)
+    make_folder(where)
     mend(folder)
     target, partial = where / name_of(step), where / f"{_PARTIAL}{name_of(step)}"
-    partial.mkdir()
+    partial.mkdir(0o700)
     reached("saving begins")
     with quietly():
         actor.save_pretrained(partial / "model")
@@ -125,6 +126,7 @@ def save(
     torch.save({**state, "random": random_state()}, partial / "state.pt")
     reached("state saved")
     (partial / "trainer.json").write_text(json.dumps({"step": step, **told}, indent=1))
+    make_private(partial)
     _sync(partial)
     reached("before rename")
     old = where / f"{_OLD}{name_of(step)}"
