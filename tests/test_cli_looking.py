@@ -376,13 +376,7 @@ def test_export_of_a_page(run: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert f"there is no folder {tmp_path / 'none'}" in refused(
             capsys, "export", run, far, *(["--id", "3/10"] * far.endswith("html"))
         )
-    assert os.stat(out).st_mode & 0o777 == 0o666 & ~_umask()
-
-
-def _umask() -> int:
-    old = os.umask(0)
-    os.umask(old)
-    return old
+    assert os.stat(out).st_mode & 0o777 == 0o600
 
 
 def test_view_serves_until_it_is_told_to_end(run: str) -> None:

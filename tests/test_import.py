@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import subprocess
 import sys
@@ -228,3 +229,18 @@ print([name for name in ("torch", "pyarrow", "transformers", "httpx", "peft", "P
        if name in sys.modules])
 """
     assert child(script) == "[]"
+
+
+def test_no_code_of_a_models_repository_is_run() -> None:
+    """Every call that loads a model, tokenizer or processor of transformers says so itself."""
+    root = Path(rollbook.__file__).parent
+    lacking = []
+    for file in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            function = node.func if isinstance(node, ast.Call) else None
+            if not isinstance(function, ast.Attribute) or function.attr not in ("from_pretrained", "from_config"):
+                continue
+            passed = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            if passed.get("trust_remote_code") != "False" and "PeftModel" not in ast.unparse(function):
+                lacking.append(f"{file.relative_to(root)}:{node.lineno}")
+    assert lacking == []

@@ -28,12 +28,14 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="the file, if the package is not installed")
     options = parser.parse_args()
     file = options.gguf or packaged()
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16, trust_remote_code=False
+    )
     # The weights are plain numbers now; what says otherwise would be saved with them.
     model.config.__dict__.pop("quantization_config", None)
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         model.__dict__.pop(name, None)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     if tokenizer.eos_token != "<|im_end|>":
         tokenizer.eos_token = "<|im_end|>"
     tokenizer.pad_token = tokenizer.eos_token

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 
 import rollbook
+from rollbook.addresses import redacted
 from rollbook.book import Appended, BookError, Last, NewerLayout, NotABook, ReadOnly, disk, schema
 from rollbook.book.disk import Disk
 from rollbook.book.opening import LEDGER
+from rollbook.book.repairing import repair
+from rollbook.cli.parser import main
+from rollbook.viewer.sources import BookSource
 from tests.book.postgres import Server
 from tests.book.records import check, numbers, records, take
 from tests.strategies import exact_rows
@@ -297,6 +302,67 @@ def test_data_of_a_book_that_has_none_outside(postgres_url: str, tmp_path: Path)
         pass
     with pytest.raises(BookError, match="its data lies in the database; got data="):
         rollbook.open(postgres_url, data=str(tmp_path / "data"))
+
+
+HIDDEN = ("hunter2", "hunter", "unter2")
+"""A password, and what is left of it when it is cut at a character that means something in a URL."""
+
+
+def everything(error: BaseException) -> str:
+    """All that an error, and those that it came from, say."""
+    told, seen = "", error
+    while seen is not None:
+        told += f"{seen!r} {seen} "
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)  # type: ignore[assignment]
+    return told
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "postgresql://ana:hunter2@127.0.0.1:1/runs?connect_timeout=2",
+        "postgresql://ana@127.0.0.1:1/runs?password=hunter2&connect_timeout=2",
+        "postgresql://ana@127.0.0.1:1/runs?sslpassword=hunter2&connect_timeout=2",
+        "postgresql://ana:h%40hunter2@127.0.0.1:1,127.0.0.1:2/runs?connect_timeout=2",
+        "postgresql://ana:#hunter2?@127.0.0.1:1/runs?connect_timeout=2",
+        "postgresql://ana:h@hunter2@127.0.0.1:1/runs",
+        "postgresql://ana:h/hunter2@127.0.0.1:1/runs",
+        "postgresql://ana:1/hunter2@127.0.0.1:1/runs",
+        "postgresql://ana:hunter2%ZZ@127.0.0.1:1/runs",
+        "postgresql://ana:hunter2",
+        "postgresql+psycopg://ana:hunter2@127.0.0.1/runs",
+        "host=127.0.0.1 port=1 user=ana password=hunter2",
+        "host=127.0.0.1 password='hunter2",
+    ],
+)
+def test_no_error_shows_a_password(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((BookError, ValueError)) as found:
+        rollbook.open(address)
+    assert not any(part in everything(found.value) for part in HIDDEN)
+    assert not any(part in redacted(address) for part in HIDDEN)
+    for command in (["ls", address], ["show", address], ["check", address], ["check", "--repair", address]):
+        assert main(command) == 2
+    told = capsys.readouterr()
+    assert not any(part in told.out + told.err for part in HIDDEN)
+
+
+def test_an_open_book_does_not_show_its_password(postgres_url: str, tmp_path: Path) -> None:
+    parts = urlsplit(postgres_url)
+    user, _, host = parts.netloc.rpartition("@")
+    secret = urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:hunter2@{host}"))
+    secret += ("&" if parts.query else "?") + "schema=demo"
+    with rollbook.open(secret) as book:
+        book.append(records(1))
+        shown = [repr(book), book.url, repr(book.where()), str(book.check().as_dict()), BookSource(book).name]
+        assert not any(part in text for part in HIDDEN for text in shown) and ":***@" in book.url
+        with pytest.raises(BookError) as found:
+            rollbook.open(secret, data=str(tmp_path))
+        assert "hunter2" not in everything(found.value)
+        with pytest.raises(ValueError, match=r"data: got 's3://\*\*\*@bucket' with a secret in it.*storage_options"):
+            rollbook.open(secret, data="s3://key:hunter2@bucket")
+        with book.snapshot(secret.replace("schema=demo", "schema=copy")) as other:
+            assert other.counts().admitted == 1 and ":***@" in other.url
+    assert repair(secret).ok and "hunter2" not in repair(secret).url
 
 
 def test_a_server_that_is_not_there_is_named_without_the_password(postgres: Server) -> None:

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from rollbook.algorithms import ESTIMATORS, KL, LOSSES
 from rollbook.book.samplers import SAMPLERS as KNOWN_SAMPLERS
+from rollbook.cli.parser import main
 from rollbook.train.algorithm import PRESET_NAMES, Algorithm
+from rollbook.train.asking import reward_of
 from rollbook.train.config import Config, ConfigError, differences, effective, loading, shown
 from rollbook.train.config.kinds import (
     Either,
@@ -629,6 +631,44 @@ def test_importing_the_configuration_loads_no_torch() -> None:
         "print(*(m for m in ('torch', 'yaml', 'transformers') if m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+SECRETS: dict[str, list[str]] = {
+    "engine.url": ["engine.kind=openai", "engine.url=https://ana:hunter2@host"],
+    "engine.options.headers.Authorization": ["engine.options={headers: {Authorization: 'Bearer hunter2'}}"],
+    "engine.options.api_key": ["engine.options.api_key=hunter2"],
+    "rewards.0.remote.0": ["rewards={remote: 'https://hunter2@host/score'}"],
+    "rewards.0.remote.1": ["rewards={remote: ['https://host/', 'https://host/?token=hunter2']}"],
+    "rewards.0.options.headers.X-Auth-Token": [
+        "rewards={remote: 'https://host/', options: {headers: {X-Auth-Token: 'hunter2'}}}"
+    ],
+    "evaluation.rewards.0.remote.0": ["evaluation.rewards={remote: 'http://ana:hunter2@host'}"],
+    "intake.expert": ["intake.expert=postgresql://ana@host/runs?password=hunter2"],
+    "environment.options.search.api_key": [
+        "environment.function=a.py:b",
+        "environment.options={search: {api_key: 'hunter2'}}",
+    ],
+}
+
+
+@pytest.mark.parametrize("path", SECRETS)
+def test_a_secret_is_refused_and_a_variable_taken(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *SECRETS[path], "--show-config"]) == 2
+    told = capsys.readouterr().err
+    assert f"{path}: got a secret as text" in told and "${NAME}" in told and "hunter2" not in told
+    assert main(["train", *(one.replace("hunter2", "${WORD}") for one in SECRETS[path]), "--show-config"]) == 0
+    assert "${WORD}" in capsys.readouterr().out
+
+
+def test_variables_are_read_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORD", "p@ss/w rd")
+    given = {"remote": "https://ana:${WORD}@host/", "options": {"headers": {"Authorization": "Bearer ${WORD}"}}}
+    reward = reward_of(Config(rewards=[given]).rewards)
+    assert (reward.urls, reward._users) == (["https://host/"], [("ana", "p@ss/w rd")])
+    assert reward._headers == {"Authorization": "Bearer p@ss/w rd"}
+    monkeypatch.delenv("WORD")
+    with pytest.raises(ConfigError, match=r"rewards\.0\.remote\.0: got \$\{WORD\}, and WORD is not set"):
+        reward_of(Config(rewards=[given]).rewards)
 
 
 def test_the_page_has_every_key_and_is_up_to_date() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -17,9 +18,10 @@ from safetensors.torch import load_file, save_file
 import rollbook
 from rollbook.cli.parser import main
 from rollbook.train import saving, verdicts
-from rollbook.train.config import effective
+from rollbook.train.config import Config, effective, shown
 from rollbook.train.otherwise import choices
-from rollbook.train.replaying import Replayed, replay
+from rollbook.train.replaying import Replayed
+from rollbook.train.replaying import replay as replay_untrusted
 from rollbook.train.retracing import trace
 from rollbook.train.running import run
 
@@ -32,6 +34,14 @@ ROWS = "data.options.count=40"
 REWARD = """
 def reward(response_ids):
     return (sum(response_ids) % 7) / 7
+
+
+def build(seed, hidden, heads):
+    from rollbook.models import Actor
+    from rollbook.train.recipes import letters
+
+    model, words = letters.model(seed, hidden, heads=heads)
+    return Actor(model, tokenizer=words, attn_implementation="eager", suppress=[7, 8])
 
 
 class Game:
@@ -48,6 +58,8 @@ class Game:
         return Reply("ok", reward=len(set(text)) / 4, done=self.turns > 1)
 """
 Make = Callable[..., Path]
+replay = functools.partial(replay_untrusted, trust=True)
+"""Of runs whose rewards are a file beside them."""
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +128,8 @@ def test_an_untouched_step_is_the_same_and_nothing_is_written(make: Make) -> Non
     assert kinds | {"loss", "grad_norm", "kl", "lr", "new weights"} <= by_name(found).keys()
     assert (found.records, found.checkpoint, found.notes) == (9, "step-000003", [])
     assert digest(folder) == before
+    modes = {one.stat().st_mode & 0o777 for one in (folder, *folder.rglob("*"))}
+    assert modes == {0o700, 0o600}, "checkpoints and book are their owner's"
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -354,19 +368,120 @@ def test_numbers_that_are_none_agree_with_themselves_alone() -> None:
     assert verdicts.tokens("x", [[1.0]], [[1.0, 2.0]], 1.0).verdict == verdicts.DIFFERS
 
 
+# --- runs of strangers ------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_loaded_without_its_builder(make: Make, tmp_path: Path) -> None:
+    folder = Path(
+        shutil.copytree(
+            make("model.builder=HOME/scores.py:build", "model.options={hidden: 32, heads: 1}"), tmp_path / "run"
+        )
+    )
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("scores.py:build", "gone.py:build"))
+    untouched(replay(folder, 2))
+
+
+def hostile(copy: Path, canary: Path) -> dict[str, str]:
+    """Have everything that a run's configuration can name leave a canary; the keys that were changed."""
+    evil = copy / "evil.py"
+    evil.write_text(f"open({str(canary)!r}, 'w')\n\n\ndef leave(**_):\n    return 0.0\n")
+    named = {
+        "model.builder": "os:system",
+        "data.function": "rollbook.cli.parser:os.system",
+        "evaluation.function": "rollbook.modules:module_of_file",
+        "environment.function": f"{evil}:leave",
+        "rewards.0.function": f"{evil}:leave",
+        "rewards.1.options.functions.sly": f"{evil}:leave",
+        "rewards.2.function": "code_match",
+        "intake.expert": "postgresql://nobody.invalid/db",
+    }
+    given = effective(copy / "config.yaml").to_dict()
+    given["model"] |= {"builder": named["model.builder"], "options": {"command": f"touch {canary}"}}
+    given["data"] |= {"function": named["data.function"], "options": {"command": f"touch {canary}"}}
+    given["evaluation"] |= {"function": named["evaluation.function"], "options": {"path": str(evil)}}
+    given["environment"] |= {"function": named["environment.function"]}
+    given["rewards"] = [
+        {"function": f"{evil}:leave"},
+        {"recipe": {"a": [["sly", 1.0]]}, "options": {"functions": {"sly": f"{evil}:leave"}}},
+        {"function": "code_match"},
+    ]
+    given["intake"] |= {"expert": named["intake.expert"], "expert_share": 0.5}
+    (copy / "config.yaml").write_text(shown(Config.of(given)))
+    return named
+
+
+def test_what_a_strangers_configuration_names_is_listed_and_not_run(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    canary = tmp_path / "canary"
+    named = hostile(copy, canary)
+    assert main(["replay", str(copy), "--step", "4"]) == 2
+    told = capsys.readouterr().err
+    assert all(f"{path}: {value}" in told for path, value in named.items()) and "--trust" in told
+    for command in (
+        *(["ls", str(copy)], ["show", str(copy)], ["doctor", str(copy)], ["diff", str(copy)], ["check", str(copy)]),
+        ["sql", str(copy), "select count(*) from experiences"],
+        ["export", str(copy), str(tmp_path / "out.html"), "--where", "reward >= 0"],
+    ):
+        assert main(command) in (0, 1), command
+    assert not canary.exists()
+
+
+class Leave:
+    """Pickled, it calls something where it is read."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = str(canary)
+
+    def __reduce__(self) -> object:
+        return open, (self.canary, "w")
+
+
+@pytest.mark.parametrize("part", ["state", "weights", "model", "tokenizer"])
+def test_a_strangers_checkpoint_runs_nothing(
+    make: Make, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(make("rewards=rollbook.train.recipes.letters:chance"), tmp_path / "run"))
+    canary = tmp_path / "canary"
+    for saved in saving.saved(folder):
+        if part == "state":
+            torch.save({"learner": Leave(canary), "random": {}}, saved.path / "state.pt")
+        elif part == "weights":
+            (saved.model / "model.safetensors").unlink()
+            torch.save({"lm_head.weight": Leave(canary)}, saved.model / "pytorch_model.bin")
+        else:
+            file = saved.model / ("config.json" if part == "model" else "tokenizer_config.json")
+            classes = {
+                "AutoConfig": "evil.Evil",
+                "AutoModelForCausalLM": "evil.Evil",
+                "AutoTokenizer": ["evil.Evil"] * 2,
+            }
+            given = json.loads(file.read_text()) | {
+                "auto_map": classes,
+                "model_type": "evil",
+                "tokenizer_class": "Evil",
+            }
+            file.write_text(json.dumps(given))
+            (saved.model / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
+    assert main(["replay", str(folder), "--step", "2"]) == 2
+    assert f"step-00000{1 if part == 'state' else 0}" in capsys.readouterr().err
+    assert not canary.exists()
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_says_it_and_ends_with_its_status(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(copy), "--step", "4", "algorithm.estimator=rloo"]) == 0
+    assert main(["replay", "--trust", str(copy), "--step", "4", "algorithm.estimator=rloo"]) == 0
     text = capsys.readouterr().out
     assert "All of it agrees." in text and "differs" not in text.split("rounding is")[0]
     assert 'with algorithm.estimator: "rloo", was "grpo"' in text and "cosine" in text
-    assert main(["replay", str(copy), "--step", "9"]) == 2
+    assert main(["replay", "--trust", str(copy), "--step", "9"]) == 2
     assert "the run has steps 1 to 4" in capsys.readouterr().err
     with rollbook.open(copy / "book") as book:
         book.revise(trace(book, 4).uids[0], reward=5.0, author="ana")
-    assert main(["replay", str(copy), "--step", "4", "--json"]) == 1
+    assert main(["replay", "--trust", str(copy), "--step", "4", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["agrees"], told["changed"]) == (4, False, None)
     assert {one["what"] for one in told["checks"] if one["verdict"] == "differs"} == {
@@ -374,5 +489,5 @@ def test_the_command_says_it_and_ends_with_its_status(copy: Path, capsys: pytest
         "advantages",
         "returns",
     }
-    assert main(["replay", str(copy), "--step", "4", "--color", "always"]) == 1
+    assert main(["replay", "--trust", str(copy), "--step", "4", "--color", "always"]) == 1
     assert "\x1b[1;31mdiffers\x1b[0m" in capsys.readouterr().out

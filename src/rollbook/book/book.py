@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from rollbook.addresses import redacted
 from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.book import (
     admission,
@@ -85,7 +86,8 @@ class Book:
         tokenizer: str | None = None,
         quota: int | None = None,
     ) -> None:
-        self.url = url
+        self.url = redacted(url)
+        """Where the book is, without secrets."""
         self.ledger = ledger
         self.shelf = shelf
         self.read_only = read_only

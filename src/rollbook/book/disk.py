@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from rollbook.files import FILE, FOLDER
+
 MOUNTS = Path("/proc/self/mountinfo")
 _AT_ONCE = 1024  # buffers that one writev takes; POSIX promises 16, Linux and macOS take 1,024
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
@@ -103,11 +105,11 @@ class Disk:
 
     def mkdir(self, path: str) -> None:
         """Make one folder; lasting once the folder above is synced."""
-        os.mkdir(path)
+        os.mkdir(path, FOLDER)
 
     def create(self, path: str) -> File:
         """Make a file that was not there, open for appending."""
-        return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666), path)
+        return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, FILE), path)
 
     def append(self, file: File, pieces: Sequence[bytes | memoryview]) -> int:
         """Write all pieces behind the file's end; how many bytes they are."""

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from rollbook.book.errors import BookError, Damaged, NotABook
 from rollbook.book.windows import reached
+from rollbook.files import FILE
 
 BUSY_SECONDS = 120.0
 """How long a writer waits for the others before it gives up."""
@@ -175,6 +176,9 @@ class SQLiteLedger:
             if self.read_only and self._is_still(self.path):
                 mode += "&immutable=1"
             try:
+                if not self.read_only and not self.path.exists():
+                    # SQLite gives the files beside a database the mode of the database.
+                    os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE))
                 connection = sqlite3.connect(
                     f"{self.path.resolve().as_uri()}?mode={mode}",
                     uri=True,
@@ -182,7 +186,7 @@ class SQLiteLedger:
                     check_same_thread=False,
                     timeout=BUSY_SECONDS,
                 )
-            except sqlite3.OperationalError as error:
+            except (OSError, sqlite3.OperationalError) as error:
                 raise NotABook(f"{self.path}: the ledger cannot be opened: {error}") from None
         try:
             # Names of functions in a stranger's schema (views, triggers, indices) are not called.

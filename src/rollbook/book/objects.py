@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from rollbook.addresses import redacted
 from rollbook.book.disk import Disk
 from rollbook.book.shelves import (
     ALIGN,
@@ -194,7 +195,7 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         fs, root = url_to_fs(url, **options)
     except ValueError as error:
-        raise ValueError(f"url: got {url!r}, expected one that fsspec knows ({error})") from None
+        raise ValueError(f"url: got {redacted(url)!r}, expected one that fsspec knows ({error})") from None
     return fs, str(root)
 
 

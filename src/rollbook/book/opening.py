@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from rollbook.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
 from rollbook.algorithms.registry import choice, whole_number
 from rollbook.book import schema
 from rollbook.book.admission import check_tokenizer
@@ -43,7 +43,8 @@ def open(
     """Open a book, or make it.
 
     `url` is a folder (`runs/demo`), `memory:`, or `postgresql://user@host/database` (`?schema=NAME` for more than one
-    book in a database). `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
+    book in a database); the password comes from `PGPASSWORD` or `~/.pgpass`, or stands in the URL, and is never shown.
+    `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
     its fingerprint): a book takes records of one tokenizer, and keeps its vocabulary, so that its texts can be shown
     without it. `quota`: the most bytes its data may take. `data`: for
     PostgreSQL, a folder or an object store (any fsspec address) for the data instead of the database. `settings`: those
@@ -65,11 +66,13 @@ def open(
         raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
     ledger: Ledger
     shelf: Shelf
-    if address.startswith(("postgresql://", "postgres://")):
+    if address.startswith(POSTGRES):
         ledger, shelf = _postgres(address, mode, data, storage_options or {}, clock)
     else:
         if data is not None:
-            raise ValueError(f"data: got {data!r}, expected None: only a book in PostgreSQL keeps its data elsewhere")
+            raise ValueError(
+                f"data: got {redacted(data)!r}, expected None: only a book in PostgreSQL keeps its data elsewhere"
+            )
         if address == "memory:":
             if mode != "a":
                 raise NotABook(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
@@ -77,7 +80,9 @@ def open(
             shelf = MemoryShelf(segment_bytes)
             schema.prepare(ledger, create=True, where="memory:", meta={})
         elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
-            raise ValueError(f"url: got {address!r}, expected a folder, 'memory:' or 'postgresql://...'")
+            raise ValueError(f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...'")
+        elif is_conninfo(address) and not Path(address).exists():
+            raise ValueError(f"url: got {redacted(address)!r}, expected it as postgresql://user@host/database")
         else:
             # Absolute: a program may change its folder while the book is open.
             folder = Path(os.path.abspath(os.path.expanduser(address)))
@@ -189,20 +194,18 @@ def _check_schema(ledger: Ledger, folder: Path) -> None:
 def _postgres(
     url: str, mode: str, data: str | None, options: Mapping[str, Any], clock: Callable[[], float] | None
 ) -> tuple[Ledger, Shelf]:
-    from rollbook.book.postgres import PostgresLedger, shown
+    from rollbook.book.postgres import PostgresLedger
     from rollbook.book.postgres_shelf import PostgresShelf
 
-    parts = urlsplit(url)
-    query = parse_qsl(parts.query, keep_blank_values=True)
-    name = next((value for key, value in query if key == "schema"), "rollbook")
-    if not name.isidentifier() or len(name) > 63:
-        raise ValueError(f"schema: got {name!r}, expected a name of letters, digits and underscores")
-    plain = urlunsplit(parts._replace(query=urlencode([pair for pair in query if pair[0] != "schema"])))
-    ledger = PostgresLedger(plain, name, read_only=mode == "r", clock=clock)
+    address = PostgresAddress.parse(url)
+    if data is not None and url_secrets(data):
+        # The book keeps where its data lies, for whoever opens it.
+        raise ValueError(f"data: got {redacted(data)!r} with a secret in it, expected that in storage_options")
+    ledger = PostgresLedger(address.plain, address.schema, read_only=mode == "r", clock=clock)
     try:
         if mode == "a":
             ledger.make_schema()
-        where = shown(url)
+        where = redacted(url)
         if mode == "r+" and schema.layout_of(ledger) is None:
             raise NotABook(f"{where}: there is no book here")
         schema.prepare(ledger, create=mode != "r", where=where, meta={"data": data or ""})
@@ -210,10 +213,11 @@ def _postgres(
             kept = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
         if kept != (data or ""):
             raise BookError(
-                f"{where}: its data lies in {kept or 'the database'}; got data={data!r}, expected data={kept or None!r}"
+                f"{where}: its data lies in {redacted(kept) or 'the database'}; got data={data!r}, expected "
+                f"data={redacted(kept) or None!r}"
             )
         if data is None:
-            return ledger, PostgresShelf(ledger.fresh, name)
+            return ledger, PostgresShelf(ledger.fresh, address.schema)
         from rollbook.book.objects import ObjectShelf
 
         return ledger, ObjectShelf(data, options)

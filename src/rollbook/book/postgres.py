@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rollbook.addresses import redacted
 from rollbook.book.errors import BookError, NotABook
 from rollbook.book.windows import reached
 
@@ -36,22 +37,9 @@ def connect(url: str, schema: str) -> psycopg.Connection[Any]:
         connection.execute("SET statement_timeout TO 0")
         connection.execute("SET synchronous_commit TO on")
         connection.execute("SET client_min_messages TO warning")
-    except psycopg.ProgrammingError as error:  # A word in the address that libpq does not know.
-        raise ValueError(f"url: got {shown(url)!r}: {str(error).strip()}") from None
     except psycopg.OperationalError as error:
-        raise BookError(f"{shown(url)}: no connection to PostgreSQL: {str(error).strip()}") from None
+        raise BookError(f"{redacted(url)}: no connection to PostgreSQL: {str(error).strip()}") from None
     return connection
-
-
-def shown(url: str) -> str:
-    """The address without its password."""
-    from urllib.parse import urlsplit, urlunsplit
-
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
 
 
 class _PostgresTransaction:
@@ -196,11 +184,11 @@ class PostgresLedger:
         import psycopg
 
         if isinstance(error, psycopg.errors.DiskFull):
-            return OSError(f"{shown(self.url)}: {str(error).strip()}")
+            return OSError(f"{redacted(self.url)}: {str(error).strip()}")
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
-            return BookError(f"{shown(self.url)}: {str(error).strip()}")
+            return BookError(f"{redacted(self.url)}: {str(error).strip()}")
         if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
-            return BookError(f"{shown(self.url)}: the connection to PostgreSQL broke: {str(error).strip()}")
+            return BookError(f"{redacted(self.url)}: the connection to PostgreSQL broke: {str(error).strip()}")
         return error
 
     def clear_log(self) -> None:

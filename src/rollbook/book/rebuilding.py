@@ -23,6 +23,7 @@ from rollbook.book.ledger import SQLiteLedger, Transaction
 from rollbook.book.opening import LEDGER
 from rollbook.book.shelves import Place
 from rollbook.errors import WireError
+from rollbook.files import FOLDER
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -43,7 +44,7 @@ def take_rows(book: Book, aside: str, report: Report) -> salvaging.Lost:
         lost.tables = dict.fromkeys(_SALVAGED, "there is no ledger")
         return lost
     working = os.path.join(aside, "working")
-    os.mkdir(working)
+    os.mkdir(working, FOLDER)
     try:
         for tail in ("", "-wal", "-journal"):
             if os.path.exists(copied + tail):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollbook.addresses import POSTGRES, redacted
 from rollbook.book import admission, checking, consumers, groups, inspecting, reading, rebuilding, tags, work
 from rollbook.book import schema as tables
 from rollbook.book.book import Book
@@ -30,6 +31,7 @@ from rollbook.book.opening import open as open_book
 from rollbook.book.rebuilding import LOGS
 from rollbook.book.shelves import FolderShelf, Place, is_name
 from rollbook.errors import WireError
+from rollbook.files import FOLDER, make_private, private_opener
 
 DAMAGED = "damaged"
 OLD_SECONDS = 60.0
@@ -54,9 +56,11 @@ def repair(url: str | os.PathLike[str]) -> Report:
     (True, 1, 1)
     """
     address = os.fspath(url)
-    if address.startswith(("postgresql://", "postgres://")):
+    if address.startswith(POSTGRES):
         with Book(address, *_postgres(address, "r+", None, {}, None)) as book:
-            return _mended(book, Report(address), lambda: _copy_schema(book))
+            return _mended(book, Report(book.url), lambda: _copy_schema(book))
+    if "://" in address:
+        raise ValueError(f"url: got {redacted(address)!r}, expected a folder or 'postgresql://...'")
     folder = Path(os.path.abspath(os.path.expanduser(address)))
     path = folder / LEDGER
     check_files(path)
@@ -114,7 +118,7 @@ def _aside(folder: Path) -> str:
     for n in range(1000):
         name = base if not n else f"{base}-{n}"
         try:
-            os.mkdir(name)
+            os.mkdir(name, FOLDER)
         except FileExistsError:
             continue
         return name
@@ -130,6 +134,7 @@ def _copy_ledger(path: Path, aside: str) -> str:
     finally:
         target.close()
         source.close()
+    make_private(os.path.join(aside, LEDGER))
     _sync(os.path.join(aside, LEDGER))
     return aside
 
@@ -292,7 +297,7 @@ def _link(shelf: FolderShelf, name: str, aside: str) -> None:
 def _copy(disk: Disk, source: str, target: str) -> None:
     """A copy of a plain file, on the disk; a link or a device, which could be anything of any size, is not followed."""
     fd = disk.open_read(source)
-    with os.fdopen(fd, "rb") as file, open(target, "xb") as copy:
+    with os.fdopen(fd, "rb") as file, open(target, "xb", opener=private_opener) as copy:
         shutil.copyfileobj(file, copy)
         copy.flush()
         os.fsync(copy.fileno())

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from rollbook.addresses import POSTGRES, PostgresAddress, redacted
 from rollbook.algorithms.registry import near
 from rollbook.book import checkpoints, consumers, groups, reading, work
 from rollbook.book.disk import Disk
@@ -51,9 +51,8 @@ class _Changed(Exception):
 def copy(book: Book, url: str | os.PathLike[str], name: str | None, options: Mapping[str, Any]) -> Book:
     """See `Book.snapshot` and, with a checkpoint's name, `Book.fork`."""
     address = os.fspath(url)
-    elsewhere = ("postgresql://", "postgres://")
-    if not isinstance(address, str) or not address or ("://" in address and not address.startswith(elsewhere)):
-        raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
+    if not isinstance(address, str) or not address or ("://" in address and not address.startswith(POSTGRES)):
+        raise ValueError(f"url: got {redacted(url)!r}, expected a folder, 'memory:' or 'postgresql://...'")
     for each in options:
         if each not in OPTIONS:
             raise ValueError(f"snapshot: {each!r} is none of its options{near(each, list(OPTIONS))}")
@@ -62,7 +61,7 @@ def copy(book: Book, url: str | os.PathLike[str], name: str | None, options: Map
             checkpoints.find(tx, name)
     for _ in range(_TRIES):
         with suppress(_Changed):
-            if address.startswith(elsewhere):
+            if address.startswith(POSTGRES):
                 return _to_postgres(book, address, name, options)
             if address == "memory:":
                 return _to_memory(book, name, options)
@@ -113,18 +112,18 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
     from rollbook.book.opening import open
     from rollbook.book.postgres import connect
 
-    parts = urlsplit(address)
-    query = parse_qsl(parts.query, keep_blank_values=True)
-    schema = dict(query).get("schema", "rollbook")
-    others = [pair for pair in query if pair[0] != "schema"]
+    target = PostgresAddress.parse(address)
+    schema = target.schema
     aside = f"copying_{os.urandom(8).hex()}"
-    with connect(urlunsplit(parts._replace(query=urlencode(others))), schema) as connection:
+    with connect(target.plain, schema) as connection:
         if connection.execute("SELECT 1 FROM pg_tables WHERE schemaname = %s LIMIT 1", (schema,)).fetchone():
             raise BookError(f"schema {schema!r}: something is there already, expected a new or an empty one")
         try:
-            with open(urlunsplit(parts._replace(query=urlencode([*others, ("schema", aside)]))), **options) as made:
+            with open(target.with_schema(aside), **options) as made:
                 if made.shelf.segments():
-                    raise BookError(f"data: {options.get('data')!r} holds segments already, expected an empty place")
+                    raise BookError(
+                        f"data: {redacted(str(options.get('data')))!r} holds segments already, expected an empty place"
+                    )
                 _fill(book, made, name)
             reached("before rename")
             with connection.transaction():

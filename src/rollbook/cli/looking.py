@@ -10,6 +10,7 @@ import json
 import os
 from typing import Any
 
+from rollbook.addresses import POSTGRES
 from rollbook.cli.opened import book_at
 from rollbook.cli.terminal import OK, print_json, print_table, printable, size, styled, when
 
@@ -109,7 +110,7 @@ def _trained(told: dict[str, Any]) -> int | None:
 
 
 def _is_shared(path: str) -> bool:
-    return path.startswith(("postgresql://", "postgres://"))
+    return path.startswith(POSTGRES)
 
 
 def _told(path: str) -> dict[str, Any]:

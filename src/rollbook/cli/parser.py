@@ -10,7 +10,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rollbook.cli.terminal import OK, UNREADABLE, WHEN, printable, use_colour
@@ -49,9 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, ModuleNotFoundError):
             error = explain_missing("this command", error)
         said = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        said = _without_secrets(said, vars(options).values())
         print(f"rollbook {options.command}: {_one_line(said.removeprefix(f'{options.command}: '))}", file=sys.stderr)
         return UNREADABLE
     return status
+
+
+def _without_secrets(text: str, arguments: Iterable[Any]) -> str:
+    """An error's text, where arguments that are addresses are shown without their secrets."""
+    from rollbook.addresses import redacted
+
+    for argument in arguments:
+        for address in argument if isinstance(argument, list) else [argument]:
+            if isinstance(address, str) and address:
+                text = text.replace(address, redacted(address))
+    return text
 
 
 def _joined(arguments: list[str]) -> list[str]:
@@ -179,6 +191,7 @@ def build() -> argparse.ArgumentParser:
     made = command("replay", "training:replay", path="a run's folder")
     made.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="another choice: algorithm.estimator=rloo, ...")
     made.add_argument("--step", metavar="N", type=_whole(1), required=True, help="the step to compute again")
+    made.add_argument("--trust", action="store_true", help="run the code that the run's config names")
 
     made = command("ls", "looking:ls", path="a book, a folder of books, or saved rollouts")
     made.add_argument("--where", metavar="FILTER", help='list samples: such as "reward < 0.2 and truncated"')

@@ -62,12 +62,15 @@ def evaluate(options: argparse.Namespace) -> int:
     from rollbook.train.config import effective
     from rollbook.train.display import evaluation_line
     from rollbook.train.running import CONFIG, evaluate_model
+    from rollbook.train.trust import check_trusted
 
     config, model, step = Path(options.config), options.model, 0
     if (config / CONFIG).is_file():
         checkpoints = saving.saved(config)
         if model is None and checkpoints:
             model, step = str(checkpoints[-1].model), checkpoints[-1].step
+        if not options.trust:
+            check_trusted(config, effective(config / CONFIG), remote=True)
         config = config / CONFIG
     changes = [*options.changes, *([] if model is None else [f"model.path={model}"])]
     transformers_module().utils.logging.disable_progress_bar()
@@ -92,7 +95,7 @@ def replay(options: argparse.Namespace) -> int:
     transformers_module().utils.logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice, which the run has given already
-        found = replayed(options.path, options.step, options.changes)
+        found = replayed(options.path, options.step, options.changes, trust=options.trust)
     if options.json:
         print_json(found.to_dict())
         return OK if found.agrees else FOUND

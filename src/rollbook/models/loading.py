@@ -97,7 +97,9 @@ def load_model(
             )
         options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
         # transformers writes type and attention into what it is given, which may be used again.
-        made = auto_class(model, purpose).from_config(copy.deepcopy(model), dtype=kind or torch.float32, **options)
+        made = auto_class(model, purpose).from_config(
+            copy.deepcopy(model), dtype=kind or torch.float32, trust_remote_code=False, **options
+        )
     return made
 
 
@@ -130,10 +132,10 @@ def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_imple
             raise ValueError(f"model: got {name!r}, adapters that do not say which model they belong to")
         inner = _from_name(str(base) if base.is_dir() else told, purpose, kind, attn_implementation)
         return load_adapter(inner, name)
-    config = transformers.AutoConfig.from_pretrained(name)
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     made: nn.Module = auto_class(config, purpose).from_pretrained(
-        name, dtype="auto" if kind is None else kind, **options
+        name, dtype="auto" if kind is None else kind, trust_remote_code=False, **options
     )
     return made
 
@@ -149,11 +151,11 @@ def load_tokenizers(model: Any, config: Any) -> tuple[Any, Any]:
         return None, None
     if hasattr(config, "vision_config"):
         try:
-            processor = transformers.AutoProcessor.from_pretrained(name)
+            processor = transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
             return processor.tokenizer, processor
         except (AttributeError, ImportError, OSError, ValueError) as error:
             warnings.warn(f"model {name!r}: its processor did not load, so it takes text only: {error}", stacklevel=3)
     try:
-        return transformers.AutoTokenizer.from_pretrained(name), None
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False), None
     except OSError:
         return None, None

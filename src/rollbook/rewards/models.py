@@ -189,10 +189,12 @@ def _loaded(model: Any, dtype: torch.dtype | None) -> torch.nn.Module:
     if isinstance(model, PretrainedConfig):
         if model.num_labels != 1:
             raise ValueError(f"model: got a config with num_labels {model.num_labels}, expected 1: fresh weights")
-        made: torch.nn.Module = AutoModelForSequenceClassification.from_config(model)  # type: ignore[no-untyped-call]
+        made: torch.nn.Module = AutoModelForSequenceClassification.from_config(model, trust_remote_code=False)  # type: ignore[no-untyped-call]
         return made if dtype is None else made.to(dtype)
     if isinstance(model, (str, Path)):
-        loaded: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(str(model), dtype=dtype or "auto")
+        loaded: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(
+            str(model), dtype=dtype or "auto", trust_remote_code=False
+        )
         return loaded
     raise ValueError(f"model: got {type(model).__name__}, expected a torch module, a transformers config or a path")
 

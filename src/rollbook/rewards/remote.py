@@ -12,8 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from rollbook.addresses import redacted, without_user
 from rollbook.algorithms.registry import number, switch, whole_number
 from rollbook.retry import RETRIED, Backoff, asked_wait
 from rollbook.rewards.images import Encoder, ImageFormat
@@ -88,12 +88,15 @@ class RemoteReward(Reward):
         dedupe_images: bool = False,
         on_error: OnError = "exclude",
     ) -> None:
-        self.urls = [url] if isinstance(url, str) else list(url)
-        if not self.urls:
+        given = [url] if isinstance(url, str) else list(url)
+        if not given:
             raise ValueError("url: got none, expected at least one")
-        for one in self.urls:
+        for one in given:
             if not isinstance(one, str) or not one.startswith(("http://", "https://")):
-                raise ValueError(f"url: got {one!r}, expected one that begins with http:// or https://")
+                shown = redacted(one) if isinstance(one, str) else one
+                raise ValueError(f"url: got {shown!r}, expected one that begins with http:// or https://")
+        # Apart from their users: httpx logs the URLs that it asks.
+        self.urls, self._users = map(list, zip(*map(without_user, given), strict=True))
         self.name = name
         self.batch_size = whole_number("batch_size", batch_size, 1)
         self.concurrency = whole_number("concurrency", concurrency, 1)
@@ -180,23 +183,23 @@ class RemoteReward(Reward):
         waits = self.backoff.waits()
         attempt = 0
         while True:
-            url = self.urls[(k + attempt) % len(self.urls)]
+            at = (k + attempt) % len(self.urls)
             attempt += 1
             try:
-                return await self._once(client, url, body)
+                return await self._once(client, self.urls[at], self._users[at], body)
             except _Failed as failed:
                 wait = next(waits, None) if failed.again else None
                 if wait is None:
                     tries = f" ({attempt} tries)" if attempt > 1 else ""
-                    raise _Failed(f"{_shown(url)}: {failed}{tries}") from None
+                    raise _Failed(f"{redacted(self.urls[at])}: {failed}{tries}") from None
                 await asyncio.sleep(max(wait, failed.wait))
 
-    async def _once(self, client: httpx.AsyncClient, url: str, body: bytes) -> Any:
+    async def _once(self, client: httpx.AsyncClient, url: str, user: tuple[str, str] | None, body: bytes) -> Any:
         httpx = _httpx()
         headers = {"content-type": "application/json"}
         try:
             async with asyncio.timeout(self.timeout):
-                reply = await client.post(url, content=body, headers=headers)
+                reply = await client.post(url, content=body, headers=headers, auth=user or httpx.USE_CLIENT_DEFAULT)
         except TimeoutError:
             raise _Failed(f"timed out after {self.timeout:g} s", again=True) from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.LocalProtocolError) as error:
@@ -239,13 +242,6 @@ class RemoteReward(Reward):
             except ValueError as error:
                 raise _Failed(f"metric {name!r}: {error}") from None
         return scores
-
-
-def _shown(url: str) -> str:
-    """A URL without what may be secret in it."""
-    parts = urlsplit(url)
-    port = "" if parts.port is None else f":{parts.port}"
-    return f"{parts.scheme}://{parts.hostname}{port}{parts.path}"
 
 
 def _words(content: bytes) -> str:

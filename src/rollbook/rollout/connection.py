@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+from rollbook.addresses import redacted, without_user
 from rollbook.algorithms.registry import number, whole_number
 from rollbook.retry import RETRIED, Backoff, asked_wait
 from rollbook.rollout.content import scrubbed
@@ -69,7 +70,7 @@ class Connection:
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url: got {url!r}, expected one such as 'http://127.0.0.1:8000'")
+            raise ValueError(f"url: got {redacted(url)!r}, expected one such as 'http://127.0.0.1:8000'")
         bare = parts.netloc.rpartition("@")[2]
         self.url = urlunsplit((parts.scheme, bare, parts.path.rstrip("/").removesuffix("/v1"), "", ""))
         self.backoff = backoff if backoff is not None else Backoff()
@@ -78,9 +79,9 @@ class Connection:
         self._headers = dict(headers or {})
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
-        self._auth = (parts.username, parts.password or "") if parts.username else None
+        self._auth = without_user(url)[1]
         told = [value for value in self._headers.values() if len(value) > 5]  # a "1" is no secret
-        self._secrets = [api_key or "", parts.password or "", *told]
+        self._secrets = [api_key or "", parts.password or "", (self._auth or ("", ""))[1], *told]
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None

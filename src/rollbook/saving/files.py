@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rollbook.files import make_folder, private_opener
 from rollbook.saving.pictures import Picture
 
 IMAGES = "images"
@@ -42,7 +43,8 @@ class Files:
     def __init__(self, folder: Path, with_images: bool) -> None:
         self.folder = folder
         self._linked: dict[str, Path] = {}
-        (folder / IMAGES if with_images else folder).mkdir(parents=True, exist_ok=True)
+        for each in (folder, folder / IMAGES) if with_images else (folder,):
+            make_folder(each)
         self._sweep()
 
     def path(self, prefix: str, step: int) -> Path:
@@ -56,7 +58,7 @@ class Files:
         try:
             for name, picture in images.items():
                 final = self.folder / IMAGES / name
-                final.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(final.parent)
                 moves.append((self._beside(final), final))
                 self._image(moves[-1][0], picture)
             moves.append((self._beside(target), target))
@@ -111,7 +113,7 @@ class Files:
 
 
 def _write(path: Path, parts: Sequence[bytes]) -> None:
-    with open(path, "xb") as file:
+    with open(path, "xb", opener=private_opener) as file:
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())

@@ -18,6 +18,7 @@ from rollbook.rollout.types import Prompt
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.parts import Data, Reward
 from rollbook.train.config.schema import Config
+from rollbook.train.config.secrets import expanded
 from rollbook.train.data import Prompts
 from rollbook.train.modelling import called, loading
 from rollbook.train.naming import resolve
@@ -135,7 +136,8 @@ def reward_of(rewards: tuple[Reward, ...], actor: Actor | None = None, key: str 
 
 def _reward(key: str, one: Reward, actor: Actor | None) -> Any:
     kind = next(name for name in ("function", "recipe", "remote", "model") if getattr(one, name) is not None)
-    source, options = getattr(one, kind), dict(one.options)
+    source = expanded(getattr(one, kind), f"{key}.{kind}")
+    options: dict[str, Any] = expanded(one.options, f"{key}.options")
     if kind == "model":
         with loading(f"{key}.model", source):
             source = _classifier(source, options, actor)
@@ -162,12 +164,12 @@ def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> Any:
     known = options.get("tokenizer", name)
     if isinstance(known, str):
         try:
-            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(known)
+            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(known, trust_remote_code=False)
         except (OSError, ValueError):
             if "tokenizer" in options:
                 raise
             # It has none of its own, and is given the policy's tokens.
-    return transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto")
+    return transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto", trust_remote_code=False)
 
 
 def unrewarded(response_ids: Any) -> float:

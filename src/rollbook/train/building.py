@@ -26,6 +26,7 @@ from rollbook.train.asking import check_readable, prompts_of, reward_of, unrewar
 from rollbook.train.completing import maker_config
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.schema import Config
+from rollbook.train.config.secrets import expanded
 from rollbook.train.data import Prompts
 from rollbook.train.episodes import EpisodeMaker
 from rollbook.train.modelling import Models, actor_of, called, loading, models_of
@@ -78,13 +79,13 @@ def engine_of(config: Config, actor: Actor) -> Any:
         raise ConfigError("engine.api_key_env", f"got {given.api_key_env!r}, which is not set in the environment")
     try:
         made = OpenAIEngine(
-            str(given.url),
+            expanded(given.url, "engine.url"),
             given.model,
             actor.tokenizer,
             api_key=key,
             timeout=given.timeout,
             concurrency=given.concurrency,
-            **given.options,
+            **expanded(given.options, "engine.options"),
         )
     except TypeError as error:
         raise ConfigError("engine.options", str(error)) from None
@@ -112,7 +113,10 @@ def maker_of(config: Config, models: Models, reward: Any) -> Any:
     shared = {"config": how, "engine": engine, "teacher": models.teacher}
     if config.environment.function is not None:
         given = config.environment
-        function, options = resolve(str(given.function), name="environment.function"), dict(given.options)
+        function, options = (
+            resolve(str(given.function), name="environment.function"),
+            expanded(given.options, "environment.options"),
+        )
         return EpisodeMaker(
             actor,
             (lambda prompt: function(prompt, **options)) if options else function,
@@ -142,13 +146,21 @@ def maker_of(config: Config, models: Models, reward: Any) -> Any:
     )
 
 
+def expert_of(config: Config) -> Book | None:
+    """Open the book of the expert's records, if there is one."""
+    given = config.intake.expert
+    return None if given is None else open_book(expanded(given, "intake.expert"), mode="r")
+
+
 def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, book: Book) -> Trainer:
     """The trainer of a run."""
     last = {"steps": config.steps} if config.steps else {}
     optimizer = _ending(config.optimizer, last)
     critic = None if config.critic_optimizer is None else _ending(config.critic_optimizer, last)
     try:
-        expert = None if config.intake.expert is None else open_book(config.intake.expert, mode="r")
+        expert = expert_of(config)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError("intake.expert", f"got {config.intake.expert!r}, but {error}") from error
     success = config.evaluation.success
@@ -188,6 +200,7 @@ __all__ = [
     "called",
     "check_readable",
     "engine_of",
+    "expert_of",
     "generate_of",
     "loading",
     "maker_of",

@@ -21,6 +21,7 @@ from rollbook.models.loading import transformers_module
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.parts import Model, Teacher
 from rollbook.train.config.schema import Config
+from rollbook.train.config.secrets import expanded
 from rollbook.train.naming import resolve
 
 
@@ -59,10 +60,14 @@ def _model(name: str, given: Model | Teacher, config: Config, device: torch.devi
         transformers = transformers_module()
         if given.tokenizer is not None:
             with loading(f"{name}.tokenizer", given.tokenizer):
-                options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(given.tokenizer)
+                options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(
+                    given.tokenizer, trust_remote_code=False
+                )
         if given.processor is not None:
             with loading(f"{name}.processor", given.processor):
-                options["processor"] = transformers.AutoProcessor.from_pretrained(given.processor)
+                options["processor"] = transformers.AutoProcessor.from_pretrained(
+                    given.processor, trust_remote_code=False
+                )
         if given.lora is not None:
             options["lora"] = dict(given.lora)
     if given.path is not None:
@@ -122,6 +127,10 @@ def loading(key: str, source: Any) -> Iterator[None]:
         raise
     except (ImportError, OSError, ValueError) as error:
         said = " ".join(str(error).split())
+        if "trust_remote_code" in said:
+            raise ConfigError(
+                key, f"got {source!r}, which needs code from its repository, and that is not run; a builder can load it"
+            ) from error
         for name, mine in _OF_ACTOR.items():
             if said.startswith((f"{name}:", f"{name}[")):
                 raise ConfigError(f"model.{mine}", said.partition(": ")[2]) from error
@@ -145,6 +154,7 @@ def called(name: str, target: str, options: Mapping[str, Any], seed: int) -> Any
         inspect.signature(function).bind(**given)
     except TypeError as error:
         raise ConfigError(name, f"{target} cannot be called with {given}: {error}") from None
+    given = expanded(given, f"{name.rpartition('.')[0]}.options")
     return function(**given)
 
 

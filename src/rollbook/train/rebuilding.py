@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from rollbook.book.book import Book
-from rollbook.book.opening import open as open_book
 from rollbook.experiences import Experiences
 from rollbook.making.recording import with_reward
+from rollbook.models import Actor
 from rollbook.rewards.types import RewardInput, Scores
 from rollbook.train import building, saving
 from rollbook.train.algorithm import Algorithm
@@ -46,6 +46,21 @@ def on_cpu(config: Config) -> Config:
     return dataclasses.replace(config, model=model)
 
 
+def saved_actor(config: Config, checkpoint: saving.Saved) -> Actor:
+    """Load a checkpoint's policy without calling `model.builder`; `config` is one that `on_cpu` returned."""
+    known = checkpoint.told()
+    attention = known.get("attention", config.model.attention)
+    with saving.loading(checkpoint.model):
+        return Actor(
+            checkpoint.model,
+            dtype=torch.float32,
+            device=_CPU,
+            attn_implementation=attention if attention in _ATTENTION else None,
+            temperature=config.sampling.temperature,
+            suppress=known.get("suppress", config.model.suppress),
+        )
+
+
 class Rebuilt:
     """A run, and its models with the weights that a step began with."""
 
@@ -71,8 +86,9 @@ class Rebuilt:
         self.after = next((one for one in found if one.step == step), None)
         """The checkpoint of the step itself, if there is one."""
         self.expert: Book | None = None
-        if self.intake.expert_share:
-            self.expert = stack.enter_context(open_book(str(self.config.intake.expert), mode="r"))
+        expert = building.expert_of(self.config) if self.intake.expert_share else None
+        if expert is not None:
+            self.expert = stack.enter_context(expert)
         self._experts: list[str] = []
         self.on_gpu = "peak_memory_gib" in self.metrics.get(step, {}) or config.device.startswith("cuda")
         self.exact = config.model.precision == "float32" and not self.on_gpu
@@ -126,11 +142,10 @@ class Rebuilt:
         if asked[-1].algorithm.needs_critic and not self.config.algorithm.needs_critic:
             name = asked[-1].algorithm.estimator
             raise ValueError(f"algorithm.estimator: got {name!r}, which needs a critic, and the run has none")
-        actor = building.actor_of(self.config, _CPU)
-        if self.first is not None:
-            saving.load_weights(actor, self.first.model)  # which a reference has
-        elif any(one.algorithm.needs_reference and one.reference is None for one in asked):
+        if self.first is None and any(one.algorithm.needs_reference and one.reference is None for one in asked):
             raise ValueError(f"{self.folder}: got no checkpoint of step 0, whose weights the reference has")
+        # The reference has the weights of step 0.
+        actor = saved_actor(self.config, self.begun if self.first is None else self.first)
         made = [building.models_of(one, actor, _CPU) for one in asked]
         for name in ("reference", "teacher"):
             if getattr(made[0], name) is None:

@@ -1,6 +1,7 @@
 """`replay(run, step)`: a step of a run computed again, on the CPU, from its book and its checkpoints, and compared.
 
-Invariant: nothing of the run is written. Each stage is computed from what was recorded before it, so that a difference
+Invariant: nothing of the run is written, and nothing that its configuration names is run unless the caller trusts it.
+Each stage is computed from what was recorded before it, so that a difference
 is of the stage where it shows: rewards from texts, advantages from recorded rewards, the loss from recorded advantages.
 """
 
@@ -28,6 +29,7 @@ from rollbook.train.learner import Learned
 from rollbook.train.otherwise import Changed, change, choices
 from rollbook.train.rebuilding import Rebuilt, Weights, copied, less, on_cpu
 from rollbook.train.running import BOOK, CONFIG
+from rollbook.train.trust import check_trusted
 from rollbook.train.verdicts import Check, Tolerance, counted
 
 
@@ -55,9 +57,18 @@ class Replayed:
         return {**dataclasses.asdict(self), "folder": str(self.folder), "agrees": self.agrees}
 
 
-def replay(run: Any, step: int, changes: Sequence[str] = ()) -> Replayed:
-    """Compute a step of the run in a folder again, and compare it with what was trained; `changes` are other choices
-    (`algorithm.estimator=rloo`), to see what they would have changed.
+def replay(run: Any, step: int, changes: Sequence[str] = (), *, trust: bool = False) -> Replayed:
+    """Compute a step of the run in a folder again, and compare it with what was trained.
+
+    Args:
+        run: The run's folder.
+        step: The step, from 1 on.
+        changes: Other choices (`algorithm.estimator=rloo`), to see what they would have changed.
+        trust: Whether code outside Rollbook that the run's configuration names may run: reward functions and a
+            teacher's builder. Models come from the checkpoints; `model.builder` is never called.
+
+    Raises:
+        ValueError: The configuration names such code and `trust` is false, or the step cannot be replayed.
 
     >>> import io, tempfile
     >>> from rollbook.train.running import run
@@ -77,6 +88,9 @@ def replay(run: Any, step: int, changes: Sequence[str] = ()) -> Replayed:
     other = on_cpu(effective(folder / CONFIG, list(changes))) if changes else None
     if other is not None:
         choices(config, other)
+    if not trust:
+        # What only the changes name is the caller's own.
+        check_trusted(folder, config, remote=other is not None and other.rewards != config.rewards)
     with ExitStack() as stack:
         stack.enter_context(_as_it_was(config))
         book = stack.enter_context(open_book(folder / BOOK, mode="r"))

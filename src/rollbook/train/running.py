@@ -24,6 +24,7 @@ from typing import Any, TextIO
 from rollbook.book.book import Book
 from rollbook.book.opening import open as open_book
 from rollbook.book.windows import reached
+from rollbook.files import FILE, make_folder, private_opener
 from rollbook.models.loading import transformers_module
 from rollbook.train import building, saving
 from rollbook.train.config.kinds import ConfigError
@@ -89,7 +90,7 @@ class Run:
             if self.config.overwrite:
                 raise ConfigError("overwrite", f"got true, and {folder} is no run's folder (it has no {CONFIG})")
             raise ConfigError("out", f"got {str(folder)!r}, which has files and is no run's folder, expected another")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._lock()
         if self.config.overwrite:
             # That it is a run's folder stays to be seen until all else is gone.
@@ -127,6 +128,7 @@ class Run:
     def _lock(self) -> None:
         """Have the folder alone, until this process ends, by whatever death. The lock is a process's own: children that
         outlive it do not have it."""
+        (self.folder / _LOCK).touch(FILE)
         file = self._held.enter_context((self.folder / _LOCK).open("a"))
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +142,8 @@ class Run:
     def _keep_config(self) -> None:
         new = self.folder / _NEW
         # Whoever runs the kept file again wants to go on.
-        new.write_text(shown(dataclasses.replace(self.config, overwrite=False)))
+        with open(new, "w", encoding="utf-8", opener=private_opener) as file:
+            file.write(shown(dataclasses.replace(self.config, overwrite=False)))
         reached("config written")
         os.replace(new, self.folder / CONFIG)
 

@@ -16,7 +16,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 
 from rollbook.algorithms.registry import whole_number
 from rollbook.book.windows import reached
+from rollbook.files import make_folder, make_private
 from rollbook.models.loading import quietly
 
 FOLDER = "checkpoints"
@@ -111,10 +113,10 @@ def save(
 ) -> Saved:
     """Write a checkpoint; one of the same step that is there already is replaced."""
     where = folder / FOLDER
-    where.mkdir(parents=True, exist_ok=True)
+    make_folder(where)
     mend(folder)
     target, partial = where / name_of(step), where / f"{_PARTIAL}{name_of(step)}"
-    partial.mkdir()
+    partial.mkdir(0o700)
     reached("saving begins")
     with quietly():
         actor.save_pretrained(partial / "model")
@@ -124,6 +126,7 @@ def save(
     torch.save({**state, "random": random_state()}, partial / "state.pt")
     reached("state saved")
     (partial / "trainer.json").write_text(json.dumps({"step": step, **told}, indent=1))
+    make_private(partial)
     _sync(partial)
     reached("before rename")
     old = where / f"{_OLD}{name_of(step)}"
@@ -164,18 +167,25 @@ def load_state(found: Saved) -> dict[str, Any]:
     return state
 
 
-def load_weights(model: Any, folder: Path) -> None:
-    """Put a checkpoint's weights into a model that is there: an `Actor` or a `Critic`, with adapters or without. All of
-    them or none; random states stay as they are."""
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Report a model that cannot be loaded as a broken checkpoint; random states stay as they are."""
     before = random_state()
     try:
         with quietly():
-            kept = type(model)(os.fspath(folder))
+            yield
     except Exception as error:  # of transformers, safetensors, peft
         said = str(error).partition(chr(10))[0].rstrip(".")
         raise Broken(folder, f"cannot be loaded ({type(error).__name__}: {said})") from error
     finally:
         put_random_state(before)
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Put a checkpoint's weights into a model that is there: an `Actor` or a `Critic`, with adapters or without. All of
+    them or none; random states stay as they are."""
+    with loading(folder):
+        kept = type(model)(os.fspath(folder))
     theirs, mine = kept.state_dict(), model.state_dict()
     for name, one in mine.items():
         if name not in theirs or theirs[name].shape != one.shape:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rollbook.algorithms.registry import near, whole_number
 from rollbook.book.measurements import numbers, plain
+from rollbook.files import FILE, make_folder, private_opener
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book as RunBook
@@ -86,9 +87,10 @@ class Jsonl:
 
     def __init__(self, path: str | os.PathLike[str], *, after: int | None = None) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         if self.path.exists():
             self._mend(after)
+        self.path.touch(FILE)
         self._file = self.path.open("a", encoding="utf-8")
 
     def _mend(self, after: int | None) -> None:
@@ -104,7 +106,8 @@ class Jsonl:
         if kept != text:
             # Beside the file, then in its place: a crash leaves the one or the other.
             aside = self.path.with_name(f".{self.path.name}.new")
-            aside.write_bytes(kept)
+            with open(aside, "wb", opener=private_opener) as file:
+                file.write(kept)
             os.replace(aside, self.path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -154,6 +157,7 @@ class TensorBoard:
                 f"tracker 'tensorboard' needs the package tensorboard: pip install tensorboard ({error})"
             ) from None
         purge = None if after is None else whole_number("after", after) + 1
+        make_folder(folder)
         writer: Any = SummaryWriter  # not annotated there
         self._writer = writer(os.fspath(folder), purge_step=purge)
 
@@ -187,7 +191,7 @@ class WandB:
         except ImportError as error:
             raise ImportError(f"tracker 'wandb' needs the package wandb: pip install wandb ({error})") from None
         run = Path(folder)
-        run.mkdir(parents=True, exist_ok=True)
+        make_folder(run)
         self._run: Any = wandb.init(
             mode="offline",
             dir=os.fspath(run),

@@ -461,6 +461,9 @@ class Trainer:
             "algorithm": self.algorithm.name,
             "book": name,
             "prompts": None if self.prompts is None else self.prompts.state_dict(),
+            # What a builder may have chosen, and a model's folder does not say.
+            "suppress": list(self.actor.suppress),
+            "attention": getattr(self.actor.config, "_attn_implementation", None),
         }
         state: dict[str, Any] = {"learner": self.learner.state_dict()}
         norm = getattr(self.maker, "reward_norm", None)

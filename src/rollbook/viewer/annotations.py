@@ -14,6 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollbook.addresses import redacted
+from rollbook.files import private_opener
+
 LONGEST_NOTE = 10_000
 _LONGEST_LINE = 1 << 20
 
@@ -31,7 +34,9 @@ class Annotations:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         place = Path(path)
         if not place.exists():
-            raise ValueError(f"annotate: {place} is no file or folder here, so there is no place for notes beside it")
+            raise ValueError(
+                f"annotate: {redacted(path)} is no file or folder here, so there is no place for notes beside it"
+            )
         self.path = (
             place / "annotations.jsonl" if place.is_dir() else place.with_name(place.name + ".annotations.jsonl")
         )
@@ -80,4 +85,4 @@ class Annotations:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    return private_opener(path, flags | getattr(os, "O_NOFOLLOW", 0))

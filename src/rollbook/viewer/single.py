@@ -145,9 +145,6 @@ def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, *
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(made.content)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # as any other new file of the user's
         os.replace(name, path)
     except BaseException:
         with suppress(FileNotFoundError):

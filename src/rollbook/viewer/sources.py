@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollbook import columns as physical
+from rollbook.addresses import POSTGRES, redacted
 from rollbook.book.book import Book
 from rollbook.book.errors import BookError
 from rollbook.book.naming import uids_of
@@ -209,11 +210,11 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None) -
     address = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(address, str) or not address:
         raise ValueError(f"path: got {path!r}, expected a book, a folder or a file")
-    if address.startswith(("postgresql://", "postgres://")):
+    if address.startswith(POSTGRES):
         return BookSource(open_book(address, "r"), vocabulary=vocabulary_of(tokenizer))
     place = Path(os.path.expanduser(address))
     if not os.path.lexists(place):
-        raise FileNotFoundError(f"path: there is nothing at {address!r}")
+        raise FileNotFoundError(f"path: there is nothing at {redacted(address)!r}")
     if place.name == LEDGER and place.is_file():
         place = place.parent
     if (place / LEDGER).exists():

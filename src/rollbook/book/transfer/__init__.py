@@ -26,6 +26,7 @@ from rollbook.book.transfer.formats import FORMATS, for_writing, guess, is_saved
 from rollbook.book.transfer.rows import MAX_ROW_BYTES, Errors, Report, Skipped, regroup
 from rollbook.book.transfer.trinity_sqlite import tables
 from rollbook.experiences import Experiences
+from rollbook.files import FOLDER, make_private
 
 _READERS: dict[str, Callable[..., Iterator[Experiences]]] = {
     "parquet": native.read_parquet,
@@ -129,17 +130,20 @@ def write(
     if os.path.isdir(final) and not (name == "hf" and is_saved_dataset(final)):
         # Whatever is in it would go with it.
         raise FileExistsError(f"path: {final!r} is a folder and no saved dataset; it is not replaced")
-    partial = f"{final}.{os.urandom(4).hex()}.partial"
+    # In a folder that nobody else can enter, also for what a writer has beside its file.
+    aside = f"{final}.{os.urandom(4).hex()}.partial"
+    partial = os.path.join(aside, os.path.basename(final))
+    os.mkdir(aside, FOLDER)
     try:
         count = writer(regroup(given, rows), partial, **options)
+        make_private(partial)
         _sync(partial)
         if os.path.isdir(final) and not os.path.islink(final):
             _replace_folder(partial, final)
         else:
             os.replace(partial, final)
-    except BaseException:
-        _remove(partial)
-        raise
+    finally:
+        _remove(aside)
     _sync_folder(os.path.dirname(os.path.abspath(final)))
     return count
 

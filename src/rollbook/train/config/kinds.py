@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from rollbook.addresses import redacted
+
 
 class ConfigError(ValueError):
     """A key that is not as it should be: its `path`, what is wrong (`said`), and the file or argument it came from.
@@ -54,7 +56,8 @@ class Kind(Protocol):
 
 
 def _got(value: Any, expected: str, hint: str = "") -> ConfigError:
-    shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+    shown = repr(redacted(value) if isinstance(value, str) else value)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     shown = {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else shown
     return ConfigError("", f"got {shown}, expected {expected}{hint}")
 

@@ -31,6 +31,7 @@ from rollbook.train.config.parts import (
     needs,
     one_of,
 )
+from rollbook.train.config.secrets import check_secrets
 from rollbook.train.config.sections import checked, key, leaves, plain, section_of
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ class Config:
             checked(self)
         except ConfigError as error:
             raise _placed(error) from None
+        check_secrets(plain(self))
         names = [one.name for one in self.rewards if one.name is not None]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

@@ -1,0 +1,239 @@
+"""Addresses of books, servers and stores: parsed, and shown without their secrets.
+
+Invariant: `redacted` is what every message, page and report shows of an address. It works on parsed parts (libpq's
+parser for PostgreSQL, urllib's for the rest); what cannot be parsed is hidden whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
+
+HIDDEN = "***"
+POSTGRES = ("postgresql://", "postgres://")
+_SCRAM = ("scram_client_key", "scram_server_key")
+_ENCODE = "special characters in a user name or password are percent-encoded (%40 for @, %2F for /)"
+_WORDS = frozenset({"apikey", "authorization", "cookie", "credentials", "passphrase", "passwd", "password"})
+_ENDINGS = ("api_key", "access_key", "private_key", "secret_key", "_secret", "access_token", "auth_token")
+_STRICT = frozenset({"auth", "secret", "session", "sig", "signature", "token"})
+
+
+def is_secret_name(name: str, strict: bool = False) -> bool:
+    """Whether an option, a header or a parameter of this name holds a secret.
+
+    Args:
+        name: The name.
+        strict: Whether names such as `token` and `key` count, too: in headers and URLs.
+
+    >>> [is_secret_name(name) for name in ("X-Api-Key", "api_key_env", "token")], is_secret_name("token", strict=True)
+    ([True, False, False], True)
+    """
+    plain = name.lower().replace("-", "_")
+    words = set(plain.split("_"))
+    return bool(words & _WORDS) or plain.endswith(_ENDINGS) or (strict and (plain == "key" or bool(words & _STRICT)))
+
+
+# --- PostgreSQL -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PostgresAddress:
+    """A PostgreSQL URL that libpq understands, and the schema that Rollbook adds to it."""
+
+    base: str = field(repr=False)
+    query: str = field(repr=False)
+    """All parameters but `schema`."""
+    schema: str
+    parameters: dict[str, str] = field(repr=False)
+    """By libpq's names, decoded."""
+
+    @classmethod
+    def parse(cls, url: str) -> PostgresAddress:
+        """Parse a URL.
+
+        Raises:
+            ValueError: It is malformed or ambiguous. The message does not quote any of it that could be a secret.
+        """
+        scheme, _, rest = url.partition("://")
+        # As libpq does: the user ends with the first @ that comes before a slash.
+        stop = next((i for i, character in enumerate(rest) if character in "@/"), len(rest))
+        user = rest[: stop + 1] if rest[stop : stop + 1] == "@" else ""
+        place, _, query = rest.removeprefix(user).partition("?")
+        if "@" in place:
+            raise ValueError(f"url: got '{scheme}://{HIDDEN}' with an @ behind its user, expected one: {_ENCODE}")
+        pairs = [pair for pair in query.split("&") if pair]
+        named = [(unquote(pair.partition("=")[0]), pair) for pair in pairs]
+        schema = next((unquote(pair.partition("=")[2]) for name, pair in named if name == "schema"), "rollbook")
+        if not schema.isidentifier() or len(schema) > 63:
+            raise ValueError(f"schema: got {schema!r}, expected a name of letters, digits and underscores")
+        base = f"{scheme}://{user}{place}"
+        others = "&".join(pair for name, pair in named if name == "ssl" or name in _keywords())
+        parameters = _conninfo(f"{base}?{others}")
+        if parameters is None:
+            raise ValueError(f"url: got '{scheme}://{HIDDEN}', which cannot be parsed: {_ENCODE}")
+        if not all(port.isdecimal() for port in parameters.get("port", "").split(",") if port):
+            raise ValueError(f"url: got '{scheme}://{HIDDEN}' with a port that is no number: {_ENCODE}")
+        address = cls(base, others, schema, parameters)
+        for name, _ in named:
+            if name not in ("schema", "ssl") and name not in _keywords():
+                raise ValueError(f"url: got {address.shown()!r} with {name!r}, expected parameters of libpq, or schema")
+        return address
+
+    @property
+    def plain(self) -> str:
+        """The URL as libpq takes it: without `schema`, with its secrets."""
+        return f"{self.base}?{self.query}" if self.query else self.base
+
+    def with_schema(self, schema: str) -> str:
+        """The same address for another schema."""
+        return f"{self.base}?{self.query}{'&' if self.query else ''}schema={schema}"
+
+    def shown(self) -> str:
+        """The address without its secrets."""
+        given = {name: HIDDEN if _is_hidden(name) else quote(value, safe="") for name, value in self.parameters.items()}
+        user, password = given.pop("user", ""), given.pop("password", "")
+        hosts, ports = (self.parameters.get(name, "").split(",") for name in ("host", "port"))
+        given.pop("host", None), given.pop("port", None)
+        ports = ports * len(hosts) if len(ports) == 1 else ports
+        place = ",".join(
+            _bracketed(host) + (f":{port}" if port else "") for host, port in zip(hosts, ports, strict=False)
+        )
+        name = given.pop("dbname", "")
+        query = "&".join(f"{key}={value}" for key, value in given.items())
+        query += ("&" if query else "") + f"schema={self.schema}" if self.schema != "rollbook" else ""
+        who = f"{user}{f':{password}' if password else ''}@" if user or password else ""
+        return f"postgresql://{who}{place}/{name}" + (f"?{query}" if query else "")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else quote(host, safe="")
+
+
+@functools.cache
+def _keywords() -> dict[str, bool]:
+    """libpq's parameters, and whether each is a secret."""
+    try:
+        from psycopg import pq
+    except ImportError:
+        raise ImportError("a book in PostgreSQL needs psycopg: pip install 'rollbook[postgres]'") from None
+    return {
+        each.keyword.decode(): each.dispchar == b"*" or each.keyword.decode() in _SCRAM
+        for each in pq.Conninfo.get_defaults()
+    }
+
+
+def _is_hidden(name: str) -> bool:
+    return _keywords().get(name, False)
+
+
+def _conninfo(text: str) -> dict[str, str] | None:
+    """libpq's parameters of a URL or of `key=value` pairs; `None` if it cannot be parsed."""
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    try:
+        return {name: str(value) for name, value in conninfo_to_dict(text).items()}
+    except psycopg.ProgrammingError:  # whose message quotes what it tripped over
+        return None
+
+
+# --- any address ------------------------------------------------------------------------------------------------------
+
+
+def redacted(address: str | os.PathLike[str]) -> str:
+    """An address without its secrets; a path or another text is returned as it is.
+
+    Hidden are passwords (in `user:password@`, as a parameter, in `key=value` strings), the whole user part of URLs that
+    are not PostgreSQL's, and their query values.
+
+    >>> redacted("postgresql://ana:word@db1,db2:5433/runs?sslpassword=x&schema=demo")
+    'postgresql://ana:***@db1,db2:5433/runs?sslpassword=***&schema=demo'
+    >>> redacted("https://token@host:8000/score?v=1"), redacted("host=db password='a b'"), redacted("runs/a=b")
+    ('https://***@host:8000/score?v=***', 'host=db password=***', 'runs/a=b')
+    """
+    text = os.fspath(address)
+    if not isinstance(text, str):
+        return HIDDEN
+    if "::" in text and "://" in text:  # fsspec's chains: simplecache::s3://key:secret@bucket
+        return "::".join(map(redacted, text.split("::")))
+    try:
+        if text.startswith(POSTGRES):
+            parsed = PostgresAddress.parse(text)
+            return parsed.shown() if any(map(_is_hidden, parsed.parameters)) else text
+        if "://" in text:
+            return _redacted_url(text)
+        return _redacted_pairs(text)
+    except (ImportError, ValueError):
+        return f"{text.partition('://')[0]}://{HIDDEN}" if "://" in text else HIDDEN
+
+
+def _redacted_url(text: str) -> str:
+    parts = urlsplit(text)
+    _ = parts.port  # raises if it is no number: a slash in a password ends the host early
+    _, at, host = parts.netloc.rpartition("@")
+    if not at and "@" in text:  # behind the host, which then is a part of a user or password that holds a slash
+        return f"{parts.scheme}://{HIDDEN}@{text.rpartition('@')[2]}"
+    query = "&".join(f"{quote(name)}={HIDDEN}" for name, _ in parse_qsl(parts.query, keep_blank_values=True))
+    if (not at and not parts.query) or not parts.scheme:
+        return text
+    return urlunsplit((parts.scheme, f"{HIDDEN}@{host}" if at else host, parts.path, query, ""))
+
+
+def is_conninfo(text: str) -> bool:
+    """Whether a text is libpq's `key=value` form, as `host=db dbname=runs`."""
+    names = [each.partition("=")[0] for each in text.split() if "=" in each]
+    return bool({"host", "hostaddr", "dbname", "password", "service"} & set(names))
+
+
+def _redacted_pairs(text: str) -> str:
+    if not is_conninfo(text):
+        return text
+    parameters = _conninfo(text)
+    if parameters is None:
+        return HIDDEN
+    parameters = dict(sorted(parameters.items()))
+    return " ".join(f"{name}={HIDDEN if _is_hidden(name) else value}" for name, value in parameters.items())
+
+
+def url_secrets(text: str) -> dict[str, str]:
+    """The secrets that a URL holds, by what each is; empty for other texts.
+
+    >>> url_secrets("https://ana:word@host/?token=x&v=1"), url_secrets("postgresql://ana@db/runs"), url_secrets("a b://c@d")
+    ({'user info': 'ana:word', 'token': 'x'}, {}, {})
+    """
+    scheme = text.partition("://")[0]
+    if "://" not in text or not scheme.replace("+", "").replace(":", "").isalnum():
+        return {}
+    if text.startswith(POSTGRES):
+        parameters = PostgresAddress.parse(text).parameters
+        return {name: value for name, value in parameters.items() if _is_hidden(name)}
+    parts = urlsplit(text)
+    user = parts.netloc.rpartition("@")[0]
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    return ({"user info": user} if user else {}) | {name: each for name, each in pairs if is_secret_name(name, True)}
+
+
+def without_user(url: str) -> tuple[str, tuple[str, str] | None]:
+    """An http(s) URL without its user part, and that part as a user name and a password.
+
+    >>> without_user("http://ana:a%40b@host/score")
+    ('http://host/score', ('ana', 'a@b'))
+    """
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    name, _, password = user.partition(":")
+    return urlunsplit(parts._replace(netloc=host)), (unquote(name), unquote(password)) if at else None
+
+
+__all__ = [
+    "HIDDEN",
+    "POSTGRES",
+    "PostgresAddress",
+    "is_conninfo",
+    "is_secret_name",
+    "redacted",
+    "url_secrets",
+    "without_user",
+]

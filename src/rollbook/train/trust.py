@@ -1,0 +1,102 @@
+"""Code that a run's configuration names, and which of it is Rollbook's own.
+
+Invariant: nothing is imported or called to find out, except Rollbook's own modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollbook.train.config.parts import Reward
+from rollbook.train.config.schema import Config
+
+_RECIPES = "rollbook.train.recipes."
+
+
+def check_trusted(folder: Path, config: Config, *, remote: bool = False) -> None:
+    """Refuse a run whose configuration names code that is not Rollbook's.
+
+    Args:
+        folder: The run's folder, for the message.
+        config: The configuration that the folder holds.
+        remote: Whether servers that score rewards would be asked, too.
+
+    Raises:
+        ValueError: It names some; the message lists every key and its value.
+    """
+    named = foreign_code(config, remote=remote)
+    if named:
+        listed = "".join(f"\n{path}: {value}" for path, value in named.items())
+        raise ValueError(
+            f"{folder}: its configuration names code or servers that are not part of Rollbook:{listed}\n"
+            "Going on would run some of it. If you trust all of it, pass --trust (in Python: trust=True)"
+        )
+
+
+def foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]:
+    """Find what a configuration names that is not Rollbook's own: functions, files, programs and servers.
+
+    Returns:
+        Values by the path of their key.
+
+    >>> foreign_code(Config(model={"builder": "os:system"}, rewards=["exact_match", "mine.py:score"]))
+    {'model.builder': 'os:system', 'rewards.1.function': 'mine.py:score'}
+    """
+    functions = {
+        "model.builder": config.model.builder,
+        "teacher.builder": config.teacher.builder,
+        "data.function": config.data.function,
+        "evaluation.function": config.evaluation.function,
+        "environment.function": config.environment.function,
+    }
+    named = {path: target for path, target in functions.items() if target is not None and not is_own(target)}
+    for key, rewards in (("rewards", config.rewards), ("evaluation.rewards", config.evaluation.rewards)):
+        for i, reward in enumerate(rewards):
+            named |= {f"{key}.{i}.{name}": value for name, value in _of_reward(reward, remote)}
+    expert = config.intake.expert
+    if expert is not None and "://" in expert:
+        # libpq offers the server of an address whatever password the environment holds.
+        named["intake.expert"] = expert
+    return named
+
+
+def _of_reward(reward: Reward, remote: bool) -> Iterator[tuple[str, str]]:
+    if reward.function is not None and not is_own(reward.function):
+        yield "function", reward.function
+    for label, lines in (reward.recipe or {}).items():
+        if "code_match" in str(lines):
+            yield f"recipe.{label}", "code_match"
+    for name in ("functions", "models"):
+        given = reward.options.get(name, {})
+        parts = given.items() if isinstance(given, Mapping) else enumerate(given if isinstance(given, list) else ())
+        for part, value in parts:
+            if not is_own(value):
+                yield f"options.{name}.{part}", str(value)
+    if remote and reward.remote is not None:
+        yield "remote", ", ".join(reward.remote)
+
+
+def is_own(target: Any) -> bool:
+    """Whether the name of a function is of one that Rollbook has for configurations: a recipe's, or a ready reward.
+
+    Being in a module of Rollbook's is not enough: its modules import others (`rollbook.cli.parser:os.system`), and some
+    of its functions run files. `code_match` is not among them: it runs the programs that records hold.
+
+    >>> [is_own(name) for name in ("rollbook.train.recipes.letters:reward", "exact_match", "rollbook.modules:sys.exit")]
+    [True, True, False]
+    """
+    from rollbook.rewards.choose import READY
+
+    if not isinstance(target, str):
+        return False
+    module, _, name = target.rpartition(":")
+    if module.startswith(_RECIPES) and module.removeprefix(_RECIPES).isidentifier():
+        try:
+            return name in importlib.import_module(module).__all__
+        except ImportError:
+            return False
+    ready = name in READY and name != "code_match"
+    return ready and (not module or module in ("rollbook.rewards", READY[name].__module__))
