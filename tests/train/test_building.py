@@ -660,7 +660,9 @@ def test_eval_scores_a_model_without_training(house: Path, tmp_path: Path, capsy
     config = effective(house / "base.yaml", [f"out={tmp_path / 'run'}", "data.held_out=4", "evaluation.k=2"])
     outcome = run(config, stream=io.StringIO())
     assert outcome.before is not None and outcome.after is not None
-    assert main(["eval", str(tmp_path / "run"), "--json"]) == 0  # the last checkpoint
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert f"rewards.0.function: {ME}:early" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "run"), "--trust", "--json"]) == 0  # the last checkpoint
     assert json.loads(capsys.readouterr().out) == outcome.after.metrics()
     where = [str(house / "base.yaml"), "data.held_out=4", "evaluation.k=2"]
     assert main(["eval", *where, "--model", str(tmp_path / "run" / "checkpoints" / "step-000000" / "model")]) == 0

@@ -187,6 +187,7 @@ def build() -> argparse.ArgumentParser:
     made.add_argument(
         "--model", metavar="PATH", help="a folder or hub name of weights, in place of the configuration's"
     )
+    made.add_argument("--trust", action="store_true", help="run the code that a run's config names")
 
     made = command("replay", "training:replay", path="a run's folder")
     made.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="another choice: algorithm.estimator=rloo, ...")
