@@ -34,11 +34,13 @@ from rollbook.rewards.types import WrongCount
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave, or the error that it ended with; `fatal` is set where it is not this call's alone."""
+    """What a call gave, or the error that it ended with; `fatal` is set where it is not this call's alone, `stopped`
+    where the call took too long or took its process down."""
 
     value: Any = None
     error: str | None = None
     fatal: type[Exception] | None = None
+    stopped: bool = False
 
 
 class PoolError(RuntimeError):
@@ -72,7 +74,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
 
 def timed_out(limit: float, more: str = "") -> Outcome:
     """The outcome of a call that took too long."""
-    return Outcome(error=f"timed out after {limit:g} s{more}")
+    return Outcome(error=f"timed out after {limit:g} s{more}", stopped=True)
 
 
 def in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: float | None) -> list[Outcome]:
@@ -143,7 +145,7 @@ class Processes:
     >>> import math
     >>> with contextlib.closing(Processes(math.factorial, workers=1)) as pool:
     ...     pool.call((5,), limit=30.0)
-    Outcome(value=120, error=None, fatal=None)
+    Outcome(value=120, error=None, fatal=None, stopped=False)
     """
 
     def __init__(self, function: Callable[..., Any], workers: int) -> None:
@@ -263,11 +265,6 @@ class _Life:
     main = Main()
 
 
-def inside() -> bool:
-    """Whether this is a process of a pool."""
-    return _Life.inside
-
-
 class _Worker:
     """One process, its pipe, and whether it can be used again."""
 
@@ -323,7 +320,7 @@ class _Worker:
                 return timed_out(limit or 0.0)
             outcome: Outcome = self._pipe.recv()
         except (EOFError, OSError):
-            return Outcome(error=f"its process ended with exit code {self._ended()}")
+            return Outcome(error=f"its process ended with exit code {self._ended()}", stopped=True)
         self.fit = True
         return outcome
 

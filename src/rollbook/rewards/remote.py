@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from rollbook.algorithms.registry import number, switch, whole_number
 from rollbook.retry import RETRIED, Backoff, asked_wait
 from rollbook.rewards.images import Encoder, ImageFormat
-from rollbook.rewards.pools import said
+from rollbook.rewards.pools import MissingExtra, said
 from rollbook.rewards.types import (
     OnError,
     Reward,
@@ -95,6 +95,7 @@ class RemoteReward(Reward):
         for one in self.urls:
             if not isinstance(one, str) or not one.startswith(("http://", "https://")):
                 raise ValueError(f"url: got {one!r}, expected one that begins with http:// or https://")
+        _httpx()
         self.name = name
         self.batch_size = whole_number("batch_size", batch_size, 1)
         self.concurrency = whole_number("concurrency", concurrency, 1)
@@ -304,5 +305,5 @@ def _httpx() -> Any:
     try:
         import httpx
     except ImportError:
-        raise ImportError("remote rewards need httpx: pip install 'rollbook[remote]'") from None
+        raise MissingExtra("remote rewards need httpx: pip install 'rollbook[remote]'") from None
     return httpx
