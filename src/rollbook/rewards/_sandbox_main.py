@@ -98,7 +98,7 @@ def pivot_root(new: str) -> bool:
 
 
 def filter_system_calls(families: Sequence[int]) -> bool:
-    """Refuse the calls of `NUMBERS` and `SAME_EVERYWHERE`, new namespaces and sockets of other families, from here on; whether that worked."""
+    """Refuse these calls, new namespaces and sockets of other families, from here on; whether that worked."""
     machine = os.uname().machine
     if not linux or machine not in NUMBERS or sys.maxsize < 1 << 32:
         return False
