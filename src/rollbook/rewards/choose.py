@@ -47,6 +47,7 @@ class _Ready(Mapping[str, Callable[..., Any]]):
     """The ready functions by name, each loaded when it is asked for."""
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
+        _check_package(name)
         module = importlib.import_module(f"rollbook.rewards.{_READY[name]}")
         found: Callable[..., Any] = getattr(module, name)
         return found
@@ -194,7 +195,6 @@ def _kind_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
     if path.endswith(".py"):
         return FunctionReward, FileFunction(path, name)
     if text in READY:
-        _check_package(text)
         return FunctionReward, READY[text]
     if (Path(text) / "config.json").is_file():
         from rollbook.rewards.models import ModelReward

@@ -18,8 +18,10 @@ import queue
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -62,6 +64,20 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+_LIBRARIES = tuple(os.path.join(place, "") for place in (
+    str(Path(__file__).parents[1]), *filter(None, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+))  # fmt: skip
+
+
+def _place(error: BaseException) -> str:
+    """The file and line of a user's code that an exception comes from, if any."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if os.path.isfile(frame.filename) and not frame.filename.startswith(_LIBRARIES):
+            found = f" ({frame.filename}, line {frame.lineno})"
+    return found
+
+
 def attempt(call: Callable[[], Any]) -> Outcome:
     """Make a call; whatever it raises (a reward function may even call `sys.exit`) is its outcome."""
     try:
@@ -69,7 +85,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
     except (PoolError, MissingExtra, WrongCount) as error:
         return Outcome(error=str(error), fatal=type(error))
     except BaseException as error:
-        return Outcome(error=said(error))
+        return Outcome(error=said(error) + _place(error))
 
 
 def timed_out(limit: float, more: str = "") -> Outcome:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, ru
 
 from rollbook.algorithms.registry import number
 from rollbook.ids import EID
+from rollbook.modules import source_fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -279,6 +280,10 @@ class Reward(Protocol):
     async def score_async(self, inputs: Sequence[Any]) -> Scores:
         """The same for an event loop, which goes on meanwhile."""
         return await asyncio.to_thread(self, inputs)
+
+    def source(self) -> str | None:
+        """Fingerprint the user's code that it runs; `None` if there is none, or it is not known."""
+        return source_fingerprint(type(self))
 
     def close(self) -> None:
         """Let go of processes and connections."""

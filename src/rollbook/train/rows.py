@@ -28,7 +28,8 @@ from rollbook.rollout.types import Prompt, as_media
 NAMES = ("prompt", "messages", "reference", "label", "images", "videos", "tools", "response", "chosen", "rejected",
          "info")  # fmt: skip
 ANSWERS = ("response", "chosen", "rejected")
-_RESERVED = ("error", "errors", "reward_error", "segments", "drift", "branch", "truncated", "prompt_truncated_from")
+_RESERVED = ("error", "errors", "reward_error", "reward_source", "segments", "drift", "branch", "truncated",
+             "prompt_truncated_from")  # fmt: skip
 """What records say of themselves in `info`: an `error` there means that the sample failed."""
 _ADDRESS = re.compile(r"(data:|https?://)")
 
