@@ -69,8 +69,8 @@ def source_fingerprint(target: Any) -> str | None:
     try:
         # Read from the file: `inspect` keeps the source of the first time it looked.
         path = getattr(module, "__file__", None)
-        whole = path is not None and name != "__main__"
-        text = Path(str(path)).read_text("utf-8") if whole else inspect.getsource(target)
+        has_file = path is not None and name != "__main__"
+        text = Path(str(path)).read_text("utf-8") if has_file else inspect.getsource(target)
     except (OSError, TypeError, UnicodeDecodeError):
         return None
     return text_fingerprint(text)
@@ -89,5 +89,5 @@ def text_fingerprint(text: str) -> str:
 
 def joined_fingerprint(parts: Mapping[str, str | None]) -> str | None:
     """Fingerprint several sources by name; `None` if none of them has a fingerprint."""
-    present = {name: one for name, one in parts.items() if one is not None}
+    present = {name: fingerprint for name, fingerprint in parts.items() if fingerprint is not None}
     return text_fingerprint(repr(sorted(present.items()))) if present else None

@@ -325,9 +325,9 @@ class FunctionReward(Reward):
         self.time_limit = None if time_limit is None else number("time_limit", time_limit, 1e-3, 1e9)
         self.on_error: OnError = check_on_error(on_error)
         bare, _ = without_partial(inner)
-        own = function.bare() if isinstance(function, FileFunction) else bare
+        code = function.bare() if isinstance(function, FileFunction) else bare
         # Now, while the file is what was imported.
-        self._source = source_fingerprint(own if hasattr(own, "__code__") else type(own))
+        self._source = source_fingerprint(code if hasattr(code, "__code__") else type(code))
         self._async = pool == "thread" and (
             inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(type(bare).__call__)
         )

@@ -71,11 +71,11 @@ _LIBRARIES = tuple(os.path.join(place, "") for place in (
 
 def _place(error: BaseException) -> str:
     """The file and line of a user's code that an exception comes from, if any."""
-    found = ""
+    place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if os.path.isfile(frame.filename) and not frame.filename.startswith(_LIBRARIES):
-            found = f" ({frame.filename}, line {frame.lineno})"
-    return found
+            place = f" ({frame.filename}, line {frame.lineno})"
+    return place
 
 
 def attempt(call: Callable[[], Any]) -> Outcome:

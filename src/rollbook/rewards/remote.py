@@ -259,9 +259,9 @@ class RemoteReward(Reward):
 def _unsendable(some: Sequence[RewardInput], encoder: Encoder) -> list[str | None]:
     """For each sample, the reason why its images cannot be sent, or `None`."""
     errors: list[str | None] = []
-    for one in some:
+    for sample in some:
         try:
-            for image in one.images:
+            for image in sample.images:
                 encoder.text(image)
             errors.append(None)
         except (TypeError, ValueError, OSError) as error:

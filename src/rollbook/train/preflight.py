@@ -50,27 +50,27 @@ def check_vocabulary(tokenizer: Any, model_config: Any, generation_config: Any =
         return
     if size is not None and count > size:
         raise ConfigError("model.tokenizer", f"got one of {count} tokens, expected at most the model's {size}")
-    own = getattr(tokenizer, "eos_token_id", None)
+    end = getattr(tokenizer, "eos_token_id", None)
     for name, holder in (("model's config", text), ("generation config", generation_config)):
         ids = getattr(holder, "eos_token_id", None)
         ends = ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
-        if own is not None and ends and own not in ends:
+        if end is not None and ends and end not in ends:
             advise(
-                f"model.tokenizer: it ends a text with token {own}, and the {name} with {', '.join(map(str, ends))}. "
+                f"model.tokenizer: it ends a text with token {end}, and the {name} with {', '.join(map(str, ends))}. "
                 "Responses end at any of them"
             )
 
 
 def _check_engine(config: Config) -> None:
-    given = config.engine
-    if given.kind == "transformers":
+    engine = config.engine
+    if engine.kind == "transformers":
         return
-    if given.api_key_env is not None and os.environ.get(given.api_key_env) is None:
-        raise ConfigError("engine.api_key_env", f"got {given.api_key_env!r}, which is not set in the environment")
+    if engine.api_key_env is not None and os.environ.get(engine.api_key_env) is None:
+        raise ConfigError("engine.api_key_env", f"got {engine.api_key_env!r}, which is not set in the environment")
     if importlib.util.find_spec("httpx") is None:
         raise ConfigError("engine.kind", "got 'openai', which needs httpx: pip install 'rollbook[remote]'")
     try:
-        address = urlsplit(str(given.url))
+        address = urlsplit(str(engine.url))
         host, port = address.hostname or "", address.port or {"http": 80, "https": 443}[address.scheme]
     except ValueError as error:
         raise ConfigError("engine.url", f"got one that cannot be read: {error}") from None
@@ -84,10 +84,10 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_trackers(config: Config) -> None:
-    given = config.tracking
+    tracking = config.tracking
     for name, module, is_on in (
-        ("tensorboard", "torch.utils.tensorboard", given.tensorboard),
-        ("wandb", "wandb", given.wandb is not None),
+        ("tensorboard", "torch.utils.tensorboard", tracking.tensorboard),
+        ("wandb", "wandb", tracking.wandb is not None),
     ):
         if is_on:
             try:
@@ -96,26 +96,26 @@ def _check_trackers(config: Config) -> None:
                 raise ConfigError(
                     f"tracking.{name}", f"needs the package {name}: pip install {name} ({error})"
                 ) from None
-    for i, name in enumerate(given.trackers):
+    for i, name in enumerate(tracking.trackers):
         resolve(name, name=f"tracking.trackers.{i}")
 
 
 def _check_model_files(config: Config) -> None:
     """Compare tokenizer and model by their configurations; what cannot be read is left to whoever loads it."""
     transformers = transformers_module()
-    given = config.model
-    words = given.tokenizer or given.processor or given.path
+    model = config.model
+    words = model.tokenizer or model.processor or model.path
     if words is None:
         return
     generation = None
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(words)
-        if given.path is not None:
-            model_config = transformers.AutoConfig.from_pretrained(given.path)
-            if Path(given.path, "generation_config.json").is_file() or not Path(given.path).exists():
-                generation = transformers.GenerationConfig.from_pretrained(given.path)
+        if model.path is not None:
+            model_config = transformers.AutoConfig.from_pretrained(model.path)
+            if Path(model.path, "generation_config.json").is_file() or not Path(model.path).exists():
+                generation = transformers.GenerationConfig.from_pretrained(model.path)
         else:
-            model_config = transformers.AutoConfig.for_model(**(given.config or {}))
+            model_config = transformers.AutoConfig.for_model(**(model.config or {}))
     except Exception:  # of the hub, of its libraries
         return
     check_vocabulary(tokenizer, model_config, generation)
