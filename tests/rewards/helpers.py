@@ -42,6 +42,12 @@ def as_told(response: str) -> Any:
     return float(response)
 
 
+_LINE = as_told.__code__.co_firstlineno
+RAISED = f"KeyError: 'told to' ({__file__}, line {_LINE + 3})"
+EXITED = f"SystemExit: 3 ({__file__}, line {_LINE + 5})"
+"""What is said of it when it raises and exits."""
+
+
 def process_id(response: str) -> int:
     return os.getpid()
 

@@ -66,6 +66,21 @@ def test_boxes(text: str, inside: str | None) -> None:
     assert boxed(text) == inside
 
 
+@pytest.mark.parametrize("text", ["\\boxed{", "1 ", "$ ", "1,111", "\\text{", "#### 1 "])
+def test_looking_for_an_answer_takes_linear_time(text: str) -> None:
+    def seconds(n: int) -> float:
+        given = "\\boxed{1" + text * n + "}" * n
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            gsm8k(given, "3")
+            numeric_match(given, "3")
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(16_000) < 24 * seconds(2_000) + 0.02  # 8 times the text; quadratic would be 64 times as long
+
+
 # --- numbers -------------------------------------------------------------------------------------------------------
 
 numbers = st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=1000)

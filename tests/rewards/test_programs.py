@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import rollbook.rewards.sandbox
 from rollbook.rewards import Limits, as_reward, code_match, sandboxed
 from rollbook.rewards.programs import Cases, program
 from rollbook.rewards.sandbox import Ran
@@ -276,49 +275,175 @@ def test_limits_are_checked() -> None:
             Limits(**{name: value})  # type: ignore[arg-type]
 
 
-def test_without_namespaces_nothing_is_left_either_and_it_is_said(tmp_path: Path) -> None:
-    # The same process where the kernel allows no namespaces: the sandbox is then the reaper of what is orphaned.
-    (tmp_path / "folder").mkdir()
-    inner = Path(rollbook.rewards.sandbox.__file__).with_name("_sandbox_main.py")
-    (tmp_path / "outer.py").write_text(
-        "import importlib.util\n"
-        f"spec = importlib.util.spec_from_file_location('inner', {str(inner)!r})\n"
-        "module = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(module)\n"
-        "module.unshare = lambda flags: False\n"
-        "module.main()\n"
-    )
-    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
-    (tmp_path / "folder" / "main.py").write_text(f"""
-import os, sys, time
+def test_writing_is_bounded_and_the_rest_is_read_only() -> None:
+    fill = """
+import os
+for folder in (".", "/tmp", "/dev/shm", "/var/tmp"):
+    written = 0
+    try:
+        for written in range(40):
+            with open(f"{folder}/part{written}", "wb") as file:
+                file.write(bytes(1 << 20))
+    except OSError as error:
+        print(error.strerror)
+    for i in range(written + 1):
+        os.unlink(f"{folder}/part{i}")
+for place in ("/", "/usr", "/etc"):
+    try:
+        open(f"{place}/rollbook-test", "w")
+    except OSError as error:
+        print(error.strerror)
+"""
+    ran = run(fill, limits=Limits(wall=30.0, disk=8 << 20))
+    if "disk space" in ran.unprotected:
+        pytest.skip("no namespaces here")
+    assert ran.stdout.decode().splitlines() == ["No space left on device"] * 4 + ["Read-only file system"] * 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')",
+        "x = '\ud800'\nprint(3)",
+        "import shutil, os\nos.rename(os.getcwd(), '/tmp/elsewhere')",
+    ],
+)
+def test_no_program_gets_out_of_its_score(text: str) -> None:
+    scores = as_reward("code_match")([sample(text, reference={"inputs": ["\udfff"], "outputs": ["3"]})])
+    assert scores.rewards == [0.0] and scores.errors == [None]
+
+
+def test_system_calls_are_filtered() -> None:
+    attempt = """
+import ctypes, errno, socket
+for family, kind in ((1, 1), (2, 1), (10, 1), (16, 3), (17, 3), (38, 5), (40, 1)):
+    try:
+        socket.socket(family, kind).close()
+        print(family)
+    except OSError as error:
+        assert error.errno == errno.EAFNOSUPPORT or family == 10, error
+libc = ctypes.CDLL(None, use_errno=True)
+for call in (lambda: libc.unshare(0x10000000), lambda: libc.shmget(0, 4096, 0o1600), lambda: libc.syscall(425, 1, 0)):
+    assert call() == -1 and ctypes.get_errno() == errno.EPERM, ctypes.get_errno()
+import multiprocessing, subprocess, threading
+thread = threading.Thread(target=print, args=("thread",))
+thread.start()
+thread.join()
+subprocess.run(["/bin/echo", "process"])
+"""
+    ran = run(attempt)
+    if "system calls" in ran.unprotected:
+        pytest.skip("no filter here")
+    assert ran.code == 0, ran.stderr
+    assert set(ran.stdout.decode().split()) <= {"1", "2", "10", "thread", "process"}
+    assert {"1", "thread", "process"} <= set(ran.stdout.decode().split())
+
+
+OUTER = """
+import ctypes, json, os, runpy, sys, warnings
+folder, user, spaces, prefix, port = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
+if user != os.geteuid():  # become another user, to whom this Python is shown
+    libc = ctypes.CDLL(None)
+    assert libc.unshare(0x20000) == 0 and libc.mount(None, b"/", None, 16384 | 1 << 18, None) == 0
+    assert libc.mount(sys.base_prefix.encode(), prefix.encode(), None, 4096, None) == 0
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    python = prefix + os.path.realpath(sys.executable).removeprefix(sys.base_prefix)
+    path = os.pathsep.join(filter(None, sys.path[1:]))
+    os.execve(python, [python, *sys.argv], {"PYTHONPATH": path, "TMPDIR": folder})
+from rollbook.rewards import sandbox
+if spaces == "without":
+    inner = runpy.run_path(sandbox.__file__.replace("sandbox.py", "_sandbox_main.py"))
+    assert inner["prctl"](inner["NO_NEW_PRIVILEGES"], 1) and inner["filter_system_calls"]((1, 2, 10))
+with open(folder + "/main.py") as file:
+    source = file.read()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ran = sandbox.sandboxed({"main.py": source}, ["main.py", folder, port])
+    sandbox.sandboxed({}, ["-c", "pass"])
+print(json.dumps([ran.code, ran.stdout.decode(), ran.stderr.decode()[-300:], ran.unprotected,
+                  [str(one.message) for one in caught]]))
+"""
+
+INNER = """
+import json, os, socket, sys
+folder, port = sys.argv[1:]
+def works(call):
+    try:
+        call()
+    except OSError:
+        return False
+    return True
+print(json.dumps({
+    "files of its user": works(lambda: open(folder + "/secret").read()),
+    "disk space": works(lambda: open(folder + "/written", "w").write("x")),
+    "network": works(lambda: socket.create_connection(("127.0.0.1", int(port)), 2)),
+    "system calls": works(lambda: socket.socket(16, socket.SOCK_RAW)),
+}), flush=True)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         os.setsid()
-        os.execv(sys.executable, ["python", "-I", "-S", "-c", "import time; time.sleep(100)", "{mark}"])
+        os.execv(sys.executable, ["python", "-I", "-S", "-c", "import time; time.sleep(100)", folder])
     os._exit(0)
-time.sleep(100)
-""")
-    report, ours = os.pipe()
-    settings = {
-        "report": ours,
-        "wall_ms": 1000,
-        "cpu": 9,
-        "memory": 1 << 29,
-        "file_size": 1,
-        "files": 64,
-        "processes": 9,
-    }
-    python = [os.path.realpath(sys.executable), "-I", "-S"]
-    subprocess.run(
-        [*python, str(tmp_path / "outer.py"), json.dumps(settings), *python, "main.py"],
-        cwd=tmp_path / "folder",
-        pass_fds=[ours],
-        timeout=60,
-        check=True,
-    )
-    os.close(ours)
-    with os.fdopen(report) as lines:
-        beyond, ended = map(json.loads, lines)
-    assert "network" in beyond and "leftovers" not in beyond and ended == {"timed_out": True, "code": None}
-    assert not running(mark)
+os.waitpid(-1, 0)
+for _ in range(3000):
+    os.mkdir("d")
+    os.chdir("d")
+os.chmod("..", 0)
+"""
+
+
+@pytest.mark.parametrize("spaces", ["with", "without"])
+@pytest.mark.parametrize("user", [os.geteuid(), 65534])
+def test_what_is_isolated_is_what_is_said(spaces: str, user: int) -> None:
+    """As this user and as one without privileges, with namespaces and without: nothing is left behind either way."""
+    from tests.rewards.server import serve
+
+    if user != os.geteuid() and os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # on a disk, many folders take their time
+    with tempfile.TemporaryDirectory(dir=memory) as name, serve() as server:
+        folder = Path(name)
+        for part, text in {"outer.py": OUTER, "main.py": INNER, "secret": "hunter2"}.items():
+            (folder / part).write_text(text)
+        (folder / "secret").chmod(0o600)
+        (folder / "python").mkdir()
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, user, -1)
+        before = sorted(folder.iterdir())
+        port = server.url.rsplit(":", 1)[1].split("/")[0]
+        command = [sys.executable, folder / "outer.py", folder, user, spaces, folder / "python", port]
+        environment = {**os.environ, "TMPDIR": name, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=120)
+        if user != os.geteuid() and "Permission denied" in done.stderr:
+            pytest.skip("another user cannot read this environment")
+        assert done.returncode == 0, done.stderr
+        code, stdout, stderr, unprotected, warned = json.loads(done.stdout)
+        assert code == 0, stderr
+        seen = json.loads(stdout)
+        seen["disk space"] = (folder / "written").exists()  # elsewhere it is the program's own
+        (folder / "written").unlink(missing_ok=True)
+        assert not running(name) and "leftovers" not in unprotected
+        assert {one for one, is_seen in seen.items() if is_seen} == set(unprotected) & seen.keys()
+        assert sorted(folder.iterdir()) == before
+        assert len(warned) == (1 if unprotected else 0) and all(one in warned[0] for one in unprotected)
+        if spaces == "without":
+            assert {"files of its user", "disk space", "other processes of its user"} <= set(unprotected)
+        elif user != os.geteuid():
+            assert unprotected == []  # user namespaces are enough
+
+
+@pytest.mark.parametrize("unit", ["```", "``` ", "```python ", "```\n", " ", "\t", "\n", "`"])
+def test_looking_for_a_program_takes_linear_time(unit: str) -> None:
+    def seconds(n: int) -> float:
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            program("```" + unit * (n // len(unit)) + "x")
+            times.append(time.process_time() - start)
+        return min(times)
+
+    small, large = seconds(20_000), seconds(160_000)
+    assert large < 24 * small + 0.02  # 8 times the text; a quadratic search takes 64 times as long

@@ -84,18 +84,19 @@ def test_mathematics_in_threads_and_loops() -> None:
     assert threading.current_thread() is threading.main_thread()
 
 
-def test_a_comparison_that_hangs_is_stopped() -> None:
+def test_a_comparison_that_hangs_is_stopped_and_the_answer_is_wrong() -> None:
     hard = r"\boxed{9^{9^{9^{9}}}}"
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="timed out after 1 s"):
-        math_match(hard, "7^{7^{7^{7}}}", time_limit=1.0)
+    scores = as_reward("math_match", time_limit=1.0)([sample(hard, reference="7^{7^{7^{7}}}")])
+    assert scores.rewards == [0.0] and scores.errors == [None]
     assert time.monotonic() - start < 30
     assert math_match(r"\boxed{\frac{2}{4}}", "1/2") == 1.0  # and the next one has a fresh process
 
 
 def test_mathematics_inside_a_process_pool() -> None:
-    reward = as_reward(math_match, pool="process", workers=1)
-    assert reward([sample(r"\boxed{\frac{2}{4}}", reference="1/2")]).rewards == [1.0]
+    reward = as_reward("math_match", pool="process", workers=1, time_limit=1.0)
+    inputs = [(r"\boxed{\frac{2}{4}}", "1/2"), (r"\boxed{9^{9^{9^{9}}}}", "7^{7^{7^{7}}}")]
+    assert reward([sample(text, reference=right) for text, right in inputs]).rewards == [1.0, 0.0]
     reward.close()
 
 
@@ -105,14 +106,15 @@ def test_a_missing_package_is_everybodys_error(monkeypatch: pytest.MonkeyPatch) 
     texts._validator.cache_clear()
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(ImportError, match=r"rollbook\[json\]"):
+        as_reward("json_schema")
+    with pytest.raises(ImportError, match=r"rollbook\[json\]"):
         as_reward(json_schema)([sample("{}", reference={"type": "object"})])
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(ImportError, match=r"rollbook\[remote\]"):
-        as_reward("http://localhost:1")([sample("")])
+        as_reward("http://localhost:1")
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    monkeypatch.setattr("rollbook.rewards.pools._Life.inside", True)  # compared right here
     with pytest.raises(ImportError, match=r"rollbook\[math\]"):
-        as_reward("math_match")([sample("1", reference="2")])
+        as_reward("math_match")
 
 
 # --- JSON ----------------------------------------------------------------------------------------------------------

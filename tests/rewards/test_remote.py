@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rollbook import EID, Experience
 from rollbook.retry import Backoff
 from rollbook.rewards import RemoteReward, RewardError, RewardInput, as_reward
 from rollbook.rewards.images import Encoder
+from rollbook.rollout import Prompt, Sample
 from tests.rewards.helpers import sample, samples
 from tests.rewards.server import nobody, serve
 
@@ -317,13 +319,35 @@ def test_bytes_files_and_data_go_as_they_are(tmp_path: Path) -> None:
     path.write_bytes(raw)
     data = "data:image/webp;base64," + base64.b64encode(raw).decode()
     encoder = Encoder()
-    for given in (raw, bytearray(raw), path, str(path), path.as_uri(), data, {"bytes": raw, "path": "gone.webp"},
-                  {"path": str(path)}, {"image": raw}, {"type": "image", "image": str(path)},
+    for given in (raw, bytearray(raw), path, data, {"bytes": raw, "path": "gone.webp"}, {"path": path}, {"image": raw},
                   {"image_url": {"url": data}}):  # fmt: skip
         assert base64.b64decode(encoder.text(given)) == raw
-    for bad in ("http://elsewhere/a.png", "nothing.png", 3, {"a": 1}, np.zeros((2, 3, 3)) - 1, "data:;base64,abc"):
+    for bad in ("http://elsewhere/a.png", Path("nothing.png"), 3, {"a": 1}, np.zeros((2, 3, 3)) - 1, "data:;base64,abc",
+                b"no image", raw[:20], str(path), path.as_uri(), {"path": str(path)}):  # fmt: skip
         with pytest.raises(ValueError, match="image: got"):
             encoder.text(bad)
+
+
+def test_a_file_that_a_record_names_is_not_sent(tmp_path: Path) -> None:
+    path = tmp_path / "photo.png"
+    picture(4, 4).save(path)
+    content = path.read_bytes()
+    secret = tmp_path / "key"
+    secret.write_text("hunter2")
+    named: list[Any] = [str(path), path, path.as_uri(), {"path": str(path)}, {"image_url": {"url": str(path)}}]
+    records = [Experience(eid=EID(0, i), tokens=[1, 2], prompt_length=1, prompt_text="", response_text=str(i),
+                          info={"images": [one]}) for i, one in enumerate([*named, content])]  # fmt: skip
+    asked = Prompt(text="", images=[str(path)])
+    own = Sample(prompt=asked, eid=EID(0, 9), prompt_ids=[1], response_ids=[2], text="own", finish_reason="stop")
+    stolen = sample("stolen", images=[secret])
+    with serve() as server:
+        scores = RemoteReward(server.url)([*records, own, stolen])
+    (sent,) = server.requests
+    assert sent["queries"] == ["5", "own"] and [len(images) for images in sent["images"]] == [1, 1]
+    assert [base64.b64decode(images[0]) for images in sent["images"]] == [content] * 2
+    assert [i for i, error in enumerate(scores.errors) if error is None] == [5, 6]
+    assert scores.errors[0] is not None and "got a path or an address as text" in scores.errors[0]
+    assert scores.errors[7] is not None and "cannot be read" in scores.errors[7]
 
 
 def test_images_sent_once_as_a_table() -> None:

@@ -827,6 +827,8 @@ def test_images_that_cannot_go(server, engine):
         (Prompt(messages=message, images=[b"not an image"]), "expected a png, jpeg, gif, webp file"),
         (Prompt(messages=message, images=["no/such/file.png"]), "prompt.images[0]: cannot read"),
         (Prompt(messages=message, images=[3]), "got int, expected a PIL image"),
+        (Prompt(messages=message, images=[b"GIF89a and so on"]), "an image that cannot be read"),
+        (Prompt(messages=message, videos=[__file__]), "expected an MP4, WebM"),
         (
             Prompt(messages=[{"role": "user", "content": [{"type": "image"}]}], images=[b"", b""]),
             "prompt.images[0]: got bytes",
@@ -839,6 +841,9 @@ def test_images_that_cannot_go(server, engine):
     with OpenAIEngine(server.url, allow_urls=True) as free:
         (one,) = free.generate([pairs[1][0]], max_tokens=2)
         assert "cannot fetch https://example.org/a.png" in one.error  # it got as far as the server
+        part = {"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}
+        (one,) = free.generate([Prompt(messages=[{"role": "user", "content": [part]}])], max_tokens=2)
+        assert "expected a data:, http:// or https:// URL" in one.error
 
 
 def test_an_unfinished_sample_with_images_says_why_it_cannot_go_on(engine):

@@ -153,6 +153,12 @@ def test_images_of_messages(tmp_path: Path) -> None:
     content = found["messages"][0]["content"]
     assert content[1] == {"type": "image_url", "image_url": f"sha256:{found['image_sha256'][0]}"}
     assert content[2] == parts[2] and row.messages[0]["content"] == parts
+    path = tmp_path / "private.png"
+    path.write_bytes(png(picture("blue")))
+    parts = [{"type": "image", "path": str(path)}, {"type": "image_url", "image_url": {"url": path.as_uri()}}]
+    row = record("c", "d", messages=[{"role": "user", "content": parts}, {"role": "assistant", "content": "d"}])
+    (found,) = read(saver(tmp_path / "other").save_trajectories([row], 3)[0])
+    assert found["image_paths"] == [None, None] and found["notes"][0] == "images[0]: a path in a record, not opened"
 
 
 def _items(rows: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import sys
 import types
 import warnings
@@ -26,6 +27,7 @@ from rollbook.train.algorithm import PRESET_NAMES
 from rollbook.train.config import ConfigError, effective, shown
 from rollbook.train.config.parts import SAMPLERS
 from rollbook.train.episodes import Reply
+from rollbook.train.evaluating import difference
 from rollbook.train.learner import NotFinite
 from rollbook.train.recipes import letters
 from rollbook.train.running import Outcome, run
@@ -391,6 +393,65 @@ def test_rewards_of_every_kind_with_weights_and_names(go: Go, house: Path) -> No
     refused(go, "success", f"rewards={json.dumps(rewards[:2])}", "data.held_out=2", "evaluation.success=wrong", out="s")
 
 
+def test_an_edited_reward_is_said_and_not_compared(go: Go, house: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    text = "def score(response_ids):\n    return {} + sum(t < 20 for t in response_ids) / 10\n"
+    said = io.StringIO()
+
+    def trained(steps: int, text: str) -> Outcome:
+        file.write_text(text)
+        for name in [name for name in sys.modules if name.startswith("_rollbook_file_")]:
+            del sys.modules[name]  # as in another process
+        changes = [f"out={tmp_path / 'run'}", f"rewards={file}:score", f"steps={steps}", "data.held_out=2"]
+        said.truncate(said.seek(0))
+        return run(effective(house / "base.yaml", [*changes, "tracking.display=true"]), stream=said)
+
+    trained(1, text.format(0))
+    assert "the same prompts compared" in said.getvalue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trained(2, f"# a comment\n{text.format(0)}")
+    with pytest.warns(UserWarning, match="rewards: the code of the reward was edited since the run began"):
+        outcome = trained(3, text.format(1))
+    assert "not compared: the code of the reward was edited" in said.getvalue()
+    assert outcome.before is not None and outcome.after is not None
+    with pytest.raises(ValueError, match="the reward's code was edited in between"):
+        difference(outcome.before, outcome.after)
+
+
+def test_what_would_fail_later_is_said_before_a_model_is_loaded(
+    go: Go, house: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any) -> Any:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("rollbook.train.building.actor_of", load)
+    (tmp_path / "mine.py").write_text("def score(respons): return 1.0\n")
+    assert "did you mean 'response'?" in refused(go, "rewards.0.function", f"rewards={tmp_path}/mine.py:score", out="a")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+    said = refused(go, "engine.url", "engine.kind=openai", f"engine.url={url}", out="b")
+    assert "which does not answer: " in said
+    refused(go, "tracking.trackers.0", f"tracking.trackers=[{ME}:Nobody]", out="c")
+    with monkeypatch.context() as missing:
+        for name in ("math_verify", "wandb", "torch.utils.tensorboard"):
+            missing.setitem(sys.modules, name, None)
+        assert "rollbook[math]" in refused(go, "rewards.0.function", "rewards=math_match", out="d")
+        recipe = "rewards=[{recipe: {a: [[rule, math_match, 1.0]]}}]"
+        assert "rollbook[math]" in refused(go, "rewards.0.recipe", recipe, out="e")
+        assert "pip install wandb" in refused(go, "tracking.wandb", "tracking.wandb={}", out="f")
+        assert "pip install tensorboard" in refused(go, "tracking.tensorboard", "tracking.tensorboard=true", out="g")
+        missing.setitem(sys.modules, "httpx", None)
+        assert "rollbook[remote]" in refused(go, "engine.kind", "engine.kind=openai", f"engine.url={url}", out="h")
+        assert "rollbook[remote]" in refused(
+            go, "rewards.0.remote", "rewards=[{remote: [http://localhost:1]}]", out="i"
+        )
+    small = f"model={{config: {LLAMA}vocab_size: 8, eos_token_id: 5}}, tokenizer: {house}/words}}"
+    assert "expected at most the model's 8" in refused(go, "model.tokenizer", small, out="j")
+    with pytest.warns(UserWarning, match="model.tokenizer: it ends a text with token"), pytest.raises(AssertionError):
+        go(small.replace("vocab_size: 8", "vocab_size: 99"), out="k")
+
+
 def test_a_reward_that_never_works_stops_the_run(go: Go) -> None:
     with pytest.raises(Fruitless, match=r"step 1: all 12 samples failed, or have no reward; the first: broken: KeyErr"):
         go(f"rewards={ME}:broken")
@@ -498,7 +559,7 @@ def test_a_replay_by_every_sampler(sampler: str, go: Go) -> None:
 
 def test_staleness_and_options_of_a_sampler(go: Go) -> None:
     replay = ["intake.kind=replay", "intake.reuse=null", "intake.make_every=2", "steps=3"]
-    with pytest.warns(UserWarning, match="step 2 trained on nothing: in every group all rewards were equal"):
+    with pytest.warns(UserWarning, match="step 2 trained on nothing: no records are waiting"):
         ran = go(*replay, "intake.max_staleness=0")
     assert [report["records"] for report in ran.reports] == [12, 0, 12]
     assert ran.outcome.steps == 3 and [step for step, _ in ran.metrics] == [1, 2, 3]

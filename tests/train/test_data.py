@@ -21,7 +21,7 @@ from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
 from rollbook.rollout.processing import Preparer
 from rollbook.train.data import Prompts, permutation
 from rollbook.train.naming import resolve
-from rollbook.train.rows import digest
+from rollbook.train.rows import Reader, digest
 from rollbook.train.supervised import SupervisedMaker, records_of_rows
 from tests.tiny import bytes_, llama, llava, picture, words
 
@@ -401,6 +401,31 @@ def test_pictures(tmp_path: Path) -> None:
     colours = [Prompts([{"prompt": "a", "images": [picture(c)]}]) for c in ((255, 0, 0), (255, 0, 0), (0, 255, 0))]
     assert colours[0].fingerprint == colours[1].fingerprint != colours[2].fingerprint
     assert isinstance(colours[0].every()[0].images[0], Image.Image)
+
+
+@pytest.mark.parametrize("form", ["../out.png", "ABSOLUTE", "file://ABSOLUTE", "link.png", "folder/out.png"])
+def test_paths_stay_in_the_folder_of_the_data(tmp_path: Path, form: str) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    picture().save(tmp_path / "out.png")
+    picture().save(data / "in.png")
+    (data / "link.png").symlink_to(tmp_path / "out.png")
+    (data / "folder").symlink_to(tmp_path)
+    (data / "inner.png").symlink_to("in.png")
+    path = form.replace("ABSOLUTE", str(tmp_path / "out.png"))
+    part = {"type": "image", "image": {"url": path}}
+    for row in (
+        {"prompt": "<image>", "images": [{"bytes": None, "path": path}]},
+        {"prompt": "<image>", "videos": path},
+        {"messages": [{"role": "user", "content": [part]}]},
+        {"prompt": "a", "response": {"role": "assistant", "content": [part], "name": "b"}},
+    ):
+        with pytest.raises(ValueError, match="line 1: .*expected a path in the data's folder"):
+            Prompts.from_file(written(data / "t.jsonl", [row]))
+    rows = [{"prompt": "<image>", "images": ["in.png", "inner.png", str(data / "in.png")]}]
+    assert len(Prompts.from_file(written(data / "t.jsonl", rows)).every()[0].images) == 3
+    with pytest.raises(ValueError, match="expected the image itself"):  # a dataset of the hub has no folder
+        Reader("hub", confined=True).row("row 0", {"prompt": "<image>", "images": [path]})
 
 
 def test_pictures_of_a_saved_dataset(tmp_path: Path) -> None:

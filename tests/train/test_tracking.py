@@ -185,7 +185,7 @@ WANDB = """
 """Of W&B, which starts a server of its own, the three calls that are used."""
 
 
-def test_wandb_is_offline_and_is_told_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_told_every_number_and_has_its_own_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "site"
     home.mkdir()
     (home / "wandb.py").write_text(textwrap.dedent(WANDB))
@@ -198,7 +198,6 @@ def test_wandb_is_offline_and_is_told_every_number(tmp_path: Path, monkeypatch: 
     monkeypatch.delitem(sys.modules, "wandb")
     options, (step, metrics), second = json.loads((tmp_path / "demo" / "wandb" / "run.json").read_text())
     assert options == {
-        "mode": "offline",
         "project": "rollbook",
         "group": "demo",
         "name": "demo-from-3",
@@ -231,9 +230,30 @@ def test_trackers_by_name_are_told_the_same_and_leave_the_book_open(tmp_path: Pa
         assert book.metrics() == read_lines(tmp_path / LINES) == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
 
 
+class Mine:
+    """A tracker of one's own."""
+
+    def __init__(self, folder: Path, after: int | None = None) -> None:
+        self.path = Path(folder) / f"mine-{after}"
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.path.write_text(f"{step} {sorted(metrics)}")
+
+    def close(self) -> None: ...
+
+
+def test_trackers_of_ones_own(tmp_path: Path) -> None:
+    one, other = trackers_of([f"{__name__}:Mine", "jsonl"], tmp_path, after=3, config={"lr": 1})
+    one.log(4, {"loss": 0.5})
+    assert (tmp_path / "mine-3").read_text() == "4 ['loss']" and isinstance(other, Jsonl)
+    other.close()
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [
+        (f"{__name__}:Mime", "did you mean 'Mine'"),
+        ("fractions:Fraction", "has no method 'log', expected log and close"),
         ("jsnl", "trackers: got 'jsnl'; did you mean 'jsonl'"),
         (["book"], "trackers: got 'book' and no book"),
         (["jsonl"], "trackers: got 'jsonl' and no folder"),

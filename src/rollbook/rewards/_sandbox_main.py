@@ -1,51 +1,66 @@
-"""The sandbox's own process: takes away what it may, starts a program, watches the clock, and leaves nothing behind.
+"""The sandbox's own process: isolates itself, starts a program, watches the clock, and cleans up.
 
 Invariant: when it ends, every process that the program started has been killed, also those in sessions of their own,
-unless its first line said that this is beyond it.
+unless it reported `leftovers`.
 
 Run as `python -I -S _sandbox_main.py SETTINGS COMMAND...` in the program's folder; it imports nothing but the standard
-library. On the file descriptor `report` it says, one JSON line each, what it could not take away (before the program
-starts) and how the program ended.
+library. It writes two JSON lines to the file descriptor `report`: before the program starts, `unprotected`, what could
+not be isolated; at the end, `timed_out` and `code`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
 import signal
+import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 NEW_MOUNTS, NEW_USER, NEW_PID, NEW_NET, NEW_IPC = 0x20000, 0x10000000, 0x20000000, 0x40000000, 0x08000000
-READ_ONLY, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 32, 4096, 16384, 1 << 18
-PARENT_DIES, SUBREAPER, NO_NEW_PRIVILEGES = 1, 36, 38
+ANY_NAMESPACE = 0x7E020000
+READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE, DETACH = 1, 2, 4, 32, 4096, 16384, 1 << 18, 2
+MOUNT_SETATTR, AT_CWD, AT_RECURSIVE = 442, -100, 0x8000
+PARENT_DIES, SECCOMP, SUBREAPER, NO_NEW_PRIVILEGES = 1, 22, 36, 38
+WORK = "/tmp/program"
+"""The program's folder in its own root."""
+INODES = 16384
 libc: Any = ctypes.CDLL(None, use_errno=True)
 linux = sys.platform == "linux"
+
+# --- the kernel's calls -----------------------------------------------------------------------------------------------
 
 
 class Stop(BaseException):
     """The clock ran out, or the owner asked for an end."""
 
 
-def prctl(option: int, value: int) -> bool:
-    """Set one of this process's traits; whether that worked."""
-    return linux and bool(libc.prctl(option, value, 0, 0, 0) == 0)
+def prctl(option: int, value: int, more: Any = 0) -> bool:
+    """Set an attribute of this process; whether that worked."""
+    return linux and bool(libc.prctl(option, value, more, 0, 0) == 0)
 
 
 def unshare(flags: int) -> bool:
-    """Leave the machine's namespaces for new ones; whether that was allowed."""
+    """Move to new namespaces; whether that was allowed."""
     return linux and bool(libc.unshare(flags) == 0)
 
 
-def mount(source: str | None, target: str, kind: str | None, flags: int) -> bool:
-    """Mount something, in a mount namespace of one's own; whether that worked."""
-    text = [None if part is None else part.encode() for part in (source, target, kind)]
-    return bool(libc.mount(text[0], text[1], text[2], ctypes.c_ulong(flags), None) == 0)
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> bool:
+    """Mount something in the own mount namespace; whether that worked."""
+    text = [None if part is None else part.encode() for part in (source, target, kind, options)]
+    return bool(libc.mount(text[0], text[1], text[2], ctypes.c_ulong(flags), text[3]) == 0)
+
+
+def make_read_only(path: str) -> bool:
+    """Make a mount and all below it read-only; whether that worked (Linux 5.12 or later)."""
+    attributes = struct.pack("4Q", READ_ONLY | NO_SUID, 0, 0, 0)
+    return bool(libc.syscall(MOUNT_SETATTR, AT_CWD, path.encode(), AT_RECURSIVE, attributes, len(attributes)) == 0)
 
 
 def write(path: str, text: str) -> None:
@@ -54,52 +69,139 @@ def write(path: str, text: str) -> None:
         file.write(text)
 
 
+# --- system calls -----------------------------------------------------------------------------------------------------
+
+UNIX, INET, INET6 = 1, 2, 10
+NUMBERS = {
+    # audit's number, clone, socket, socketpair, pivot_root, then what is refused: unshare, setns, mount, umount2,
+    # pivot_root, chroot; ptrace, process_vm_readv, process_vm_writev; what is shared by the whole kernel, and stays:
+    # keyctl, add_key, request_key, bpf, perf_event_open, userfaultfd, shmget, semget, msgget
+    "x86_64": (0xC000003E, 56, 41, 53, 155, (272, 308, 165, 166, 155, 161, 101, 310, 311, 250, 248, 249, 321, 298, 323,
+                                             29, 64, 68)),
+    "aarch64": (0xC00000B7, 220, 198, 199, 41, (97, 268, 40, 39, 41, 51, 117, 270, 271, 219, 217, 218, 280, 241, 282,
+                                                194, 190, 186)),
+}  # fmt: skip
+SAME_EVERYWHERE = (425, *range(428, 434), MOUNT_SETATTR)
+"""io_uring_setup, which makes sockets past a filter; open_tree to fspick and mount_setattr."""
+CLONE3 = 435
+ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+
+
+def pivot_root(new: str) -> bool:
+    """Make a mount the root of the namespace and detach the old one; whether that worked."""
+    known = NUMBERS.get(os.uname().machine)
+    os.chdir(new)
+    if known is None or libc.syscall(known[4], b".", b".") != 0:
+        return False
+    return bool(libc.umount2(b".", DETACH) == 0)
+
+
+def filter_system_calls(families: Sequence[int]) -> bool:
+    """Refuse these calls, new namespaces and sockets of other families, from here on; whether that worked."""
+    machine = os.uname().machine
+    if not linux or machine not in NUMBERS or sys.maxsize < 1 << 32:
+        return False
+    audit, clone, socket, pair, _, denied = NUMBERS[machine]
+    refuse = [(RETURN, 0, 0, FAIL | errno.EPERM)]
+    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    steps += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, FAIL | errno.ENOSYS)]  # another numbering (x32)
+    # Its flags lie in memory, where a filter cannot look; libraries fall back to clone.
+    steps += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
+    steps += [(EQUAL, 0, 4, clone), (LOAD, 0, 0, 16), (ANY_BIT, 0, 1, ANY_NAMESPACE), *refuse, (RETURN, 0, 0, ALLOW)]
+    for call, allowed in ((socket, families), (pair, (UNIX,))):
+        tests = [(EQUAL, len(allowed) - i, 0, family) for i, family in enumerate(allowed)]
+        steps += [(EQUAL, 0, len(tests) + 3, call), (LOAD, 0, 0, 16), *tests]
+        steps += [(RETURN, 0, 0, FAIL | errno.EAFNOSUPPORT), (RETURN, 0, 0, ALLOW)]
+    for call in (*denied, *SAME_EVERYWHERE):
+        steps += [(EQUAL, 0, 1, call), *refuse]
+    steps.append((RETURN, 0, 0, ALLOW))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)))
+    return prctl(SECCOMP, 2, ctypes.byref(program))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def show(path: str, root: str) -> bool:
+    """Have a path of the machine, read-only, in the new root, unless it is there; whether that worked."""
+    target = root + path
+    if os.path.lexists(target) or not os.path.lexists(path):
+        return True
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return True
+    os.mkdir(target) if os.path.isdir(path) else write(target, "")
+    return mount(path, target, None, BIND | RECURSIVE) and make_read_only(target)
+
+
+def enter_root(visible: Sequence[str], folder: str, disk: int, user: int | None) -> bool:
+    """Enter a read-only root that shows `visible` alone, with one place to write that is bounded and goes away.
+
+    `/tmp`, `/var/tmp` and `/dev/shm` are that place; the files of `folder` are copied there. Needs a mount namespace,
+    and for `/proc` to be the first process of a namespace.
+    """
+    files = {}
+    for name in os.listdir(folder):
+        with open(os.path.join(folder, name), "rb") as file:
+            files[name] = file.read()
+    bare = NO_SUID | NO_DEVICES
+    if "/" in visible:
+        entered = mount("/", folder, None, BIND | RECURSIVE) and make_read_only(folder)
+    else:
+        entered = mount("tmpfs", folder, "tmpfs", bare, "size=1m,mode=755")
+        for path in ("/tmp", "/var/tmp", "/dev/shm", "/proc") if entered else ():
+            os.makedirs(folder + path)
+    entered = entered and mount("tmpfs", folder + "/tmp", "tmpfs", bare, f"size={disk},nr_inodes={INODES},mode=1777")
+    for path in ("/var/tmp", "/dev/shm", "/run"):  # sockets of services lie in the last
+        if entered and os.path.isdir(folder + path) and not os.path.islink(folder + path):
+            entered = mount(folder + "/tmp", folder + path, None, BIND)
+    entered = entered and all(show(path, folder) for path in sorted(visible) if path != "/")
+    if entered and "/" not in visible:
+        entered = mount(None, folder, None, REMOUNT | BIND | READ_ONLY | bare)
+    # It shows this namespace's processes alone; where it may not be mounted, there is none.
+    if entered and not mount("proc", folder + "/proc", "proc", bare):
+        entered = mount("tmpfs", folder + "/proc", "tmpfs", bare | READ_ONLY, "size=4k,mode=755")
+    if not entered or not pivot_root(folder):
+        libc.umount2(folder.encode(), DETACH)
+        os.chdir(folder)
+        return False
+    os.mkdir(WORK, 0o700)
+    os.chdir(WORK)
+    for name, content in files.items():
+        with open(name, "wb") as file:
+            file.write(content)
+    if user is not None:
+        give(WORK, user)
+    return True
+
+
+def give(folder: str, user: int) -> None:
+    """Make the program's folder and its files another user's."""
+    for name in [".", *os.listdir(folder)]:
+        os.chown(os.path.join(folder, name), user, user)
+
+
+# --- users and limits -------------------------------------------------------------------------------------------------
+
+
+def unused_user() -> int | None:
+    """As root: a user that nobody is, so that files and limits are not root's; `None` if there is none here."""
+    for user in (1_000_000_000 + os.getpid(), 65534):
+        with contextlib.suppress(OSError):
+            os.seteuid(user)
+            os.seteuid(0)
+            return user
+    return None
+
+
 def become(user: int) -> None:
     """Be another user, for good."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-
-
-def can_run(user: int, command: list[str], folder: str) -> bool:
-    """Whether a user can run a command from the folder, which becomes the user's own."""
-    for name in [".", *os.listdir(folder)]:
-        with contextlib.suppress(OSError):
-            os.chown(os.path.join(folder, name), user, user)
-    child = os.fork()
-    if child == 0:
-        try:
-            become(user)
-            os.chdir(folder)
-            null = os.open("/dev/null", os.O_RDWR)
-            for number in (0, 1, 2):
-                os.dup2(null, number)
-            os.execve(command[0], [*command[:3], "-c", "import io"], {})
-        except BaseException:
-            os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
-
-
-def stranger(command: list[str], folder: str, mounts: bool) -> int | None:
-    """As root: a user that nobody is and that can run the command, so that files and limits are not root's.
-
-    Where that user cannot reach this Python (it lies in root's home), it is shown to it at another place.
-    """
-    for user in (1_000_000_000 + os.getpid(), 65534):
-        if can_run(user, command, folder):
-            return user
-    if mounts and command[0] == os.path.realpath(sys.executable) and command[0].startswith(sys.base_prefix + os.sep):
-        shown = os.path.join(folder, ".python")
-        os.mkdir(shown)
-        command[0] = shown + command[0].removeprefix(sys.base_prefix)
-        if mount(sys.base_prefix, shown, None, BIND) and mount(None, shown, None, BIND | REMOUNT | READ_ONLY):
-            for user in (1_000_000_000 + os.getpid(), 65534):
-                if can_run(user, command, folder):
-                    return user
-        command[0] = sys.base_prefix + command[0].removeprefix(shown)
-    for name in [".", *os.listdir(folder)]:
-        os.chown(os.path.join(folder, name), 0, 0)
-    return None
 
 
 def threads_of_user() -> int:
@@ -112,10 +214,10 @@ def threads_of_user() -> int:
     return count
 
 
-def set_limits(settings: dict[str, int], others: int) -> None:
+def set_limits(settings: dict[str, Any], others: int) -> None:
     """Bound what each process may use."""
     bounds = {"CORE": 0, "CPU": settings["cpu"], "FSIZE": settings["file_size"], "NOFILE": settings["files"]}
-    bounds |= {"AS": settings["memory"], "NPROC": settings["processes"] + others}
+    bounds |= {"AS": settings["memory"], "NPROC": settings["processes"] + others, "MSGQUEUE": 0}
     for name, value in bounds.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is not None:
@@ -155,8 +257,6 @@ def kill_the_rest(child: int) -> None:
 
 def first_process(start: Callable[[], None]) -> None:
     """The first process of a namespace: when it ends, the kernel kills all others in there."""
-    prctl(PARENT_DIES, signal.SIGKILL)
-    mount("proc", "/proc", "proc", 0)  # so that it shows this namespace's processes alone
     child = os.fork()
     if child == 0:
         start()
@@ -168,9 +268,9 @@ def first_process(start: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Take away, start, watch, clean up."""
+    """Isolate, start, watch, clean up."""
     began = time.monotonic()
-    settings: dict[str, int] = json.loads(sys.argv[1])
+    settings: dict[str, Any] = json.loads(sys.argv[1])
     command, folder, report = sys.argv[2:], os.getcwd(), settings["report"]
     os.set_inheritable(report, False)
 
@@ -179,47 +279,58 @@ def main() -> None:
 
     signal.signal(signal.SIGALRM, stop)
     signal.signal(signal.SIGTERM, stop)
+    user, group = os.geteuid(), os.getegid()
+    other_user = unused_user() if user == 0 and settings["other_user"] else None
     prctl(PARENT_DIES, signal.SIGTERM)
     prctl(NO_NEW_PRIVILEGES, 1)
     reaper = prctl(SUBREAPER, 1)
-    user, group, strange = os.geteuid(), os.getegid(), None
-    if user == 0:
-        # Processes last: the first that is forked afterwards is the first of its namespace.
-        own_network = unshare(NEW_MOUNTS | NEW_NET | NEW_IPC) and mount(None, "/", None, RECURSIVE | PRIVATE)
-        strange = stranger(command, folder, own_network)
-        own_processes = own_network and unshare(NEW_PID)
-    else:
-        own_network = own_processes = unshare(NEW_USER | NEW_MOUNTS | NEW_NET | NEW_IPC | NEW_PID)
-        if own_network:
-            with contextlib.suppress(OSError):
-                write("/proc/self/setgroups", "deny")
-            write("/proc/self/uid_map", f"{user} {user} 1")
-            write("/proc/self/gid_map", f"{group} {group} 1")
-    beyond = {
-        "network": not own_network,
-        "files of its user": strange is None,
-        "other processes of its user": not own_processes and strange is None,
-        "fork bombs": user == 0 and strange is None,  # the kernel does not count root's processes
-        "leftovers": not own_processes and not reaper,
-    }
-    os.write(report, (json.dumps([name for name, is_beyond in beyond.items() if is_beyond]) + "\n").encode())
+    isolated = unshare(NEW_MOUNTS | NEW_NET | NEW_IPC | NEW_PID | (0 if user == 0 else NEW_USER))
+    if isolated and user != 0:
+        with contextlib.suppress(OSError):
+            write("/proc/self/setgroups", "deny")
+        write("/proc/self/uid_map", f"{user} {user} 1")
+        write("/proc/self/gid_map", f"{group} {group} 1")
     # A user namespace has a count of its own since Linux 5.14.
     kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) if linux else (0, 0)
-    alone = strange is not None or (own_processes and kernel >= (5, 14))
-    others = 0 if alone else threads_of_user()
+    counted_alone = other_user is not None or (isolated and kernel >= (5, 14))
+    others = 0 if counted_alone else threads_of_user()
+
+    def isolate() -> None:
+        """In the child: files and system calls; then say what is not isolated."""
+        prctl(PARENT_DIES, signal.SIGKILL)
+        rooted = (
+            isolated
+            and mount(None, "/", None, RECURSIVE | PRIVATE)
+            and enter_root(settings["visible"], folder, settings["disk"], other_user)
+        )
+        if isolated and not rooted:
+            mount("proc", "/proc", "proc", 0)  # so that it shows this namespace's processes alone
+        if not rooted and other_user is not None:
+            give(folder, other_user)
+        filtered = filter_system_calls((UNIX, INET, INET6) if isolated else (UNIX,))
+        hidden = rooted and "/" not in settings["visible"]
+        beyond = {
+            "network": not isolated and not filtered,
+            "files of its user": not hidden and other_user is None,
+            "files of everybody": not hidden and other_user is not None,
+            "disk space": not rooted,
+            "other processes of its user": not isolated and other_user is None,
+            "fork bombs": user == 0 and other_user is None,  # the kernel does not count root's processes
+            "leftovers": not isolated and not reaper,
+            "system calls": not filtered,
+        }
+        unprotected = [name for name, is_beyond in beyond.items() if is_beyond]
+        os.write(report, (json.dumps({"unprotected": unprotected}) + "\n").encode())
 
     def start() -> None:
-        """In the child: become small, then become the program."""
+        """In the child: drop what is left of the privileges, then become the program."""
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for number in (signal.SIGALRM, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
             os.setsid()
-            if strange is not None:
-                become(strange)
+            if other_user is not None:
+                become(other_user)
             prctl(PARENT_DIES, signal.SIGKILL)
             set_limits(settings, others)
-            os.execve(command[0], command, {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"})
+            os.execve(command[0], command, {"PATH": "/usr/bin:/bin", "HOME": os.getcwd(), "LANG": "C.UTF-8"})
         except BaseException as error:
             os.write(2, f"sandbox: {error}\n".encode())
             os._exit(126)
@@ -227,9 +338,16 @@ def main() -> None:
     ended: dict[str, Any] = {"timed_out": False, "code": None}
     child = os.fork()
     if child == 0:
-        if own_processes:
-            first_process(start)
-        start()
+        try:
+            for number in (signal.SIGALRM, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            isolate()
+            if isolated:
+                first_process(start)
+            start()
+        except BaseException as error:
+            os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
+        os._exit(126)
     try:
         signal.setitimer(signal.ITIMER_REAL, max(settings["wall_ms"] / 1000 - (time.monotonic() - began), 0.001))
         while True:
@@ -243,7 +361,7 @@ def main() -> None:
             os.kill(child, signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if own_processes:
+    if isolated:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, 0)  # returns when the namespace is empty
     else:

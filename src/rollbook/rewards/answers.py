@@ -29,12 +29,12 @@ def boxed(text: str) -> str | None:
     ('\\frac{1}{2}', '\\{1, 2\\}', None)
     """
     boxes = _boxes(text)
-    return boxes[-1][1] if boxes else None
+    return text[slice(*boxes[-1][1:])].strip() if boxes else None
 
 
-def _boxes(text: str) -> list[tuple[int, str]]:
-    """Where each closed box begins, and what is in it; in one pass, however many are left open."""
-    found: list[tuple[int, str]] = []
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    """Where each closed box begins, and the bounds of what is in it; in one pass, however many are open or nested."""
+    found: list[tuple[int, int, int]] = []
     openings = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
     if not openings:
         return found
@@ -45,7 +45,7 @@ def _boxes(text: str) -> list[tuple[int, str]]:
         elif match[0] == "}" and stack:
             start = stack.pop()
             if start in openings:
-                found.append((openings[start], text[start + 1 : match.start()].strip()))
+                found.append((openings[start], start + 1, match.start()))
     return sorted(found)
 
 
@@ -80,7 +80,8 @@ _NUMBER = (
     rf"(?P<top>{_PLAIN})(?: ?/ ?(?P<bottom>{_PLAIN}))?"
     r"(?: ?(?P<percent>\\?%))?"
 )
-_WHOLE = re.compile(rf"\s*{_NUMBER}\s*\.?\s*")
+_WHOLE = re.compile(rf"{_NUMBER}(?:\s*\.)?")
+"""Of a text without space around it."""
 _INSIDE = re.compile(rf"(?<![\w./]){_NUMBER}")
 _FRAC = re.compile(r"\s?\\[dt]?frac(?: ?\{ ?([-+]?[\d.,]+) ?\} ?\{ ?([-+]?[\d.,]+) ?\}|(\d)(\d))")
 _DRESS = re.compile(
@@ -116,7 +117,7 @@ def last_number(text: str) -> Fraction | None:
 
 def _undressed(text: str) -> str:
     text = _FRAC.sub(r" \1\3/\2\4", text[: 8 * _MOST_DIGITS])  # the space: 3\frac{1}{2} is three and a half
-    return _DRESS.sub("", text)
+    return _DRESS.sub("", text).strip()
 
 
 def _last(text: str) -> tuple[Fraction, bool] | None:
@@ -272,8 +273,8 @@ def think_boxed_format(response: str, *, opened: bool = False) -> float:
     boxes = _boxes(text)
     if min(start, end) < 0 or not text[start + len("<think>") : end].strip() or not boxes:
         return 0.0
-    place, inside = boxes[0]
-    return float(bool(inside) and end + len("</think>") <= place)
+    place, inside, closed = boxes[0]
+    return float(bool(text[inside:closed].strip()) and end + len("</think>") <= place)
 
 
 def think_answer_format(response: str, *, opened: bool = False) -> float:

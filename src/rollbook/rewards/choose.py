@@ -7,6 +7,7 @@ take is refused with the nearest that it does.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from rollbook.algorithms.registry import near, number
 from rollbook.rewards.functions import KNOWN, FileFunction, FunctionReward, name_of
+from rollbook.rewards.pools import MissingExtra
 from rollbook.rewards.recipes import Combined, Recipe
 from rollbook.rewards.remote import RemoteReward
 from rollbook.rewards.types import Reward, is_reward
@@ -37,10 +39,15 @@ _READY = {
 }
 
 
+_PACKAGES = {"math_match": ("math_verify", "math-verify", "math"), "json_schema": ("jsonschema", "jsonschema", "json")}
+"""The module, the package and the extra that a ready function needs."""
+
+
 class _Ready(Mapping[str, Callable[..., Any]]):
     """The ready functions by name, each loaded when it is asked for."""
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
+        _check_package(name)
         module = importlib.import_module(f"rollbook.rewards.{_READY[name]}")
         found: Callable[..., Any] = getattr(module, name)
         return found
@@ -201,6 +208,13 @@ def _kind_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
         return _kind(vars(module)[name])
     expected = "a URL, a .py file, 'module:function', a model's folder or a ready function"
     raise ValueError(f"reward: got {text!r}, expected {expected}{near(text, list(READY))}")
+
+
+def _check_package(name: str) -> None:
+    """Refuse a ready function whose package is not installed: it would fail with the first sample."""
+    module, package, extra = _PACKAGES.get(name, (None, "", ""))
+    if module is not None and importlib.util.find_spec(module) is None:
+        raise MissingExtra(f"{name} needs {package}: pip install 'rollbook[{extra}]'")
 
 
 def _combined(given: list[Any], options: Mapping[str, Any]) -> Reward:

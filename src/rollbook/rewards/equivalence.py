@@ -1,7 +1,8 @@
 r"""`math_match`: whether two mathematical answers are the same, by math-verify (and SymPy), under a limit that holds.
 
-Invariant: a comparison that hangs is stopped and is an error of its sample; neither threads nor event loops are touched
-by signals, which math-verify's own limits need and which only a main thread may use.
+Invariant: a comparison that hangs, crashes or raises is stopped and makes the answer wrong: a response that cannot be
+compared must not go without a reward. Neither threads nor event loops are touched by signals, which math-verify's own
+limits need and which only a main thread may use.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from rollbook.algorithms.registry import number
 from rollbook.rewards.answers import as_number, final_answer, plain, references
-from rollbook.rewards.pools import MissingExtra, Processes, inside
+from rollbook.rewards.pools import MissingExtra, Processes
 
 _pool: Processes | None = None
 _pool_lock = threading.Lock()
@@ -28,9 +29,9 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
     intervals, tuples, matrices, equations (`x = 3` for `3`), percent and units are understood. `precision`: decimals
     that must agree. A reference is an answer, with or without a box or dollar signs, or a list of them.
 
-    Comparisons run in processes of their own (up to 4), started when first needed, and killed after `time_limit`
-    seconds; that is an error of the sample, which `on_error=0.0` counts as a wrong answer. Texts and plain numbers that
-    are equal as they stand are not sent there.
+    Comparisons run in processes of their own (up to 4), started when first needed. One that is not done after
+    `time_limit` seconds is killed, and the answer is wrong. Only a reference that cannot be read is an error. Texts and
+    plain numbers that are equal as they stand are not sent there.
 
     >>> math_match(r"so it is \boxed{\frac{2}{4}}", "1/2"), math_match(r"$x^2 + 2x + 1$", "(x + 1)^2")
     (1.0, 1.0)
@@ -42,10 +43,9 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
     answer = final_answer(response)
     if answer is not None and any(_same(answer, one) for one in right):
         return 1.0
-    arguments = (response, right, precision)
-    if inside():  # a process of a pool, whose limit holds here
-        return _verified(*arguments)
-    outcome = _processes().call(arguments, time_limit)
+    outcome = _processes().call((response, right, precision), time_limit)
+    if outcome.stopped:
+        return 0.0
     if outcome.fatal is not None:
         raise outcome.fatal(outcome.error)
     if outcome.error is not None:
@@ -93,9 +93,7 @@ def _verified(response: str, right: list[str], precision: int) -> float:
     except ImportError:
         raise MissingExtra("math equivalence needs math-verify: pip install 'rollbook[math]'") from None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of limits that are off: ours is not
-    found = parse(response, parsing_timeout=None)
-    if not found:
-        return 0.0
+    expressions = []
     for one in right:
         marked = final_answer(one)
         # A bare answer is read as a box: outside of one, an interval or a letter is not found.
@@ -103,6 +101,11 @@ def _verified(response: str, right: list[str], precision: int) -> float:
         expected = next((parsed for form in forms if (parsed := parse(form, parsing_timeout=None))), None)
         if expected is None:
             raise ValueError(f"reference: got {one[:80]!r}, which math-verify cannot read")
-        if verify(expected, found, float_rounding=precision, timeout_seconds=None):
-            return 1.0
-    return 0.0
+        expressions.append(expected)
+    try:
+        found = parse(response, parsing_timeout=None)
+        return float(
+            any(verify(one, found, float_rounding=precision, timeout_seconds=None) for one in expressions if found)
+        )
+    except Exception:  # SymPy raises whatever it likes of what a model wrote
+        return 0.0

@@ -7,6 +7,7 @@ crash, a result that is no number) is recorded on its sample and changes no othe
 from __future__ import annotations
 
 import asyncio
+import difflib
 import functools
 import inspect
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rollbook.algorithms.registry import choice, near, number, whole_number
-from rollbook.modules import module_of_file
+from rollbook.modules import module_of_file, source_fingerprint
 from rollbook.rewards.pools import Outcome, Processes, attempt, in_threads, timed_out
 from rollbook.rewards.types import (
     OnError,
@@ -86,7 +87,8 @@ class FileFunction:
 
     def load(self) -> Callable[..., Any]:
         """The function with its options, to be called by names."""
-        return _by_place(functools.partial(self.bare(), **self.options) if self.options else self.bare())
+        function = functools.partial(self.bare(), **self.options) if self.options else self.bare()
+        return _by_place(function) if self.name == "reward_func" else function
 
     def bare(self) -> Callable[..., Any]:
         """The function itself; the file is run once in each process."""
@@ -105,10 +107,11 @@ class FileFunction:
 
 
 def _by_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A file's function, called as LightRFT calls it, (queries, prompts, references), if its names say nothing."""
+    """Call a file's `reward_func` as LightRFT does, with (queries, prompts, references), if its parameters have other
+    names. A name that is nearly one of a sample's fields is left to be refused."""
     found = inspect.signature(function).parameters.values()
     places = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    if not places or len(places) > 3 or all(p.name in KNOWN for p in places):
+    if not places or len(places) > 3 or any(difflib.get_close_matches(p.name, KNOWN, 1, 0.8) for p in places):
         return function
 
     def called(queries: list[str], prompts: list[str], references: list[Any]) -> Any:
@@ -322,6 +325,9 @@ class FunctionReward(Reward):
         self.time_limit = None if time_limit is None else number("time_limit", time_limit, 1e-3, 1e9)
         self.on_error: OnError = check_on_error(on_error)
         bare, _ = without_partial(inner)
+        code = function.bare() if isinstance(function, FileFunction) else bare
+        # Now, while the file is what was imported.
+        self._source = source_fingerprint(code if hasattr(code, "__code__") else type(code))
         self._async = pool == "thread" and (
             inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(type(bare).__call__)
         )
@@ -370,6 +376,10 @@ class FunctionReward(Reward):
                 task.cancel()
                 return timed_out(self.time_limit or 0.0)
             return attempt(lambda: self._caller.read(task.result(), n))
+
+    def source(self) -> str | None:
+        """Fingerprint the module or file of the function."""
+        return self._source
 
     def close(self) -> None:
         """End the processes."""

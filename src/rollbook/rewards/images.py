@@ -1,6 +1,8 @@
-"""Images as base64 text, for servers: each distinct image is encoded once, and arrives as it was.
+"""Images as base64 text for remote rewards; each distinct image is encoded once.
 
-Invariant: an image that comes as bytes or as a file is sent byte for byte; every other is encoded from its own pixels.
+Invariant: only what decodes as an image is sent, and no file is opened that is named by text, which may come from a
+record. An image that comes as bytes or as a `pathlib.Path` is sent byte for byte; every other is encoded from its
+pixels.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, Literal
 import xxhash
 
 from rollbook.algorithms.registry import choice
-from rollbook.rollout.pictures import encoded, load_picture
+from rollbook.rollout.pictures import encoded, load_picture, names_file
 
 ImageFormat = Literal["jpeg", "png"]
 
@@ -24,13 +26,14 @@ _PLAIN = {"jpeg": ("L", "RGB"), "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;1
 
 
 class Encoder:
-    """Base64 texts of images, of whatever `rollbook.rollout.pictures` reads.
+    """Encodes whatever `rollbook.rollout.pictures` reads as base64 text, except for paths that are text.
 
-    What has been seen is known by object and by content, as long as the encoder lives: the samples of a prompt share.
+    Images are remembered by object and by content as long as the encoder lives: the samples of a prompt share them.
 
-    >>> encoder = Encoder()
-    >>> encoder.text(b"raw"), encoder.text(b"raw") is encoder.text(b"raw")
-    ('cmF3', True)
+    >>> Encoder().text("/home/me/photo.png")
+    Traceback (most recent call last):
+        ...
+    ValueError: image: got a path or an address as text, expected the image itself or a pathlib.Path
     """
 
     def __init__(self, format: ImageFormat = "jpeg") -> None:
@@ -53,10 +56,12 @@ class Encoder:
             return made
 
     def _text(self, image: Any) -> str:
+        if names_file(image):
+            raise ValueError("image: got a path or an address as text, expected the image itself or a pathlib.Path")
         raw = encoded("image", image)
+        picture = load_picture("image", image if raw is None else raw)
         if raw is not None:
             return self._kept(raw, lambda: raw)
-        picture = load_picture("image", image)
         if picture.mode not in _PLAIN[self._format]:
             picture = picture.convert("RGB")
         palette = bytes(picture.getpalette() or ()) + repr(picture.info.get("transparency")).encode()

@@ -18,8 +18,10 @@ import queue
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,11 +36,13 @@ from rollbook.rewards.types import WrongCount
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave, or the error that it ended with; `fatal` is set where it is not this call's alone."""
+    """What a call gave, or the error that it ended with; `fatal` is set where it is not this call's alone, `stopped`
+    where the call took too long or took its process down."""
 
     value: Any = None
     error: str | None = None
     fatal: type[Exception] | None = None
+    stopped: bool = False
 
 
 class PoolError(RuntimeError):
@@ -60,6 +64,20 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+_LIBRARIES = tuple(os.path.join(place, "") for place in (
+    str(Path(__file__).parents[1]), *filter(None, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+))  # fmt: skip
+
+
+def _place(error: BaseException) -> str:
+    """The file and line of a user's code that an exception comes from, if any."""
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if os.path.isfile(frame.filename) and not frame.filename.startswith(_LIBRARIES):
+            place = f" ({frame.filename}, line {frame.lineno})"
+    return place
+
+
 def attempt(call: Callable[[], Any]) -> Outcome:
     """Make a call; whatever it raises (a reward function may even call `sys.exit`) is its outcome."""
     try:
@@ -67,12 +85,12 @@ def attempt(call: Callable[[], Any]) -> Outcome:
     except (PoolError, MissingExtra, WrongCount) as error:
         return Outcome(error=str(error), fatal=type(error))
     except BaseException as error:
-        return Outcome(error=said(error))
+        return Outcome(error=said(error) + _place(error))
 
 
 def timed_out(limit: float, more: str = "") -> Outcome:
     """The outcome of a call that took too long."""
-    return Outcome(error=f"timed out after {limit:g} s{more}")
+    return Outcome(error=f"timed out after {limit:g} s{more}", stopped=True)
 
 
 def in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: float | None) -> list[Outcome]:
@@ -143,7 +161,7 @@ class Processes:
     >>> import math
     >>> with contextlib.closing(Processes(math.factorial, workers=1)) as pool:
     ...     pool.call((5,), limit=30.0)
-    Outcome(value=120, error=None, fatal=None)
+    Outcome(value=120, error=None, fatal=None, stopped=False)
     """
 
     def __init__(self, function: Callable[..., Any], workers: int) -> None:
@@ -263,11 +281,6 @@ class _Life:
     main = Main()
 
 
-def inside() -> bool:
-    """Whether this is a process of a pool."""
-    return _Life.inside
-
-
 class _Worker:
     """One process, its pipe, and whether it can be used again."""
 
@@ -323,7 +336,7 @@ class _Worker:
                 return timed_out(limit or 0.0)
             outcome: Outcome = self._pipe.recv()
         except (EOFError, OSError):
-            return Outcome(error=f"its process ended with exit code {self._ended()}")
+            return Outcome(error=f"its process ended with exit code {self._ended()}", stopped=True)
         self.fit = True
         return outcome
 

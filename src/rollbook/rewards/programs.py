@@ -17,15 +17,21 @@ from typing import Any
 from rollbook.algorithms.registry import number, switch
 from rollbook.rewards.sandbox import Limits, sandboxed
 
-_FENCE = re.compile(r"```[ \t]*(?:python|py|python3|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# Bounded spaces: without a bound, a fence before a page of blanks takes quadratic time.
+_FENCE = re.compile(r"```[ \t]{0,16}(?:python3?|py|Python)?[ \t]{0,16}\n(.*?)(?:```|\Z)", re.DOTALL)
+_LONGEST = 1 << 20
+"""Characters at the end of a response in which a program is looked for."""
 
 
 def program(text: str) -> str:
     r"""The program in a response: its last fenced block (three back ticks; one left open counts), else all of it.
 
+    Only the last 1,048,576 characters count.
+
     >>> program("Here:\n```python\nprint(1)\n```\nDone.")
     'print(1)\n'
     """
+    text = text[-_LONGEST:]
     blocks = _FENCE.findall(text)
     return str(blocks[-1]) if blocks else text
 
@@ -144,7 +150,7 @@ def code_match(
         if left is None:
             late += 1
             continue
-        stdin = given.encode("utf-8", "surrogateescape")
+        stdin = given.encode("utf-8", "surrogatepass")
         ran = sandboxed({"main.py": source}, ["main.py"], stdin=stdin, limits=left, python=python)
         late += ran.timed_out
         said = ran.stdout.decode("utf-8", "replace")

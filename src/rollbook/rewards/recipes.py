@@ -15,6 +15,7 @@ from math import isnan, nan
 from typing import Any
 
 from rollbook.algorithms.registry import near, number
+from rollbook.modules import joined_fingerprint, source_fingerprint
 from rollbook.rewards.functions import parts_of
 from rollbook.rewards.types import (
     OnError,
@@ -128,6 +129,10 @@ class Combined(Reward):
         """The same for an event loop, all parts at once."""
         inputs = as_inputs(inputs)
         return self._sum(len(inputs), await gathered([(reward, inputs) for reward in self.rewards.values()]))
+
+    def source(self) -> str | None:
+        """Fingerprint the parts."""
+        return joined_fingerprint({name: reward.source() for name, reward in self.rewards.items()})
 
     def close(self) -> None:
         """Close every part."""
@@ -266,6 +271,10 @@ class Recipe(Reward):
         plan = self._plan(inputs)
         return self._made(inputs, plan, await gathered(self._jobs(inputs, plan)))
 
+    def source(self) -> str | None:
+        """Fingerprint the components."""
+        return joined_fingerprint({name: reward.source() for name, reward in self.components.items()})
+
     def close(self) -> None:
         """Close every component."""
         for reward in self.components.values():
@@ -390,6 +399,11 @@ class LightRFTReward(Reward):
         inputs = as_inputs(inputs)
         found = await gathered(self._jobs(inputs))
         return await asyncio.to_thread(self._made, inputs, found)
+
+    def source(self) -> str | None:
+        """Fingerprint `reward_fn` and the models."""
+        models = {str(i): model.source() for i, model in enumerate(self.models)}
+        return joined_fingerprint({**models, "reward_fn": source_fingerprint(self.reward_fn)})
 
     def close(self) -> None:
         """Close every model."""

@@ -17,7 +17,7 @@ from rollbook.addresses import redacted, without_user
 from rollbook.algorithms.registry import number, switch, whole_number
 from rollbook.retry import RETRIED, Backoff, asked_wait
 from rollbook.rewards.images import Encoder, ImageFormat
-from rollbook.rewards.pools import said
+from rollbook.rewards.pools import MissingExtra, said
 from rollbook.rewards.types import (
     OnError,
     Reward,
@@ -60,9 +60,10 @@ class RemoteReward(Reward):
     - A score that is no finite number fails its own sample, a reply that makes no sense all samples of its request; a
       wrong number of scores is raised. Integers become floats. `on_error`: as in `FunctionReward`.
     - Images are encoded once for each distinct one in a call, as `image_format` (`jpeg`, or `png` without loss); those
-      that come as bytes or files are sent byte for byte. LightRFT's form, a list of images for each query, repeats what
-      samples share. `dedupe_images=True` sends each once a request: `images` is then a flat table and `image_indices`
-      lists, for each query, its places in it. The server must know that form.
+      that come as bytes or as a `pathlib.Path` are sent byte for byte. A sample whose image does not decode, or is text
+      that names a file, as in a record, fails without being sent. LightRFT's form, a list of images for each query,
+      repeats what samples share. `dedupe_images=True` sends each once a request: `images` is then a flat table and
+      `image_indices` lists, for each query, its places in it. The server must know that form.
 
     >>> RemoteReward("ftp://nowhere")
     Traceback (most recent call last):
@@ -97,6 +98,7 @@ class RemoteReward(Reward):
                 raise ValueError(f"url: got {shown!r}, expected one that begins with http:// or https://")
         # Apart from their users: httpx logs the URLs that it asks.
         self.urls, self._users = map(list, zip(*map(without_user, given), strict=True))
+        _httpx()
         self.name = name
         self.batch_size = whole_number("batch_size", batch_size, 1)
         self.concurrency = whole_number("concurrency", concurrency, 1)
@@ -142,12 +144,25 @@ class RemoteReward(Reward):
     async def _chunk(
         self, client: httpx.AsyncClient, free: asyncio.Semaphore, k: int, some: list[RewardInput], encoder: Encoder
     ) -> Scores:
+        scores = Scores(rewards=[nan] * len(some))
         async with free:
             try:
-                body = await asyncio.to_thread(self._body, some, encoder)
-                return self._read(await self._asked(client, k, body), len(some))
+                scores.errors = await asyncio.to_thread(_unsendable, some, encoder)
+                places = [i for i, error in enumerate(scores.errors) if error is None]
+                if not places:
+                    return scores
+                body = await asyncio.to_thread(self._body, [some[i] for i in places], encoder)
+                replied = self._read(await self._asked(client, k, body), len(places))
             except _Failed as failed:
-                return Scores(rewards=[nan] * len(some), errors=[str(failed)] * len(some))
+                scores.errors = [error or str(failed) for error in scores.errors]
+                return scores
+        for i, reward, error in zip(places, replied.rewards, replied.errors, strict=True):
+            scores.rewards[i], scores.errors[i] = reward, error
+        for metric, values in replied.metrics.items():
+            column = scores.metrics.setdefault(metric, [nan] * len(some))
+            for i, value in zip(places, values, strict=True):
+                column[i] = value
+        return scores
 
     def payload(self, some: Sequence[RewardInput], encoder: Encoder | None = None) -> dict[str, Any]:
         """What is sent for some samples, before it is JSON.
@@ -244,6 +259,19 @@ class RemoteReward(Reward):
         return scores
 
 
+def _unsendable(some: Sequence[RewardInput], encoder: Encoder) -> list[str | None]:
+    """For each sample, the reason why its images cannot be sent, or `None`."""
+    errors: list[str | None] = []
+    for sample in some:
+        try:
+            for image in sample.images:
+                encoder.text(image)
+            errors.append(None)
+        except (TypeError, ValueError, OSError) as error:
+            errors.append(f"cannot be sent ({said(error)})")
+    return errors
+
+
 def _words(content: bytes) -> str:
     """What a server says went wrong, in a line: its message alone, since a reply may quote all that it was sent.
 
@@ -273,5 +301,5 @@ def _httpx() -> Any:
     try:
         import httpx
     except ImportError:
-        raise ImportError("remote rewards need httpx: pip install 'rollbook[remote]'") from None
+        raise MissingExtra("remote rewards need httpx: pip install 'rollbook[remote]'") from None
     return httpx

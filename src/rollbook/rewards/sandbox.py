@@ -1,7 +1,7 @@
-"""Running a program that nobody trusts: in a process of its own, with limits, and without what it does not need.
+"""Run a program that nobody trusts in a process of its own, with limits, isolated as far as the machine allows.
 
 Invariant: a run ends within its wall-clock limit and leaves neither processes nor files behind; its output is kept up
-to a bound; what this machine does not let the sandbox take away is said in the result.
+to a bound; what this machine does not let the sandbox isolate is in the result, and is warned of once.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ class Limits:
     """What a program may use.
 
     `wall`: seconds until it is killed. Of each of its processes: `memory` (address space), `cpu` seconds (the wall's,
-    if not given), `file_size` in bytes and open `files`. Of all together: `processes` (threads count) and `output`,
-    bytes of stdout and of stderr, at which it is stopped.
+    if not given), `file_size` in bytes and open `files`. Of all together: `processes` (threads count), `disk`, bytes of
+    all files that it writes, and `output`, bytes of stdout and of stderr, at which it is stopped.
 
     >>> Limits(wall=0)
     Traceback (most recent call last):
@@ -47,6 +48,7 @@ class Limits:
     file_size: int = 16 * MiB
     files: int = 64
     processes: int = 16
+    disk: int = 64 * MiB
     output: int = MiB
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class Limits:
         whole_number("file_size", self.file_size)
         whole_number("files", self.files, 8)
         whole_number("processes", self.processes, 1)
+        whole_number("disk", self.disk, MiB)
         whole_number("output", self.output, 1)
 
 
@@ -64,7 +67,7 @@ class Limits:
 class Ran:
     """How a run went: `code` is the program's exit code (above 128: the signal that ended it; `None`: it was stopped).
 
-    `unprotected`: what this machine does not let the sandbox take away, in words; see `sandboxed`.
+    `unprotected`: what this machine does not let the sandbox isolate, in words; see `sandboxed`.
     """
 
     code: int | None
@@ -89,17 +92,22 @@ def sandboxed(
 ) -> Ran:
     """Run Python with these arguments in a new folder that holds these files; the folder is removed afterwards.
 
-    The program gets its own session, the limits, three environment variables (PATH, HOME, LANG) and no secrets,
-    standard input from `stdin`, and, where the machine allows it, namespaces of its own: no network at all, no sight of
-    other processes; a trainer that runs as root has it run as a user that nobody is. `unprotected` in the result names
-    what could not be had:
+    The program gets its own session, the limits, three environment variables (PATH, HOME, LANG), standard input from
+    `stdin`, and a filter of system calls: no new namespaces, no mounts, no tracing, no sockets but Unix and IP ones.
+    Where the machine allows namespaces, it has no network, sees no other processes, and has a root of its own: the
+    system's programs and libraries and its interpreter's folder, all read-only, and one place of `Limits.disk` bytes
+    to write to (`/tmp`, `/var/tmp` and `/dev/shm`), which goes away with it. A trainer that runs as root runs it as a
+    user that nobody is. `unprotected` in the result names what could not be had, and the first such result warns:
 
     - `network`: it can reach whatever this machine can.
-    - `files of its user`: it can read and write what the trainer's user can, keys and checkpoints included. This is so
-      unless the trainer is root. Even then it can read what everybody can, and write where everybody can.
+    - `files of its user`: it can read what the trainer's user can, keys and checkpoints included; with `disk space`
+      missing too, it can write there.
+    - `files of everybody`: it can read what every user of the machine can.
+    - `disk space`: files that it writes outside of its folder are not bounded, and stay.
     - `other processes of its user`: it can signal them and read their environment.
     - `fork bombs`: processes are not counted; the wall clock still ends them.
     - `leftovers`: a process that leaves its session outlives the run.
+    - `system calls`: they are not filtered (not Linux, or neither x86-64 nor ARM64).
 
     Limits on memory and CPU are for each process, not for all. It is the kernel that holds all this: a hole in the
     kernel is a hole here. Programs of people who attack you belong in a virtual machine.
@@ -113,13 +121,66 @@ def sandboxed(
     """
     if os.name != "posix":
         raise ValueError(f"sandbox: got {os.name}, expected a POSIX system: its limits do not exist here")
-    limits = limits if limits is not None else Limits()
+    ran = _run(files, arguments, stdin, limits if limits is not None else Limits(), python, side, _way(python))
+    if ran.unprotected:
+        _warn(ran.unprotected)
+    return ran
+
+
+@cache
+def _warn(unprotected: tuple[str, ...]) -> None:
+    """Warn, once for each list, of what is not isolated."""
+    warnings.warn(
+        f"sandbox: programs are not isolated on this machine in: {', '.join(unprotected)} "
+        "(help(rollbook.rewards.sandboxed) explains each)",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/etc/alternatives",
+          "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime", "/dev/full", "/dev/null",
+          "/dev/random", "/dev/urandom", "/dev/zero")  # fmt: skip
+"""What a program sees of the machine, beside its interpreter."""
+
+
+@cache
+def _way(python: str | None) -> dict[str, Any]:
+    """The strictest settings under which an interpreter runs here, found by trying."""
+    if python is None:
+        prefixes = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
+    else:
+        places = {os.path.abspath(python), os.path.realpath(python)}
+        prefixes = {os.path.dirname(os.path.dirname(place)) for place in places}
+    shown = [*SYSTEM, *(prefix for prefix in prefixes if not prefix.startswith("/usr/") and prefix not in SYSTEM)]
+    ways: list[dict[str, Any]] = [
+        {"visible": shown, "other_user": True},
+        {"visible": ["/", *shown], "other_user": True},
+        {"visible": ["/", *shown], "other_user": False},
+    ]
+    for way in ways[:-1]:
+        if _run({}, ["-c", "import io"], b"", Limits(), python, False, way).code == 0:
+            return way
+    return ways[-1]
+
+
+def _run(
+    files: Mapping[str, str],
+    arguments: Sequence[str],
+    stdin: bytes,
+    limits: Limits,
+    python: str | None,
+    side: bool,
+    way: Mapping[str, Any],
+) -> Ran:
     folder = tempfile.mkdtemp(prefix="rollbook-")
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the program may rename or lock it
     report_read, report = os.pipe()
     side_read, side_write = os.pipe() if side else (-1, -1)
     try:
         for name, text in files.items():
-            (Path(folder) / name).write_text(text, "utf-8", "surrogateescape", newline="")
+            # Half of a surrogate pair becomes bytes that Python refuses: the program fails, not the sandbox.
+            (Path(folder) / name).write_bytes(text.encode("utf-8", "surrogatepass"))
         settings = {
             "report": report,
             "wall_ms": ceil(limits.wall * 1000),
@@ -128,6 +189,8 @@ def sandboxed(
             "file_size": limits.file_size,
             "files": limits.files,
             "processes": limits.processes,
+            "disk": limits.disk,
+            **way,
         }
         program = [os.path.realpath(sys.executable), "-I", "-S"] if python is None else [python, "-I", "-B"]
         own = [os.path.realpath(sys.executable), "-I", "-S", str(Path(__file__).with_name("_sandbox_main.py"))]
@@ -154,7 +217,38 @@ def sandboxed(
         for descriptor in (report, report_read, side_read, side_write):
             if descriptor >= 0:
                 os.close(descriptor)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder, top)
+        os.close(top)
+
+
+def _remove(folder: str, top: int) -> None:
+    """Remove a folder, open as `top`, however deep it is: step by step down and up, without recursion or long paths."""
+    names: list[str] = []
+    place = os.dup(top)
+    with contextlib.suppress(OSError):
+        os.fchmod(top, 0o700)
+        while True:
+            below = None
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        below = entry.name
+                        break
+                    os.unlink(entry.name, dir_fd=place)
+            if below is None and not names:
+                break
+            if below is not None:
+                os.chmod(below, 0o700, dir_fd=place)  # it may have been locked
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            other = os.open(".." if below is None else below, flags, dir_fd=place)
+            os.close(place)
+            place = other
+            if below is None:
+                os.rmdir(names.pop(), dir_fd=place)
+            else:
+                names.append(below)
+        os.rmdir(folder)
+    os.close(place)
 
 
 GRACE = 20.0
@@ -201,10 +295,11 @@ def _watched(process: subprocess.Popen[bytes], report: int, side: int, limits: L
                 os.killpg(process.pid, signal.SIGKILL)  # and the kernel kills the program, whose parent dies
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
+    ended_as: dict[str, Any] = {"unprotected": None, "timed_out": False, "code": None}
     lines = found["report"].decode("utf-8", "replace").splitlines()
-    unprotected = tuple(json.loads(lines[0])) if lines else ()
-    ended_as: dict[str, Any] = json.loads(lines[1]) if len(lines) > 1 else {"timed_out": False, "code": None}
-    if not lines:
+    for line in lines:
+        ended_as |= json.loads(line)
+    if ended_as["unprotected"] is None and not ended_as["timed_out"]:
         raise RuntimeError(f"sandbox: it did not start: {bytes(found['stderr'][-500:]).decode('utf-8', 'replace')}")
     return Ran(
         code=ended_as["code"],
@@ -213,5 +308,5 @@ def _watched(process: subprocess.Popen[bytes], report: int, side: int, limits: L
         side=bytes(found["side"]),
         timed_out=bool(ended_as["timed_out"]) and not flooded,
         flooded=flooded,
-        unprotected=unprotected,
+        unprotected=tuple(ended_as["unprotected"] or ()),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, ru
 
 from rollbook.algorithms.registry import number
 from rollbook.ids import EID
+from rollbook.modules import source_fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +54,8 @@ class RewardInput:
     """One sample to be scored.
 
     `response` is what the model wrote, alone: no prompt, no tool's answer, no special tokens. `prompt` is the text that
-    the model was given, `messages` the chat before the response where there was one, `images` those of the prompt.
+    the model was given, `messages` the chat before the response where there was one, `images` those of the prompt: a
+    file as a `pathlib.Path`. An image that is text, as records have it, is never opened.
 
     >>> one = RewardInput(prompt="2 + 2 = ", response="4", reference="4")
     >>> one.query
@@ -100,6 +103,7 @@ class RewardInput:
             return given
         from rollbook.rollout.types import Sample
 
+        # A record comes from whoever wrote it: what it names is text, and stays text.
         if isinstance(given, Sample):
             return cls._of_sample(given, tokenizer)
         from rollbook.experience import Experience
@@ -110,6 +114,8 @@ class RewardInput:
 
     @classmethod
     def _of_sample(cls, sample: Sample, tokenizer: Any) -> RewardInput:
+        from rollbook.rollout.pictures import as_path
+
         asked = sample.prompt
         prompt = sample.prompt_text if sample.prompt_text is not None else asked.text
         if prompt is None and tokenizer is not None and len(sample.prompt_ids):
@@ -125,7 +131,7 @@ class RewardInput:
             reference=asked.reference,
             label=asked.label,
             messages=asked.messages,
-            images=asked.images,
+            images=tuple(map(as_path, asked.images)),
             prompt_ids=list(sample.prompt_ids),
             response_ids=list(sample.response_ids),
             eid=sample.eid,
@@ -154,13 +160,21 @@ class RewardInput:
             reference=info.get("reference"),
             label=info.get("label"),
             messages=messages,
-            images=tuple(images) if isinstance(images, (list, tuple)) else (),
+            images=tuple(map(_no_path, images)) if isinstance(images, (list, tuple)) else (),
             prompt_ids=prompt_ids,
             response_ids=response_ids,
             eid=record.eid,
             finish_reason=record.finish_reason,
             info=info,
         )
+
+
+def _no_path(image: Any) -> Any:
+    """Turn a path in a record into text."""
+    from rollbook.rollout.pictures import inner
+
+    content = inner(image)
+    return str(content) if isinstance(content, os.PathLike) else image
 
 
 def as_inputs(given: Any) -> list[RewardInput]:
@@ -266,6 +280,10 @@ class Reward(Protocol):
     async def score_async(self, inputs: Sequence[Any]) -> Scores:
         """The same for an event loop, which goes on meanwhile."""
         return await asyncio.to_thread(self, inputs)
+
+    def source(self) -> str | None:
+        """Fingerprint the user's code that it runs; `None` if there is none, or it is not known."""
+        return source_fingerprint(type(self))
 
     def close(self) -> None:
         """Let go of processes and connections."""

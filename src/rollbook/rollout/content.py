@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollbook.rollout.pictures import MARKS, data_url, inner, load_image, source
+from rollbook.rollout.pictures import MARKS, data_url, inner, load_image, load_picture, source
 from rollbook.rollout.types import Prompt
 
+_VIDEO = re.compile(rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI |OggS|FLV\x01|\0\0\x01[\xba\xb3]|G.{187}G", re.DOTALL)
+"""The first bytes of MP4 and MOV, WebM and Matroska, AVI, Ogg, Flash and MPEG (program stream, video, transport)."""
 _PAYLOAD = re.compile(r"(data:[\w./+-]+;base64,)?[A-Za-z0-9+/=_-]{120,}")
 
 
@@ -92,10 +94,14 @@ def _put(messages: list[dict[str, Any]], kind: str, urls: list[str]) -> None:
 
 
 def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
-    """An image as a URL that holds it; a PIL image as PNG, palettes and alpha turned into RGB.
+    """Encode an image as a `data:` URL; a PIL image as PNG, palettes and alpha turned into RGB.
 
-    >>> image_url("image", bytes([0x89]) + b"PNG and so on")
-    'data:image/png;base64,iVBORyBhbmQgc28gb24='
+    Raises:
+        ValueError: The bytes, or those of the file, cannot be decoded as an image.
+
+    >>> from PIL import Image
+    >>> image_url("image", Image.new("L", (1, 1)))[:30]
+    'data:image/png;base64,iVBORw0K'
     """
     image = inner(image)
     if hasattr(image, "convert") or hasattr(image, "__array__"):  # a PIL image; an array or a tensor
@@ -108,19 +114,26 @@ def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
     made_of = data_url(raw)
     if made_of is None:
         raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected a {', '.join(MARKS)} file")
+    load_picture(name, raw)
     return made_of
 
 
 def video_url(name: str, video: Any, allow_urls: bool = False) -> str:
-    """A video's file as a URL that holds it.
+    """Encode a video file as a `data:` URL.
 
-    >>> video_url("video", bytes([0, 1]))
-    'data:video/mp4;base64,AAE='
+    Raises:
+        ValueError: The file does not begin like a video.
+
+    >>> video_url("video", bytes(4) + b"ftyp")
+    'data:video/mp4;base64,AAAAAGZ0eXA='
     """
     video = inner(video)
     if isinstance(video, str) and video.startswith(("data:", "http://", "https://")):
         return _as_given(name, video, allow_urls)
-    return _data("video/mp4", _bytes(name, video, "a video file's bytes, a path or a data: URL"))
+    raw = _bytes(name, video, "a video file's bytes, a path or a data: URL")
+    if not _VIDEO.match(raw):
+        raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected an MP4, WebM, AVI, Ogg or MPEG file")
+    return _data("video/mp4", raw)
 
 
 def scrubbed(text: str, secrets: Sequence[str] = (), most: int = 500) -> str:
@@ -151,6 +164,8 @@ def _data(kind: str, raw: bytes) -> str:
 
 
 def _as_given(name: str, url: str, allow_urls: bool) -> str:
-    if not url.startswith("data:") and not allow_urls:
-        raise ValueError(f"{name}: got a URL that the server would fetch, expected the image, or allow_urls=True")
-    return url
+    if url.startswith("data:") or (allow_urls and url.startswith(("http://", "https://"))):
+        return url
+    if allow_urls:
+        raise ValueError(f"{name}: got {url[:80]!r}, expected a data:, http:// or https:// URL")
+    raise ValueError(f"{name}: got a URL that the server would fetch, expected the image, or allow_urls=True")

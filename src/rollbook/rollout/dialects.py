@@ -62,6 +62,9 @@ class Piece:
             self.ids = [*(self.ids or ()), *_whole_numbers("token_ids", ids)]
         if logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *_logprobs(logprobs)]
+        if text is not None and not isinstance(text, str):
+            # Parts could name files of this machine, which the next turn would send.
+            raise BadReply(f"content: got {type(text).__name__}, expected text")
         self.text += text or ""
 
     def versions(self) -> list[int]:

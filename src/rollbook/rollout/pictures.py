@@ -50,6 +50,28 @@ def inner(given: Any) -> Any:
     return given
 
 
+def names_file(given: Any) -> bool:
+    """Whether an image is given as text that is a path or an address, not as its content.
+
+    A record holds such text from whoever wrote the record, so nothing opens it. A `pathlib.Path` can only come from
+    code, or from a data file that confines its paths to its own folder.
+
+    >>> names_file("a.png"), names_file({"url": "file:///a.png"}), names_file("data:image/png;base64,AA=="), names_file(b"")
+    (True, True, False, False)
+    """  # noqa: E501
+    content = inner(given)
+    return isinstance(content, str) and not content.startswith("data:")
+
+
+def as_path(given: Any) -> Any:
+    """Turn a prompt's image that is named by text into a `Path`, so that it may be opened; return any other unchanged.
+
+    >>> as_path({"path": "/a.png"}), as_path("file:///a.png") == Path("/a.png"), as_path("https://host/a.png")
+    (PosixPath('/a.png'), True, 'https://host/a.png')
+    """
+    return _held("image", given) if names_file(given) else given
+
+
 def encoded(name: str, given: Any) -> bytes | None:
     """The bytes of an image that comes as bytes, a file or a `data:` address, as they are; `None` of any other.
 

@@ -19,6 +19,7 @@ from rollbook.batch import ExperienceBatch
 from rollbook.buffer_item import BufferItem, peek
 from rollbook.experience import Experience
 from rollbook.fields import BATCH_FIELDS, tensor_fields
+from rollbook.rollout.pictures import names_file
 from rollbook.saving.fitting import apart, fitted, single, together
 from rollbook.saving.pictures import Picture, Pictures, flat, remote, shown
 from rollbook.saving.plain import Plain, host
@@ -253,7 +254,10 @@ class OfRecords(Held):
         sample.label = plain.of(row.info.get("label"), "label")
         sample.reference = plain.of(row.info.get("reference"), "reference")
         places = [*shown(row.messages), *recorded(row.info)]
-        sample.images = images_of(places, pictures, sample.notes)
+        contents = [None if names_file(one) and not remote(one) else one for one in places]
+        sample.images = images_of(contents, pictures, sample.notes)
+        sample.notes += [f"images[{k}]: a path in a record, not opened" for k, one in enumerate(places)
+                         if contents[k] is not one]  # fmt: skip
         plain.references = named(places, sample.images)
         sample.info = plain.of(row.info, "info")
         sample.parts = parts_of(row.metrics, plain)

@@ -14,6 +14,7 @@ from rollbook.models import Actor
 from rollbook.models.loading import transformers_module
 from rollbook.progress import advise
 from rollbook.rewards.choose import as_reward
+from rollbook.rewards.pools import MissingExtra
 from rollbook.rollout.types import Prompt
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.parts import Data, Reward
@@ -121,6 +122,14 @@ def _chat(prompt: Prompt, given: Data) -> Prompt:
     return prompt.replace(text=None, messages=messages)
 
 
+def check_rewards(config: Config) -> None:
+    """Build every reward but for models, so that what is wrong with one is known before anything is loaded."""
+    for key, rewards in (("rewards", config.rewards), ("evaluation.rewards", config.evaluation.rewards)):
+        for i, one in enumerate(rewards or ()):
+            if one.model is None:
+                _reward(f"{key}.{i}", one, None).close()
+
+
 def reward_of(rewards: tuple[Reward, ...], actor: Actor | None = None, key: str = "rewards") -> Any:
     """One reward from all that are given; `None` if there are none. `actor`: the policy, beside which reward models lie
     and whose tokens they may read otherwise; `key`: where the configuration has them."""
@@ -148,7 +157,7 @@ def _reward(key: str, one: Reward, actor: Actor | None) -> Any:
         source = resolve(source, name=f"{key}.function")
     try:
         return as_reward(source, **options)
-    except ValueError as error:
+    except (MissingExtra, ValueError) as error:
         place = f"{key}.options" if str(error).startswith("reward: option") else f"{key}.{kind}"
         raise ConfigError(place, str(error).removeprefix("reward: ")) from error
 

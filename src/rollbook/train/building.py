@@ -75,8 +75,6 @@ def engine_of(config: Config, actor: Actor) -> Any:
     from rollbook.rollout import OpenAIEngine
 
     key = None if given.api_key_env is None else os.environ.get(given.api_key_env)
-    if given.api_key_env is not None and key is None:
-        raise ConfigError("engine.api_key_env", f"got {given.api_key_env!r}, which is not set in the environment")
     try:
         made = OpenAIEngine(
             expanded(given.url, "engine.url"),

@@ -90,13 +90,14 @@ class Prompts:
         """The rows of a file (`.jsonl`, `.ndjson`, both also `.gz`, `.json`, `.parquet`), of a folder of such files of
         one kind, or of a Hugging Face dataset: a folder that it was saved to, or its name on the hub.
 
-        `split` and `subset` are the dataset's. `limit`: the first so many rows. Paths of images are relative to the
-        file. A `.json` file has a list, or JSON lines.
+        `split` and `subset` are the dataset's. `limit`: the first so many rows. Paths of images and videos are relative
+        to the file and must lie in its folder, links followed; a dataset of the hub holds its images itself. A `.json`
+        file has a list, or JSON lines.
         """
         found = Path(path)
         folder = (found if found.is_dir() else found.parent) if found.exists() else None
         called = str(path) if name is None else name
-        reader = Reader(called, columns, keep, folder)
+        reader = Reader(called, columns, keep, folder, confined=True)
         placed = read(path, split=split, subset=subset, columns=reader.wanted)
         rows = _read(reader, placed, None if limit is None else whole_number("limit", limit, 1))
         return cls._of(rows, seed, shuffle, called)

@@ -77,6 +77,11 @@ class Evaluation:
     """Samples with a response that no reward was found for."""
 
     @property
+    def reward_source(self) -> str | None:
+        """The fingerprint of the user's code that scored the samples, if it is known; see `Reward.source`."""
+        return next((row.info["reward_source"] for row in self.records if row.info.get("reward_source")), None)
+
+    @property
     def prompts(self) -> int:
         """How many prompts there were."""
         return len(self.per_prompt)
@@ -181,7 +186,10 @@ def evaluate(
         if not is_reward(reward):
             source.close()
     _check_part(success, scores)
+    fingerprint = source.source()
     rows = [_record(*each, scores) for each in enumerate(samples)]
+    for row in rows if fingerprint is not None else ():
+        row.info["reward_source"] = fingerprint
     found = evaluated(rows, success=success, confidence=confidence, answer=answer, step=step)
     return found if book is None else _kept(found, book)
 
@@ -248,6 +256,9 @@ def evaluated(
 def difference(before: Evaluation, after: Evaluation, confidence: float | None = None) -> Interval:
     """How much more of the samples succeed in `after`, paired by prompt, with its interval (see `statistics.paired`).
 
+    Raises:
+        ValueError: The prompts differ, or the source of the reward does.
+
     >>> from rollbook.rollout import ScriptedEngine
     >>> right = lambda response_ids: float(response_ids == [4])
     >>> old, new = (evaluate(ScriptedEngine([[id]]), [[5], [6], [7]], right) for id in (3, 4))
@@ -264,6 +275,11 @@ def difference(before: Evaluation, after: Evaluation, confidence: float | None =
             raise ValueError(
                 f"prompt {task!r}: got {now[task].prompt[:60]!r} after, expected {one.prompt[:60]!r}, as before"
             )
+    if before.reward_source != after.reward_source:
+        raise ValueError(
+            f"reward: got source {after.reward_source} after, expected {before.reward_source}, as before: the reward's "
+            "code was edited in between"
+        )
     return statistics.paired(
         [was[task].outcomes for task in was],
         [now[task].outcomes for task in was],

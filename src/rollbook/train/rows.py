@@ -28,9 +28,10 @@ from rollbook.rollout.types import Prompt, as_media
 NAMES = ("prompt", "messages", "reference", "label", "images", "videos", "tools", "response", "chosen", "rejected",
          "info")  # fmt: skip
 ANSWERS = ("response", "chosen", "rejected")
-_RESERVED = ("error", "errors", "reward_error", "segments", "drift", "branch", "truncated", "prompt_truncated_from")
+_RESERVED = ("error", "errors", "reward_error", "reward_source", "segments", "drift", "branch", "truncated",
+             "prompt_truncated_from")  # fmt: skip
 """What records say of themselves in `info`: an `error` there means that the sample failed."""
-_ADDRESS = re.compile(r"(data:|file://|https?://)")
+_ADDRESS = re.compile(r"(data:|https?://)")
 
 
 class Row(NamedTuple):
@@ -47,7 +48,8 @@ class Reader:
 
     `columns` says where our names are found: {"prompt": "question", "reference": "reward_model.ground_truth"}; a dot
     leads into a mapping, and `None` leaves the column of that name out. `keep` names the other columns that go to
-    `info` (by default all). Media paths are relative to `folder`.
+    `info` (by default all). Media paths are relative to `folder`. `confined`: the rows come from a file, so that a path
+    outside of `folder`, links followed, is refused, and every path if there is no folder.
 
     >>> reader = Reader("demo", {"prompt": "question"})
     >>> row = reader.row("line 1", {"question": "2+2=", "reference": 4, "level": "easy", "blob": b"x"})
@@ -65,9 +67,11 @@ class Reader:
         columns: Mapping[str, str | None] | None = None,
         keep: Sequence[str] | None = None,
         folder: Path | None = None,
+        confined: bool = False,
     ) -> None:
         self.name = name
         self.folder = folder
+        self.confined = confined
         self.columns: dict[str, str | None] = {each: each for each in NAMES}
         for ours, theirs in (columns or {}).items():
             if ours not in NAMES:
@@ -258,7 +262,7 @@ class Reader:
         if not isinstance(value, (str, dict)) or not value:
             what = repr(value) if isinstance(value, str) else type(value).__name__
             raise ValueError(f"{called}: got {what}, expected text that is not empty, or the assistant's message")
-        return value
+        return self._with_places(where, value) if isinstance(value, dict) else value
 
     def _tools(self, where: str, value: Any) -> list[dict[str, Any]]:
         """Tools as a list, or as its JSON: columns of one type cannot hold schemas that differ."""
@@ -290,7 +294,14 @@ class Reader:
             return one if key is None else {**one, key: self._located(where, name, one[key])}
         if not isinstance(one, (str, os.PathLike)) or _ADDRESS.match(os.fspath(one)):
             return one
+        address = os.fspath(one).startswith("file:")
         path = Path(one) if self.folder is None else self.folder / one
+        if self.confined:
+            if self.folder is None or address or not path.resolve().is_relative_to(self.folder.resolve()):
+                expected = "the image itself" if self.folder is None else f"a path in the data's folder {self.folder}"
+                raise ValueError(f"{where}: {name}: got {os.fspath(one)!r}, expected {expected}")
+        elif address:
+            return one
         if not path.is_file():
             raise ValueError(f"{where}: {name}: got {os.fspath(one)!r}, but there is no file {path}")
         return str(path)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import json
 import math
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,7 +27,8 @@ from rollbook.book.opening import open as open_book
 from rollbook.book.windows import reached
 from rollbook.files import FILE, make_folder, private_opener
 from rollbook.models.loading import transformers_module
-from rollbook.train import building, saving
+from rollbook.progress import advise
+from rollbook.train import building, preflight, saving
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.loading import effective
 from rollbook.train.config.schema import Config, differences
@@ -40,6 +42,8 @@ from rollbook.train.warming import Warmed, warm_up
 
 CONFIG = "config.yaml"
 BOOK = "book"
+SOURCES = "rewards.json"
+"""Fingerprints of the rewards' code that a run was last trained with."""
 _LOCK = ".lock"
 _NEW = f".{CONFIG}.new"
 
@@ -193,12 +197,18 @@ class Run:
         transformers_module().utils.logging.disable_progress_bar()  # they would tear the display apart
         device = building.settle(self.config)
         config = self.config
+        preflight.check(config)
         actor = building.actor_of(config, device)
+        if config.model.builder is not None:
+            preflight.check_vocabulary(
+                actor.tokenizer, getattr(actor.model, "config", None), getattr(actor.model, "generation_config", None)
+            )
         prompts, held = self._prompts or building.prompts_of(config)
         building.check_readable(actor, prompts)
         reward = judge = building.reward_of(config.rewards, actor)
         if config.evaluation.rewards:
             judge = building.reward_of(config.evaluation.rewards, actor, "evaluation.rewards")
+        self._check_sources({"rewards": reward, "evaluation.rewards": judge}, going_on)
         self.say(_headline(config, actor, prompts, held, device))
         outcome = Outcome(self.folder, 0, 0.0)
         if config.warmup.steps and not going_on:
@@ -233,6 +243,22 @@ class Run:
         outcome.steps, outcome.seconds = trainer.done, time.monotonic() - self.began
         return outcome
 
+    def _check_sources(self, rewards: Mapping[str, Any], going_on: bool) -> None:
+        """Keep the fingerprints of the rewards' code, and warn if a run goes on with other code."""
+        sources = {key: None if reward is None else reward.source() for key, reward in rewards.items()}
+        path = self.folder / SOURCES
+        before = json.loads(path.read_text()) if going_on and path.is_file() else sources
+        changed = [key for key, source in sources.items() if before.get(key) != source]
+        if changed:
+            advise(
+                f"{changed[0]}: the code of the reward was edited since the run began. Its numbers before and after "
+                "are not comparable; another out begins a new run"
+            )
+        aside = path.with_name(f".{SOURCES}.new")
+        with open(aside, "w", opener=private_opener) as file:
+            json.dump(sources, file)
+        os.replace(aside, path)
+
     def _warm(self, actor: Any, prompts: Prompts, reward: Any) -> Warmed:
         config = self.config
         how = config.warmup.warm_up()
@@ -263,12 +289,12 @@ class Run:
         given = self.config.tracking
         if not going_on:
             (self.folder / LINES).unlink(missing_ok=True)  # of a process that was killed before the first checkpoint
-        names = [name for name in ("jsonl", "tensorboard") if getattr(given, name)]
-        after = trainer.done if going_on else None
-        made: list[Any] = list(trackers_of(names, self.folder, steps=self.config.steps, after=after))
+        names = [*(name for name in ("jsonl", "tensorboard") if getattr(given, name)), *given.trackers]
+        after, settings = trainer.done if going_on else None, self.config.to_dict()
+        made: list[Any] = list(trackers_of(names, self.folder, steps=self.config.steps, after=after, config=settings))
         if given.wandb is not None:
             options = {"project": given.wandb["project"]} if "project" in given.wandb else {}
-            made.append(WandB(self.folder, config=self.config.to_dict(), after=after, **options))
+            made.append(WandB(self.folder, config=settings, after=after, **options))
         if given.display:
             made.append(Display(self.config.steps, stream=self.stream))
         trainer.trackers = made
@@ -346,6 +372,7 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
     if config.rewards == () and not config.evaluation.rewards and config.environment.function is None:
         raise ConfigError("evaluation.rewards", "got none, expected what scores the answers")
     device = building.settle(config)
+    preflight.check(config)
     _, held = building.prompts_of(config)
     if held is None:
         raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
@@ -421,8 +448,12 @@ def summary(outcome: Outcome, config: Config) -> list[str]:
     if after is not None:
         lines.append(f"after     {after}")
     if before is not None and after is not None:
-        found = difference(before, after)
-        lines.append(f"change    {found.value:+.3f} ({found.low:+.3f} to {found.high:+.3f}), the same prompts compared")
+        if before.reward_source == after.reward_source:
+            found = difference(before, after)
+            interval = f"({found.low:+.3f} to {found.high:+.3f})"
+            lines.append(f"change    {found.value:+.3f} {interval}, the same prompts compared")
+        else:
+            lines.append("change    not compared: the code of the reward was edited in between")
         lines += ["", *_samples(before, after)]
     for last in saving.saved(outcome.folder)[-1:]:
         # Without a last checkpoint these are older weights.

@@ -7,6 +7,7 @@ leaves behind, in each of them, nothing that was written for later ones.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rollbook.algorithms.registry import near, whole_number
 from rollbook.book.measurements import numbers, plain
 from rollbook.files import FILE, make_folder, private_opener
+from rollbook.train.naming import resolve
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book as RunBook
@@ -173,7 +175,8 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, offline: its files are in `FOLDER/wandb`, and `wandb sync` uploads them.
+    """A run of Weights & Biases; its files are in `FOLDER/wandb`. Whether it uploads is up to W&B's own settings: with
+    `WANDB_MODE=offline` in the environment it does not, and `wandb sync` uploads the files later.
 
     A run there cannot go back: one that is resumed is another run, with the steps from `after` on; `config` goes along.
     """
@@ -193,7 +196,6 @@ class WandB:
         run = Path(folder)
         make_folder(run)
         self._run: Any = wandb.init(
-            mode="offline",
             dir=os.fspath(run),
             project=project,
             group=run.resolve().name,  # the parts of a run that was resumed are together
@@ -220,7 +222,10 @@ def trackers_of(
     after: int | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> list[Tracker]:
-    """The trackers of these names (`TRACKERS`), for the run in `folder`: all of them, or none and an error.
+    """The trackers of these names, for the run in `folder`: all of them, or none and an error.
+
+    names: of `TRACKERS`, or `module:Class` or `file.py:Class` of one's own, which is called with those of `folder`,
+    `steps`, `after` and `config` that its parameters name.
 
     `steps`: how many there will be, for the display's time left. `after`: the step that a resumed run goes on from.
 
@@ -236,6 +241,8 @@ def trackers_of(
 
     wanted = [names] if isinstance(names, str) else list(names)
     for name in wanted:
+        if isinstance(name, str) and ":" in name:
+            continue
         if name not in TRACKERS:
             raise ValueError(f"trackers: got {name!r}{near(str(name), list(TRACKERS))}")
         if name == "book" and book is None:
@@ -249,6 +256,8 @@ def trackers_of(
                 made.append(Book(book))
             elif name == "display":
                 made.append(Display(steps))
+            elif ":" in name:
+                made.append(_own(name, {"folder": folder, "steps": steps, "after": after, "config": config}))
             elif folder is not None:
                 if name == "jsonl":
                     made.append(Jsonl(Path(folder) / LINES, after=after))
@@ -261,6 +270,17 @@ def trackers_of(
             each.close()
         raise
     return made
+
+
+def _own(name: str, options: Mapping[str, Any]) -> Tracker:
+    """A tracker of the user's own, made from a name."""
+    kind = resolve(name, name="trackers")
+    parameters = inspect.signature(kind).parameters
+    tracker = kind(**{option: value for option, value in options.items() if option in parameters})
+    for method in ("log", "close"):
+        if not callable(getattr(tracker, method, None)):
+            raise ValueError(f"trackers: got {name!r}, which has no method {method!r}, expected log and close")
+    return tracker  # type: ignore[no-any-return]
 
 
 __all__ = ["LINES", "TRACKERS", "Book", "Jsonl", "TensorBoard", "Tracker", "WandB", "read_lines", "trackers_of"]

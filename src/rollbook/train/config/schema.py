@@ -154,7 +154,11 @@ class Tracking:
     tensorboard: bool = key(False)
     """Whether metrics are written for TensorBoard, in the run's folder."""
     wandb: Mapping[str, str] | None = key(None, names=("project",))
-    """{project: NAME} or {}: metrics are written for Weights & Biases, offline, in the run's folder; null: not."""
+    """{project: NAME} or {}: metrics go to Weights & Biases, whose own settings (WANDB_MODE, ...) say whether they are
+    uploaded; null: not."""
+    trackers: tuple[str, ...] = key((), pattern=FUNCTION["pattern"], what="'module:Class' or 'file.py:Class'")
+    """Trackers of one's own, each with `log(step, metrics)` and `close()`; called with those of `folder`, `steps`,
+    `after` and `config` that its parameters name."""
 
     def __post_init__(self) -> None:
         checked(self)
