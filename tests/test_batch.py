@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -471,8 +472,10 @@ def test_model_inputs() -> None:
         item(2, 1, media={"sound": torch.zeros(1, 3)}),
     ]
     padded = make_experience_batch(items, pad_token_id=9)
-    inputs = padded.model_inputs()
-    assert set(inputs) == {"input_ids", "attention_mask", "pixel_values", "image_grid_thw", "sound"}
+    inputs = padded.model_inputs(config=SimpleNamespace(image_token_id=2))
+    assert set(inputs) == {
+        "input_ids", "attention_mask", "pixel_values", "image_grid_thw", "sound", "mm_token_type_ids"
+    }  # fmt: skip
     assert inputs["input_ids"] is padded.sequences and inputs["attention_mask"] is padded.attention_mask
     assert inputs["image_grid_thw"].tolist() == grids.tolist() and inputs["pixel_values"].shape == (4, 2)
     assert inputs["sound"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]

@@ -241,7 +241,7 @@ class ExperienceBatch(Movable):
         counted: torch.Tensor = attended.cumsum(-1) - 1
         return counted.masked_fill(attended == 0, 1)
 
-    def model_inputs(self, get_rope_index: Callable[..., Any] | None = None) -> dict[str, Any]:
+    def model_inputs(self, get_rope_index: Callable[..., Any] | None = None, *, config: Any = None) -> dict[str, Any]:
         """Keyword arguments for a transformers model.
 
         Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` (1, tokens), `position_ids` that
@@ -250,7 +250,9 @@ class ExperienceBatch(Movable):
 
         With media, their inputs too, under the model's names. A model whose images have a grid computes positions in
         space itself, so padded batches with grids have no `position_ids`; packed ones need the model's
-        `get_rope_index`, with which they are (4, 1, tokens), the text's first.
+        `get_rope_index`, with which they are (4, 1, tokens), the text's first. Both need `mm_token_type_ids`: samples
+        that come without get them from the placeholder ids of `config`, the model's configuration (not needed beside a
+        `get_rope_index` that is the model's own method).
         """
         inputs: dict[str, Any] = {}
         if self.layout == "packed":
@@ -265,17 +267,23 @@ class ExperienceBatch(Movable):
             inputs["input_ids"] = self.sequences
             if self.attention_mask is not None:
                 inputs["attention_mask"] = self.attention_mask
-        from rollbook.vision import GRIDS, media_inputs, rope_positions
+        from rollbook.vision import GRIDS, TYPES, config_of, media_inputs, rope_positions
 
-        inputs |= media_inputs(self)
+        config = config_of(get_rope_index) if config is None else config
+        inputs |= media_inputs(self, config)
         if not any(grid in inputs for grid in GRIDS):
             inputs["position_ids"] = self.position_ids
         elif get_rope_index is not None:
-            inputs["position_ids"] = rope_positions(self, get_rope_index)
+            inputs["position_ids"] = rope_positions(self, get_rope_index, config)
         elif self.layout == "packed":
             raise ValueError(
                 "get_rope_index: got None, expected the model's method: a packed batch with image or video grids needs "
                 "positions in space that restart with each sample"
+            )
+        elif TYPES not in inputs:
+            raise ValueError(
+                f"media[{TYPES!r}]: got None beside image or video grids, expected it, or config=model.config to "
+                "derive it from placeholder ids: without it, a model has no positions in space"
             )
         return inputs
 
