@@ -80,7 +80,8 @@ class ExperienceBatch(Movable):
 
     - `sequences`, `attention_mask` (B, S): token ids; 1 on what is attended. No mask: everything is.
     - `action_log_probs`, `base_action_log_probs`, `values`, `returns`, `advantages`, `kl`, `action_entropy` (B, A).
-    - `action_mask` (B, A): True where the model chose the token. No mask: everywhere.
+    - `action_mask` (B, A): True where the model chose the token. No mask: everywhere. False on the first token of
+      records without a prompt, which no model predicts.
     - `info`: by key, a tensor or list with an entry for each sample, or a dict of such.
     - `labels`, `references`, `ids` [B]: lists; `ids` are `EID`s, and name the records.
     - `pixel_values` (rows of all images, ...), `image_grid_thws` (images, 3), `pixel_values_videos`,
