@@ -358,8 +358,13 @@ def field_of(batch: ExperienceBatch, name: str) -> Any:
     return getattr(batch, first) if not rest else (batch.extras or {}).get(rest)
 
 
-def assert_reference(batch: ExperienceBatch, items: Sequence[BufferItem], layout: str, pad: int) -> None:
-    """The batch is what the loops make of the items: every slot of every field, lists, media, info."""
+def assert_reference(
+    batch: ExperienceBatch, items: Sequence[BufferItem], layout: str, pad: int, counted: bool = True
+) -> None:
+    """The batch is what the loops make of the items: every slot of every field, lists, media, info.
+
+    `counted`: `info` says how many images and videos each sample has.
+    """
     for name, rows in token_rows(items).items():
         got = field_of(batch, name)
         if layout != "packed":
@@ -384,7 +389,13 @@ def assert_reference(batch: ExperienceBatch, items: Sequence[BufferItem], layout
     names = dict.fromkeys(name for item in items for name in item.media or ())
     media = {name: [(item.media or {}).get(name) for item in items] for name in names}
     assert_same(batch.media, media or None)
-    assert_info(batch.info, [item.info or {} for item in items])
+    infos = [dict(item.info or {}) for item in items]
+    for grids, number in (("image_grid_thws", "image_num"), ("video_grid_thws", "video_num")):
+        held = [getattr(item, grids) for item in items]
+        if counted and any(grid is not None for grid in held):
+            for info, grid in zip(infos, held, strict=True):
+                info[number] = 0 if grid is None else len(grid) if grid.dim() == 2 else 1
+    assert_info(batch.info, infos)
 
 
 _MISSING = object()
@@ -662,7 +673,11 @@ def item_of(row: Experience, recomputed: bool) -> BufferItem:
         if field.kind == "tensor" and field.axis == "response" and name not in used and value is not None:
             extras[name] = torch.full((response,), value, dtype=torch.int32) if isinstance(value, int) else value
     media = dict(row.multi_modal_inputs or {})
-    actions = response if row.action_mask is None else int((row.action_mask != 0).sum())
+    mask = row.action_mask
+    if not row.prompt_length and response:  # no model predicts the first token
+        mask = torch.ones(response, dtype=torch.bool) if mask is None else mask.detach().clone()
+        mask[0] = 0
+    actions = response if mask is None else int((mask != 0).sum())
     info = {"response_length": float(actions), "total_length": float(tokens), "info": row.info, "metrics": row.metrics}
     return plain_item(
         0,
@@ -674,7 +689,7 @@ def item_of(row: Experience, recomputed: bool) -> BufferItem:
         action_entropy=row.entropy,
         returns=row.returns,
         advantages=row.advantages,
-        action_mask=row.action_mask,
+        action_mask=mask,
         attention_mask=torch.ones(tokens, dtype=torch.int64),
         extras=extras or None,
         pixel_values=media.pop("pixel_values", None),
@@ -724,7 +739,7 @@ def test_records_to_a_batch(rows: list[Experience], layout: str, pad: int) -> No
                 del item.info[name]
     for many in (rows, Experiences(rows), Experiences.from_bytes(Experiences(rows).to_bytes())):
         batch = from_experiences(many, pad_token_id=pad, **options)
-        assert_reference(batch, items, layout, pad)
+        assert_reference(batch, items, layout, pad, counted=False)
         for row, item in zip(rows, split_experience_batch(batch, unpad=True), strict=True):
             assert_same(item.sequences, row.tokens.detach().long())
             assert item.eid == row.eid
