@@ -24,6 +24,7 @@ from rollbook.experience_maker import Experience as BatchOfTheMaker
 from rollbook.experience_maker import ExperienceVL, Samples
 from rollbook.jagged import Rows
 from rollbook.making.collecting import batch_of as batch_of_samples
+from rollbook.making.scoring import Scorer
 from rollbook.planner import plan
 from rollbook.replay_buffer import (
     BufferItem,
@@ -524,7 +525,11 @@ def test_a_first_token_without_a_prompt_is_masked() -> None:
     generated = Samples(torch.tensor([[0, 4, 5], [1, 2, 3]]), attended, actions, 2, None, *shared)
     assert batch_of_samples(generated).action_mask.tolist() == [[False, True], [True, True]]
     generated = Samples(torch.tensor([[4, 5, 1, 2, 3]]), None, None, [2, 2], [2, 3], *shared)
-    assert [row.tolist() for row in batch_of_samples(generated).action_mask] == [[False, True], [True, True]]
+    packed = batch_of_samples(generated)
+    assert [row.tolist() for row in packed.action_mask] == [[False, True], [True, True]]
+    words = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+    scored = Scorer(None, reward_fn=lambda response: 1.0, tokenizer=words).inputs(generated, packed)
+    assert [one.response for one in scored] == ["4 5", "2 3"]  # what the model wrote
 
 
 def test_at_actions_takes_what_was_said_one_token_earlier() -> None:

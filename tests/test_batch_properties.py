@@ -358,13 +358,8 @@ def field_of(batch: ExperienceBatch, name: str) -> Any:
     return getattr(batch, first) if not rest else (batch.extras or {}).get(rest)
 
 
-def assert_reference(
-    batch: ExperienceBatch, items: Sequence[BufferItem], layout: str, pad: int, counted: bool = True
-) -> None:
-    """The batch is what the loops make of the items: every slot of every field, lists, media, info.
-
-    `counted`: `info` says how many images and videos each sample has.
-    """
+def assert_reference(batch: ExperienceBatch, items: Sequence[BufferItem], layout: str, pad: int) -> None:
+    """The batch is what the loops make of the items: every slot of every field, lists, media, info."""
     for name, rows in token_rows(items).items():
         got = field_of(batch, name)
         if layout != "packed":
@@ -392,7 +387,7 @@ def assert_reference(
     infos = [dict(item.info or {}) for item in items]
     for grids, number in (("image_grid_thws", "image_num"), ("video_grid_thws", "video_num")):
         held = [getattr(item, grids) for item in items]
-        if counted and any(grid is not None for grid in held):
+        if any(grid is not None for grid in held):
             for info, grid in zip(infos, held, strict=True):
                 info[number] = 0 if grid is None else len(grid) if grid.dim() == 2 else 1
     assert_info(batch.info, infos)
@@ -739,7 +734,7 @@ def test_records_to_a_batch(rows: list[Experience], layout: str, pad: int) -> No
                 del item.info[name]
     for many in (rows, Experiences(rows), Experiences.from_bytes(Experiences(rows).to_bytes())):
         batch = from_experiences(many, pad_token_id=pad, **options)
-        assert_reference(batch, items, layout, pad, counted=False)
+        assert_reference(batch, items, layout, pad)
         for row, item in zip(rows, split_experience_batch(batch, unpad=True), strict=True):
             assert_same(item.sequences, row.tokens.detach().long())
             assert item.eid == row.eid

@@ -57,13 +57,13 @@ class NaiveExperienceMaker:
     `metrics` has what the last call of `make_experience_list` measured: seconds, tokens and tokens per second of each
     stage, counts of what was treated specially, and means over the rollout.
 
-    >>> from rollbook.rollout import Prompt, ScriptedEngine
-    >>> engine = ScriptedEngine([[4, 2], [5, 2]])
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> engine = ScriptedEngine({"1+1=": [[4, 2], [5, 2]]})
     >>> maker = NaiveExperienceMaker(
     ...     None, None, None, None, None, 16, None, reward_fn=lambda response_ids: float(response_ids[0] == 4),
     ...     config=MakerConfig(n_samples_per_prompt=2, advantage_estimator="dr_grpo"), engine=engine,
     ... )
-    >>> batch, = maker.make_experience_list([Prompt(token_ids=[3, 3])])
+    >>> batch, = maker.make_experience_list(["1+1="])
     >>> batch.info["reward"].tolist(), batch.advantages.tolist(), batch.action_log_probs.tolist()
     ([1.0, 0.0], [[0.5, 0.5], [-0.5, -0.5]], [[-1.0, -1.0], [-1.0, -1.0]])
     """
@@ -450,13 +450,13 @@ class NaiveExperienceMaker:
         `policy_logprobs`, `advantages`, `returns`, the parts of its reward in `metrics`, and where they were computed
         the reference's log-probs (`ref_logprobs`), the critic's `values` and each token's `entropy`.
 
-        >>> from rollbook.rollout import Prompt, ScriptedEngine
+        >>> from rollbook.rollout import ScriptedEngine
         >>> maker = NaiveExperienceMaker(
         ...     None, None, None, None, None, 16, None, reward_fn=lambda response_ids: float(response_ids[0] == 4),
         ...     config=MakerConfig(n_samples_per_prompt=2, advantage_estimator="dr_grpo"),
-        ...     engine=ScriptedEngine([[4, 2], [5, 2]]),
+        ...     engine=ScriptedEngine({"1+1=": [[4, 2], [5, 2]]}),
         ... )
-        >>> records = maker.make_records([Prompt(token_ids=[3, 3])])
+        >>> records = maker.make_records(["1+1="])
         >>> records.values("reward"), [row.advantages.tolist() for row in records]
         ([1.0, 0.0], [[0.5, 0.5], [-0.5, -0.5]])
         """

@@ -207,9 +207,9 @@ def _divided(name: str, value: Any, rows: list[int] | None, count: int, absent: 
 
 
 def count_media(media: Mapping[str, Any], info: dict[Any, Any], origin: InfoOrigin) -> None:
-    """Put `image_num` and `video_num` [B] into the `info` of items with grids.
+    """Put `image_num` and `video_num` [B] into the `info` of samples with grids.
 
-    Items that did not have them are without them again after a split. What all items have is left as it is.
+    Samples that did not have them are without them again after a split. What all samples have is left as it is.
     """
     for _, grids, number in _COUNTED:
         parts = media.get(grids)

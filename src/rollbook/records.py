@@ -19,6 +19,7 @@ from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.info import InfoOrigin, collate_info
 from rollbook.items import column_of
 from rollbook.jagged import Column, concatenated
+from rollbook.media import count_media
 from rollbook.ragged import Ragged, offsets_of
 from rollbook.sheet import Lengths, Sheet, constant
 
@@ -98,6 +99,7 @@ def sheet_of_experiences(experiences: Any) -> Sheet:
     keys = {key: name for name, key in BATCH_MEDIA.items()}
     for key in dict.fromkeys(key for one in media for key in one or ()):
         sheet.media[keys.get(key, f"media.{key}")] = [(one or {}).get(key) for one in media]
+    count_media(sheet.media, sheet.info, sheet.origin.info)
     return sheet
 
 
