@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,14 @@ import pytest
 import torch
 
 from rollbook import EID, CustomField, Experience, Experiences
+from rollbook.algorithms.sources import inputs_of
 from rollbook.batch import ExperienceBatch, from_experiences, pin_memory, to
 from rollbook.experience_maker import Experience as BatchOfTheMaker
 from rollbook.experience_maker import ExperienceVL, Samples
 from rollbook.jagged import Rows
+from rollbook.making.collecting import batch_of as batch_of_samples
+from rollbook.making.scoring import Scorer
+from rollbook.planner import plan
 from rollbook.replay_buffer import (
     BufferItem,
     BufferItemVL,
@@ -471,8 +476,10 @@ def test_model_inputs() -> None:
         item(2, 1, media={"sound": torch.zeros(1, 3)}),
     ]
     padded = make_experience_batch(items, pad_token_id=9)
-    inputs = padded.model_inputs()
-    assert set(inputs) == {"input_ids", "attention_mask", "pixel_values", "image_grid_thw", "sound"}
+    inputs = padded.model_inputs(config=SimpleNamespace(image_token_id=2))
+    assert set(inputs) == {
+        "input_ids", "attention_mask", "pixel_values", "image_grid_thw", "sound", "mm_token_type_ids"
+    }  # fmt: skip
     assert inputs["input_ids"] is padded.sequences and inputs["attention_mask"] is padded.attention_mask
     assert inputs["image_grid_thw"].tolist() == grids.tolist() and inputs["pixel_values"].shape == (4, 2)
     assert inputs["sound"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
@@ -488,6 +495,41 @@ def test_model_inputs() -> None:
     assert "attention_mask" not in packed, "a mask of ones would tell the model that this is one long sample"
     text = make_experience_batch([item(), item()]).model_inputs()
     assert set(text) == {"input_ids", "position_ids"}
+
+
+def test_a_first_token_without_a_prompt_is_masked() -> None:
+    kinds: dict[str, Any] = {"prompt_length": 0, "experience_type": "multi_turn"}
+    rows = [
+        Experience(tokens=[5, 6, 7], **kinds, action_mask=[True] * 3, reward=1.0),
+        Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[True, False], reward=0.0),
+        Experience(tokens=[8, 9], **kinds, action_mask=[False, True], reward=0.0),
+    ]
+    many = Experiences(rows)
+    expected = [[False, True, True], [True, False], [False, True]]
+    padded, packed = many.batch(), many.batch(packing_samples=True)
+    assert (
+        [row.tolist() for row in packed.action_mask] == [row.tolist() for row in padded.pack().action_mask] == expected
+    )
+    assert padded.info["response_length"].tolist() == [2, 1, 1]
+    assert many[0].action_mask.tolist() == [True] * 3  # the record is as it was given
+    assert plan(many).denominators.tokens == 4
+    assert [row.tolist() for row in inputs_of(many)["mask"]] == expected
+    for packing in (False, True):  # batches that were not made of records
+        items = [item(3, 3, action_mask=torch.ones(3, dtype=torch.bool)), item(3, 2)]
+        batch = make_experience_batch(items, packing)
+        first, second = inputs_of(batch)["mask"]
+        assert first.tolist() == [False, True, True] and second[-2:].tolist() == [True, True]
+        assert batch.action_mask[0].tolist() == [True] * 3
+    shared: Any = (None, None, ["a", "b"], None, None)
+    attended, actions = torch.tensor([[0, 1, 1], [1, 1, 1]]), torch.ones(2, 2, dtype=torch.bool)
+    generated = Samples(torch.tensor([[0, 4, 5], [1, 2, 3]]), attended, actions, 2, None, *shared)
+    assert batch_of_samples(generated).action_mask.tolist() == [[False, True], [True, True]]
+    generated = Samples(torch.tensor([[4, 5, 1, 2, 3]]), None, None, [2, 2], [2, 3], *shared)
+    packed = batch_of_samples(generated)
+    assert [row.tolist() for row in packed.action_mask] == [[False, True], [True, True]]
+    words = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+    scored = Scorer(None, reward_fn=lambda response: 1.0, tokenizer=words).inputs(generated, packed)
+    assert [one.response for one in scored] == ["4 5", "2 3"]  # what the model wrote
 
 
 def test_at_actions_takes_what_was_said_one_token_earlier() -> None:

@@ -384,7 +384,13 @@ def assert_reference(batch: ExperienceBatch, items: Sequence[BufferItem], layout
     names = dict.fromkeys(name for item in items for name in item.media or ())
     media = {name: [(item.media or {}).get(name) for item in items] for name in names}
     assert_same(batch.media, media or None)
-    assert_info(batch.info, [item.info or {} for item in items])
+    infos = [dict(item.info or {}) for item in items]
+    for grids, number in (("image_grid_thws", "image_num"), ("video_grid_thws", "video_num")):
+        held = [getattr(item, grids) for item in items]
+        if any(grid is not None for grid in held):
+            for info, grid in zip(infos, held, strict=True):
+                info[number] = 0 if grid is None else len(grid) if grid.dim() == 2 else 1
+    assert_info(batch.info, infos)
 
 
 _MISSING = object()
@@ -662,7 +668,11 @@ def item_of(row: Experience, recomputed: bool) -> BufferItem:
         if field.kind == "tensor" and field.axis == "response" and name not in used and value is not None:
             extras[name] = torch.full((response,), value, dtype=torch.int32) if isinstance(value, int) else value
     media = dict(row.multi_modal_inputs or {})
-    actions = response if row.action_mask is None else int((row.action_mask != 0).sum())
+    mask = row.action_mask
+    if not row.prompt_length and response:  # no model predicts the first token
+        mask = torch.ones(response, dtype=torch.bool) if mask is None else mask.detach().clone()
+        mask[0] = 0
+    actions = response if mask is None else int((mask != 0).sum())
     info = {"response_length": float(actions), "total_length": float(tokens), "info": row.info, "metrics": row.metrics}
     return plain_item(
         0,
@@ -674,7 +684,7 @@ def item_of(row: Experience, recomputed: bool) -> BufferItem:
         action_entropy=row.entropy,
         returns=row.returns,
         advantages=row.advantages,
-        action_mask=row.action_mask,
+        action_mask=mask,
         attention_mask=torch.ones(tokens, dtype=torch.int64),
         extras=extras or None,
         pixel_values=media.pop("pixel_values", None),

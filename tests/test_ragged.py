@@ -42,6 +42,8 @@ def test_slice_take_concat_compact(rows: list[list[int] | None], dtype: str, dat
     assert plain(ragged) == want
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
+    cut = data.draw(st.slices(len(rows)))
+    assert plain(ragged[cut]) == want[cut]
     part = ragged.slice(start, stop)
     assert plain(part) == want[start:stop]
     indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6)) if rows else []
@@ -104,3 +106,11 @@ def test_storage_of_every_type() -> None:
         assert ragged.tensor(0).dtype == getattr(torch, name)
     with pytest.raises(ValueError, match="bfloat16"):
         Ragged.from_arrays([[1]], "bfloat16")
+
+
+def test_an_index_of_another_type_is_refused() -> None:
+    ragged = column([[1, 2], [3]], "int64")
+    row = ragged[np.int64(-1)]
+    assert row is not None and row.tolist() == [3]
+    with pytest.raises(TypeError, match="index: got 'a', expected a row's number or a slice"):
+        ragged["a"]  # type: ignore[call-overload]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from rollbook import Experience
 from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch, from_experiences
@@ -100,9 +101,20 @@ def test_types_of_tokens_are_laid_out_as_the_tokens_are() -> None:
         packed.model_inputs()
 
 
-def test_a_model_that_asks_for_types_says_so(model: Any) -> None:
-    item = sample([(4, 4)], 3, 0)
-    item.media = None
-    batch = make_experience_batch([item], packing_samples=True)
-    with pytest.raises(ValueError, match="mm_token_type_ids"):
-        batch.model_inputs(get_rope_index=model.model.get_rope_index)
+def test_types_are_derived_from_placeholders(model: Any) -> None:
+    items = [sample([(4, 4)], 3, 0), sample([], 5, 1), sample([(4, 8), (8, 4)], 2, 2)]
+    want = [alone(model, item) for item in items]
+    for item in items[:2]:
+        item.media = None
+    padded, packed = make_experience_batch(items), make_experience_batch(items, True)
+    logits = called(model, padded.model_inputs(config=model.config))
+    for i, expected in enumerate(want):
+        got = logits[i][padded.attention_mask[i] != 0]
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3, msg=f"sample {i}")
+    logits = called(model, packed.model_inputs(get_rope_index=model.model.get_rope_index))[0]
+    torch.testing.assert_close(logits, torch.cat(want), rtol=1e-3, atol=1e-3)
+    del padded.media["mm_token_type_ids"]
+    with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]: got None beside image or video grids"):
+        padded.model_inputs()
+    with pytest.raises(ValueError, match="LlamaConfig has no image_token_id or video_token_id to derive them from"):
+        padded.model_inputs(config=LlamaConfig())

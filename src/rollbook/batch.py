@@ -80,7 +80,8 @@ class ExperienceBatch(Movable):
 
     - `sequences`, `attention_mask` (B, S): token ids; 1 on what is attended. No mask: everything is.
     - `action_log_probs`, `base_action_log_probs`, `values`, `returns`, `advantages`, `kl`, `action_entropy` (B, A).
-    - `action_mask` (B, A): True where the model chose the token. No mask: everywhere.
+    - `action_mask` (B, A): True where the model chose the token. No mask: everywhere. False on the first token of
+      records without a prompt, which no model predicts.
     - `info`: by key, a tensor or list with an entry for each sample, or a dict of such.
     - `labels`, `references`, `ids` [B]: lists; `ids` are `EID`s, and name the records.
     - `pixel_values` (rows of all images, ...), `image_grid_thws` (images, 3), `pixel_values_videos`,
@@ -241,7 +242,7 @@ class ExperienceBatch(Movable):
         counted: torch.Tensor = attended.cumsum(-1) - 1
         return counted.masked_fill(attended == 0, 1)
 
-    def model_inputs(self, get_rope_index: Callable[..., Any] | None = None) -> dict[str, Any]:
+    def model_inputs(self, get_rope_index: Callable[..., Any] | None = None, *, config: Any = None) -> dict[str, Any]:
         """Keyword arguments for a transformers model.
 
         Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` (1, tokens), `position_ids` that
@@ -250,7 +251,9 @@ class ExperienceBatch(Movable):
 
         With media, their inputs too, under the model's names. A model whose images have a grid computes positions in
         space itself, so padded batches with grids have no `position_ids`; packed ones need the model's
-        `get_rope_index`, with which they are (4, 1, tokens), the text's first.
+        `get_rope_index`, with which they are (4, 1, tokens), the text's first. Both need `mm_token_type_ids`: samples
+        that come without get them from the placeholder ids of `config`, the model's configuration (not needed beside a
+        `get_rope_index` that is the model's own method).
         """
         inputs: dict[str, Any] = {}
         if self.layout == "packed":
@@ -265,17 +268,23 @@ class ExperienceBatch(Movable):
             inputs["input_ids"] = self.sequences
             if self.attention_mask is not None:
                 inputs["attention_mask"] = self.attention_mask
-        from rollbook.vision import GRIDS, media_inputs, rope_positions
+        from rollbook.vision import GRIDS, TYPES, config_of, media_inputs, rope_positions
 
-        inputs |= media_inputs(self)
+        config = config_of(get_rope_index) if config is None else config
+        inputs |= media_inputs(self, config)
         if not any(grid in inputs for grid in GRIDS):
             inputs["position_ids"] = self.position_ids
         elif get_rope_index is not None:
-            inputs["position_ids"] = rope_positions(self, get_rope_index)
+            inputs["position_ids"] = rope_positions(self, get_rope_index, config)
         elif self.layout == "packed":
             raise ValueError(
                 "get_rope_index: got None, expected the model's method: a packed batch with image or video grids needs "
                 "positions in space that restart with each sample"
+            )
+        elif TYPES not in inputs:
+            raise ValueError(
+                f"media[{TYPES!r}]: got None beside image or video grids, expected it, or config=model.config to "
+                "derive it from placeholder ids: without it, a model has no positions in space"
             )
         return inputs
 
@@ -447,9 +456,9 @@ def from_experiences(
 
     `sequences` are the tokens; `action_log_probs` the `policy_logprobs` if every record has them, else the engine's
     `logprobs`; `returns`, `advantages` and `action_mask` by name; a record's other response-axis fields go to
-    `extras`, and its custom fields too. `info` holds `reward`, `response_length` (actions), `total_length` and the
-    records' `info` and `metrics`, collated; `ids` the records' ids. With a `device` the columns travel packed, in one
-    pinned buffer, and are padded there.
+    `extras`, and its custom fields too. `info` holds `reward`, `response_length` (actions), `total_length`,
+    `image_num` and `video_num` of records with grids, and the records' `info` and `metrics`, collated; `ids` the
+    records' ids. With a `device` the columns travel packed, in one pinned buffer, and are padded there.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[1, 2, 3], logprobs=[-0.5, -0.25], reward=1.0), Experience(tokens=[4, 5], reward=0.5)]

@@ -42,7 +42,8 @@ class Experience:
 
     - `tokens` [L]: prompt, then response. `prompt_length`: how many of them are the prompt.
     - `logprobs` [R]: of the engine that sampled. `policy_logprobs` [R]: the old policy's, recomputed by the trainer.
-    - `action_mask` [R]: True where the model chose the token, False on what a tool or user wrote.
+    - `action_mask` [R]: True where the model chose the token, False on what a tool or user wrote. With
+      `prompt_length=0` no model predicts the first token, and batches, estimators and losses leave it out.
     - `reward`: `None` is not scored yet, NaN could not be scored.
     - `experience_type`: `multi_turn` if an `action_mask` was given, `dpo` if `chosen` and `rejected` were, else
       `single_turn` (whose mask is then made, all True). Inferred here and kept by every copy and round trip.

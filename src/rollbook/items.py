@@ -21,7 +21,7 @@ from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.info import collate_info, pick_info
 from rollbook.jagged import Column, Segments, blank, check_fill, segments, unbind_copy
 from rollbook.layouts import action_starts, checked, sheet_of_batch, whole_sheet, widths
-from rollbook.media import SHARED, Pool
+from rollbook.media import SHARED, Pool, count_media
 from rollbook.ragged import promote
 from rollbook.sheet import SAMPLE_LISTS, Sheet, on_tokens, own_entry
 
@@ -60,6 +60,8 @@ def sheet_of_items(items: Sequence[Any]) -> Sheet:
         media = values("media")
         for key in dict.fromkeys(key for one in media for key in one or ()):
             sheet.media[f"media.{key}"] = [(one or {}).get(key) for one in media]
+    if sheet.info is not None:
+        count_media(sheet.media, sheet.info, sheet.origin.info)
     return sheet
 
 

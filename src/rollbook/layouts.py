@@ -19,6 +19,7 @@ from rollbook.fields import BATCH_FIELDS, FIELDS
 from rollbook.info import check_info
 from rollbook.jagged import Column, Rows, Spans, concatenated
 from rollbook.media import divided, joined, sample_list
+from rollbook.ragged import offsets_of
 from rollbook.recycle import empty
 from rollbook.sheet import SAMPLE_LISTS, Lengths, Sheet, constant, on_tokens
 
@@ -188,6 +189,47 @@ def action_starts(batch: ExperienceBatch, slots: int) -> Lengths:
     if starts.dtype.kind not in "iu" or starts.shape != (count,) or (starts < 0).any() or (starts > slots).any():
         raise ValueError(f"action_starts: got {starts.tolist()}, expected {count} whole numbers from 0 to {slots}")
     return starts.astype(np.int64)
+
+
+def predicted_mask(batch: ExperienceBatch) -> Any:
+    """A batch's `action_mask`, (B, A) or `Rows`, False on slots that speak of a sample's first token.
+
+    Nothing comes before such a token, so that no model predicts it; a batch of records has it masked already
+    (`rollbook.records.mask_unpredicted`). `None`, or the batch's own mask, if there is no such slot.
+
+    >>> mask = torch.tensor([[True, True], [True, True]])
+    >>> attended = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    >>> predicted_mask(ExperienceBatch(torch.ones(2, 3).long(), *[None] * 5, attended, mask, None))
+    tensor([[False,  True],
+            [ True,  True]])
+    """
+    mask = batch.action_mask
+    slots = next((value for _, value in token_fields(batch, "response") if value is not None), None)
+    if slots is None:
+        return mask
+    if batch.layout == "packed":
+        tokens = [len(row) for row in batch.sequences]
+        lengths = [len(row) for row in slots]
+        starts = offsets_of(lengths)[:-1]
+        first = [int(at) for at, n, count in zip(starts, lengths, tokens, strict=True) if n and n == count]
+        if not first:
+            return mask
+        device = batch.sequences[0].device
+        flat = torch.ones(sum(lengths), dtype=torch.bool, device=device) if mask is None else torch.cat(list(mask))
+        flat = flat.clone()
+        flat[first] = 0
+        return Rows(flat, lengths)
+    begin = batch.sequences.shape[1] - slots.shape[1]
+    if batch.attention_mask is None:
+        attended = torch.ones_like(batch.sequences, dtype=torch.bool)
+    else:
+        attended = batch.attention_mask != 0
+    alone = ~attended[:, :begin].any(-1) & attended.any(-1)
+    if not bool(alone.any()):
+        return mask
+    cleared = torch.ones(slots.shape[:2], dtype=torch.bool, device=slots.device) if mask is None else mask.clone()
+    cleared[alone, attended[alone].int().argmax(-1) - begin] = 0
+    return cleared
 
 
 def _packed_lengths(batch: ExperienceBatch, values: dict[str, Any]) -> tuple[Lengths, Lengths]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from rollbook.ragged import tensor_bytes
 
 if TYPE_CHECKING:
     from rollbook.batch import ExperienceBatch, Origin
+    from rollbook.info import InfoOrigin
 
 
 class Pool:
@@ -128,6 +129,13 @@ def _any_content(value: Any) -> bool:
     return value is not None
 
 
+_COUNTED = (
+    ("pixel_values", "image_grid_thws", "image_num"),
+    ("pixel_values_videos", "video_grid_thws", "video_num"),
+)
+"""Fields of pixels and of grids, and the key of `info` that says how many images or videos each sample has."""
+
+
 # --- in a batch ----------------------------------------------------------------------------------------------------
 
 
@@ -136,10 +144,7 @@ def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
     count = len(batch)
     result: dict[str, list[Any] | None] = {}
     rows: dict[str, list[int]] = {}
-    for pixels, grids, number in (
-        ("pixel_values", "image_grid_thws", "image_num"),
-        ("pixel_values_videos", "video_grid_thws", "video_num"),
-    ):
+    for pixels, grids, number in _COUNTED:
         shapes, data = getattr(batch, grids), getattr(batch, pixels)
         known = batch.origin.media_rows
         counts = _counts(batch, number)
@@ -199,6 +204,22 @@ def _divided(name: str, value: Any, rows: list[int] | None, count: int, absent: 
     if absent is not None:
         return [None if i in absent else part for i, part in enumerate(parts)]
     return [None if empty is None and not len(part) else part for part in parts]
+
+
+def count_media(media: Mapping[str, Any], info: dict[Any, Any], origin: InfoOrigin) -> None:
+    """Put `image_num` and `video_num` [B] into the `info` of samples with grids.
+
+    Samples that did not have them are without them again after a split. What all samples have is left as it is.
+    """
+    for _, grids, number in _COUNTED:
+        parts = media.get(grids)
+        missing = range(len(parts or ())) if number not in info else origin.missing.get((number,), ())
+        if not parts or not missing or not all(isinstance(part, (torch.Tensor, type(None))) for part in parts):
+            continue
+        counts = [0 if part is None else len(part) if part.dim() > 1 else 1 for part in parts]
+        before = list(info[number]) if number in info else [None] * len(parts)
+        origin.missing[number,], origin.given[number,] = frozenset(missing), (counts, before)
+        info[number] = torch.tensor(counts)
 
 
 def sample_list(name: str, value: Any, count: int) -> list[Any] | None:

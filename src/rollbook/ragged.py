@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import operator
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,6 +160,8 @@ class Ragged:
     tensor([1, 2, 3], dtype=torch.int32)
     >>> column.tensor(1) is None
     True
+    >>> column[1:].lengths.tolist(), column[::-1][0].tolist()
+    ([0, 1], [4])
     """
 
     __slots__ = ("_store", "codes", "dtype", "offsets", "valid")
@@ -321,7 +324,21 @@ class Ragged:
         row = self.tensor_of_values()[int(self.offsets[index]) : int(self.offsets[index + 1])]
         return row if self.codes is None else self._cast(row, index)
 
-    def __getitem__(self, index: int) -> torch.Tensor | None:
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor | None: ...
+    @overload
+    def __getitem__(self, index: slice[Any, Any, Any]) -> Ragged: ...
+    def __getitem__(self, index: int | slice[Any, Any, Any]) -> torch.Tensor | Ragged | None:
+        """A row, as `tensor` gives it; or, for a slice, a column of these rows (a step other than 1 copies them)."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1:
+                return self.slice(start, max(start, stop))
+            return self.take(np.arange(start, stop, step))
+        try:
+            index = operator.index(index)
+        except TypeError:
+            raise TypeError(f"index: got {index!r}, expected a row's number or a slice") from None
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index}: the column has {len(self)}")
         return self.tensor(index % len(self))

@@ -19,13 +19,43 @@ from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.info import InfoOrigin, collate_info
 from rollbook.items import column_of
 from rollbook.jagged import Column, concatenated
+from rollbook.media import count_media
 from rollbook.ragged import Ragged, offsets_of
 from rollbook.sheet import Lengths, Sheet, constant
 
 
+def mask_unpredicted(records: Experiences) -> Experiences:
+    """Clear the first mask entry of records without a prompt: no model predicts a sample's first token.
+
+    Whatever trains on records, or counts what is trained on, reads their masks through this.
+
+    Args:
+        records: Any records; they stay as they are.
+
+    Returns:
+        The same records, those with `prompt_length=0` with `action_mask[0]` False.
+
+    >>> from rollbook import Experience
+    >>> records = Experiences([Experience(tokens=[1, 2], prompt_length=0, action_mask=[True, True])])
+    >>> mask_unpredicted(records)[0].action_mask
+    tensor([False,  True])
+    """
+    promptless = np.flatnonzero(records.prompt_lengths() == 0).tolist() if len(records) else []
+    if not promptless:
+        return records
+    masks, kinds, lengths = records.values("action_mask"), records.values("experience_type"), records.token_lengths()
+    for i in promptless:
+        if kinds[i] == "dpo" or not lengths[i]:
+            continue
+        mask = torch.ones(int(lengths[i]), dtype=torch.bool) if masks[i] is None else masks[i].clone()
+        mask[:1] = 0
+        masks[i] = mask
+    return records.assign(action_mask=masks)
+
+
 def sheet_of_experiences(experiences: Any) -> Sheet:
     """The sheet of records, from their columns."""
-    many = as_experiences(experiences)
+    many = mask_unpredicted(as_experiences(experiences))
     count = len(many)
     kinds = many.values("experience_type") if count else []
     if "dpo" in kinds:
@@ -69,6 +99,7 @@ def sheet_of_experiences(experiences: Any) -> Sheet:
     keys = {key: name for name, key in BATCH_MEDIA.items()}
     for key in dict.fromkeys(key for one in media for key in one or ()):
         sheet.media[keys.get(key, f"media.{key}")] = [(one or {}).get(key) for one in media]
+    count_media(sheet.media, sheet.info, sheet.origin.info)
     return sheet
 
 

@@ -111,7 +111,8 @@ def make_experience_batch(
 
     Tokens are padded with `pad_token_id`, everything else with 0. Fields and `info` keys that only some items have are
     kept; a row without one reads as padding, and is without it again after a split. A packed batch holds what is
-    attended. `layout="prompt_left_response_right"` pads prompts on the left and responses on the right.
+    attended. `layout="prompt_left_response_right"` pads prompts on the left and responses on the right. Of items with
+    grids, `info` has `image_num` and `video_num` [B], which items that came without are without again after a split.
 
     >>> items = [BufferItem(torch.tensor([7, 8]), torch.tensor([-1.0]), *[None] * 6, {"reward": 1.0}),
     ...          BufferItem(torch.tensor([4, 5, 6]), torch.tensor([-2.0, -3.0]), *[None] * 6, {"reward": 0.0})]

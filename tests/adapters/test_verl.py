@@ -441,8 +441,8 @@ def test_positions_of_a_vision_model(verl: Any) -> None:
         assert "mm_token_type_ids" not in data.non_tensor_batch["multi_modal_inputs"][0]
         assert experiences_from_verl(data) == Experiences(rows)
     bare = rows[0].replace(multi_modal_inputs={"image_grid_thw": grid})
-    with pytest.raises(ValueError, match=r"mm_token_type_ids: got none in row 0, expected it with images"):
-        to_verl([bare], pad_token_id=0, get_rope_index=model.get_rope_index)
+    derived = to_verl([bare, rows[1]], pad_token_id=0, get_rope_index=model.get_rope_index).batch["position_ids"]
+    assert torch.equal(derived, positions)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

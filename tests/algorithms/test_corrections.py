@@ -356,17 +356,19 @@ def test_one_version_for_each_of_packed_tokens() -> None:
     assert [row.tolist() for row in found.mask] == [[False, True], [True]]
     found = staleness_weights(torch.tensor([1, 5]), 5, mask, max_staleness=2)
     assert [row.tolist() for row in found.mask] == [[False, False], [True]]
-    # Two rows and two tokens, but not one each: which of both a flat tensor means, it does not say. A list is of rows.
-    uneven = Rows(torch.ones(2, dtype=torch.bool), [0, 2])
-    words = "versions: got 2 numbers for as many rows and as many tokens, expected Rows"
-    with pytest.raises(ValueError, match=words):
-        staleness_weights(torch.tensor([5, 1]), 5, uneven, max_staleness=2)
-    zeros = Rows(torch.zeros(2), [0, 2])
-    with pytest.raises(ValueError, match=words):
-        importance_weights(zeros, zeros, uneven, np.array([5, 1]), current=5, max_staleness=2)
-    by_row = staleness_weights([5, 1], 5, uneven, max_staleness=2)
+    # Two rows and two tokens, but not one each: a flat tensor is of rows, as a list is, unless other tokens are flat.
+    uneven, zeros = Rows(torch.ones(2, dtype=torch.bool), [0, 2]), Rows(torch.zeros(2), [0, 2])
+    options: Any = {"current": 5, "max_staleness": 2}
+    for versions in ([5, 1], torch.tensor([5, 1]), np.array([5, 1])):
+        for found in (
+            staleness_weights(versions, mask=uneven, **options),
+            importance_weights(zeros, zeros, uneven, versions, **options),
+        ):
+            assert found.mask.values.tolist() == [False, False]
     by_token = staleness_weights(Rows(torch.tensor([5, 1]), [0, 2]), 5, uneven, max_staleness=2)
-    assert by_row.mask.values.tolist() == [False, False] and by_token.mask.values.tolist() == [True, False]
+    assert by_token.mask.values.tolist() == [True, False]
+    with pytest.raises(ValueError, match="versions: got 2 numbers for as many rows and as many tokens, expected Rows"):
+        importance_weights(zeros, torch.zeros(2), uneven, np.array([5, 1]), **options)
 
 
 def test_one_version_for_all() -> None:

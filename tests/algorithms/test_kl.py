@@ -304,7 +304,7 @@ def test_penalise_rewards_of_tokens_and_none():
         (lambda: penalise([1.0], torch.ones(1, 2), reward_clip=("x", 1)), r"reward_clip: got 'x', expected a number"),
         (lambda: penalise([1.0], torch.ones(1, 2), reward_clip=(0, "x")), r"reward_clip: got 'x', expected .* below 0"),
         (
-            lambda: penalise(torch.ones(2), Rows(torch.ones(2), [0, 2])),
+            lambda: penalise(torch.ones(2), torch.ones(2), Rows(torch.ones(2), [0, 2])),
             r"rewards: got 2 numbers for as many rows and as many tokens, expected Rows\(values, lengths\)",
         ),
     ],
@@ -312,6 +312,11 @@ def test_penalise_rewards_of_tokens_and_none():
 def test_penalise_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_rewards_of_packed_rows_some_of_which_are_empty():
+    rewards, _ = penalise(torch.tensor([1.0, 2.0]), Rows(torch.ones(2), [0, 2]))
+    assert rewards.values.tolist() == [0.0, 2.0]
 
 
 # --- coefficients -----------------------------------------------------------------------------------------------------

@@ -665,7 +665,7 @@ X = torch.zeros(2, 3)
         (lambda: ppo(X, X, X[:, :2]), r"advantages: got shape \[2, 2\], expected \[2, 3\]"),
         (lambda: ppo(X, X, X[:, 0].repeat(2)), r"advantages: got shape \[4\], expected \[2\], one for each row"),
         (
-            lambda: ppo([[0.0, 0.0], []], [[0.0, 0.0], []], torch.ones(2)),
+            lambda: ppo([[0.0, 0.0], []], torch.zeros(2), torch.ones(2)),
             r"advantages: got 2 numbers for as many rows and as many tokens, expected Rows\(values, lengths\)",
         ),
         (lambda: ppo(X, X, None), r"advantages: got None, expected one number for each row or token: \(B,\), \(B, A\)"),

@@ -341,6 +341,9 @@ def test_images_stay_with_their_samples(counts: list[int]) -> None:
         batch = make_experience_batch(items, packing)
         assert remove_padding_in_sequences(split_experience_batch(batch)) == items
         assert is_vl_experience(batch) == bool(sum(counts))
+        if sum(counts):  # as upstream documents, and does not do
+            assert batch.info["image_num"].tolist() == counts
+            assert batch.pad().pack().info["image_num"].tolist() == counts
     assert [is_vl_experience(item) for item in items] == [count > 0 for count in counts]
 
 

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from rollbook import Experience
-from rollbook.batch import from_experiences
+from rollbook.batch import ExperienceVL, from_experiences
 from rollbook.models import Actor, Critic, policy_log_probs, values
 from rollbook.models.forward import Rowwise
+from rollbook.models.heads import inputs_of
+from rollbook.train import Algorithm, Learner
 from tests import tiny
 from tests.models import zoo
 
@@ -94,6 +97,69 @@ def test_media_of_a_call_in_lightrfts_way(name: str) -> None:
         numbers = torch.repeat_interleave(torch.arange(1, 5), lengths)[None]
         with pytest.raises(ValueError, match="media: got grids with packed sequences"):
             actor(packed.sequences.values[None], counts, numbers, packed_seq_lens=lengths, **media)
+
+
+def test_types_of_tokens_are_derived_where_a_batch_has_none() -> None:
+    """As LightRFT's batches come: pixels and grids alone. Images, a video with its time scale, and text."""
+    model = tiny.qwen_vl()
+    actor, video = Actor(model), [5, tiny.START, *[tiny.VIDEO] * 4, tiny.END, 7, 8, 9]
+    frames = {
+        "pixel_values_videos": torch.randn(16, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(5)),
+        "video_grid_thw": torch.tensor([[2, 2, 4]]),
+        "second_per_grid_ts": torch.tensor([3.0]),
+        "mm_token_type_ids": 2 * (torch.tensor([video]) == tiny.VIDEO).long(),
+    }
+    typed = [*qwen_records(), Experience(tokens=video, prompt_length=8, multi_modal_inputs=frames)]
+    bare = [
+        one.replace(multi_modal_inputs={k: v for k, v in one.multi_modal_inputs.items() if k != "mm_token_type_ids"})
+        for one in typed
+    ]
+    bare[2] = typed[2]  # some have them
+    torch.manual_seed(0)
+    critic = Critic(trunk_from=actor, value_head="normal")
+    with torch.no_grad():
+        want = [zoo.naive(model, one, 1.0, actor.suppress, **one.multi_modal_inputs)[0] for one in typed]
+        state_values = critic.token_values(from_experiences(typed))
+        for packed in (False, True):
+            batch = from_experiences(bare, packing_samples=packed)
+            rows = [*Rowwise.of(batch).rows(actor.token_stats(batch).log_probs)]
+            for got, expected in zip(rows, want, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+            got = critic.token_values(batch)
+            got = got.values if packed else got[batch.action_mask]
+            torch.testing.assert_close(got, state_values[from_experiences(typed).action_mask], rtol=1e-4, atol=1e-4)
+    images = from_experiences(bare[:2])
+    media = {"pixel_values": images.pixel_values, "image_grid_thw": images.image_grid_thws}
+    slots = images.action_mask.shape[1]
+    got = actor(images.sequences, slots, images.attention_mask, **media)
+    torch.testing.assert_close(got[images.action_mask], torch.cat(want[:2]), rtol=1e-4, atol=1e-4)
+    own = ExperienceVL(
+        images.sequences, images.pixel_values, images.image_grid_thws, action_log_probs=torch.zeros(2, slots),
+        attention_mask=images.attention_mask, action_mask=images.action_mask, info={"image_num": [1, 0]},
+    )  # fmt: skip
+    got = actor.token_stats(own).log_probs
+    torch.testing.assert_close(got[images.action_mask], torch.cat(want[:2]), rtol=1e-4, atol=1e-4)
+    divergences = []
+    for records in (typed, bare):
+        ready = [one.replace(logprobs=log_probs - 0.1, advantages=torch.ones_like(log_probs), reward=1.0)
+                 for one, log_probs in zip(records, want, strict=True)]  # fmt: skip
+        learner = Learner(Actor(tiny.qwen_vl()), Algorithm.of("grpo", kl_coef=0.0))
+        divergences.append(learner.learn(ready, step=1).metrics["policy/ppo_kl"])
+    assert divergences[0] == pytest.approx(divergences[1], abs=1e-5) == pytest.approx(-0.1, abs=1e-4)
+
+
+def test_types_without_grids_are_not_made_up() -> None:
+    """Which tokens such a model's processor marks is not known."""
+
+    class Marked(torch.nn.Module):
+        config = PretrainedConfig(image_token_id=8)
+
+        def forward(self, input_ids: torch.Tensor, pixel_values: Any = None, mm_token_type_ids: Any = None) -> None:
+            raise AssertionError
+
+    batch = from_experiences(llava_records())
+    with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]: got None, expected what the processor gave: Marked"):
+        inputs_of(Marked(), batch)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -855,8 +855,21 @@ def test_media_that_a_caller_gives_are_joined() -> None:
     episode.observe_tokens([8, 8], media={"pixel_values": torch.ones(2, 3), "mm_token_type_ids": torch.ones(1, 2)})
     episode.append_turn([6])
     (record,) = episode.experiences()
-    assert record.multi_modal_inputs.keys() == {"pixel_values"}
+    assert record.multi_modal_inputs.keys() == {"pixel_values"}  # types of a part would say that the rest is text
     assert record.multi_modal_inputs["pixel_values"].tolist() == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
+    typed = Episode(prompt=[7, 8], media={"pixel_values": torch.zeros(1, 3), "mm_token_type_ids": [[0, 1]]})
+    typed.append_turn([5])
+    typed.observe_tokens([9])
+    typed.observe_tokens([8, 8, 9], media={"pixel_values": torch.ones(1, 3), "mm_token_type_ids": [[1, 1, 0]]})
+    typed.append_turn([6])
+    (record,) = typed.experiences()
+    assert record.tokens.tolist() == [7, 8, 5, 9, 8, 8, 9, 6]
+    assert record.multi_modal_inputs["mm_token_type_ids"].tolist() == [[0, 1, 0, 0, 1, 1, 0]]
+    typed.observe_tokens([8, 9])
+    typed.append_sample(given_sample([*typed.tokens[:-2], 9, 9, 8], [5]))  # the engine was given other tokens
+    assert typed.experiences()[0].multi_modal_inputs.keys() == {"pixel_values"}
+    with pytest.raises(ValueError, match=r"media\['mm_token_type_ids'\]: got 3 entries, expected 2, one for each"):
+        typed.observe_tokens([8, 8], media={"mm_token_type_ids": [[1, 1, 0]]})
     pictured = Episode(
         None, tiny.bytes_(), messages=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
     )

@@ -347,7 +347,11 @@ def test_a_turn_that_is_cut_ends_the_episode_or_counts(on_cut: Any, turns: int) 
     for row in made.make_records(["q"]):
         assert row.metrics["turns"] == turns
         assert row.reward == pytest.approx(0 if on_cut == "end" else 0.9)
-        assert row.finish_reason == "length" and row.info["truncated"] == "turn"
+        if on_cut == "end":
+            assert row.finish_reason == "length" and row.truncate_status == "response_truncated"
+            assert row.info["truncated"] == "turn"
+        else:  # the environment ended it
+            assert row.finish_reason == "stop" and row.truncate_status is None and "truncated" not in row.info
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

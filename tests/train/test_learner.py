@@ -437,6 +437,30 @@ def test_records_without_a_token_that_counts_are_left_out() -> None:
     assert equal(weights(one.actor), weights(two.actor))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
+    """No model predicts it: prompt_length=0 gives what prompt_length=1 gives, whose first token is no action."""
+    algorithm = Algorithm.of("ppo", kl_coef=0.05, kl_in="loss", entropy_coef=0.01)
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 16, (n,), generator=draw).tolist() for n in (6, 4, 5)]
+    metrics = []
+    for prompt in (0, 1):
+        mind = critical(changes={"kl_coef": 0.05, "entropy_coef": 0.01}, batching=Batching(packed=packed))
+        rows = [
+            Experience(tokens=tokens, prompt_length=prompt, action_mask=[True] * (len(tokens) - prompt),
+                       reward=float(i), eid={"task": 0, "run": i})
+            for i, tokens in enumerate(texts)
+        ]  # fmt: skip
+        models = {"actor": mind.actor, "reference": Actor(llama(7).model), "critic": mind.critic}
+        learned = mind.learn(complete(rows, algorithm, **models), step=1)
+        metrics.append({name: value for name, value in learned.metrics.items() if "seconds" not in name})
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
+    lone = Experience(tokens=[5], prompt_length=0, action_mask=[True], advantages=[1.0], logprobs=[-1.0])
+    assert learner(algorithm=Algorithm.of("grpo", kl_coef=0.0)).learn([lone], step=1).places[0] == {
+        "left_out": "no token that counts"
+    }
+
+
 def test_nothing_to_learn_from() -> None:
     mind = learner(batching=Batching(drop_zero=True))
     before = weights(mind.actor)

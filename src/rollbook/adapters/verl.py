@@ -24,7 +24,6 @@ their ids, and carry what verl has no key for under `rollbook`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,6 +44,7 @@ from rollbook.adapters.carry import (
 )
 from rollbook.batch import ExperienceBatch
 from rollbook.experiences import Experiences
+from rollbook.vision import TYPES, config_of, sample_positions
 
 KEYS = {
     "action_log_probs": "old_log_probs",
@@ -59,7 +59,7 @@ _COLUMNS = {key: name for name, key in KEYS.items()}
 _BY_NAME = ("values", "returns", "advantages", "kl")
 _TOKENS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
 _ROWS = ("uid", "unique_ids", "multi_modal_inputs", "model_versions", COLUMN)
-_POSITIONS_ONLY = "mm_token_type_ids"
+_POSITIONS_ONLY = TYPES
 
 
 def to_verl(
@@ -175,23 +175,15 @@ def _seqlens(media: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 def _rope_positions(tensors: Mapping[str, torch.Tensor], out: Outgoing, get_rope_index: Any) -> torch.Tensor:
     """(B, 4, P + R) The text's positions, then the three of images and videos."""
     ids, kept = tensors["input_ids"], tensors["attention_mask"]
-    asked = _POSITIONS_ONLY in inspect.signature(get_rope_index).parameters
+    config = config_of(get_rope_index)
     made = []
     for i, media in enumerate(out.media):
-        grids = {key: value for key, value in media.items() if key in ("image_grid_thw", "video_grid_thw")}
-        if asked:
-            if grids and _POSITIONS_ONLY not in media:
-                raise ValueError(
-                    f"{_POSITIONS_ONLY}: got none in row {i}, expected it with images: the model asks for it"
-                )
-            kinds = torch.zeros_like(ids[i : i + 1])
-            begin = int(kept[i].argmax())
-            given = media.get(_POSITIONS_ONLY, kinds[:, :0]).reshape(-1).to(kinds)
-            kinds[0, begin : begin + len(given)] = given
-            grids[_POSITIONS_ONLY] = kinds
-        vision, _ = get_rope_index(input_ids=ids[i : i + 1], attention_mask=kept[i : i + 1], **grids)
-        text = tensors["position_ids"][i].unsqueeze(0)
-        made.append(torch.cat([text, vision.squeeze(1).to(text)]))
+        text = tensors["position_ids"][i]
+        positions = text.new_zeros((4, len(text)))
+        positions[0] = text
+        attended = kept[i] != 0
+        positions[1:, attended] = sample_positions(ids[i, attended], media, get_rope_index, config).to(text)
+        made.append(positions)
     return torch.stack(made)
 
 

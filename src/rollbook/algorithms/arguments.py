@@ -22,18 +22,20 @@ def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
     """Whether a value has one entry for each row, (B,), and not for each token.
 
     Among packed tokens both values end to end and numbers of rows are flat. Where B rows have B tokens in all, but not
-    one each, a flat tensor could be either, and is refused.
+    one each, a flat tensor is taken for numbers of rows, and refused if other tokens of the call are end to end, too.
 
     >>> layout = Layout.of(None, log_probs=[[-1.0, -2.0], [-3.0]])
     >>> [is_per_row(layout, "weights", value) for value in ([1.0, 2.0], [[1.0, 2.0], [3.0]], torch.ones(3))]
     [True, False, False]
+    >>> is_per_row(Layout.of(None, log_probs=[[-1.0, -2.0], []]), "weights", torch.ones(2))
+    True
     """
     if isinstance(value, (Rows, Ragged)):
         return False
     if isinstance(value, (torch.Tensor, np.ndarray)):
         if value.ndim != 1 or layout.lengths is None:
             return value.ndim == 1
-        if len(value) == layout.rows == layout.shape[0] and set(layout.lengths) != {1}:
+        if layout.flat and len(value) == layout.rows == layout.shape[0] and set(layout.lengths) != {1}:
             raise ValueError(
                 f"{name}: got {len(value)} numbers for as many rows and as many tokens, expected Rows(values, lengths) "
                 "for tokens, or a list for rows"

@@ -43,7 +43,12 @@ class Layout:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], lengths: list[int] | None, mask: torch.Tensor, column: bool = False
+        self,
+        shape: tuple[int, ...],
+        lengths: list[int] | None,
+        mask: torch.Tensor,
+        column: bool = False,
+        flat: bool = False,
     ) -> None:
         self.shape = shape
         """(B, A) if padded, (total,) if packed."""
@@ -53,6 +58,8 @@ class Layout:
         """[of `shape`] bool: which tokens count."""
         self.column = column
         """Whether results are given back as a `Ragged` column, since the tokens came as one."""
+        self.flat = flat
+        """Whether some packed tokens came as a one-dimensional tensor, end to end."""
 
     @classmethod
     def of(cls, mask: PerToken | None, **tokens: PerToken | None) -> Layout:
@@ -75,7 +82,8 @@ class Layout:
                 )
             shape = (sum(lengths),)
         first = next(iter(given.values()))
-        self = cls(shape, lengths, torch.empty(0, device=_device(given.values())), isinstance(first, Ragged))
+        flat = lengths is not None and any(isinstance(shape, tuple) for shape in shapes.values())
+        self = cls(shape, lengths, torch.empty(0, device=_device(given.values())), isinstance(first, Ragged), flat)
         if isinstance(first, Ragged):
             self.offsets = first.offsets - first.offsets[0]
         if mask is None:
@@ -158,7 +166,7 @@ class Layout:
 
     def narrowed(self, mask: torch.Tensor) -> Layout:
         """The same layout with fewer tokens that count."""
-        return Layout(self.shape, self.lengths, self.mask & mask, self.column)
+        return Layout(self.shape, self.lengths, self.mask & mask, self.column, self.flat)
 
     def give(self, tensor: torch.Tensor) -> Any:
         """A result (`shape`) in the layout that the mask, or else the first argument, came in: a matrix, `Rows`, or a

@@ -19,8 +19,9 @@ from rollbook.batch import ExperienceBatch
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.ids import EID
 from rollbook.jagged import Rows
-from rollbook.layouts import action_starts, spans_of_rows
+from rollbook.layouts import action_starts, predicted_mask, spans_of_rows
 from rollbook.ragged import Ragged
+from rollbook.records import mask_unpredicted
 
 INFO_KEYS = {"states": "env_state_hash", "step_rewards": "step_reward", "baselines": "reward_baseline"}
 """Inputs that a record keeps in its `info`, and the key of each."""
@@ -75,7 +76,7 @@ def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mappi
         return _of_batch(data, keys)
     if isinstance(data, Mapping):
         return data
-    return _of_records(as_experiences(data), keys)
+    return _of_records(mask_unpredicted(as_experiences(data)), keys)
 
 
 def _of_records(many: Experiences, keys: Mapping[str, str]) -> Inputs:
@@ -133,7 +134,7 @@ def _of_batch(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
         "runs": lambda: [run_id(eid) for eid in ids()],
         "steps": lambda: [eid.step for eid in ids()],
         "ids": lambda: [eid.uid for eid in ids()],
-        "mask": lambda: batch.action_mask,
+        "mask": lambda: predicted_mask(batch),
         "response": lambda: _response(batch),
         "token_rewards": lambda: extras.get("token_level_reward"),
         "without_token_rewards": lambda: sorted(batch.origin.absent.get("extras.token_level_reward", ())),

@@ -15,6 +15,7 @@ import torch
 from rollbook.batch import ExperienceBatch, Samples, from_experiences
 from rollbook.experience import Experience
 from rollbook.jagged import Rows, Spans
+from rollbook.layouts import predicted_mask
 from rollbook.models.sequences import end_to_end, sampling_of
 from rollbook.ragged import offsets_of
 from rollbook.rollout.types import Prompt, Sample, Sampling, as_media
@@ -168,7 +169,7 @@ def batch_of(samples: Samples, records: Sequence[Experience] | None = None) -> E
             attention[:, attention.shape[1] - action_mask.shape[1] :] |= action_mask.to(attention.dtype)
         actions = [] if samples.rollouts is None else [len(one.response_ids) for one in samples.rollouts]
     if samples.rollouts is None:
-        return ExperienceBatch(
+        batch = ExperienceBatch(
             sequences=sequences,
             action_log_probs=None,
             base_action_log_probs=None,
@@ -181,9 +182,13 @@ def batch_of(samples: Samples, records: Sequence[Experience] | None = None) -> E
             ids=None if samples.ids is None else list(samples.ids),
             **shared,
         )
+        batch.action_mask = predicted_mask(batch)
+        return batch
     if records is None:
         records = [one.to_experience() for one in samples.rollouts]
     batch = from_experiences(records, packing_samples=packs, layout="prompt_left_response_right")
+    # Of samples whose prompt's ids an engine did not say, the first token stays: their records have it masked where
+    # they are trained on (`rollbook.records.mask_unpredicted`).
     batch.sequences, batch.attention_mask, batch.action_mask = sequences, attention, action_mask
     batch.extras = _extras(batch, samples, actions, packs)
     batch.action_log_probs = None

@@ -192,6 +192,8 @@ class Scorer:
         for i, (row, mask) in enumerate(zip(packed.sequences, packed.action_mask, strict=True)):
             response = row[len(row) - len(mask) :]
             prompt_ids = row[: len(row) - len(mask)].tolist()
+            if not prompt_ids:  # the first token is not trained on, but the model wrote it
+                mask = torch.cat([torch.ones_like(mask[:1]), mask[1:]])
             given = None if samples.prompts is None else samples.prompts[i]
             made.append(
                 RewardInput(

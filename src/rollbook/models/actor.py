@@ -26,8 +26,8 @@ from rollbook.models.lora import Reference, attach, has_adapters, save_base
 from rollbook.models.sequences import MEDIA, laid_out, media_of_rows, process_sequences, sampling_of
 from rollbook.models.slots import called_batch, check_matrix
 from rollbook.models.wrapper import Wrapper, flat
-from rollbook.rollout.processing import placeholders
 from rollbook.rollout.types import Prompt, token_ids
+from rollbook.vision import placeholders
 
 
 class Actor(Wrapper):

@@ -22,6 +22,7 @@ from rollbook.algorithms.tokens import TokenStats, from_hidden, from_logits
 from rollbook.batch import ExperienceBatch, Origin
 from rollbook.jagged import Rows
 from rollbook.models.slots import Slots
+from rollbook.vision import TYPES, token_types
 
 VARLEN = "rollbook_varlen"
 """What transformers knows `rollbook.models.varlen` by."""
@@ -97,11 +98,16 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 
 def inputs_of(model: Any, batch: ExperienceBatch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The keyword arguments of one pass over a batch, without a cache; `media` beyond the batch's own go along."""
+    """The keyword arguments of one pass over a batch, without a cache; `media` beyond the batch's own go along.
+
+    Images and videos that come without `mm_token_type_ids` get them from their placeholder ids, if they have grids; a
+    model that reads types of images without grids is refused (its processor may mark more than placeholders).
+    """
     places = [unwrapped(model), trunk_of(model)]
+    config = getattr(places[0], "config", None)
     index = next((one.get_rope_index for one in places if one is not None and hasattr(one, "get_rope_index")), None)
     # Padded, a model that has positions in space finds them itself, in one go.
-    inputs = batch.model_inputs(get_rope_index=index if batch.layout == "packed" else None)
+    inputs = batch.model_inputs(get_rope_index=index if batch.layout == "packed" else None, config=config)
     if index is not None and batch.layout == "packed" and inputs["position_ids"].dim() == 2:
         # Text alone: without positions of its own beside the three in space, such a model does not see where one ends.
         inputs["position_ids"] = inputs["position_ids"].expand(4, -1, -1)
@@ -113,6 +119,18 @@ def inputs_of(model: Any, batch: ExperienceBatch, media: Mapping[str, Any] | Non
                 "image (Actor.token_stats)"
             )
         del inputs["position_ids"]
+        if TYPES not in inputs:
+            inputs[TYPES] = token_types(inputs["input_ids"], config)
+            if batch.attention_mask is not None:
+                inputs[TYPES] *= batch.attention_mask != 0
+    if (
+        TYPES not in inputs
+        and ("pixel_values" in inputs or "pixel_values_videos" in inputs)
+        and TYPES in inspect.signature(places[0].forward).parameters
+    ):
+        raise ValueError(
+            f"media[{TYPES!r}]: got None, expected what the processor gave: {type(places[0]).__name__} reads it"
+        )
     return {**inputs, "use_cache": False}
 
 

@@ -14,9 +14,8 @@ import torch
 from rollbook.algorithms.registry import near, whole_number
 from rollbook.jagged import Spans
 from rollbook.models.slots import check_matrix
-from rollbook.rollout.processing import placeholders
 from rollbook.rollout.types import ALIASES, Sample, Sampling
-from rollbook.vision import BY_TOKEN
+from rollbook.vision import BY_TOKEN, placeholders
 
 # What calls to transformers carry along, with the values that ask for nothing else than is done here.
 _HARMLESS: dict[str, tuple[Any, ...] | None] = {

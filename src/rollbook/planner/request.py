@@ -288,6 +288,9 @@ def _costs(cost: Any, lengths: Ints) -> Floats:
 
 def _loss_tokens(records: Any, lengths: Ints) -> list[int]:
     """How many tokens of each record count in the loss: those in its mask or, without one, all of its response."""
+    from rollbook.records import mask_unpredicted
+
+    records = mask_unpredicted(records)
     responses = (lengths - np.minimum(records.prompt_lengths(), lengths)).tolist()
     masks = records.values("action_mask")
     return [

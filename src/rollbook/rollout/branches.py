@@ -203,6 +203,39 @@ def drifts(turns: Iterable[Turn]) -> Drifts:
     return Drifts(made[number] for number in sorted(made))
 
 
+def placed_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[Observed]) -> dict[str, Any]:
+    """Media of an observation, whose by-token entries count from the branch's first token on.
+
+    By-token entries of messages that follow other tokens are left out: which tokens are theirs is not known until the
+    conversation is rendered, and a model derives types from placeholder ids.
+    """
+    import torch
+
+    from rollbook.vision import BY_TOKEN
+
+    before = [len(branch.ids), *(None if each.ids is None else len(each.ids) for each in branch.pending)]
+    start = None if None in before else sum(length for length in before if length is not None)
+    ids = [each.ids for each in observation]
+    placed: dict[str, Any] = dict(media)
+    for key in BY_TOKEN:
+        if key not in placed:
+            continue
+        entries = torch.as_tensor(placed.pop(key)).reshape(1, -1)
+        count = sum(len(each) for each in ids if each is not None)
+        if None not in ids and entries.shape[1] != count:
+            raise ValueError(f"media[{key!r}]: got {entries.shape[1]} entries, expected {count}, one for each token")
+        if start == 0 or (start is not None and None not in ids):
+            placed[key] = torch.nn.functional.pad(entries, (start, 0))
+    return placed
+
+
+def without_types(media: Mapping[str, Any]) -> dict[str, Any]:
+    """Media without by-token entries."""
+    from rollbook.vision import BY_TOKEN
+
+    return {key: value for key, value in media.items() if key not in BY_TOKEN}
+
+
 # --- as plain values, and back ---------------------------------------------------------------------------------------
 
 _AS_THEY_ARE = ("number", "parent", "continued_as", "unchecked", "failed", "full", "reward", "engine_media")

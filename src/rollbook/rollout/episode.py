@@ -334,7 +334,8 @@ class Episode:
         """Append token ids as they are: nothing is put before or after them, what a turn begins with neither.
 
         `message` is what they are in the conversation; without it the conversation is not compared with its
-        rendering from here on (`unchecked`). Images have their placeholders among the ids.
+        rendering from here on (`unchecked`). Images have their placeholders among the ids; `media` with an entry for
+        each token (`mm_token_type_ids`) have one for each of the ids.
         """
         given = None if message is None else dict(message)
         found = Observed(ids=token_ids("ids", list(ids)), message=given, images=as_media("images", images))
@@ -342,6 +343,7 @@ class Episode:
 
     def _observe(self, found: list[Observed], media: Mapping[str, Any] | None) -> None:
         row = self._branch
+        placed = parts.placed_media(media, row, found) if media else None
         row.pending += found
         row.images += [image for one in found for image in one.images]
         try:
@@ -350,8 +352,8 @@ class Episode:
             del row.pending[len(row.pending) - len(found) :]
             del row.images[len(row.images) - sum(len(one.images) for one in found) :]
             raise
-        if media:
-            row.media.append(dict(media))
+        if placed:
+            row.media.append(placed)
 
     # --- branches and records ---------------------------------------------------------------------------------------
 

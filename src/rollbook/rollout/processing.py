@@ -20,14 +20,9 @@ import torch
 from rollbook.media import SHARED
 from rollbook.rollout.pictures import load_image, source
 from rollbook.rollout.types import Prompt, Sampling
+from rollbook.vision import BY_TOKEN, GRIDS, TYPES, placeholders, token_types
 
 _TOKENS = ("input_ids", "attention_mask")
-_PLACEHOLDERS = {
-    "image": ("image_token_id", "image_token_index"),
-    "video": ("video_token_id", "video_token_index"),
-    "audio": ("audio_token_id", "audio_token_index"),
-    "start": ("vision_start_token_id",),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,23 +40,6 @@ class Prepared:
     media: Mapping[str, torch.Tensor] | None = None
     text: str | None = None
     truncated_from: int | None = None
-
-
-def placeholders(config: Any) -> dict[str, int]:
-    """The token ids that stand for media, by what they stand for, as a model's config has them.
-
-    >>> class Config:
-    ...     image_token_id = 8
-    >>> placeholders(Config()), placeholders(None)
-    ({'image': 8}, {})
-    """
-    found = {}
-    for what, names in _PLACEHOLDERS.items():
-        known = [getattr(config, name, None) for name in names]
-        ids = [each for each in known if isinstance(each, int) and each >= 0]
-        if ids:
-            found[what] = ids[0]
-    return found
 
 
 class Preparer:
@@ -168,9 +146,8 @@ class Preparer:
         for name, value in media.items():
             if not isinstance(value, torch.Tensor):
                 raise ValueError(f"media[{name!r}]: got {type(value).__name__}, expected a tensor")
-        known = placeholders(self.config)
-        if not known:
-            known = placeholders(self.processor)
+        holder = self.config if placeholders(self.config) else self.processor
+        known = placeholders(holder)
         for what, count in (("image", images), ("video", videos)):
             if what in known and ids.count(known[what]) < count:
                 raise ValueError(
@@ -185,10 +162,9 @@ class Preparer:
                     raise ValueError(
                         f"prompt: got {ids.count(known[what])} {what} placeholders, expected {wanted}, by its grids"
                     )
-        if "mm_token_type_ids" not in media and ("image_grid_thw" in media or "video_grid_thw" in media):
-            # Models whose positions go by these kinds ask for them, in training too.
-            kinds = {known[what]: kind for what, kind in (("image", 1), ("video", 2)) if what in known}
-            media["mm_token_type_ids"] = torch.tensor([[kinds.get(token, 0) for token in ids]])
+        if TYPES not in media and any(grid in media for grid in GRIDS) and ("image" in known or "video" in known):
+            # Models whose positions go by these types ask for them, in training too.
+            media[TYPES] = token_types(torch.tensor([list(ids)]), holder)
         return {name: SHARED.keep(value) for name, value in media.items()}
 
     def _with_ready(self, prompt: Prompt, ready: Mapping[str, Any]) -> Prepared:
@@ -215,8 +191,8 @@ class Preparer:
                     f"prompt.token_ids: got {ids.count(token)} placeholders ({token}), expected {alone.count(token)}, "
                     "as many as its media give"
                 )
-        by_token = ("mm_token_type_ids", "token_type_ids")  # of the placeholders alone, without the text
-        features = {name: value for name, value in features.items() if name not in by_token}
+        # By-token entries are of the placeholders alone, without the text.
+        features = {name: value for name, value in features.items() if name not in BY_TOKEN}
         return Prepared(ids=ids, media=self._media(features, ids), text=self._decoded(ids))
 
     def _decoded(self, ids: Sequence[int]) -> str | None:

@@ -164,19 +164,37 @@ class Recorder:
 
 
 def joined_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The tensors of several observations, joined by key along their first axis, in order; but for those with an
-    entry for each token, which of several cannot be joined.
+    """Join the tensors of several observations by key, in order.
+
+    Args:
+        media: Of each observation, as `placed_media` gives it.
+
+    Returns:
+        Tensors joined along their first axis; by-token ones, (1, n) from the first token on, laid over each other, and
+        left out if an observation has none: a model derives them (`rollbook.vision.token_types`). `None` without media.
 
     >>> import torch
-    >>> joined_media([{"pixel_values": torch.zeros(2, 3)}, {"pixel_values": torch.ones(1, 3)}])["pixel_values"].shape
-    torch.Size([3, 3])
+    >>> first = {"pixel_values": torch.zeros(2, 3), "mm_token_type_ids": torch.tensor([[0, 1]])}
+    >>> second = {"pixel_values": torch.ones(1, 3), "mm_token_type_ids": torch.tensor([[0, 0, 0, 1]])}
+    >>> joined = joined_media([first, second])
+    >>> joined["pixel_values"].shape, joined["mm_token_type_ids"]
+    (torch.Size([3, 3]), tensor([[0, 1, 0, 1]]))
     """
     import torch
 
     from rollbook.vision import BY_TOKEN
 
-    keys = dict.fromkeys(key for one in media for key in one if len(media) == 1 or key not in BY_TOKEN)
-    return {key: torch.cat([one[key] for one in media if key in one]) for key in keys} or None
+    joined: dict[str, Any] = {}
+    for key in dict.fromkeys(key for observation in media for key in observation):
+        tensors = [observation[key] for observation in media if key in observation]
+        if key not in BY_TOKEN:
+            joined[key] = torch.cat(tensors)
+        elif len(tensors) == len(media):
+            entries = tensors[0].new_zeros((1, max(tensor.shape[1] for tensor in tensors)))
+            for tensor in tensors:
+                entries[:, : tensor.shape[1]] += tensor.to(entries)
+            joined[key] = entries
+    return joined or None
 
 
 def _filled(response: Sequence[Span], name: Literal["logprobs", "versions"]) -> list[Any] | None:

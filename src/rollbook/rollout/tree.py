@@ -11,7 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rollbook.ids import EID
-from rollbook.rollout.branches import Branch, Span, SpanKind, Turn, from_plain, messages_of, plain, row_id
+from rollbook.rollout.branches import (
+    Branch,
+    Span,
+    SpanKind,
+    Turn,
+    from_plain,
+    messages_of,
+    plain,
+    row_id,
+    without_types,
+)
 from rollbook.rollout.engine import derived
 from rollbook.rollout.fingerprints import template_fingerprint
 from rollbook.rollout.rendering import Drift, Renderer, compare
@@ -197,6 +207,7 @@ class Tree:
                 drift = replace(compare(tokens, given, decode, by="engine"), policy="fork")
             elif branch.turns:
                 drift = Drift(outcome="clean", by="engine")
+            branch.media = [without_types(media) for media in branch.media]
             tokens = given
         return self._append(branch, sample, tokens, drift, "an engine was given what was not observed" if ended else "")
 
@@ -219,6 +230,7 @@ class Tree:
         """A branch that goes on with this one's conversation, rendered anew; this one is over."""
         fork = branch.copy(len(self.branches))
         fork.spans, fork.reward = [], branch.reward
+        fork.media = [without_types(media) for media in fork.media]  # its tokens lie elsewhere
         now = len(branch.turns)
         fork.errors = [error for error in branch.errors if error["turn"] == now]
         branch.errors = [error for error in branch.errors if error["turn"] != now]

@@ -96,6 +96,8 @@ class _Run:
     environment: Environment | None = None
     error: str | None = None
     over: bool = False
+    ended: bool = False
+    """Whether the environment said that it is over."""
     out_of_turns: bool = False
     rewards: list[float] = field(default_factory=list)
     """What each turn was worth, where the environment said so."""
@@ -131,9 +133,19 @@ class _Run:
         if self.error is not None:
             none = [None if one.action_mask is None else torch.zeros_like(one.action_mask) for one in made]
             made = [one.replace(reward=math.nan, action_mask=mask) for one, mask in zip(made, none, strict=True)]
+        elif self.ended:
+            made = [_ended(row) for row in made]
         elif self.out_of_turns:
             made = [_out_of_turns(one) for one in made]
         self.rows = made
+
+
+def _ended(row: Experience) -> Experience:
+    """The record of an episode that the environment ended: a cut turn that it responded to does not truncate it."""
+    if row.finish_reason != "length":
+        return row
+    info = {name: value for name, value in row.info.items() if name != "truncated"}
+    return row.replace(finish_reason="stop", truncate_status=None, info=info)
 
 
 def _out_of_turns(row: Experience) -> Experience:
@@ -151,7 +163,8 @@ class EpisodeMaker(NaiveExperienceMaker):
       positions. An episode that comes to either end has the reason `length`, and `info["truncated"]` says which:
       `turns`, `context`, or `turn` where `max_tokens` cut one.
     - `on_cut`: what becomes of a turn that a limit cut. `end`: the episode is over, and the environment does not see
-      it; `respond`: it is a turn like others, as in a game whose moves have a fixed number of tokens.
+      it; `respond`: it is a turn like others, as in a game whose moves have a fixed number of tokens: an episode that
+      the environment then ends has the reason `stop`, and is not truncated.
     - `rewards`: an episode is worth the `sum` of what the environment gave its turns, or the `last` of it; 0 if it
       gave nothing. With `sum`, `token_level_reward` of the record has each turn's on its last token, where estimators
       over time (`ppo`, `gae`, `reinforce`, ...) take it; those that compare runs are given the total. `reward`: what
@@ -405,7 +418,7 @@ class EpisodeMaker(NaiveExperienceMaker):
             run.rewards.append(reply.reward)
             if self.rewards == "sum":
                 episode.score_turn(reply.reward)
-        said, run.over = reply.observation, reply.done
+        said, run.over, run.ended = reply.observation, reply.done, reply.done
         if not reply.done and len(episode.turns) >= self.max_turns:
             run.over = run.out_of_turns = True
         if said is None:

@@ -22,6 +22,7 @@ from rollbook.algorithms.masks import high_entropy_mask
 from rollbook.collate import split_dpo_experience_to_single_turn
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.jagged import Rows
+from rollbook.records import mask_unpredicted
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import takes_rewards
 
@@ -67,7 +68,7 @@ class Material:
         version: int | None = None,
     ) -> Material:
         """The rows of records, leased for one step; `version` is the policy's number, for a bound on staleness."""
-        many = as_experiences(records)
+        many = mask_unpredicted(as_experiences(records))
         for name, given in (("expert", expert), ("weights", weights)):
             if given is not None and len(given) != len(many):
                 raise ValueError(f"{name}: got {len(given)} entries, expected {len(many)}, one for each record")
@@ -93,7 +94,7 @@ class Material:
     def _of_pairs(cls, many: Experiences, weights: Sequence[float] | None) -> Material:
         if weights is not None:
             raise ValueError("weights: got some, and pairs of answers take none")
-        rows = Experiences(split_dpo_experience_to_single_turn(list(many)))
+        rows = mask_unpredicted(Experiences(split_dpo_experience_to_single_turn(list(many))))
         names = [str(row.parent) for row in rows]
         return cls(
             rows,

@@ -15,11 +15,12 @@ from rollbook.experience import Experience
 from rollbook.experiences import Experiences
 from rollbook.ids import EID
 from rollbook.rollout.engine import made_up_batch
-from rollbook.rollout.processing import Prepared, Preparer, placeholders
+from rollbook.rollout.processing import Prepared, Preparer
 from rollbook.rollout.rendering import Renderer
 from rollbook.rollout.types import Overflow, Prompt, Sampling
 from rollbook.train.data import Prompts
 from rollbook.train.rows import ANSWERS
+from rollbook.vision import placeholders
 
 log = logging.getLogger("rollbook.train")
 
