@@ -447,8 +447,8 @@ def from_experiences(
 
     `sequences` are the tokens; `action_log_probs` the `policy_logprobs` if every record has them, else the engine's
     `logprobs`; `returns`, `advantages` and `action_mask` by name; a record's other response-axis fields go to
-    `extras`, and its custom fields too. `info` holds `reward`, `response_length` (actions), `total_length` and the
-    records' `info` and `metrics`, collated; `ids` the records' ids. With a `device` the columns travel packed, in one
+    `extras`. `info` holds `reward`, `response_length` (actions), `total_length`, the custom fields and the records'
+    `info` and `metrics`, collated; `ids` the records' ids. With a `device` the columns travel packed, in one
     pinned buffer, and are padded there.
 
     >>> from rollbook import Experience
