@@ -74,13 +74,10 @@ class EID:
             if type(value) is not str and type(value) is not int:
                 value = str(value) if isinstance(value, str) else _index(name, value, "an int or a str")
                 setattr(self, name, value)
-            if type(value) is int:
-                if value.bit_length() > MAX_BITS:
-                    raise ValueError(
-                        f"EID.{name}: got {value.bit_length()} bits, expected an int of at most {MAX_BITS}"
-                    )
-            elif not value.isascii():
+            if isinstance(value, str):
                 _check_text(name, value)
+            elif value.bit_length() > MAX_BITS:
+                raise ValueError(f"EID.{name}: got an int of {value.bit_length()} bits, expected at most {MAX_BITS}")
         for name in ("run", "step"):
             value = getattr(self, name)
             if type(value) is not int:
