@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from rollbook.batch import ExperienceBatch
     from rollbook.experience import Experience
+    from rollbook.wire import Limits
 
 ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
 
@@ -136,11 +137,12 @@ class Experiences(Sequence["Experience"]):
         return decode(data, verify=verify)
 
     @classmethod
-    def from_parquet(cls, path: str | os.PathLike[str]) -> Experiences:
+    def from_parquet(cls, path: str | os.PathLike[str], limits: Limits | None = None) -> Experiences:
         """Records from a Parquet file; see `rollbook.interchange.read_parquet`."""
         from rollbook.interchange import read_parquet
+        from rollbook.wire import DEFAULT_LIMITS
 
-        return read_parquet(path)
+        return read_parquet(path, DEFAULT_LIMITS if limits is None else limits)
 
     @classmethod
     def from_hf(cls, dataset: Any) -> Experiences:

@@ -13,12 +13,13 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from rollbook import arrow, columns, experiences
+from rollbook import arrow, columns, experiences, parquet
 from rollbook.columns import PLAIN_TYPES, Columns
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
 from rollbook.fields import DTYPES, FIELDS, Field, owner
 from rollbook.ids import EID
+from rollbook.wire import DEFAULT_LIMITS, Limits
 
 
 def to_table(many: Experiences, portable: bool, typed: bool = True) -> pa.Table:
@@ -203,18 +204,10 @@ def write_parquet(many: Experiences, path: str | os.PathLike[str], compression: 
         raise
 
 
-def read_parquet(path: str | os.PathLike[str]) -> Experiences:
+def read_parquet(path: str | os.PathLike[str], limits: Limits = DEFAULT_LIMITS) -> Experiences:
     """The records of a Parquet file; `WireError` if it is damaged or its columns are not those of records."""
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(os.fspath(path)) as file:
-            table = file.read()
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
-        raise WireError(f"{os.fspath(path)}: no Parquet file that can be read: {error}") from None
-    return from_table(table)
+    parts = list(parquet.batches(path, 1 << 16, limits=limits))
+    return from_table(pa.Table.from_batches(parts)) if parts else Experiences()
 
 
 # --- HF datasets --------------------------------------------------------------------------------------------------
