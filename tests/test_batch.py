@@ -932,23 +932,42 @@ def test_no_records_make_an_empty_batch() -> None:
             assert split_experience_batch(batch, unpad=True) == []
 
 
-def test_custom_fields_become_extras() -> None:
+def test_custom_fields_become_entries_of_info() -> None:
     expert = CustomField("expert", "expert_mask", torch.bool)
-    weight = CustomField("weight", "weight", torch.float32)
+    place = CustomField("place", "xy", torch.float16)
+    infos = [{"expert": True, "place": [0.5, 0.25]}, {"expert": False, "place": [1.0, 2.0]}]
+    rows = [Experience(tokens=[1, 2, 3], custom_fields=[expert, place], info=info) for info in infos]
+    rows[1].custom_fields.reverse()
+    for batch in (from_experiences(rows), from_experiences(rows, packing_samples=True)):
+        assert batch.info["expert_mask"].tolist() == [True, False] and batch.info["expert_mask"].dtype == torch.bool
+        assert batch.info["xy"].tolist() == [[0.5, 0.25], [1.0, 2.0]] and batch.info["xy"].dtype == torch.float16
+        assert not batch.extras
+    items = split_experience_batch(from_experiences(rows), unpad=True)
+    assert items[0].info["expert_mask"] is True
+    assert make_experience_batch(items) == from_experiences(rows)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({}, r"custom_fields: got none, expected 'a' as 'aa' \(torch.float32\), the same as record 0"),
+        ({"custom_fields": [("a", "aa", torch.int64)]}, "custom_fields: got 'a' as 'aa' .torch.int64., expected 'a'"),
+        ({"custom_fields": [("c", "aa", torch.float32)]}, "custom_fields: got 'c' as 'aa' .torch.float32., expected"),
+        ({"info": {}}, "info: got no 'a', expected it for the custom field 'aa'"),
+        ({"info": {"a": None}}, r"info\['a'\]: got None, expected a number or an array"),
+        ({"info": {"a": [1.0, 2.0]}}, r"info\['a'\]: got shape \[2\], expected \[\], the same as record 0"),
+    ],
+)
+def test_custom_fields_that_records_do_not_share_are_refused(second: dict[str, Any], message: str) -> None:
+    plain = {"tokens": [1, 2, 3], "info": {"a": 1.0, "c": 2.0}}
+    field = ("a", "aa", torch.float32)
+    given = {**plain, **({"custom_fields": [field]} if "info" in second else {}), **second}
     rows = [
-        Experience(tokens=[1, 2, 3], custom_fields=[expert, weight], info={"expert": True, "weight": [0.5, 0.25]}),
-        Experience(tokens=[1, 2], custom_fields=[expert], info={"expert": False}),
-        Experience(tokens=[1, 2]),
+        Experience(**{**values, "custom_fields": [CustomField(*one) for one in values.get("custom_fields", ())]})
+        for values in ({**plain, "custom_fields": [field]}, given)
     ]
-    batch = from_experiences(rows)
-    assert batch.extras["expert_mask"].tolist() == [[True, True], [False, False], [False, False]]
-    assert batch.extras["expert_mask"].dtype == torch.bool
-    assert batch.extras["weight"].tolist() == [[0.5, 0.25], [0, 0], [0, 0]]
-    assert split_experience_batch(batch, unpad=True)[2].extras is None
-    with pytest.raises(ValueError, match="record 0 .*'expert'.*'expert_mask'"):
-        from_experiences([Experience(tokens=[1, 2], custom_fields=[expert])])
-    with pytest.raises(ValueError, match=r"record 0 .*'weight'.*\[3\].*1"):
-        from_experiences([Experience(tokens=[1, 2], custom_fields=[weight], info={"weight": [1.0, 2.0, 3.0]})])
+    with pytest.raises(ValueError, match=f"record 1 .*: {message}"):
+        from_experiences(rows)
 
 
 def test_media_of_records() -> None:

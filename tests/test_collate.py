@@ -528,10 +528,10 @@ def test_split_promotes_the_types_of_prompt_and_answer() -> None:
     assert rejected.tokens.dtype == torch.int32
 
 
-def test_messages_of_the_pair_itself_are_the_fallback() -> None:
-    shared_messages = [{"role": "user", "content": "?"}]
-    halves = split_dpo_experience_to_single_turn([pair(messages=shared_messages, chosen_messages=[{"role": "a"}])])
-    assert [half.messages for half in halves] == [[{"role": "a"}], shared_messages]
+def test_a_half_has_the_messages_of_its_answer_alone() -> None:
+    prompt = [{"role": "user", "content": "?"}]
+    halves = split_dpo_experience_to_single_turn([pair(messages=prompt, chosen_messages=[{"role": "a"}])])
+    assert [half.messages for half in halves] == [[{"role": "a"}], None]
 
 
 @pytest.mark.parametrize("columns", [False, True])

@@ -116,8 +116,9 @@ def test_adapters_page() -> None:
 
 def test_migration_pages() -> None:
     for name in ("migration-lightrft.md", "migration-trinity.md"):
+        scope: dict[str, Any] = {}
         for code in blocks(ROOT / "docs" / name):
-            exec(code, {})
+            exec(code, scope)
 
 
 def test_pictures_are_drawn_by_the_code() -> None:

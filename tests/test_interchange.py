@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets, load_from_disk
 
-from rollbook import EID, Experience, Experiences, WireError
+from benchmarks import peers
+from rollbook import EID, CustomField, Experience, Experiences, WireError
 from rollbook.experience import from_hf_datasets, to_hf_datasets
 from rollbook.fields import FIELDS
 
@@ -206,3 +208,56 @@ def test_trinitys_own_dataset_is_read() -> None:
     assert record.messages == [{"role": "user", "content": "hi"}]
     assert record.multi_modal_inputs["pixel_values"].tolist() == [[0.5, 1.0]]
     assert record.logprobs.tolist() == [-0.5, -0.25]
+
+
+def test_datasets_go_to_trinity_and_back() -> None:
+    """The released Trinity reads what was written for it, and the single turns that it writes stay single turns."""
+    trinity = peers.trinity()
+    grid = torch.tensor([[1, 2, 2]])
+    rows = [
+        Experience(
+            eid=EID(1, "a/b", 2, suffix="s"),
+            tokens=[1, 2, 3],
+            logprobs=[-0.5, -0.25],
+            reward=1.0,
+            info={"a": 1},
+            metrics={"m": 0.5},
+            messages=[{"role": "user", "content": "x"}],
+            tools=[{"name": "search"}],
+            multi_modal_inputs={"pixel_values": torch.tensor([[0.5]]), "image_grid_thw": grid},
+            policy_versions=3,
+        ),
+        Experience(eid=EID("x", 2, 3, suffix="t"), tokens=[4, 5, 6], action_mask=[1, 0], prompt_length=1),
+        Experience(eid=EID(1, 2, 4, suffix="u"), tokens=[7, 8], logprobs=[0.0], truncate_status="prompt_truncated"),
+        Experience(eid=EID(1, 2, 5, suffix="v"), tokens=[1, 2], chosen=[3], rejected=[4, 5], reward=float("nan")),
+    ]
+    read = trinity.from_hf_datasets(to_hf_datasets(rows, for_trinity=True))
+    for row, theirs in zip(rows, read, strict=True):
+        assert type(theirs) is trinity.Experience and theirs.experience_type == row.experience_type
+        assert theirs.eid.to_dict() == {**row.eid.to_dict(), "batch": str(row.eid.batch), "task": str(row.eid.task)}
+        for name in ("tokens", "logprobs", "action_mask", "chosen", "rejected"):
+            ours, found = getattr(row, name), getattr(theirs, name)
+            assert (ours is found is None) or (torch.equal(ours, found) and ours.dtype == found.dtype), name
+        for name in ("info", "metrics", "messages", "tools", "truncate_status", "prompt_length"):
+            assert getattr(theirs, name) == getattr(row, name), name
+    assert (read[0].reward, read[1].reward) == (1.0, None) and math.isnan(read[3].reward)
+    assert torch.equal(read[0].multi_modal_inputs["image_grid_thw"], grid) and read[1].multi_modal_inputs is None
+    again = from_hf_datasets(trinity.to_hf_datasets(read))
+    assert [row.experience_type for row in again] == ["single_turn", "multi_turn", "single_turn", "dpo"]
+    assert [row.experience_type for row in from_hf_datasets(to_hf_datasets(rows, for_trinity=True))] == [
+        row.experience_type for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"custom_fields": [CustomField("a", "b", torch.bool)]}, "record 1 .*: custom_fields: got 1, .*to_trxp"),
+        ({"info": {"a": "x"}}, "info: .*one type in all records"),
+        ({"multi_modal_inputs": {"sound": torch.ones(1)}}, r"record 1 .*: multi_modal_inputs: .*\['sound'\]"),
+    ],
+)
+def test_what_trinitys_datasets_cannot_hold_is_refused(changes: dict[str, Any], message: str) -> None:
+    row = Experience(tokens=[1, 2], info={"a": 1}, multi_modal_inputs={"pixel_values": torch.ones(1)})
+    with pytest.raises(ValueError, match=message):
+        to_hf_datasets([row, row.replace(**changes)], for_trinity=True)

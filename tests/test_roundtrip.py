@@ -391,10 +391,24 @@ def test_ids_that_print_alike_have_the_same_text(a: EID, b: EID) -> None:
     assert (a == b) == same_text
 
 
-@pytest.mark.parametrize("parts", [{"batch": "\ud800"}, {"task": "a\udfff"}, {"suffix": "\ud800"}, {"run": 2**63}])
-def test_ids_that_cannot_be_kept_are_refused(parts: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="eid"):
-        Experience(tokens=[1, 2], eid=EID(**parts)).serialize()
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("batch", "\ud800"),
+        ("task", "a\udfff"),
+        ("suffix", "\ud800"),
+        ("run", 2**63),
+        ("step", -(2**70)),
+        ("task", 10**400),
+    ],
+)
+def test_ids_that_cannot_be_kept_are_refused(part: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"EID\.{part}: got .*, expected"):
+        EID(**{part: value})
+    record = Experience(tokens=[1, 2])
+    setattr(record.eid, part, value)
+    with pytest.raises(ValueError, match=rf"record 0: eid: EID\.{part}: got"):
+        record.serialize()
 
 
 def test_a_custom_field_that_can_be_made_can_be_kept() -> None:

@@ -536,8 +536,8 @@ def test_torch_out_of_bounds() -> None:
         (5, (6,), (-1,), "below 0"),
         (0, (2,), (1, 1), "differ in length"),
         (0, (1 << 63,), (0,), "huge"),
-        (0, (1 << 40,), (0,), "more work"),
-        (0, (1 << 40, 0), (0, 0), "more work"),
+        (0, (1 << 40,), (0,), "more memory"),
+        (0, (1 << 40, 0), (0, 0), "more memory"),
         (0, (1.0,), (1,), "a float where only a int"),
         (True, (1,), (1,), "a bool where only a int"),
         (0, 3, (1,), "a int where only a tuple"),
@@ -821,6 +821,13 @@ def test_dag_bombs() -> None:
     refused(b"}" + tuples + b"Ns.", "more work")  # hashed as a key
     refused(b"\x8f(" + tuples + b"\x90.", "more work")
     refused(b"(" + tuples + b"\x91.", "more work")
+    wide = b"N"
+    for _ in range(4):  # 1.5 million leaves in 150 bytes
+        wide = b"(" + wide + b"2" * 34 + b"t"
+    refused(b"}" + wide + b"Ns.", "more work")
+    for large in (torch.zeros(1).expand(1 << 20), np.zeros(1 << 20), bytearray(1 << 20)):
+        assert len(load(pickle.dumps([large] * 2))) == 2
+        refused(pickle.dumps([large] * 2000), "counted each time")  # whoever copies the list copies each of them
     refused(b"cm\nC\n)\x81}X\x01\x00\x00\x00a" + tuples + b"sb.", "counted each time", records=[("m", "C")])
     ten = b"(" + b"]" * 9 + b"l."
     assert len(load(ten, max_items=10)) == 9
@@ -855,7 +862,7 @@ def test_repeated_work_is_bounded() -> None:
     for key in (integer, large, blob):  # hashed, or compared with one that is equal, again and again
         setup = put(key) + put(key) + b"}"
         refused(setup + b"h\x00Nsh\x01Ns" * 100_000 + b".", "more work|of one hash")
-    refused(b"\x8f" * 4_000_000 + b".", "more work")  # an empty set is 200 times as large as its opcode
+    refused(b"\x8f" * 4_000_000 + b".", "more memory")  # an empty set is 200 times as large as its opcode
 
 
 def test_chosen_hashes() -> None:

@@ -282,3 +282,14 @@ def test_unknown_columns_are_kept_and_written_back() -> None:
     one = Experience.deserialize(back[2].serialize())
     assert one == back[2]
     assert one.replace(reward=2.0).unknown["mood"].to_pylist() == ["bad"]
+
+
+def test_a_body_that_zstd_makes_tiny_is_stored_as_lz4() -> None:
+    """Readers refuse a ratio over 500 in what decodes to more than 64 MiB, and nothing that was written is refused."""
+    many = [Experience(tokens=torch.zeros(1 << 20, dtype=torch.int32))]
+    data = wire.encode(many, compression="zstd")
+    frame = wire.read_header(data)
+    assert frame.compression == "lz4" and frame.decoded < 500 * frame.length
+    assert wire.decode(data) == many
+    varied = [Experience(tokens=torch.arange(1 << 10))]
+    assert wire.read_header(wire.encode(varied, compression="zstd")).compression == "zstd"

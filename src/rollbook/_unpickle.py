@@ -3,9 +3,10 @@
 This is a small virtual machine of its own over the opcodes of protocols 0 to 5.  A name in the payload is
 looked up in the fixed tables below, and what a known name does is written here; any other name is an error
 as soon as it is referenced.  No length, count or shape is believed before it is checked against the bytes
-that are there.  Work that a few bytes could ask for over and over through the memo (copies, hashing, tensors
-larger than their storage) is paid from a purse sized by the payload.  The result holds no cycle and is
-limited in depth and size.  Malformed input of any kind gives :class:`UnpickleError` and nothing else.
+that are there.  What a few bytes could ask for over and over through the memo (copies, hashing, tensors
+larger than their storage) is paid from budgets of memory and of work that are sized by the payload.  The
+result holds no cycle and is limited in depth and size.  Malformed input of any kind gives
+:class:`UnpickleError` and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _SAME_HASH = 64  # filling a table with chosen hashes takes quadratic time, the 
 _SMALL_INT = (1 << 61) - 1  # ints below this are their own hash
 _MARKS = 200_000
 _CONTAINER_COST = 96
-_BASE_PURSE, _ITEM_COST, _OBJECT_COST, _TENSOR_COST = 1 << 26, 32, 256, 1024  # bytes, or about as much work
+_VALUE_BYTES = 128  # of an array, that count as one value
+_ITEM_COST, _OBJECT_COST, _TENSOR_COST = 32, 256, 1024  # bytes, or about as much work
 _TORCH_STREAM = (0x1950A86A20F9469CFC6C, 1001)  # magic number and version of torch's legacy format
 # fmt: off
 _WIDTHS = {
@@ -68,6 +70,20 @@ class Record:
     state: dict[str, Any]
 
 
+@dataclass
+class _Budget:
+    """What a payload may still cost, in bytes or about as much work."""
+
+    memory: int
+    work: int
+
+    @classmethod
+    def of(cls, size: int) -> _Budget:
+        # A container takes 50 times the byte that makes it, so memory has a large base; a payload of a kilobyte has no
+        # reason to ask for more work than about 16,000 visits of an item.
+        return cls(memory=(1 << 26) + 16 * size, work=(1 << 19) + 32 * size)
+
+
 @dataclass(eq=False)
 class _Hidden:
     """What exists inside the machine only: to leave one in the result is an error."""
@@ -79,10 +95,10 @@ class _Hidden:
 
 
 class _Machine:
-    def __init__(self, data: bytes, pos: int, records: frozenset[tuple[str, str]], purse: list[int]) -> None:
+    def __init__(self, data: bytes, pos: int, records: frozenset[tuple[str, str]], budget: _Budget) -> None:
         self.data, self.pos, self.records = data, pos, records
         self.at = self.frame_end = pos  # at: where the opcode that is being executed begins
-        self.purse = purse  # one cell, shared with the machines that read nested torch storages
+        self.budget = budget  # shared with the machines that read nested torch storages
         self.nested = False  # in a nested storage only storage classes may be named
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # one suspended stack for each open MARK
@@ -133,8 +149,15 @@ class _Machine:
         return value
 
     def spend(self, cost: int) -> None:
-        self.purse[0] -= cost
-        self.need(self.purse[0] >= 0, "the payload asks for far more work than its size accounts for")
+        """Pay for work that repeats what the payload holds, and for the memory that its result takes."""
+        self.budget.work -= cost
+        self.need(self.budget.work >= 0, "the payload asks for far more work than its size accounts for")
+        self.hold(cost)
+
+    def hold(self, cost: int) -> None:
+        """Pay for memory."""
+        self.budget.memory -= cost
+        self.need(self.budget.memory >= 0, "the payload asks for far more memory than its size accounts for")
 
     # Reading the bytes, the stack and the memo.
 
@@ -184,11 +207,11 @@ class _Machine:
 
     def held(self, made: Any) -> Any:
         """A new container, which takes far more memory than the byte that asked for it."""
-        self.spend(_CONTAINER_COST)
+        self.hold(_CONTAINER_COST)
         return made
 
     def put(self, index: int) -> None:
-        self.spend(_CONTAINER_COST)
+        self.hold(_CONTAINER_COST)
         self.memo[index] = self.stack[-1]
 
     def get(self, index: int) -> None:
@@ -213,7 +236,7 @@ class _Machine:
         return holder
 
     def gather(self, members: list[Any], *new: Any) -> Any:
-        self.spend(_OBJECT_COST * len(new))  # a set takes that, and one byte of payload makes one
+        self.hold(_OBJECT_COST * len(new))  # a set takes that, and one byte of payload makes one
         holder = self.exact(*(new or self.pop(1)), set)
         for member in members:
             if type(member) is not str or len(member) > _FREE_KEY:
@@ -385,7 +408,7 @@ class _Machine:
         self.spend(_TENSOR_COST + 2 * len(data))
         data, pos, parts = bytes(data), 0, []
         for _ in range(5):
-            inner = _Machine(data, pos, frozenset(), self.purse)
+            inner = _Machine(data, pos, frozenset(), self.budget)
             inner.nested = True
             try:
                 parts.append(inner.run())
@@ -417,7 +440,8 @@ class _Machine:
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         self.need(empty or last < have, f"a torch tensor that reaches past the {have} values it has")
         # Strides of 0, and dimensions beside a 0, take no bytes, but whoever copies the tensor pays for them.
-        self.spend(_TENSOR_COST + max(0, span - have) * width + (len(raw) if name == "bool" else 0))
+        self.hold(max(0, span - have) * width)
+        self.spend(_TENSOR_COST + (len(raw) if name == "bool" else 0))
         self.need(name != "bool" or not raw.translate(None, b"\0\1"), "a torch bool not 0 or 1")
         if storage.value is None:  # made once, so that aliased tensors stay aliased
             make: Any = torch.UntypedStorage
@@ -426,7 +450,7 @@ class _Machine:
         made.set_(storage.value, 0 if empty else offset, size, stride)
         if meta:  # the storage has the conjugate, or the negative, of what the tensor means
             self.need(self.exact(meta, dict).keys() <= {"conj", "neg"}, "unknown torch tensor metadata")
-            self.spend(2 * span * width)
+            self.hold(2 * span * width)
             made = made.conj().resolve_conj() if meta.get("conj") else made
             made = made.neg() if meta.get("neg") else made
         return made
@@ -446,7 +470,10 @@ class _Machine:
         return value if kind in (list, tuple, set, frozenset) else None
 
     def check(self, root: Any, max_depth: int, max_items: int) -> None:
-        """Refuse a result that has a cycle, is too deep, too large as a tree, or not all plain values."""
+        """Refuse a result that has a cycle, is too deep, too large as a tree, or not all plain values.
+
+        Tensors, arrays and bytearrays count by their size: whoever copies the tree copies them wherever they stand.
+        """
         known: dict[int, Any] = {}  # by id: nodes and height of a value; None from entering to leaving it
         todo = [(root, False)]
         while todo:
@@ -454,7 +481,8 @@ class _Machine:
             if not leaving and id(value) in known:
                 self.need(known[id(value)] is not None, "a value that contains itself")
                 continue
-            children, nodes, height = self.children(value), 1, 0
+            children, height = self.children(value), 0
+            nodes = 1 + (len(value) if type(value) is bytearray else getattr(value, "nbytes", 0)) // _VALUE_BYTES
             if children is not None and not leaving:
                 known[id(value)] = None
                 todo.append((value, True))
@@ -570,7 +598,7 @@ def _load_prefix(
 ) -> tuple[Any, int]:
     """Read the pickle that begins at ``offset``; give its value and where it ends."""
     size = len(data) - offset
-    machine = _Machine(data, offset, frozenset(records), [_BASE_PURSE + 16 * size])
+    machine = _Machine(data, offset, frozenset(records), _Budget.of(size))
     value = machine.run()
     machine.check(value, max_depth, max(100_000, size) if max_items is None else max_items)
     return value, machine.pos

@@ -456,9 +456,9 @@ def from_experiences(
 
     `sequences` are the tokens; `action_log_probs` the `policy_logprobs` if every record has them, else the engine's
     `logprobs`; `returns`, `advantages` and `action_mask` by name; a record's other response-axis fields go to
-    `extras`, and its custom fields too. `info` holds `reward`, `response_length` (actions), `total_length`,
-    `image_num` and `video_num` of records with grids, and the records' `info` and `metrics`, collated; `ids` the
-    records' ids. With a `device` the columns travel packed, in one pinned buffer, and are padded there.
+    `extras`. `info` holds `reward`, `response_length` (actions), `total_length`, `image_num` and `video_num` of
+    records with grids, the custom fields and the records' `info` and `metrics`, collated; `ids` the records' ids. With
+    a `device` the columns travel packed, in one pinned buffer, and are padded there.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[1, 2, 3], logprobs=[-0.5, -0.25], reward=1.0), Experience(tokens=[4, 5], reward=0.5)]

@@ -262,9 +262,9 @@ def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience
     """Each preference pair as two single turns, the chosen one first.
 
     Whatever speaks of both answers goes to both (prompt text, tools, media, reward, an `info` of their own, custom
-    fields); `chosen_messages` and `rejected_messages` become `messages`; `parent` is the pair's uid and the suffix
-    is new. Fields that speak of one response have no meaning in a pair and are left out, as is the mark of a truncated
-    prompt.
+    fields); `chosen_messages` and `rejected_messages` become `messages`, and `None` stays `None`: the pair's own
+    `messages` hold neither answer. `parent` is the pair's uid and the suffix is new. Fields that speak of one response
+    have no meaning in a pair and are left out, as is the mark of a truncated prompt.
 
     >>> from rollbook import Experience
     >>> pair = Experience(tokens=[1, 2], chosen=[3, 4], rejected=[5], prompt_text="q", eid={"suffix": "p"})
@@ -295,7 +295,7 @@ def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience
                 **common,
                 "tokens": torch.cat([pair.tokens.to(kind), answer.to(pair.tokens.device, kind)]),
                 "prompt_length": len(pair.tokens),
-                "messages": messages if messages is not None else common["messages"],
+                "messages": messages,
                 "parent": pair.eid.uid,
                 "eid": pair.eid.replace(suffix=EID().suffix),
             }
@@ -306,12 +306,29 @@ def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience
     return halves
 
 
-def to_hf_datasets(experiences: Records) -> Any:
-    """A `datasets.Dataset` with a column for every field, from which `from_hf_datasets` gives the same records back."""
+def to_hf_datasets(experiences: Records, *, for_trinity: bool = False) -> Any:
+    """Convert records to a `datasets.Dataset` with a column for every field.
+
+    Args:
+        experiences: The records.
+        for_trinity: Write the columns and types that Trinity-RFT's own `from_hf_datasets` reads. Fields that Trinity
+            lacks (`policy_versions`, `sampling`, ...) are left out, keys of `info` that some records lack read as
+            `None` there, and tensors come back in Trinity's types. `rollbook.wire.to_trxp` loses none of this.
+
+    Returns:
+        A dataset from which `from_hf_datasets` gives the same records back, unless it was made for Trinity.
+
+    Raises:
+        ValueError: With `for_trinity`, if the records have custom fields, or values of different types under one key.
+
+    >>> from rollbook import Experience
+    >>> to_hf_datasets([Experience(tokens=[1, 2], info={"a": 1})], for_trinity=True)[0]["info"]
+    {'a': 1}
+    """
     from rollbook.experiences import as_experiences
     from rollbook.interchange import to_hf
 
-    return to_hf(as_experiences(experiences))
+    return to_hf(as_experiences(experiences), for_trinity)
 
 
 def from_hf_datasets(dataset: Any) -> list[Experience]:

@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from rollbook import freeform
 from rollbook.errors import WireError
 from rollbook.fields import COLUMNAR, FIELDS, INTEGERS, SIDES, Field
-from rollbook.ids import EID
+from rollbook.ids import EID, MAX_BITS
 from rollbook.ragged import Ragged, promote, tensor_bytes, tensor_from_bytes
 
 Column: TypeAlias = Any
 """A `Ragged` or a pyarrow array (which has no types of its own to check)."""
 _TEXT = {str, type(None)}
-_PARTS = (str, int)
 _HELD = {"dict": {dict, type(None)}, "list": {list, tuple, type(None)}}
 Columns = dict[str, Column]
 
@@ -144,26 +143,26 @@ def _decodes(data: bytes) -> bool:
 
 def _encode_eids(name: str, values: Sequence[Any]) -> pa.Array:
     blank = EID("", "", 0, 0, "")
-    # Parts can be set to anything; `replace` checks them again.
-    ids: list[EID] = [blank if eid is None else eid if _plain(eid) else eid.replace() for eid in values]
+    ids: list[EID] = [blank if eid is None else eid for eid in values]
+    for i, eid in enumerate(ids):
+        if not _plain(eid):  # parts can be set to anything
+            try:
+                eid = ids[i] = eid.replace()
+            except ValueError as error:
+                raise ValueError(f"record {i}: {name}: {error}") from None
     ints = [(type(eid.batch) is int) + 2 * (type(eid.task) is int) for eid in ids]
-    try:
-        return pa.StructArray.from_arrays(
-            [
-                pa.array([_part(eid.batch) for eid in ids], pa.large_string()),
-                pa.array([_part(eid.task) for eid in ids], pa.large_string()),
-                _whole([eid.run for eid in ids], pa.int64(), np.int64),
-                _whole([eid.step for eid in ids], pa.int64(), np.int64),
-                pa.array([_part(eid.suffix) for eid in ids], pa.large_string()),
-                _whole(ints, pa.uint8(), np.uint8),
-            ],
-            fields=_EID_FIELDS,
-            mask=pa.array([eid is None for eid in values]) if None in values else None,
-        )
-    except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise ValueError(
-            f"{name}: expected text or numbers for batch, task and suffix, 64-bit run and step: {error}"
-        ) from None
+    return pa.StructArray.from_arrays(
+        [
+            pa.array([str(eid.batch) for eid in ids], pa.large_string()),
+            pa.array([str(eid.task) for eid in ids], pa.large_string()),
+            _whole([eid.run for eid in ids], pa.int64(), np.int64),
+            _whole([eid.step for eid in ids], pa.int64(), np.int64),
+            pa.array([eid.suffix for eid in ids], pa.large_string()),
+            _whole(ints, pa.uint8(), np.uint8),
+        ],
+        fields=_EID_FIELDS,
+        mask=pa.array([eid is None for eid in values]) if None in values else None,
+    )
 
 
 def _whole(values: list[int], kind: pa.DataType, dtype: Any) -> pa.Array:
@@ -172,12 +171,20 @@ def _whole(values: list[int], kind: pa.DataType, dtype: Any) -> pa.Array:
 
 
 def _plain(eid: EID) -> bool:
-    return type(eid.batch) in _PARTS and type(eid.task) in _PARTS and type(eid.run) is type(eid.step) is int
+    """Whether the parts are such as need no look by `EID.validate`."""
+    return (
+        type(eid.run) is type(eid.step) is int
+        and 0 <= eid.run < 1 << 63
+        and 0 <= eid.step < 1 << 63
+        and _plain_part(eid.batch)
+        and _plain_part(eid.task)
+        and type(eid.suffix) is str
+        and eid.suffix.isascii()
+    )
 
 
-def _part(part: int | str) -> str:
-    # Ids are keys of databases and pages: text that is not UTF-8 is refused, not escaped.
-    return part if type(part) is str else str(part)
+def _plain_part(part: Any) -> bool:
+    return -(1 << 63) <= part < 1 << 63 if type(part) is int else type(part) is str and part.isascii()
 
 
 def _other(value: Any) -> dict[str, Any]:
@@ -365,11 +372,14 @@ def _decode_eids(column: pa.StructArray) -> list[EID]:
     return ids
 
 
-def _int(text: Any) -> int:
+def _int(text: str) -> int:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
-        raise WireError(f"eid: {text!r} is marked as a number, and is none") from None
+        raise WireError(f"eid: {text!r:.80} is marked as a number, and is none") from None
+    if number.bit_length() > MAX_BITS:
+        raise WireError(f"eid: a number of {number.bit_length()} bits, expected at most {MAX_BITS}")
+    return number
 
 
 def _media(item: list[dict[str, Any]] | None, where: str) -> dict[str, Any] | None:

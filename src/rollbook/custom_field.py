@@ -1,4 +1,4 @@
-"""`CustomField`: which number in `info` becomes a column of a trainer's batch.
+"""`CustomField`: which entry of `info` becomes an entry of a trainer's batch.
 
 Invariant: its type is a torch dtype of a closed table, never looked up on the torch module by a payload's word.
 """
@@ -20,7 +20,10 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class CustomField:
-    """Says that `info[source_field]` becomes a column `destination_field` of type `data_type` in a trainer's batch.
+    """Makes `info[source_field]` of B records the [B] tensor `batch.info[destination_field]` of type `data_type`.
+
+    An entry is a number, or an array of the same shape in every record, which gives [B, ...]. All records of a batch
+    need the same custom fields and the entries they name; otherwise making the batch raises `ValueError`.
 
     >>> CustomField("is_expert", "expert_mask", torch.bool)
     CustomField(source_field='is_expert', destination_field='expert_mask', data_type=torch.bool)

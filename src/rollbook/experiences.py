@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from rollbook.batch import ExperienceBatch
     from rollbook.experience import Experience
+    from rollbook.wire import Limits
 
 ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
 
@@ -136,11 +137,12 @@ class Experiences(Sequence["Experience"]):
         return decode(data, verify=verify)
 
     @classmethod
-    def from_parquet(cls, path: str | os.PathLike[str]) -> Experiences:
+    def from_parquet(cls, path: str | os.PathLike[str], limits: Limits | None = None) -> Experiences:
         """Records from a Parquet file; see `rollbook.interchange.read_parquet`."""
         from rollbook.interchange import read_parquet
+        from rollbook.wire import DEFAULT_LIMITS
 
-        return read_parquet(path)
+        return read_parquet(path, DEFAULT_LIMITS if limits is None else limits)
 
     @classmethod
     def from_hf(cls, dataset: Any) -> Experiences:
@@ -476,8 +478,11 @@ def _ragged(given: Any) -> Any:
     return Ragged(values.numpy().view(DTYPES[name].storage), offsets_of(given.lengths), name)
 
 
-def complete(parts: Columns, count: int) -> None:
-    """Add what every record must have: ids, prompt lengths, kinds and masks."""
+def complete(parts: Columns, count: int, explicit_masks: bool = False) -> None:
+    """Add what every record must have: ids, prompt lengths, kinds and masks.
+
+    A mask makes a record multi_turn, with `explicit_masks` only if it is not the one that a single turn would get.
+    """
     kinds = FIELDS["experience_type"].name
     lengths, _ = arrow.token_lengths(parts, count)
     if "eid" not in parts:
@@ -485,6 +490,8 @@ def complete(parts: Columns, count: int) -> None:
     if kinds not in parts:
         masked = arrow.has(parts, "action_mask", count)
         paired = arrow.has(parts, "chosen", count) & arrow.has(parts, "rejected", count)
+        if explicit_masks:
+            masked &= paired | ~_implied_masks(parts, count, lengths)
         names = np.where(masked, "multi_turn", np.where(paired, "dpo", "single_turn"))
         parts[kinds] = pa.array(names.tolist(), pa.large_string())
     single, _, dpo = arrow.kinds(parts[kinds])
@@ -495,6 +502,19 @@ def complete(parts: Columns, count: int) -> None:
     missing = single & ~arrow.has(parts, "action_mask", count)
     if missing.any():
         _add_masks(parts, count, lengths, missing)
+
+
+def _implied_masks(parts: Columns, count: int, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N] Whether a record's mask is the one that the constructor makes for a single turn."""
+    mask, prompt = parts.get("action_mask"), parts.get("prompt_length")
+    if not isinstance(mask, Ragged) or mask.dtype != "bool" or mask.codes is not None:
+        return np.zeros(count, dtype=np.bool_)
+    prompts = np.ones(count, dtype=np.int64) if prompt is None else np.asarray(prompt.fill_null(1))
+    ends = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
+    actions = ends[mask.offsets[1:]] - ends[mask.offsets[:-1]]
+    full = (mask.lengths == lengths - prompts) & (mask.lengths > 0) & (actions == mask.lengths)
+    implied: NDArray[np.bool_] = (prompts > 0) & np.where(arrow.truncated(parts, count), actions == 0, full)
+    return implied
 
 
 def _add_masks(parts: Columns, count: int, lengths: NDArray[np.int64], missing: NDArray[np.bool_]) -> None:

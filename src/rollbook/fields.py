@@ -234,7 +234,7 @@ BATCH_MEDIA: dict[str, str] = {
 
 _BATCH = """uid unique_ids input_ids sequences attention_mask position_ids prompts responses response_mask
     token_level_scores token_level_rewards rewards rollout_log_probs old_log_probs ref_log_prob cu_seqlens values labels
-    references"""
+    references response_length total_length"""
 BATCH_NAMES = frozenset(_BATCH.split())
 """Names of a trainer's batch that a custom field must not overwrite."""
 

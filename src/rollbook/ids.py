@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_BITS = 1024
+"""Of a batch or task that is a number; Python refuses to print one of several thousand digits."""
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 _ESCAPE = re.compile(r"%(25|2F)")
 
@@ -41,7 +43,8 @@ class EID:
     """Where a record comes from: batch, task, run (which of the task's samples), step (turn), and a random suffix.
 
     Groups are formed by these, never by position. Parts can be set; ids compare by what they print, and since they
-    can change they are not hashable: use `uid` as a key. In text parts `%` prints as `%25` and `/` as `%2F`, so that
+    can change they are not hashable: use `uid` as a key. Text must be valid Unicode, `run` and `step` have 64 bits, and
+    numbers for `batch` and `task` at most 1024. In text parts `%` prints as `%25` and `/` as `%2F`, so that
     every uid can be read back. The suffix has 64 random bits (Trinity's has 24, and collides within thousands).
 
     >>> eid = EID(batch=1, task=2, run=3, step=4, suffix="abc123")
@@ -62,16 +65,29 @@ class EID:
     suffix: str = field(default_factory=_suffix)
 
     def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise `ValueError` if a part is one that no id can have; numpy's integers become Python's."""
         for name in ("batch", "task"):
             value = getattr(self, name)
             if type(value) is not str and type(value) is not int:
-                setattr(self, name, str(value) if isinstance(value, str) else _index(name, value, "an int or a str"))
+                value = str(value) if isinstance(value, str) else _index(name, value, "an int or a str")
+                setattr(self, name, value)
+            if isinstance(value, str):
+                _check_text(name, value)
+            elif value.bit_length() > MAX_BITS:
+                raise ValueError(f"EID.{name}: got an int of {value.bit_length()} bits, expected at most {MAX_BITS}")
         for name in ("run", "step"):
             value = getattr(self, name)
             if type(value) is not int:
-                setattr(self, name, _index(name, value, "an int"))
+                value = _index(name, value, "an int")
+                setattr(self, name, value)
+            if not -(1 << 63) <= value < 1 << 63:
+                raise ValueError(f"EID.{name}: got an int of {value.bit_length()} bits, expected one of 64 bits")
         if type(self.suffix) is not str:
             raise ValueError(f"EID.suffix: got {self.suffix!r}, expected a str")
+        _check_text("suffix", self.suffix)
 
     @property
     def uid(self) -> str:
@@ -133,3 +149,13 @@ def _index(name: str, value: Any, expected: str) -> int:
         return operator.index(value)
     except TypeError:
         raise ValueError(f"EID.{name}: got {value!r}, expected {expected}") from None
+
+
+def _check_text(name: str, value: str) -> None:
+    # Ids are keys of databases and pages: text that is not valid Unicode is refused, not escaped.
+    if value.isascii():
+        return
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"EID.{name}: got {value!r}, expected valid Unicode: {error.reason}") from None

@@ -13,12 +13,13 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from rollbook import arrow, columns, experiences
+from rollbook import arrow, columns, experiences, parquet
 from rollbook.columns import PLAIN_TYPES, Columns
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
 from rollbook.fields import DTYPES, FIELDS, Field, owner
 from rollbook.ids import EID
+from rollbook.wire import DEFAULT_LIMITS, Limits
 
 
 def to_table(many: Experiences, portable: bool, typed: bool = True) -> pa.Table:
@@ -39,6 +40,9 @@ def to_table(many: Experiences, portable: bool, typed: bool = True) -> pa.Table:
 
 def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
     """Records from an Arrow table; see `Experiences.from_arrow`.
+
+    In a table without `experience_type`, a record whose mask is the one that a single turn gets is a single_turn:
+    Trinity writes these masks too.
 
     >>> table = pa.table({"tokens": [[1, 2, 3], [4, 5]], "reward": [1, None], "action_mask": [[True, False], None]})
     >>> [(row.tokens.tolist(), row.reward, row.experience_type) for row in from_table(table)]
@@ -68,7 +72,7 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
         raise WireError("the table has no column 'tokens'")
     parts.update(arrow.from_arrays({k: v for k, v in arrays.items() if k.partition("__")[0] not in parts}))
     try:
-        experiences.complete(parts, count)
+        experiences.complete(parts, count, explicit_masks=True)
         arrow.check(parts, count)
         arrow.check_masks(parts)
     except WireError:
@@ -200,30 +204,22 @@ def write_parquet(many: Experiences, path: str | os.PathLike[str], compression: 
         raise
 
 
-def read_parquet(path: str | os.PathLike[str]) -> Experiences:
+def read_parquet(path: str | os.PathLike[str], limits: Limits = DEFAULT_LIMITS) -> Experiences:
     """The records of a Parquet file; `WireError` if it is damaged or its columns are not those of records."""
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(os.fspath(path)) as file:
-            table = file.read()
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
-        raise WireError(f"{os.fspath(path)}: no Parquet file that can be read: {error}") from None
-    return from_table(table)
+    parts = list(parquet.batches(path, 1 << 16, limits=limits))
+    return from_table(pa.Table.from_batches(parts)) if parts else Experiences()
 
 
 # --- HF datasets --------------------------------------------------------------------------------------------------
 
 
-def to_hf(many: Experiences) -> Any:
+def to_hf(many: Experiences, for_trinity: bool = False) -> Any:
     """A `datasets.Dataset` of these records; see `rollbook.experience.to_hf_datasets`."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
     # Empty columns without a type: datasets then concatenates with any.
-    table = to_table(many, portable=True, typed=False)
+    table = _trinity_table(many) if for_trinity else to_table(many, portable=True, typed=False)
     # Left to itself, datasets pickles the whole table to name it; the same content gets the same name here too.
     digest = xxhash.xxh3_128(str(table.schema).encode())
     for column in table.columns:
@@ -232,6 +228,59 @@ def to_hf(many: Experiences) -> Any:
             for buffer in chunk.buffers():
                 digest.update(b"" if buffer is None else buffer)
     return Dataset(InMemoryTable(table), fingerprint=digest.hexdigest()[:16])
+
+
+def _trinity_table(many: Experiences) -> pa.Table:
+    """The records with the columns and types of Trinity's own `to_hf_datasets`: dicts as structs, tensors as lists."""
+    names = list(FIELDS)
+    arrays = {}
+    for name in names[: names.index("custom_fields")]:  # the table begins with Trinity's fields, in its order
+        values = _trinity_values(many, FIELDS[name])
+        try:
+            arrays[name] = pa.array(values)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{name}: Trinity's datasets need values of one type in all records: {error}; "
+                "rollbook.wire.to_trxp writes these records"
+            ) from None
+    for i, custom_fields in enumerate(many.values("custom_fields")):
+        if custom_fields:
+            raise ValueError(
+                f"record {i} ({many.eids()[i]}): custom_fields: got {len(custom_fields)}, expected none: Trinity's "
+                "datasets cannot hold them; rollbook.wire.to_trxp writes them"
+            )
+    return pa.table(arrays)
+
+
+def _trinity_values(many: Experiences, field: Field) -> list[Any]:
+    from rollbook.experience import implied_mask
+
+    values = many.values(field.name)
+    if field.kind == "eid":
+        parts = [eid.to_dict() for eid in many.eids()]
+        for name in ("batch", "task"):
+            if len({type(part[name]) for part in parts}) > 1:  # which print alike as numbers and as text
+                parts = [{**part, name: str(part[name])} for part in parts]
+        return parts
+    if field.kind == "media":
+        keys = [value.keys() if value else None for value in values]
+        first = next((entry for entry in keys if entry is not None), None)
+        for i, entry in enumerate(keys):
+            if entry is not None and entry != first:
+                raise ValueError(
+                    f"record {i} ({many.eids()[i]}): {field.name}: got the keys {sorted(entry)}, expected "
+                    f"{sorted(first or ())}: Trinity's datasets need the same in all records that have any"
+                )
+        return [{key: tensor.tolist() for key, tensor in value.items()} if value else None for value in values]
+    if field.name == "action_mask":
+        # Without a mask Trinity makes that of a single turn, and with it the right kind.
+        return [
+            None if value is None or implied_mask(row) else (value != 0).tolist()
+            for row, value in zip(many.rows(), values, strict=True)
+        ]
+    if field.kind == "tensor":
+        return [None if value is None else value.tolist() for value in values]
+    return [value if value or field.kind != "json" else None for value in values]
 
 
 def from_hf(dataset: Any) -> Experiences:

@@ -7,6 +7,7 @@ dereference has been compared with the bytes that are there.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -387,3 +388,40 @@ def _check_text(array: pa.Array, verify: bool) -> None:
         return
     binary = pa.Array.from_buffers(pa.large_binary(), len(array), array.buffers(), array.null_count, array.offset)
     binary.validate(full=True)
+
+
+_RECORD_BATCH, _DICTIONARY = 3, 2
+
+
+def check_stream(path: str) -> None:
+    """Refuse an Arrow stream of another tool that becomes far more than its bytes when its rows are made.
+
+    These are compressed bodies, arrays that point at the same bytes again and again (dictionaries, views, runs), and
+    nulls, which take no bytes, beyond 16 for each byte of the file.
+    """
+    allowed = max(1 << 20, 16 * os.path.getsize(path))
+    with pa.memory_map(path) as file:
+        values = 0
+        for message in pa.ipc.MessageReader.open_stream(file):
+            flat = _Flat(memoryview(message.metadata), 0)
+            root = flat.root()
+            kind, table = flat.value(root, 1, "<B"), flat.follow(flat.slot(root, 2))
+            if kind == _DICTIONARY:
+                raise WireError(f"{path}: columns of dictionaries are not read")
+            if kind != _RECORD_BATCH:
+                continue
+            if flat.slot(table, 3):
+                raise WireError(f"{path}: compressed Arrow bodies are not read")
+            values += flat.value(table, 0, "<q") + int(flat.pairs(table, 1)[:, 0].sum())
+            if values > allowed:
+                raise WireError(f"{path}: over {allowed} values, 16 for each byte of the file")
+    with pa.memory_map(path) as file, pa.ipc.open_stream(file) as stream:
+        for column in stream.schema:
+            _check_plain(path, column.name, column.type)
+
+
+def _check_plain(path: str, name: str, kind: pa.DataType) -> None:
+    if "_view" in str(kind) or pa.types.is_run_end_encoded(kind) or pa.types.is_dictionary(kind):
+        raise WireError(f"{path}: column {name!r} of type {kind} is not read")
+    for i in range(kind.num_fields):
+        _check_plain(path, name, kind.field(i).type)

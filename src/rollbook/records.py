@@ -91,7 +91,6 @@ def sheet_of_experiences(experiences: Any) -> Sheet:
                 sheet.columns[f"extras.{name}"] = column
     if not count:
         sheet.columns["sequences"] = torch.empty(0, dtype=getattr(torch, FIELDS["tokens"].dtype))
-    _custom_columns(many, sheet)
     sheet.columns["attention_mask"] = constant(1, int(tokens.sum()), torch.int64)
     sheet.info, sheet.origin.info = _record_info(many, sheet)
     sheet.lists["ids"] = list(many.eids()) if count else []
@@ -136,35 +135,53 @@ def _raise_length(many: Experiences, name: str, got: Any, expected: Lengths) -> 
     raise ValueError(f"record {i} ({many.eids()[i]}): {name}: got {got[i]} entries, expected {expected[i]}")
 
 
-def _custom_columns(many: Experiences, sheet: Sheet) -> None:
-    """`info` entries that the records ask to have as columns: one number for each token of the response."""
-    wanted = many.values("custom_fields")
-    if not any(wanted):
-        return
-    infos, ids = many.values("info"), many.eids()
-    for name in dict.fromkeys(one.destination_field for ones in wanted for one in ones or ()):
-        values: list[Any] = []
-        for i, (ones, info) in enumerate(zip(wanted, infos, strict=True)):
-            custom = [one for one in ones or () if one.destination_field == name]
-            who = f"record {i} ({ids[i]})"
-            if len(custom) > 1:
-                raise ValueError(f"{who}: custom_fields: got {len(custom)} for {name!r}, expected one")
-            values.append(_custom_row(custom[0], info or {}, int(sheet.responses[i]), who) if custom else None)
-        sheet.columns[f"extras.{name}"] = column_of(f"extras.{name}", values, sheet)
+def _custom_values(many: Experiences) -> dict[str, torch.Tensor]:
+    """[B, ...] by destination: the `info` entries that the records' custom fields name.
+
+    Every record must have the same custom fields, and the `info` entries they read, all of one shape.
+    """
+    fields_of_records = [tuple(custom_fields or ()) for custom_fields in many.values("custom_fields")]
+    if not any(fields_of_records):
+        return {}
+    ids, infos, expected = many.eids(), many.values("info"), fields_of_records[0]
+    for i, custom_fields in enumerate(fields_of_records):
+        if set(custom_fields) != set(expected):
+            raise ValueError(
+                f"record {i} ({ids[i]}): custom_fields: got {_shown(custom_fields)}, "
+                f"expected {_shown(expected)}, the same as record 0"
+            )
+    values = {}
+    for custom in dict.fromkeys(expected):
+        if custom.destination_field in values:
+            raise ValueError(f"custom_fields: got several for {custom.destination_field!r}, expected one")
+        rows = [_custom_value(custom, info or {}, f"record {i} ({ids[i]})") for i, info in enumerate(infos)]
+        for i, row in enumerate(rows):
+            if row.shape != rows[0].shape:
+                raise ValueError(
+                    f"record {i} ({ids[i]}): info[{custom.source_field!r}]: got shape {list(row.shape)}, "
+                    f"expected {list(rows[0].shape)}, the same as record 0"
+                )
+        values[custom.destination_field] = torch.stack(rows)
+    return values
 
 
-def _custom_row(custom: CustomField, info: Mapping[str, Any], width: int, who: str) -> torch.Tensor:
+def _shown(custom_fields: tuple[CustomField, ...]) -> str:
+    shown = [f"{c.source_field!r} as {c.destination_field!r} ({c.data_type})" for c in custom_fields]
+    return ", ".join(shown) or "none"
+
+
+def _custom_value(custom: CustomField, info: Mapping[str, Any], record: str) -> torch.Tensor:
     source = custom.source_field
     if source not in info:
         raise ValueError(
-            f"{who}: info: got no {source!r}, expected it for the custom field {custom.destination_field!r}"
+            f"{record}: info: got no {source!r}, expected it for the custom field {custom.destination_field!r}"
         )
-    given = torch.as_tensor(info[source]).to(custom.data_type)
-    if given.numel() == 1:
-        given = given.reshape(1).expand(width)
-    if given.dim() != 1 or len(given) != width:
-        raise ValueError(f"{who}: info[{source!r}]: got shape {list(given.shape)}, expected one number or {width}")
-    return given
+    try:
+        return torch.as_tensor(info[source]).to(custom.data_type)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"{record}: info[{source!r}]: got {info[source]!r}, expected a number or an array of numbers"
+        ) from None
 
 
 def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoOrigin]:
@@ -189,4 +206,5 @@ def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoO
                 info[name] = held
                 origin.missing |= {(name, *path): rows for path, rows in inner.missing.items()}
                 origin.given |= {(name, *path): pair for path, pair in inner.given.items()}
+    info |= _custom_values(many)
     return info, origin

@@ -54,6 +54,8 @@ VERSION = 1
 HEADER = struct.Struct("<8sHHIQQQQQ")
 HEADER_BYTES = 64
 COMPRESSION = {None: 0, "zstd": 1, "lz4": 2}
+FREE_BYTES = 64 << 20
+"""What compressed data may decode to whatever its size; beyond that, `Limits.max_ratio` times its size."""
 _SMALL = 16 << 10
 _COMPRESSION_NAMES = {code: name for name, code in COMPRESSION.items()}
 
@@ -66,6 +68,8 @@ class Limits:
     """Of one frame's body, decompressed."""
     max_items: int = 1 << 28
     """Records in one frame."""
+    max_ratio: int = 500
+    """Bytes that a byte of compressed frames may decode to, once they decode to more than 64 MiB together."""
     max_columns: int = 1024
     max_depth: int = 64
     """Nesting of free-form values and of pickles; frames themselves hold at most 64 levels."""
@@ -163,9 +167,10 @@ def encode(
     of bytes), a memoryview of the part written.
 
     Writing many frames into one reused buffer is several times faster than making fresh bytes for each: most of the
-    time goes into the first touch of fresh memory. `compression`: None, "zstd" or "lz4", of the whole body. `settle`:
-    columns whose tensors were still to be copied lie in the frame from then on, which the caller must leave alone as
-    long as they are used.
+    time goes into the first touch of fresh memory. `compression`: None, "zstd" or "lz4", of the whole body; a body that
+    zstd makes more than 500 times smaller is stored as lz4, since readers refuse such a ratio. `settle`: columns
+    whose tensors were still to be copied lie in the frame from then on, which the caller must leave alone as long as
+    they are used.
 
     >>> from rollbook import Experience
     >>> many = [Experience(tokens=[1, 2, 3])]
@@ -181,7 +186,10 @@ def encode(
     if compression is not None:
         body = allocate((layout.size,), np.uint8)
         layout.fill(body)
-        stored = np.frombuffer(pa.Codec(compression).compress(pa.py_buffer(body)), dtype=np.uint8)
+        stored = _compressed(body, compression)
+        if layout.size > len(stored) * DEFAULT_LIMITS.max_ratio:
+            compression = "lz4"  # whose ratio is at most 255
+            stored = _compressed(body, compression)
     length = layout.size if stored is None else len(stored)
     total = HEADER_BYTES + _up(length)
     result: Any
@@ -207,6 +215,10 @@ def encode(
         dtype=np.uint8,
     )
     return result
+
+
+def _compressed(body: NDArray[np.uint8], compression: str) -> NDArray[np.uint8]:
+    return np.frombuffer(pa.Codec(compression).compress(pa.py_buffer(body)), dtype=np.uint8)
 
 
 def _header(flags: int, length: int, decoded: int, count: int, checksum: int) -> bytes:
@@ -345,9 +357,18 @@ def decode_arrays(data: Any, fields: Collection[str], limits: Limits = DEFAULT_L
 
 
 def _frames(view: memoryview, verify: bool, limits: Limits, private: bool) -> Iterator[Experiences]:
-    start = 0
+    start = stored = decoded = 0
     while True:
         frame = read_header(view, start, limits)
+        if frame.compression is not None:
+            # Of all frames together: many small ones are held at once, as a large one is.
+            stored, decoded = stored + frame.length, decoded + frame.decoded
+            if decoded > max(FREE_BYTES, stored * limits.max_ratio):
+                raise WireError(
+                    f"{stored} compressed bytes state a size of {decoded}, over the limit of {limits.max_ratio} times "
+                    "as many (max_ratio)",
+                    start + 24,
+                )
         yield _decode_frame(view, frame, verify, limits, private)
         start = frame.stop
         if start == len(view):
@@ -480,6 +501,7 @@ def to_trxp(experiences: Iterable[Experience]) -> bytes:
 
 __all__ = [
     "DEFAULT_LIMITS",
+    "FREE_BYTES",
     "MAGIC",
     "VERSION",
     "Frame",

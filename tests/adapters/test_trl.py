@@ -13,7 +13,7 @@ from rollbook import Experience
 from rollbook.adapters import from_trl, to_trl
 from rollbook.batch import ExperienceBatch, from_experiences
 from rollbook.replay_buffer import split_experience_batch
-from tests.adapters.samples import LAYOUTS, make_batch, make_records, scored_records
+from tests.adapters.samples import EXPERT, LAYOUTS, make_batch, make_records, scored_records
 
 
 def same_samples(a: ExperienceBatch, b: ExperienceBatch) -> bool:
@@ -70,6 +70,13 @@ def test_batches_come_back(layout: str, media: bool) -> None:
     sent = to_trl(batch, pad_token_id=0, per_token_advantages=True)
     assert sent["old_per_token_logps"].shape == sent["ref_per_token_logps"].shape == sent["completion_ids"].shape
     assert from_trl(sent, layout=layout) == batch
+
+
+def test_custom_fields_are_one_number_for_each_row() -> None:
+    records = make_records(1, names=("advantages",), custom_fields=[EXPERT])
+    batch = to_trl(records, pad_token_id=0, per_token_advantages=True)
+    assert batch["expert_version"].tolist() == [row.info["model_version"] for row in records]
+    assert from_trl(batch) == from_experiences(records, layout="prompt_left_response_right")
 
 
 def test_importance_ratios_pass_through() -> None:

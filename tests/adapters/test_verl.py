@@ -123,6 +123,10 @@ def test_custom_fields_are_one_number_for_each_row(verl: Any) -> None:
     assert plain(data.batch["expert_version"]) == ("int32", expected)
     assert experiences_from_verl(data) == records
     assert from_verl(data) == from_experiences(records, layout=LAYOUT)
+    data.batch["expert_version"] += 1
+    assert from_verl(data).info["expert_version"].tolist() == [version + 1 for version in expected]
+    with pytest.raises(ValueError, match=r"record 1 .*: custom_fields: got none"):
+        to_verl([records[0], records[1].replace(custom_fields=[])], pad_token_id=0)
 
 
 def test_widths_can_be_fixed(verl: Any) -> None:
@@ -153,8 +157,8 @@ def trinity_conversion() -> Any:
 def test_as_trinity_makes_it(seed: int, names: list[str]) -> None:
     peers.verl()
     experience, convert = trinity_conversion()
-    ours = make_records(seed, names=("logprobs", *names))
-    fields = ("tokens", "prompt_length", "reward", "info", "action_mask", "logprobs", *names)
+    ours = make_records(seed, names=("logprobs", *names), custom_fields=[EXPERT])
+    fields = ("tokens", "prompt_length", "reward", "info", "action_mask", "logprobs", "custom_fields", *names)
     theirs = [experience.Experience(**{name: getattr(row, name) for name in fields}) for row in ours]
     for row, other in zip(ours, theirs, strict=True):
         other.eid = experience.EID(batch=row.eid.batch, task=row.eid.task, run=row.eid.run, suffix=row.eid.suffix)

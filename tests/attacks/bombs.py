@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
+import torch
 
-from rollbook import wire
+from rollbook import Experience, wire
 from tests.attacks import corpus
 from tests.attacks.corpus import Flat, field_of, message_of, metadata_of, schema_message, text_of
 from tests.attacks.outcome import Meter, decoded, read_as_any, stated_size
@@ -98,6 +99,12 @@ def _compressed(compression: str) -> dict[str, Callable[[], bytes]]:
     }
 
 
+def _many_frames() -> bytes:
+    """Good frames, each within what a frame may decode to whatever its size."""
+    frame = wire.encode([Experience(tokens=torch.zeros(1 << 23, dtype=torch.int32))])
+    return corpus.seal(corpus.take_apart(frame).body, 1, "zstd") * 16
+
+
 def _tensors_on_the_same_bytes() -> bytes:
     size = 1_000_000
     entry = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
@@ -114,10 +121,17 @@ def _shared_lists() -> bytes:
     return corpus.legacy_pickle([state])
 
 
+def _shared_tensors() -> bytes:
+    """A tensor of a few bytes that reads as megabytes, in many places."""
+    state = {**corpus.legacy_states()[0], "info": {"tensors": [torch.zeros(1).expand(1 << 20)] * 2000}}
+    return corpus.legacy_pickle([state])
+
+
 def _payloads() -> dict[str, Callable[[], bytes]]:
     return {
         "tensors on the same bytes": _tensors_on_the_same_bytes,
         "pickled lists that are shared": _shared_lists,
+        "pickled tensors that are shared": _shared_tensors,
         "pickled lists": lambda: b"\x80\x02" + b"]" * 3_000_000 + b".",
         "pickled dicts": lambda: b"\x80\x02" + b"}" * 3_000_000 + b".",
         "pickled sets": lambda: b"\x80\x04" + b"\x8f" * 3_000_000 + b".",
@@ -131,7 +145,8 @@ def _payloads() -> dict[str, Callable[[], bytes]]:
 
 def bombs() -> dict[str, Callable[[], bytes]]:
     """All of them by name; what each is made of is made when it is called."""
-    return {**_arrow(), **_compressed("zstd"), **_compressed("lz4"), **_payloads()}
+    frames = {"zstd in many frames": _many_frames}
+    return {**_arrow(), **_compressed("zstd"), **_compressed("lz4"), **frames, **_payloads()}
 
 
 def _measure(make: Callable[[], bytes]) -> dict[str, Any]:

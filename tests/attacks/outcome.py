@@ -103,12 +103,13 @@ def refusal(data: Any, **options: Any) -> str:
 def stated_size(data: bytes) -> int:
     """What frames say they take when decoded, as far as they can be told, or their own size if that is more."""
     stated, at = 0, 0
+    limits = wire.DEFAULT_LIMITS
     while data[at : at + 8] == wire.MAGIC and len(data) - at >= wire.HEADER.size:
         length, size = wire.HEADER.unpack_from(data, at)[4:6]
-        # Over the limit nothing may be taken at all: the statement is no excuse.
-        stated += size if size <= wire.DEFAULT_LIMITS.max_bytes else 0
+        # Over the limits nothing may be taken at all: the statement is no excuse.
+        stated += size if size <= min(limits.max_bytes, max(wire.FREE_BYTES, limits.max_ratio * length)) else 0
         at += 64 + length + -length % 64
-    return max(stated, len(data))
+    return max(min(stated, max(wire.FREE_BYTES, limits.max_ratio * len(data))), len(data))
 
 
 class Meter:

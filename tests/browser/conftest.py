@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rollbook.viewer.server import Server
-from tests.browser.chrome import Chrome, Page
+from tests import apt
+from tests.browser.chrome import BrowserError, Chrome, Page, find
 from tests.viewer import story
 
 STEPS, GROUPS, RUNS = 12, 4, 4
@@ -23,6 +24,12 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def chrome() -> Iterator[Chrome]:
+    try:
+        find()
+    except BrowserError as error:
+        if apt.asked():
+            raise
+        pytest.skip(str(error))
     with Chrome() as made:
         yield made
 

@@ -7,6 +7,7 @@ or not at all; a row that comes back as it went out is the same sample, to the b
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -83,9 +84,19 @@ class Outgoing:
     """The batch's, with an entry for each row."""
 
     @property
+    def custom(self) -> dict[str, torch.Tensor]:
+        """[B, ...] by name: the records' custom fields."""
+        return {name: self.info[name] for name in sorted(custom_names(self.carried))}
+
+    @property
     def prompt_width(self) -> int:
         """P."""
         return self.sequences.shape[1] - self.action_mask.shape[1]
+
+
+def custom_names(carried: Sequence[Carried]) -> set[str]:
+    """The custom fields that the rows' records have."""
+    return {one.destination_field for row in carried for one in row.get("record", {}).get("custom_fields", ())}
 
 
 def outgoing(
@@ -322,6 +333,8 @@ class Incoming:
     """`None` for rows that no adapter sent."""
     info: list[dict[str, Any]] | None = None
     """What is to be added to each row's `info`."""
+    custom: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """[B, ...] by name: the custom fields, which are in `info` too."""
 
     def spans(self) -> list[tuple[int, int]]:
         """[B] Where each row's tokens begin and end."""
@@ -365,6 +378,8 @@ class Incoming:
             info = row.get("info")
             if self.info is not None and self.info[i]:
                 info = {**(info or {}), **self.info[i]}
+            for name, value in self.custom.items():
+                info = {**(info or {}), name: value[i].item() if value[i].numel() == 1 else value[i].clone()}
             item = BufferItem(**given, info={} if info is None and "dtypes" not in row else info)
             item.extras, item.media = extras or None, media or None
             item.eid = None if self.ids is None else self.ids[i]
@@ -391,12 +406,11 @@ class Incoming:
 
 def _record(item: BufferItem, row: Carried, engine: bool) -> Experience:
     given: dict[str, Any] = dict(row.get("record", {}))
-    custom = {one.destination_field for one in given.get("custom_fields", ())}
     rest: dict[str, Any] = {}
     columns = {name: getattr(item, name) for name in BATCH_FIELDS} | (item.extras or {})
     for name, part in columns.items():
         field = _field_of(name, engine)
-        if part is None or name == "attention_mask" or name in custom or field in given:
+        if part is None or name == "attention_mask" or field in given:
             continue
         if field is None:
             rest[name] = part

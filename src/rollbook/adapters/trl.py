@@ -13,6 +13,7 @@ key for travels in lists with an entry for each row, which its trainer shuffles 
 | `old_per_token_logps`, `ref_per_token_logps` (B, R) | the old policy's and the reference's log-probs |
 | `sampling_per_token_logps` (B, R) | the engine's |
 | `importance_sampling_ratio` (B, R) | from `extras`, if it is there: with vLLM TRL asks for it |
+| custom fields of records (B, ...) | as their `CustomField` says |
 | `pixel_values`, `image_grid_thw`, `num_images`, `mm_token_type_ids`, ... | of all rows together; counts by row |
 | `unique_ids`, `rollbook` [B] | lists: the records' ids, and what has no key of its own |
 
@@ -31,7 +32,17 @@ from typing import Any
 
 import torch
 
-from rollbook.adapters.carry import COLUMN, LAYOUT, Carried, Incoming, Outgoing, ids_of, outgoing, taken_back
+from rollbook.adapters.carry import (
+    COLUMN,
+    LAYOUT,
+    Carried,
+    Incoming,
+    Outgoing,
+    custom_names,
+    ids_of,
+    outgoing,
+    taken_back,
+)
 from rollbook.batch import ExperienceBatch
 
 KEYS = {
@@ -95,7 +106,7 @@ def to_trl(
         batch["tool_mask"] = (chosen | (completion == 0)).long()
     _add_media(batch, out)
     reserved = {*batch, *KEYS.values(), COLUMN, "unique_ids", "tool_mask", "num_images"}
-    for name, value in columns.items():
+    for name, value in (columns | {f"extras.{name}": value for name, value in out.custom.items()}).items():
         key = KEYS.get(name, name.removeprefix("extras."))
         if name not in KEYS and key in reserved:
             raise ValueError(f"extras: got {key!r}, expected a name that TRL's batch does not have already")
@@ -196,10 +207,11 @@ def from_trl(batch: Mapping[str, Any], *, pad_token_id: int = 0, layout: str = L
     media_keys = ("pixel_values", "image_grid_thw", "num_images", *_BY_TOKEN, *_BY_IMAGE)
     known = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"}
     known |= {"num_items_in_batch", "unique_ids", COLUMN, *media_keys}
+    custom = {key: batch[key] for key in custom_names(carried or ()) & batch.keys()}
     columns: dict[str, torch.Tensor] = {}
     info: list[dict[str, Any]] = [{} for _ in range(count)]
     for key, value in batch.items():
-        if key in known or value is None:
+        if key in known or key in custom or value is None:
             continue
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == width:
             columns[_COLUMNS.get(key) or _name(key)] = value
@@ -217,6 +229,7 @@ def from_trl(batch: Mapping[str, Any], *, pad_token_id: int = 0, layout: str = L
         _media(batch, carried, count),
         carried,
         info,
+        custom,
     ).batch(pad_token_id, layout)
 
 

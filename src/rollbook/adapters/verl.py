@@ -13,7 +13,7 @@ their ids, and carry what verl has no key for under `rollbook`.
 | `token_level_scores` (B, R) | `token_level_reward`, or else the reward, on the last *action* |
 | `teacher_logprobs`, `loss_weights`, `policy_versions`, other extras (B, R) | by name |
 | `response_routed_experts` (B, R, layers, k) | not `routed_experts`, which speaks of the prompt too in verl |
-| custom fields | as their `CustomField` says: (B,) if each record has one number |
+| custom fields of records (B, ...) | as their `CustomField` says |
 | `uid`, `unique_ids` | the task's id, by which verl groups, and the record's |
 | `multi_modal_inputs` | a dict of tensors for each row, with the `images_seqlens` that verl counts |
 | `model_versions` | `info["model_version"]`, or 0; by row, since `meta_info` is neither split nor joined by row |
@@ -36,6 +36,7 @@ from rollbook.adapters.carry import (
     Carried,
     Incoming,
     Outgoing,
+    custom_names,
     ids_of,
     needed,
     on_last_action,
@@ -110,13 +111,12 @@ def _tensors(out: Outgoing, mask_dtype: torch.dtype) -> dict[str, torch.Tensor]:
         "position_ids": out.attention_mask.cumsum(-1).sub_(1).clamp_(min=0),
         "response_mask": out.action_mask.to(mask_dtype),
     }
-    custom = _custom(out)
-    for name, value in out.columns.items():
+    for name, value in (out.columns | {f"extras.{name}": value for name, value in out.custom.items()}).items():
         key = KEYS.get(name, name.removeprefix("extras."))
         taken = key in tensors or (name.startswith("extras.") and name not in KEYS and key in _reserved())
         if taken:
             raise ValueError(f"extras: got {key!r}, expected a name that verl's batch does not have already")
-        tensors[key] = custom.get(key, value)
+        tensors[key] = value
     scores = KEYS["extras.token_level_reward"]
     if scores not in tensors and out.rewards is not None:
         tensors[scores] = on_last_action(out.rewards, out.action_mask, warn=True)
@@ -127,20 +127,6 @@ def _tensors(out: Outgoing, mask_dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def _reserved() -> set[str]:
     return {*_TOKENS, *_ROWS, *KEYS.values(), *_BY_NAME}
-
-
-def _custom(out: Outgoing) -> dict[str, torch.Tensor]:
-    """(B,) for each custom field of which every record has one number."""
-    if out.records is None:
-        return {}
-    wanted = [tuple(ones or ()) for ones in out.records.values("custom_fields")]
-    infos = out.records.values("info")
-    made = {}
-    for one in dict.fromkeys(one for ones in wanted for one in ones):
-        values = [torch.as_tensor(info[one.source_field]) for info in infos]
-        if all(value.numel() == 1 for value in values):
-            made[one.destination_field] = torch.stack([value.reshape(()).to(one.data_type) for value in values])
-    return made
 
 
 def _rows(out: Outgoing) -> dict[str, list[Any]]:
@@ -263,13 +249,12 @@ def _incoming(data: Any) -> Incoming:
     carried = rows.get(COLUMN)
     columns: dict[str, torch.Tensor] = {}
     foreign: dict[str, dict[str, Any]] = {"rows": {}, "samples": {}, "tokens": {}}
+    custom = {key: tensors[key] for key in custom_names(carried or ()) & tensors.keys()}
     for key, value in tensors.items():
-        if key in _TOKENS:
+        if key in _TOKENS or key in custom:
             continue
         if value.dim() > 1 and value.shape[1] == width and key not in ("routed_experts", "teacher_ids"):
             columns[_COLUMNS.get(key, key if key in _BY_NAME else f"extras.{key}")] = value
-        elif carried is not None and value.dim() == 1 and key in _custom_names(carried):
-            columns[f"extras.{key}"] = value[:, None].expand(count, width)
         else:
             aligned = value.dim() > 1 and value.shape[1] == tokens.shape[1]
             foreign["tokens" if aligned else "samples"][key] = value
@@ -283,6 +268,7 @@ def _incoming(data: Any) -> Incoming:
         ids_of(rows.get("unique_ids"), rows.get("uid")),
         _media(rows.get("multi_modal_inputs"), carried, count),
         carried,
+        custom=custom,
     )
     if any(foreign.values()):
         for i, (begin, end) in enumerate(incoming.spans()):
@@ -310,10 +296,6 @@ def _parts(data: Any) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
         elif type(value).__name__ == "NonTensorStack" or key in _ROWS:
             rows[key] = value.tolist()
     return tensors, rows
-
-
-def _custom_names(carried: list[Carried]) -> set[str]:
-    return {one.destination_field for row in carried for one in row.get("record", {}).get("custom_fields", ())}
 
 
 def _scores(

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rollbook.book.transfer.rows import MAX_ROW_BYTES
+
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _KINDS = (*_LINES, ".json", ".parquet")
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -72,7 +74,9 @@ def _json(file: Path) -> Placed:
         return
     with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
         try:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(iter(lambda: lines.readline(MAX_ROW_BYTES + 1), b""), 1):
+                if len(line) > MAX_ROW_BYTES:
+                    raise ValueError(f"the line is over the limit of {MAX_ROW_BYTES} bytes")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
                     yield f"line {number}", json.loads(text)
@@ -96,15 +100,9 @@ def _json_list(file: Path) -> list[Any] | None:
 
 
 def _parquet(file: Path, columns: set[str] | None) -> Placed:
-    import pyarrow
-    import pyarrow.parquet
+    from rollbook import parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            names = None if columns is None else [name for name in opened.schema_arrow.names if name in columns]
-            yield from _of_batches(opened.iter_batches(1024, columns=names))
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{file}: {error}") from None
+    yield from _of_batches(parquet.batches(file, 1024, max_row_bytes=MAX_ROW_BYTES, columns=columns))
 
 
 def _of_batches(batches: Iterable[Any]) -> Placed:

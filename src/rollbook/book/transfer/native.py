@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from rollbook import arrow, columns, interchange, wire
+from rollbook import arrow, columns, interchange, parquet, wire
 from rollbook.arrow import to_arrays
-from rollbook.book.transfer.rows import Errors, files, parquet_batches
+from rollbook.book.transfer.rows import Errors, files
 from rollbook.columns import Columns
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
@@ -146,13 +146,17 @@ def write_parquet(batches: Iterable[Experiences], path: str, *, compression: str
     def opened(name: str, schema: pa.Schema) -> Any:
         return pq.ParquetWriter(name, schema, compression=compression)
 
-    return write_unified(batches, path, True, opened, lambda name: parquet_batches(name, 1024, 1 << 62))
+    def tables(name: str) -> Iterator[pa.RecordBatch]:
+        with pq.ParquetFile(name) as file:
+            yield from file.iter_batches(1024)
+
+    return write_unified(batches, path, True, opened, tables)
 
 
 def read_parquet(path: str, batch_rows: int, errors: Errors, *, max_row_bytes: int) -> Iterator[Experiences]:
     """The records of a file, or of a folder of files."""
     for name in files(path):
-        for batch in parquet_batches(name, batch_rows, max_row_bytes):
+        for batch in parquet.batches(name, batch_rows, max_row_bytes=max_row_bytes):
             yield interchange.from_table(batch)
 
 

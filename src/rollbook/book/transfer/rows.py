@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
+from rollbook import parquet
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
 from rollbook.freeform import MAX_DEPTH
@@ -168,26 +169,6 @@ def check_depth(value: Any, depth: int) -> None:
     raise WireError(f"values are nested deeper than {depth}")
 
 
-def parquet_batches(path: str, batch_rows: int, max_row_bytes: int) -> Iterator[pa.RecordBatch]:
-    """The record batches of a Parquet file, `batch_rows` rows at a time."""
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            for i in range(file.metadata.num_row_groups):
-                group = file.metadata.row_group(i)
-                if group.total_byte_size > max_row_bytes * max(group.num_rows, 1):
-                    raise WireError(
-                        f"{path}: row group {i} states {group.total_byte_size} bytes in {group.num_rows} rows, over "
-                        f"the limit of {max_row_bytes} a row (max_row_bytes)"
-                    )
-            yield from file.iter_batches(batch_size=batch_rows)
-    except (FileNotFoundError, WireError):
-        raise
-    except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
-        raise WireError(f"{path}: no Parquet file that can be read: {error}") from None
-
-
 _ROWS = re.compile(r".*\.(jsonl|json|parquet)")
 
 
@@ -216,7 +197,7 @@ def objects(path: str, errors: Errors, max_row_bytes: int) -> Iterator[tuple[str
         if _is_parquet(name):
             at = 0
             # Few at a time: as Python values rows take many times their bytes.
-            for batch in parquet_batches(name, 64, max_row_bytes):
+            for batch in parquet.batches(name, 64, max_row_bytes=max_row_bytes):
                 for row in batch.to_pylist():
                     yield f"{os.path.basename(name)}:{at}", row
                     at += 1

@@ -16,6 +16,8 @@ import orjson
 
 from rollbook.book.transfer.rows import check_depth
 from rollbook.errors import WireError
+from rollbook.wire import DEFAULT_LIMITS
+from rollbook.wire import FREE_BYTES as FREE_BYTES
 
 MAX_ROW = 256 << 20
 """Bytes of one line, one element, one member of an archive."""
@@ -23,7 +25,7 @@ MAX_JSON = 512 << 20
 """Bytes of a file that is one JSON value."""
 MAX_UNPACKED = 4 << 30
 """Bytes that a compressed file may become."""
-MAX_RATIO, FREE_BYTES = 500, 64 << 20
+MAX_RATIO = DEFAULT_LIMITS.max_ratio
 """How many times its size a compressed text may have, from `FREE_BYTES` on."""
 MAX_DEPTH = 128
 MAX_PICTURE = 32 << 20

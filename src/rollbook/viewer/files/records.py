@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rollbook import columns, freeform, interchange, trxp, wire
+from rollbook import columns, freeform, interchange, ipc, trxp, wire
 from rollbook.book.transfer import trinity_sqlite
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
@@ -170,6 +170,7 @@ class Arrow(Whole):
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         try:
+            ipc.check_stream(self.path)
             with pa.memory_map(self.path) as file, pa.ipc.open_stream(file) as stream:
                 yield from stream
         except (pa.ArrowException, OSError) as error:

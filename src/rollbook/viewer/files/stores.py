@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from rollbook.book.transfer.rows import parquet_batches
+from rollbook import parquet
 from rollbook.errors import WireError
 from rollbook.viewer.files.limits import (
     FREE_BYTES,
@@ -299,7 +299,7 @@ class Table(Whole):
     def scan(self, more: bool) -> Iterator[Found]:
         at = 0
         # Few at a time: as Python values rows take many times their bytes.
-        for batch in parquet_batches(self.path, 32, MAX_ROW):
+        for batch in parquet.batches(self.path, 32, max_row_bytes=MAX_ROW):
             for row in self.decode(batch):
                 yield at, 0, row
                 at += 1
@@ -316,7 +316,7 @@ class Table(Whole):
                 here = [at - first for at in wanted if first <= at < first + count]
                 if here:
                     passed = 0
-                    for batch in file.iter_batches(batch_size=32, row_groups=[group]):
+                    for batch in parquet.batches(self.path, 32, max_row_bytes=MAX_ROW, row_groups=[group]):
                         for at in here:
                             if passed <= at < passed + len(batch):
                                 (row,) = self.decode(batch.slice(at - passed, 1))
