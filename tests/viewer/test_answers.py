@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,41 @@ def test_a_step_with_many_samples_is_drawn_in_part() -> None:
         assert len(found["scatter"]) == len(found["uids"]) == 2000
         assert found == Answers(source, index).step(1)  # the same part each time
         assert np.sum(found["histograms"]["reward"]["counts"]) == 5000
+
+
+def test_only_what_the_reward_is_made_of_counts_as_its_parts() -> None:
+    dice = random.Random(0)
+
+    def found(declared: list[str] | None) -> dict[str, Any]:
+        book = rollbook.open("memory:")
+        rows = []
+        for i in range(64):
+            numbers = {"right": float(i % 2), "form": dice.random(), "tool_errors": float(dice.randrange(9))}
+            rows.append(
+                Experience(
+                    eid=EID(batch=0, task=i // 4, run=i % 4),
+                    tokens=[1, 2, i],
+                    reward=0.9 * numbers["right"] + 0.1 * numbers["form"],
+                    metrics=numbers,
+                    info={} if declared is None else {"reward_parts": declared},
+                )
+            )
+        book.append(rows)
+        source, index = open_source(book), Index()
+        load(source, index)
+        answers = Answers(source, index)
+        told = {**answers.run(), "compared": answers.compare((0, 0), (0, 0))}
+        assert answers.list(filter="metric.tool_errors > 4")["total"] > 0
+        answers.close()
+        index.close()
+        return told
+
+    fitted = found(None)
+    assert (sorted(fitted["parts"]), fitted["metrics"]) == (["form", "right"], ["tool_errors"])
+    assert (list(fitted["compared"]["parts"]), list(fitted["compared"]["logged"])) == (
+        ["form", "right"],
+        ["tool_errors"],
+    )
+    assert {"part.right", "metric.tool_errors"} < {column["name"] for column in fitted["columns"]}
+    told = found(["right"])
+    assert (told["parts"], told["metrics"]) == (["right"], ["form", "tool_errors"])

@@ -100,7 +100,7 @@ def test_filters_mean_what_they_say(index: Index, text: str, expected: list[int]
         ("task ~ 'open", 'letter 8: got "\'"'),
         ("truncated > 1", "letter 11: got '>', expected = or !="),
         ("reward is 1", "letter 11: got '1', expected null or not null"),
-        ("part.acu = 1", "expected the name of a part of the reward; did you mean 'acc'"),
+        ("part.acu = 1", "expected the name of a part of the reward or of a metric; did you mean 'acc'"),
         ("n = 1", "letter 1: got 'n'"),
         ("reward ~ 1", "letter 8: got '~', expected one of < <="),
         ("(" * 60 + "truncated" + ")" * 60, "at most 50 levels"),

@@ -94,7 +94,9 @@ def _print(found: dict[str, Any]) -> None:
         print(line)
     rows = [[name, percent(each["a"]), percent(each["b"])] for name, each in found["shares"].items()]
     rows += [
-        [f"reward: {printable(name)}", figure(each["a"]), figure(each["b"])] for name, each in found["parts"].items()
+        [f"{kind}: {printable(name)}", figure(each["a"]), figure(each["b"])]
+        for kind, key in (("reward", "parts"), ("metric", "logged"))
+        for name, each in found[key].items()
     ]
     print()
     for line in table(("", "A", "B"), rows, right=(1, 2)):

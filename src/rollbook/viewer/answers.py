@@ -22,6 +22,7 @@ from rollbook.viewer import filters, listing
 from rollbook.viewer.documents import LENSES
 from rollbook.viewer.index import COUNTS, named
 from rollbook.viewer.plain import plain
+from rollbook.viewer.reward_parts import reward_parts
 from rollbook.viewer.search import Search
 from rollbook.viewer.statistics import edges, kolmogorov
 from rollbook.viewer.summaries import newest_steps, summarise
@@ -73,7 +74,7 @@ class Answers:
         self._looking = threading.Lock()
         self._compared: dict[tuple[int, tuple[int, int], tuple[int, int]], dict[str, Any]] = {}
         self._comparing = threading.Lock()
-        self._known_parts: tuple[int, list[str]] = (-1, [])
+        self._known_numbers: tuple[int, list[str], list[str]] = (-1, [], [])
 
     # --- the whole ----------------------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class Answers:
                 "FROM steps"
             ).fetchone()
             rewards = read.execute("SELECT MIN(low), MAX(top) FROM tops").fetchone()
-            parts = self._parts(read)
+            parts, metrics = self._numbers(read)
         first, last, count = found[0] if found[0][2] else found[1]
         tokenized = self.index.fact("tokenized", [])
         book = self.source.kind == "book"
@@ -111,8 +112,9 @@ class Answers:
             "steps": {"first": first, "last": last, "count": count},
             "tokenized": tokenized[0] if len(tokenized) == 1 else "mixed" if tokenized else "exact",
             "lenses": self._lenses(versions),
-            "columns": filters.described(parts),
+            "columns": filters.described(parts, metrics),
             "parts": parts,
+            "metrics": metrics,
             "rewards": None if None in rewards else list(rewards),
             "features": {
                 "ledger": book,
@@ -127,16 +129,18 @@ class Answers:
             "version": __version__,
         }
 
-    def _parts(self, read: sqlite3.Connection) -> list[str]:
-        """The names of reward parts; looked for again when the index changed."""
+    def _numbers(self, read: sqlite3.Connection) -> tuple[list[str], list[str]]:
+        """The names of the reward's parts, and of the other numbers; looked for again when the index changed."""
         cursor = self.index.cursor
-        if self._known_parts[0] != cursor:
-            found = read.execute(
+        if self._known_numbers[0] != cursor:
+            rows = read.execute(
                 "SELECT key FROM steps, json_each(steps.summary, '$.parts') "
                 "GROUP BY key ORDER BY MIN(steps.step), MIN(id)"
             )
-            self._known_parts = (cursor, [row[0] for row in found])
-        return self._known_parts[1]
+            names = [row[0] for row in rows]
+            parts = set(reward_parts(self.index))
+            self._known_numbers = (cursor, [n for n in names if n in parts], [n for n in names if n not in parts])
+        return self._known_numbers[1:]
 
     def _lenses(self, versions: tuple[Any, Any]) -> list[dict[str, Any]]:
         scales = self.index.fact("scales", {})
@@ -244,7 +248,7 @@ class Answers:
         """
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
-            parts = self._parts(read)
+            parts, metrics = self._numbers(read)
         return self._snapshots.page(
             view,
             step=step,
@@ -256,7 +260,7 @@ class Answers:
             limit=limit,
             snapshot=snapshot,
             evaluation=evaluation,
-            parts=parts,
+            parts=[*parts, *metrics],
         )
 
     def group(self, gid: str) -> dict[str, Any]:

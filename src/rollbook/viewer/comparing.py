@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.viewer.index import COUNTS
+from rollbook.viewer.reward_parts import reward_parts
 from rollbook.viewer.statistics import histograms, kolmogorov, quantiles
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def compare(a: Side, b: Side, *, texts: int = TEXTS, limit: int = 40, solved: fl
     found: dict[str, Any] = {"a": _told(a), "b": _told(b)}
     found["metrics"] = {name: _metric(a, b, column) for name, column in METRICS.items()}
     found["shares"] = {name: {"a": _share(a, test), "b": _share(b, test)} for name, test in SHARES.items()}
-    found["parts"] = _parts(a, b)
+    found["parts"], found["logged"] = _numbers(a, b)
     found["prompts"] = _prompts(a, b, limit, solved)
     found["phrases"], found["texts"] = _phrases(a, b, texts, limit) if texts else ([], {"a": 0, "b": 0})
     return found
@@ -133,7 +134,8 @@ def _share(side: Side, test: str) -> float | None:
     return None if not n else float(share or 0.0)
 
 
-def _parts(a: Side, b: Side) -> dict[str, dict[str, float | None]]:
+def _numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The means of each named number on both sides: of the reward's parts, and of what was logged beside it."""
     found: dict[str, dict[str, float | None]] = {}
     for which, side in (("a", a), ("b", b)):
         where, values = side.where
@@ -144,7 +146,9 @@ def _parts(a: Side, b: Side) -> dict[str, dict[str, float | None]]:
         )
         for name, mean in rows:
             found.setdefault(str(name), {"a": None, "b": None})[which] = float(mean)
-    return dict(sorted(found.items()))
+    parts = {name for side in (a, b) for name in reward_parts(side.index)}
+    named = sorted(found.items())
+    return {n: v for n, v in named if n in parts}, {n: v for n, v in named if n not in parts}
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------

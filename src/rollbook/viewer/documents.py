@@ -94,6 +94,9 @@ class Trajectory:
     segments: list[Segment] = field(default_factory=list)
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    """Its named numbers: parts of the reward, and metrics (see `reward_parts`)."""
+    declared: tuple[str, ...] = ()
+    """Those of them that the reward source declared as parts of the reward."""
     advantage: float | None = None
     """The mean over the tokens that are trained on."""
     status: str = "unfinished"

@@ -12,7 +12,8 @@ false, and its `not` is true.
     operator    = "=" "==" "!=" "<>" "<" "<=" ">" ">=" and, of texts, "~" (holds, whatever its case) and "!~"
     value       = 12  .5  -1e-3  2k  1.5m  "a text"  'a text'  word
 
-`part.NAME` is a named part of the reward. Texts know `=`, `!=`, `~` and `in` alone.
+`part.NAME` is a part of the reward, `metric.NAME` another number that was logged with the sample; both look among all
+of them. Texts know `=`, `!=`, `~` and `in` alone.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ FLAGS: dict[str, Flag] = {
 }
 """Words that can stand alone, and what they mean in SQL: never NULL."""
 
+_NAMED = ("part.", "parts.", "metric.", "metrics.")
 _NUMBERS = {name for name, column in COLUMNS.items() if column.type == "number"}
 _TEXTS = {name for name, column in COLUMNS.items() if column.type == "text"}
 _TOKEN = re.compile(
@@ -134,7 +136,7 @@ class Condition:
 
 
 def parse(text: str, parts: Sequence[str] = ()) -> Condition:
-    """The condition of a filter; an empty one is true. `parts`: the names of reward parts there are.
+    """The condition of a filter; an empty one is true. `parts`: the names of reward parts and metrics there are.
 
     >>> parse("reward < .5 and not truncated")
     Condition(sql="(reward < ? AND NOT (status = 'truncated'))", values=(0.5,))
@@ -265,7 +267,7 @@ class _Reader:
         name = ALIASES.get(name, name)
         if name in FLAGS and name not in _TEXTS:
             return self._flag(name)
-        if name.startswith(("part.", "parts.")):
+        if name.startswith(_NAMED):
             part = self._part(token)
             # A name that SQLite's own paths could not hold is no danger as one side of a comparison.
             column = "(SELECT value FROM json_each(samples.parts) WHERE key = ?)"
@@ -292,7 +294,7 @@ class _Reader:
             same = [each for each in self.parts if each.lower() == name.lower()]
             if not same:
                 hint = near(name, list(self.parts))
-                raise self.wrong(token, "the name of a part of the reward", hint)
+                raise self.wrong(token, "the name of a part of the reward or of a metric", hint)
             name = same[0]
         return name
 
@@ -438,7 +440,7 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
             column, known = _GROUP_ALIASES.get(lower, lower), list(GROUP_COLUMNS)
         else:
             column, known = ALIASES.get(lower, lower), [*COLUMNS, *ALIASES, *FLAGS, "part.NAME"]
-        if view == "samples" and lower.startswith(("part.", "parts.")):
+        if view == "samples" and lower.startswith(_NAMED):
             column = "(SELECT value FROM json_each(samples.parts) WHERE key = ?)"
             values += [name.split(".", 1)[1]] * 2
         elif view == "samples" and column in FLAGS and column not in COLUMNS:
@@ -452,7 +454,7 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
     return ", ".join([*found, "first" if view == "groups" else "n"]), tuple(values)
 
 
-def described(parts: Sequence[str]) -> list[dict[str, str]]:
+def described(parts: Sequence[str], metrics: Sequence[str] = ()) -> list[dict[str, str]]:
     """What filters and sorting take, as `/api/run` says it: {name, label, type, help}."""
     columns = [
         {"name": column.name, "label": column.label, "type": column.type, "help": column.help}
@@ -460,8 +462,12 @@ def described(parts: Sequence[str]) -> list[dict[str, str]]:
         if column.type in ("number", "text") and column.name not in FLAGS
     ]
     columns += [
-        {"name": f"part.{name}", "label": name, "type": "number", "help": "A part of the reward, or another number."}
-        for name in parts
+        {"name": f"{kind}.{name}", "label": name, "type": "number", "help": text}
+        for kind, names, text in (
+            ("part", parts, "A part of the reward."),
+            ("metric", metrics, "A number that was logged with the sample."),
+        )
+        for name in names
     ]
     columns += [{"name": name, "label": flag.label, "type": "flag", "help": flag.help} for name, flag in FLAGS.items()]
     return columns

@@ -217,6 +217,7 @@ class Follower:
         if self._bulk is None:
             self._bulk = Bulk(self.reader, self.index.scales)
         self.index.put(self._measured(sorted(ns)))
+        self.index.declare(self._bulk.declared)
         self.index.keep("tokenized", ["ids" if self.reader.vocabulary is None else "exact"])
         if self._bulk.rescaled:
             self._bulk.rescaled = False

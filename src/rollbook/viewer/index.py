@@ -56,7 +56,7 @@ _ALL = (
     Column("admitted", "number", "REAL", "Admitted", "When it came, in seconds since 1970."),
     Column("reward", "number", "REAL", "Reward", "As the trainer got it."),
     Column("scored", "number", "INTEGER NOT NULL DEFAULT 0", "Scored", "0 not yet, 1 a number, 2 NaN."),
-    Column("parts", "", "TEXT NOT NULL DEFAULT '{}'", "Reward parts", "Named numbers of the sample: part.NAME."),
+    Column("parts", "", "TEXT NOT NULL DEFAULT '{}'", "Numbers", "Named numbers: part.NAME and metric.NAME."),
     Column("advantage", "number", "REAL", "Advantage", "Mean over the tokens that are trained on."),
     Column("length", "number", "INTEGER NOT NULL DEFAULT 0", "Tokens", "Prompt and response."),
     Column("prompt_tokens", "number", "INTEGER NOT NULL DEFAULT 0", "Prompt", "Tokens of the prompt."),
@@ -269,6 +269,13 @@ class Index:
                 (key, json.dumps(value)),
             )
 
+    def declare(self, names: Iterable[str]) -> None:
+        """Add names to those that reward sources declared as parts of the reward."""
+        known = self.fact("reward_parts", [])
+        new = [name for name in dict.fromkeys(names) if name not in known]
+        if new:
+            self.keep("reward_parts", [*known, *new])
+
     def put(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of `samples` by column, new ones (with `uid`, `gid` and `step`) or parts of rows that are there.
 
@@ -344,6 +351,7 @@ class Index:
 
         seen = {*self.fact("tokenized", ()), *(one.tokenized for one in documents)}
         self.keep("tokenized", sorted(seen))
+        self.declare(name for one in documents for name in one.declared)
         with self._lock:
             known: dict[str, int] = {}
             for part in _pieces([one.uid for one in documents]):

@@ -1,7 +1,7 @@
 // lists.js: the list of samples or groups that the step page and the samples page share.
 // Invariant: filter, view, sort, the current row, the two selected ones and the peek are in the address.
 
-import { compact, count, el, empty, emptyState, icon, number, plural, visible } from "./dom.js";
+import { compact, count, el, empty, emptyState, icon, number, plural, splitNumbers, visible } from "./dom.js";
 import { filterBox } from "./filter.js";
 import { dataTable, pagedRows, tableFoot } from "./table.js";
 
@@ -354,7 +354,7 @@ export function recordList(context, options) {
       el("button", { class: "icon-button small", type: "button", aria: { label: "Close the peek" }, on: { click: closePeek } }, icon("close")));
   }
   function sampleFacts(row) {
-    const parts = Object.entries(row.parts || {}).slice(0, 6).map(([name, value]) => visible(name) + " " + number(value));
+    const parts = splitNumbers(run, row.parts).parts.slice(0, 6).map(([name, value]) => visible(name) + " " + number(value));
     return el("span", { class: "muted" }, "reward ", el("b", { text: row.scored === 2 ? "NaN" : number(row.reward) }), parts.length ? " (" + parts.join(" · ") + ")" : "", " · " + count(row.response_tokens) + " tokens", " ", listSampleFlags(row));
   }
   async function paintPeek(row) {

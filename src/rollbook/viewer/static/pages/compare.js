@@ -275,7 +275,8 @@ export async function openCompare(context) {
     const share = answer.shares[id];
     return [name, percent(share.a), percent(share.b), compareSigned(share.b - share.a, percent).replace("-", "−")];
   }));
-  const parts = Object.entries(answer.parts).map(([name, each]) => [visible(name), number(each.a), number(each.b), each.a === null || each.b === null ? "–" : compareSigned(each.b - each.a, number)]);
+  const means = (named) => Object.entries(named).map(([name, each]) => [visible(name), number(each.a), number(each.b), each.a === null || each.b === null ? "–" : compareSigned(each.b - each.a, number)]);
+  const numbers = [["Parts of the reward", means(answer.parts)], ["Metrics", means(answer.logged)]].filter(([, rows]) => rows.length);
   const prompts = answer.prompts;
   const phraseBox = el("div");
   const ways = [["all", "All"], ["more", "More in B"], ["less", "Less in B"]];
@@ -298,7 +299,7 @@ export async function openCompare(context) {
       el("div", { class: "panel-head" }, el("h2", { text: "Phrases" }), el("span", { class: "muted", text: "in " + count(answer.texts.a) + " responses of A and " + count(answer.texts.b) + " of B; “with reward”: correlation of saying it with the reward" }), el("span", { class: "spring" }), el("span", { class: "segmented small", role: "group", aria: { label: "Which phrases" } }, wayButtons)),
       el("div", { class: "wide-table" }, phraseBox)),
     compareSection("Shifts", "means, quantiles and Kolmogorov–Smirnov distance", shifts),
-    el("div", { class: "compare-halves" }, compareSection("Shares", "of samples", shares), parts.length ? compareSection("Parts of the reward", "means", plainTable(["", "A", "B", "Change"], parts)) : null));
+    el("div", { class: "compare-halves" }, compareSection("Shares", "of samples", shares), numbers.map(([name, rows]) => compareSection(name, "means", plainTable(["", "A", "B", "Change"], rows)))));
   context.announce(state.textContent);
   return page;
 }

@@ -1,7 +1,7 @@
 // The page of a group: the samples of one prompt side by side, where they part, and how each was rewarded.
 // Invariant: the address holds lens, domain, mask, sort, columns, samples shown, sync, map, diff and cursor.
 
-import { el, empty, emptyState, count, number, icon, plural, visible } from "../dom.js";
+import { el, empty, emptyState, count, number, icon, plural, splitNumbers, visible } from "../dom.js";
 import { diffView } from "../diff.js";
 import { lensBar, lensCodes, lensPeaks, lensPercentile, lensValues } from "../lenses.js";
 import { TokenStrip } from "../strip.js";
@@ -242,7 +242,7 @@ export async function openGroup(context) {
       },
     });
     if (sample.fork >= 0) pane.setFork(sample.fork);
-    const parts = Object.entries(row.parts ?? trajectory.parts ?? {});
+    const { parts } = splitNumbers(run, row.parts ?? trajectory.parts);
     const element = el("section", { class: "gp-column", "aria-label": `sample ${sample.name}` },
       el("header", { class: "gp-column-head" },
         el("h2", null, el("a", { href: context.link("t", row.uid, { lens: params.get("lens", null) }), text: sample.name, title: "open this sample" })),

@@ -60,11 +60,7 @@ export async function openOverview(context) {
   let charts = [];
   const cards = el("div", { class: "cards" });
 
-  function partNames() {
-    const names = new Set(run.parts || []);
-    for (const step of ordered) for (const name of Object.keys(step.parts || {})) names.add(name);
-    return [...names];
-  }
+  const partNames = () => run.parts || [];
   function partPicker(names) {
     const now = params.get("part", "");
     return el("select", { class: "select", aria: { label: "Reward, or its parts" }, on: { change: (event) => {
