@@ -187,7 +187,7 @@ def test_lists_by_step_group_prompt_filter_and_order(run: Run) -> None:
     assert [row["gid"] for row in groups] == ["2/5", "2/6"]
     assert groups[0]["rewards"] == [1.0, 0.0] and groups[0]["uids"] == ["2/5/1/0/s", "2/5/0/0/s"]
     assert (groups[0]["n"], groups[0]["expected"], groups[0]["mean"], groups[0]["std"]) == (2, 2, 0.5, 0.5)
-    assert groups[0]["flags"] == ["solved"]
+    assert groups[0]["flags"] == ["some-solved"]
     assert [row["gid"] for row in ask("groups", sort="-entropy,gid", limit=2)["rows"]] == ["3/5", "3/6"]
     for given, message in (
         ({"view": "rows"}, "view: got 'rows'"),

@@ -74,6 +74,7 @@ def chosen(index: Index, text: str, parts: tuple[str, ...] = ("acc", "fmt")) -> 
         ("step = 3 and (((reward = 1)))", [0]),
         ("-reward > 0", None),
         ("solved", [0]),
+        ("some_solved and not unsolved and not all_solved", [0, 1, 2, 3, 4]),
         ("zero_variance or incomplete or unsolved or duplicate or loop or stale or nan", []),
     ],
 )

@@ -24,7 +24,7 @@ from rollbook.viewer.index import COUNTS, named
 from rollbook.viewer.plain import plain
 from rollbook.viewer.reward_parts import reward_parts
 from rollbook.viewer.search import Search
-from rollbook.viewer.statistics import edges, kolmogorov
+from rollbook.viewer.statistics import edges, group_means, group_test
 from rollbook.viewer.summaries import newest_steps, summarise
 
 if TYPE_CHECKING:
@@ -217,10 +217,10 @@ class Answers:
             "versus": {
                 name: _versus(then[name], now[name])
                 for name in ("reward", "length", "entropy")
-                if then and len(then[name])
-                if len(now[name])
+                if then and len(then[name][0])
+                if len(now[name][0])
             },
-            "histograms": {name: _histogram(values) for name, values in now.items()},
+            "histograms": {name: _histogram(values) for name, (values, _) in now.items()},
             "scatter": plain([row[:4] for row in rows]),
             "uids": {str(row[3]): row[4] for row in rows},
         }
@@ -450,20 +450,28 @@ def _summary(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, 
     return summarise(read, step, evaluation, newest_steps(read).get(evaluation))
 
 
-def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, NDArray[np.float64]]:
+_Grouped = tuple[NDArray[np.float64], NDArray[Any]]
+"""Values [N], and the groups [N] of their samples."""
+
+
+def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _Grouped]:
     """The finite numbers of each metric in a step."""
     rows = read.execute(
-        f"SELECT {', '.join(COMPARED.values())} FROM samples WHERE step = ? AND evaluation = ? AND {COUNTS} "
+        f"SELECT gid, {', '.join(COMPARED.values())} FROM samples WHERE step = ? AND evaluation = ? AND {COUNTS} "
         "AND (gone IS NULL OR length > 0)",
         (step, evaluation),
     ).fetchall()
-    table = np.array(rows, dtype=np.float64).reshape(len(rows), len(COMPARED))
-    return {name: column[np.isfinite(column)] for name, column in zip(COMPARED, table.T, strict=True)}
+    groups = np.array([row[0] for row in rows])
+    table = np.array([row[1:] for row in rows], dtype=np.float64).reshape(len(rows), len(COMPARED))
+    return {
+        name: (column[np.isfinite(column)], groups[np.isfinite(column)])
+        for name, column in zip(COMPARED, table.T, strict=True)
+    }
 
 
-def _versus(then: NDArray[np.float64], now: NDArray[np.float64]) -> dict[str, Any]:
-    distance, chance = kolmogorov(then, now)
-    found: dict[str, Any] = plain({"ks": distance, "p": chance, "shift": float(now.mean() - then.mean())})
+def _versus(then: _Grouped, now: _Grouped) -> dict[str, Any]:
+    distance, chance = group_test(group_means(*then), group_means(*now))
+    found: dict[str, Any] = plain({"ks": distance, "p": chance, "shift": float(now[0].mean() - then[0].mean())})
     return found
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from rollbook.algorithms.registry import near
 from rollbook.viewer.index import COLUMNS
-from rollbook.viewer.summaries import LOOP, STALE
+from rollbook.viewer.summaries import DUPLICATE_TOKENS, LOOP, STALE
 
 MOST_LETTERS = 4000
 MOST_NESTING = 50
@@ -53,6 +53,7 @@ ALIASES = {
 """Shorter and other names of columns."""
 
 _BAR = "(SELECT bar FROM tops WHERE tops.evaluation = samples.evaluation AND solves)"
+_GROUP_BAR = "(SELECT bar FROM tops WHERE tops.evaluation = groups.evaluation AND solves)"
 _IN_GROUP = (
     "EXISTS (SELECT 1 FROM groups WHERE groups.gid = samples.gid AND groups.evaluation = samples.evaluation AND {})"
 )
@@ -72,7 +73,9 @@ FLAGS: dict[str, Flag] = {
     "aborted": Flag("status = 'aborted'", "Aborted", "The engine was stopped."),
     "error": Flag("status = 'error'", "Error", "The run failed."),
     "loop": Flag(f"COALESCE(repetition >= {LOOP}, 0)", "Loop", f"At least {LOOP:.0%} of the response repeats itself."),
-    "duplicate": Flag("duplicate = 1", "Duplicate", "Another run of its group gave the same response."),
+    "duplicate": Flag(
+        "duplicate = 1", "Duplicate", f"{DUPLICATE_TOKENS} tokens or more, the same as another run's of its group."
+    ),
     "nan": Flag("(COALESCE(nans, 0) > 0 OR scored = 2)", "NaN", "A number of it is not finite."),
     "scored": Flag("scored = 1", "Scored", "It has a reward that is a number."),
     "solved": Flag(f"COALESCE(reward >= {_BAR}, 0)", "Solved", "Its reward is the run's highest, or nearly."),
@@ -97,10 +100,16 @@ FLAGS: dict[str, Flag] = {
         "Its group has fewer runs than it was to have, and is not of the newest step.",
     ),
     "unsolved": Flag(
-        _IN_GROUP.format("high < (SELECT bar FROM tops WHERE tops.evaluation = groups.evaluation AND solves)"),
-        "Unsolved",
-        "Nobody in its group has nearly the run's highest reward.",
+        _IN_GROUP.format(f"high < {_GROUP_BAR}"),
+        "None solved",
+        "No sample of its group is solved.",
     ),
+    "some_solved": Flag(
+        _IN_GROUP.format(f"high >= {_GROUP_BAR} AND low < {_GROUP_BAR}"),
+        "Some solved",
+        "Some samples of its group are solved, and some are not.",
+    ),
+    "all_solved": Flag(_IN_GROUP.format(f"low >= {_GROUP_BAR}"), "All solved", "All samples of its group are solved."),
 }
 """Words that can stand alone, and what they mean in SQL: never NULL."""
 

@@ -12,11 +12,12 @@ const listFlags = {
   loop: ["bad", "loop", "a response repeats itself"],
   truncated: ["warn", "truncated", "a response was cut off at its limit"],
   "zero-variance": ["warn", "zero var.", "all samples have the same reward: nothing to learn from this group"],
-  duplicates: ["warn", "duplicates", "two samples of the group are token for token the same"],
+  duplicates: ["warn", "duplicates", "long responses of the group are token for token the same"],
   incomplete: ["warn", "incomplete", "fewer samples came than the group was to have"],
   stale: ["warn", "stale", "made by a policy more than one version old"],
-  solved: ["good", "solved", "at least one sample has the run's top reward"],
-  unsolved: ["", "unsolved", "no sample has the run's top reward"],
+  "all-solved": ["good", "all solved", "every sample has nearly the run's top reward"],
+  "some-solved": ["good", "some solved", "some samples have nearly the run's top reward, some have not"],
+  "none-solved": ["", "none solved", "no sample has nearly the run's top reward"],
 };
 const listCells = 16; // as many as the column has room for
 const listQuick = [

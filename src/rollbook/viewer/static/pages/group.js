@@ -63,7 +63,7 @@ function groupChips(group, rows) {
   const loops = rows.filter((row) => row.loop_at !== null && row.loop_at !== undefined).length;
   if (loops > 0) chips.push([plural(loops, "loop"), "warn", "responses that repeat themselves to their end"]);
   const twice = rows.filter((row) => row.duplicate).length;
-  if (twice > 0) chips.push([plural(twice, "duplicate"), "warn", "samples whose response another sample of the group has too"]);
+  if (twice > 0) chips.push([plural(twice, "duplicate"), "warn", "long responses that another sample of the group has too"]);
   const size = Math.max(0, ...rows.map((row) => row.group_size ?? 0));
   if (size > rows.length) chips.push([`${count(rows.length)} of ${count(size)} here`, "warn", "the group is not complete"]);
   if (group.evaluation) chips.push(["evaluation", "", "not trained on"]);

@@ -16,10 +16,11 @@ const overviewCards = [
 
 const overviewHealth = [
   ["zero_variance", "Zero-variance groups", "Groups whose samples all have the same reward: they teach nothing. Share of the step's groups.", 0.5, 0.8],
-  ["solved", "Groups solved", "Groups with at least one sample at the run's top reward. Share of the step's groups.", null, null],
+  ["solved", "Some or all solved", "Groups with at least one sample at nearly the run's top reward. Share of the step's groups.", null, null],
+  ["all_solved", "All solved", "Groups whose samples all have nearly the run's top reward. Share of the step's groups.", null, null],
   ["truncated", "Truncated", "Samples cut off at their length limit.", 0.1, 0.3],
   ["loops", "Loops", "Samples at least half of which repeats itself.", 0.02, 0.1],
-  ["duplicates", "Duplicates", "Samples that are token for token the same as another one of their group.", 0.1, 0.3],
+  ["duplicates", "Duplicates", "Responses of 16 tokens or more that are token for token the same as an earlier one of their group.", 0.1, 0.3],
   ["stale", "Stale > 1", "Samples made by a policy more than one version older than the one trained.", 0.2, 0.5],
   ["masked", "Masked tokens", "Response tokens that are not trained on: tool results, padding, what was masked on purpose.", null, null],
   ["incomplete", "Incomplete groups", "Groups with fewer samples than they were to have. Share of the step's groups.", 0.02, 0.2],
@@ -218,7 +219,7 @@ export async function openOverview(context) {
     { id: "entropy", label: "Entropy", help: "mean over trained tokens", width: "84px", num: true, sort: "entropy", first: "-", cell: middle("entropy", number) },
     { id: "kl", label: "KL", help: "to the reference, mean", drop: 2, width: "84px", num: true, sort: "kl", first: "-", cell: middle("kl", number) },
     { id: "zero_variance", label: "Zero var.", help: "groups whose samples all have the same reward", width: "84px", num: true, sort: "zero_variance", first: "-", cell: share("zero_variance") },
-    { id: "solved", label: "Solved", help: "groups with a sample at the run's top reward", drop: 1, width: "84px", num: true, sort: "solved", first: "-", cell: share("solved") },
+    { id: "solved", label: "Solved", help: "groups with at least one sample at nearly the run's top reward", drop: 1, width: "84px", num: true, sort: "solved", first: "-", cell: share("solved") },
     { id: "truncated", label: "Truncated", width: "88px", num: true, sort: "truncated", first: "-", cell: share("truncated") },
     { id: "versions", label: "Policy", help: "versions of the policy that made the samples", drop: 2, width: "110px", num: true, cell: (s) => (s.versions ? "v" + (s.versions[0] === s.versions[1] ? s.versions[0] : s.versions[0] + "–" + s.versions[1]) : "–") },
   ];
