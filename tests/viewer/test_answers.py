@@ -334,3 +334,22 @@ def test_only_what_the_reward_is_made_of_counts_as_its_parts() -> None:
     assert {"part.right", "metric.tool_errors"} < {column["name"] for column in fitted["columns"]}
     told = found(["right"])
     assert (told["parts"], told["metrics"]) == (["right"], ["form", "tool_errors"])
+
+
+def test_filters_look_in_whole_prompts_and_responses(told: Answers) -> None:
+    every = told.list(limit=10_000, filter="not gone")["rows"]
+    texts = {one.uid: one for one in told.source.documents([row["uid"] for row in every])}
+    for filter, where in (
+        ("prompt ~ 'IVO buys'", lambda one: "Ivo buys" in one.text[: one.prompt_end]),
+        ("response ~ check and length > 60", lambda one: "check" in said(one) and one.tokens - one.prompt_tokens > 60),
+        ("response !~ check", lambda one: "check" not in said(one)),
+    ):
+        expected = {uid for uid, one in texts.items() if where(one)}
+        assert 0 < len(expected) < len(texts)
+        assert {row["uid"] for row in told.list(limit=10_000, filter=f"not gone and {filter}")["rows"]} == expected
+    prompt = every[0]["prompt"]
+    assert {row["prompt"] for row in told.list(filter=f"prompt = {prompt}")["rows"]} == {prompt}
+
+
+def said(one: Any) -> str:
+    return str(one.response_text or one.text[one.prompt_end :]).casefold()

@@ -249,6 +249,8 @@ class Answers:
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
             parts, metrics = self._numbers(read)
+        if filter and filters.parse(filter, [*parts, *metrics]).texts:
+            self.searching.finish()
         return self._snapshots.page(
             view,
             step=step,

@@ -135,6 +135,7 @@ class Api:
         self.workers = workers
         self.annotations = annotations
         self.seconds = seconds
+        answers.searching.patience = seconds / 2
         self.closing = threading.Event()
         self._streams = threading.BoundedSemaphore(_STREAMS)
         self._overdue = threading.BoundedSemaphore(_OVERDUE)

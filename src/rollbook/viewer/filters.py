@@ -13,7 +13,8 @@ false, and its `not` is true.
     value       = 12  .5  -1e-3  2k  1.5m  "a text"  'a text'  word
 
 `part.NAME` is a part of the reward, `metric.NAME` another number that was logged with the sample; both look among all
-of them. Texts know `=`, `!=`, `~` and `in` alone.
+of them. Texts know `=`, `!=`, `~` and `in` alone. `response ~ TEXT` and `prompt ~ TEXT` look in whole texts; `prompt =
+ID` is a prompt's id. `length` is that of the response, `tokens` of prompt and response.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollbook.algorithms.registry import near
@@ -33,7 +34,9 @@ MOST_NESTING = 50
 MOST_VALUES = 500
 ALIASES = {
     "len": "response_tokens",
+    "length": "response_tokens",
     "tokens": "length",
+    "total_tokens": "length",
     "id": "uid",
     "group": "gid",
     "h": "entropy",
@@ -51,6 +54,11 @@ ALIASES = {
     "dropped_because": "reason",
 }
 """Shorter and other names of columns."""
+_TEXT_TESTS = {
+    "response": "IFNULL((SELECT holds(body, ?) FROM bodies WHERE bodies.n = samples.n), 0)",
+    "prompt": "IFNULL(samples.prompt IN (SELECT prompt FROM prompt_bodies WHERE holds(body, ?)), 0)",
+}
+"""What looks in whole texts, which are read when somebody asks for them first (see `Condition.texts`)."""
 
 _BAR = "(SELECT bar FROM tops WHERE tops.evaluation = samples.evaluation AND solves)"
 _GROUP_BAR = "(SELECT bar FROM tops WHERE tops.evaluation = groups.evaluation AND solves)"
@@ -142,6 +150,8 @@ class Condition:
 
     sql: str
     values: tuple[Any, ...]
+    texts: bool = field(default=False, repr=False)
+    """Whether it looks in the texts that `Search` keeps."""
 
 
 def parse(text: str, parts: Sequence[str] = ()) -> Condition:
@@ -164,7 +174,8 @@ def parse(text: str, parts: Sequence[str] = ()) -> Condition:
     if left is not None:
         raise reader.wrong(left, "and, or, or the end")
     values: list[Any] = []
-    return Condition(made.sql(values, False), tuple(values))
+    sql = made.sql(values, False)
+    return Condition(sql, tuple(values), reader.texts)
 
 
 class _Node(NamedTuple):
@@ -197,6 +208,7 @@ class _Reader:
     def __init__(self, text: str, parts: Sequence[str]) -> None:
         self.text = text
         self.parts = parts
+        self.texts = False
         self.tokens: list[_Token] = []
         self.at = 0
         place = 0
@@ -273,6 +285,9 @@ class _Reader:
         name = token.text.lower()
         if name in FLAGS and not self._compares():
             return _Node("", test=FLAGS[name].sql, null=False)
+        sign = self.peek()
+        if name in _TEXT_TESTS and (name not in COLUMNS or (sign is not None and sign.text in ("~", "!~"))):
+            return self._text(name)
         name = ALIASES.get(name, name)
         if name in FLAGS and name not in _TEXTS:
             return self._flag(name)
@@ -285,9 +300,17 @@ class _Reader:
             return self._number(name)
         if name in _TEXTS:
             return self._words(name)
-        known = [*COLUMNS, *ALIASES, *FLAGS, "part.NAME"]
+        known = [*COLUMNS, *ALIASES, *FLAGS, *_TEXT_TESTS, "part.NAME"]
         hint = near(name, known).split("(")[0].strip() if near(name, known).startswith("; did") else ""
         raise self.wrong(token, "a column or a word such as truncated", hint)
+
+    def _text(self, name: str) -> _Node:
+        sign = self.take("~ or !~")
+        if sign.text not in ("~", "!~"):
+            raise self.wrong(sign, "~ or !~")
+        self.texts = True
+        test = _Node("", test=_TEXT_TESTS[name], values=(_as_text(self._value("a text")),), null=False)
+        return _Node("NOT", (test,)) if sign.text == "!~" else test
 
     def _compares(self) -> bool:
         token = self.peek()
@@ -435,7 +458,7 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
     """The SQL that sorts by `-reward,length`: columns by name, `-` for falling, what is missing last; and its values.
 
     >>> order("-reward,length")
-    ('reward IS NULL, reward DESC, length, n', ())
+    ('reward IS NULL, reward DESC, response_tokens, n', ())
     """
     if not isinstance(text, str) or len(text) > MOST_LETTERS:
         raise ValueError(f"sort: got {str(text)[:40]!r}, expected columns, with a comma between them")
@@ -454,7 +477,7 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
             values += [name.split(".", 1)[1]] * 2
         elif view == "samples" and column in FLAGS and column not in COLUMNS:
             column = f"({FLAGS[column].sql})"
-        elif column not in known or column in ALIASES:
+        elif column not in known:
             raise ValueError(f"sort: got {name[:40]!r}, expected a column{near(name, known)}")
         if column in COLUMNS and "NOT NULL" in COLUMNS[column].sql:
             found.append(f"{column}{' DESC' if falling else ''}")
@@ -463,13 +486,19 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
     return ", ".join([*found, "first" if view == "groups" else "n"]), tuple(values)
 
 
+_SHOWN_AS = {"length": "tokens", "response_tokens": "length"}
+
+
 def described(parts: Sequence[str], metrics: Sequence[str] = ()) -> list[dict[str, str]]:
     """What filters and sorting take, as `/api/run` says it: {name, label, type, help}."""
     columns = [
-        {"name": column.name, "label": column.label, "type": column.type, "help": column.help}
-        for column in COLUMNS.values()
-        if column.type in ("number", "text") and column.name not in FLAGS
+        {"name": _SHOWN_AS.get(name, name), "label": column.label, "type": column.type, "help": column.help}
+        for name, column in COLUMNS.items()
+        if column.type in ("number", "text") and name not in FLAGS
     ]
+    columns.append(
+        {"name": "response", "label": "Response", "type": "search", "help": "All of its text: response ~ wait."}
+    )
     columns += [
         {"name": f"{kind}.{name}", "label": name, "type": "number", "help": text}
         for kind, names, text in (

@@ -51,7 +51,7 @@ _ALL = (
     Column("task", "text", "TEXT NOT NULL DEFAULT ''", "Task", "The second part of the id."),
     Column("run", "number", "INTEGER NOT NULL DEFAULT 0", "Run", "Which of the task's samples."),
     Column("turn", "number", "INTEGER NOT NULL DEFAULT 0", "Part", "Which part of a run that is kept in several."),
-    Column("prompt", "text", "TEXT NOT NULL DEFAULT ''", "Prompt id", "The same wherever this prompt stands."),
+    Column("prompt", "text", "TEXT NOT NULL DEFAULT ''", "Prompt", "Its text with ~, its id with =."),
     Column("evaluation", "flag", "INTEGER NOT NULL DEFAULT 0", "Evaluation", "Kept beside, never trained on."),
     Column("admitted", "number", "REAL", "Admitted", "When it came, in seconds since 1970."),
     Column("reward", "number", "REAL", "Reward", "As the trainer got it."),
@@ -180,6 +180,7 @@ class Index:
         connection.execute("PRAGMA temp_store=MEMORY")
         connection.execute("PRAGMA cache_size=-32768")
         connection.create_function("contains", 2, _contains, deterministic=True)
+        connection.create_function("holds", 2, search.holds, deterministic=True)
         return connection
 
     # --- reading ------------------------------------------------------------------------------------------------
