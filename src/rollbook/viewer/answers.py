@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.algorithms.registry import whole_number
+from rollbook.book import measurements
 from rollbook.book.errors import BookError
 from rollbook.viewer import filters, listing
 from rollbook.viewer.documents import LENSES
@@ -37,6 +38,8 @@ SCATTER = 2000
 """Points of a scatter plot, at most."""
 COMPARED = {"reward": "reward", "length": "response_tokens", "entropy": "entropy", "advantage": "advantage"}
 """What a step page draws, and the column of it."""
+LIVE_SECONDS = 300.0
+"""How long after the last change a run still counts as live."""
 _PATIENCE = 1.0
 _LOOK_SECONDS = 3.0
 _MOST_OF_A_PROMPT = 20_000
@@ -70,7 +73,7 @@ class Answers:
         self.index = index
         self.searching = Search(source, index)
         self._snapshots = listing.Snapshots(index)
-        self._looked: tuple[int, float, list[dict[str, Any]]] | None = None
+        self._looked: dict[bool, tuple[int, float, list[dict[str, Any]]]] = {}
         self._looking = threading.Lock()
         self._compared: dict[tuple[int, tuple[int, int], tuple[int, int]], dict[str, Any]] = {}
         self._comparing = threading.Lock()
@@ -100,12 +103,15 @@ class Answers:
         first, last, count = found[0] if found[0][2] else found[1]
         tokenized = self.index.fact("tokenized", [])
         book = self.source.kind == "book"
+        changed = self.source.changed
+        idle = None if changed is None else max(0.0, time.time() - changed)
         from rollbook import __version__
 
         return {
             "name": self.source.name,
             "kind": self.source.kind,
-            "live": self.source.live,
+            "live": idle is not None and idle < LIVE_SECONDS,
+            "idle": idle,
             "records": total,
             "evaluation": evaluation,
             "groups": groups,
@@ -395,19 +401,34 @@ class Answers:
                 self._compared[asked] = found
         return found
 
-    def look(self) -> dict[str, Any]:
+    def look(self, evaluation: bool = False) -> dict[str, Any]:
         """What is worth a look, as the doctor ranks it; worked out again when something changed, now and then."""
-        from rollbook.doctor import look
+        from rollbook.doctor import examine, look
 
         with self._looking:
             cursor, now = self.index.cursor, time.monotonic()
-            kept = self._looked
+            kept = self._looked.get(evaluation)
             if kept is None or (kept[0] != cursor and now > kept[1]):
-                items = [{"id": each["illness"], **each} for each in (found.as_dict() for found in look(self.index))]
+                findings = examine(self.index, evaluation=True).findings if evaluation else look(self.index)
+                items = [{"id": each["illness"], **each} for each in (finding.as_dict() for finding in findings)]
                 # Of a large run it takes seconds: it is not to be all that the viewer does.
                 after = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
-                kept = self._looked = (cursor, after, plain(items))
+                kept = self._looked[evaluation] = (cursor, after, plain(items))
             return {"items": kept[2]}
+
+    def metrics(self, since: int = 0) -> dict[str, Any]:
+        """The numbers that the trainer logged: {steps: [[step, {name: number}]]}, from step `since` on.
+
+        A number that is not finite is the text `NaN`, `Infinity` or `-Infinity`. `count` is that of all steps: a page
+        that then has more of them asks for all, since the run was rewound.
+        """
+        whole_number("since", since)
+        cursor = self.index.cursor
+        from rollbook.viewer.sources import BookSource
+
+        rows = self.source.metrics() if isinstance(self.source, BookSource) else []
+        steps = [[step, measurements.plain(numbers)] for step, numbers in rows if step >= since]
+        return {"cursor": cursor, "count": len(rows), "steps": steps}
 
     def close(self) -> None:
         """End the background work of searching."""

@@ -223,7 +223,7 @@ def _tagged(side: Side, column: str, solved: float | None) -> dict[str, dict[str
     where, values = side.where
     rows = side.index.query(
         f"SELECT {column}, AVG(reward), COUNT(*), MAX(gid), MAX(opening), TOTAL(reward >= ?) FROM samples "
-        f"WHERE {where} AND reward IS NOT NULL GROUP BY 1",
+        f"WHERE {where} AND reward IS NOT NULL AND {column} <> '' GROUP BY 1",
         [solved, *values],
     )
     return {

@@ -65,7 +65,7 @@ function listChips(chips) {
   return el("span", { class: "flags" }, chips.slice(0, 2), el("span", { class: "chip", title: rest, text: "+" + (chips.length - 2), aria: { label: "and " + rest } }));
 }
 
-function listSampleFlags(row) {
+function listSampleFlags(row, note = "") {
   const chips = [];
   const add = (tone, text, help) => chips.push(el("span", { class: tone ? "chip " + tone : "chip", title: visible(help), text: visible(text) }));
   if (row.status !== "finished" && row.status) add(row.status === "truncated" ? "warn" : row.status === "unfinished" ? "" : "bad", row.status, "how the sample ended");
@@ -79,6 +79,7 @@ function listSampleFlags(row) {
   if (row.tool_calls) add("", plural(row.tool_calls, "tool call"), "");
   if (row.kept) add("", row.kept, "why the saver kept it");
   if (row.gone) add("", "gone", row.gone);
+  if (note) add("", "note", note);
   return listChips(chips);
 }
 
@@ -143,7 +144,7 @@ export function recordList(context, options) {
     { id: "entropy", label: "Entropy", help: "mean entropy of trained tokens", drop: 2, width: "74px", num: true, sort: "entropy", first: "-", cell: (row) => number(row.entropy, 3) },
     { id: "kl_max", label: "Max KL", help: "largest KL to the reference at one token", drop: 2, width: "74px", num: true, sort: "kl_max", first: "-", cell: (row) => number(row.kl_max, 3) },
     { id: "mismatch_max", label: "Max |Δ|", help: "largest difference between the trainer's and the engine's log-probability of one token", drop: 1, width: "74px", num: true, sort: "mismatch_max", first: "-", cell: (row) => number(row.mismatch_max, 3) },
-    { id: "flags", label: "Flags", width: "230px", cell: listSampleFlags },
+    { id: "flags", label: "Flags", width: "230px", cell: (row) => listSampleFlags(row, context.notes.get(row.uid)) },
   ].filter(Boolean);
 
   // ---- the parts
@@ -251,7 +252,7 @@ export function recordList(context, options) {
     const filtered = params.get("filter", "");
     empty(message, filtered
       ? emptyState("Nothing matches this filter", el("p", null, el("button", { class: "button small", type: "button", text: "Clear the filter", on: { click: () => setFilter("") } })))
-      : emptyState("No " + view() + " yet", run.live ? "They appear here as they come." : "This run has none."));
+      : emptyState("No " + view() + " yet", api.isStatic ? "This file has none." : "They appear here as they come."));
   }
   function reload(keep) {
     fresh = 0;
@@ -316,7 +317,7 @@ export function recordList(context, options) {
   function toggleStar() {
     const row = table.current();
     if (!row) return false;
-    const on = context.stars.toggle(keyOf(row));
+    const on = context.stars.toggle(keyOf(row), isGroups() ? null : row.uid);
     context.announce(on ? "starred" : "no longer starred");
     // The row is drawn anew: its star is a part of it.
     source.replace(keyOf(row), { ...row });

@@ -309,7 +309,7 @@ export async function openCompare(context) {
     el("div", { class: "compare-legend" }, el("span", { class: "side side-a", text: "A" }), compareName(spans.a), el("span", { class: "side side-b", text: "B" }), compareName(spans.b), el("span", { class: "muted", text: "· upright lines are medians" })),
     el("div", { class: "compare-plots" }, plots),
     el("div", { class: "compare-halves compare-moved" },
-      compareSection("Newly solved", prompts.solved_from === null ? "" : plural(prompts.solved_count, "prompt") + " with more samples solved: none, some or all; a sample is solved from a reward of " + number(prompts.solved_from, 2), prompts.newly_solved.length ? compareMoved(link, prompts.newly_solved) : emptyState("None", both)),
+      compareSection("Newly solved", prompts.solved_from === null ? "" : plural(prompts.solved_count, "prompt") + " with more samples solved (reward of " + number(prompts.solved_from, 2) + " or more)", prompts.newly_solved.length ? compareMoved(link, prompts.newly_solved) : emptyState("None", both)),
       compareSection("Newly broken", prompts.solved_from === null ? "" : plural(prompts.broken_count, "prompt") + " with fewer samples solved", prompts.newly_broken.length ? compareMoved(link, prompts.newly_broken) : emptyState("None", both))),
     el("section", { class: "panel", aria: { label: "Phrases" } },
       el("div", { class: "panel-head" }, el("h2", { text: "Phrases" }), el("span", { class: "muted", text: "in " + count(answer.texts.a) + " responses of A and " + count(answer.texts.b) + " of B; “with reward”: correlation of saying it with the reward" }), el("span", { class: "spring" }), el("span", { class: "segmented small", role: "group", aria: { label: "Which phrases" } }, wayButtons)),

@@ -512,17 +512,14 @@ export async function openGroup(context) {
   function toggleDiff() {
     if (diff.length === 2) closeDiff();
     else {
-      const keys = [...shown.keys()];
-      const from = active ?? keys[0];
-      const other = keys.find((key) => key !== from) ?? samples.map((sample) => sample.key).find((key) => key !== from);
-      if (other === undefined) context.toast("there is only one sample");
-      else openDiff(from, other);
+      diffWith(byKey.get(active) ?? best);
     }
   }
 
+  // The best sample against the worst; any other against the best.
   function diffWith(sample) {
-    const other = sample === best ? groupSorted(samples, "worst")[0] : best;
-    if (other === sample || other === undefined) context.toast("there is only one sample");
+    const other = sample === best ? groupSorted(samples, "worst").find((one) => one !== best) : best;
+    if (other === undefined) context.toast("there is only one sample");
     else openDiff(sample.key, other.key);
   }
 

@@ -134,6 +134,33 @@ function trajectoryLedger(entries) {
   }));
 }
 
+// The note of a sample, which --annotate keeps beside the run.
+function trajectoryNote(context, uid) {
+  const text = el("textarea", { class: "input wide tp-note", rows: "3", maxlength: "10000", placeholder: "A note for whoever opens this run…", "aria-label": "note" });
+  text.value = context.notes.get(uid);
+  const state = el("span", { class: "muted", role: "status" });
+  const save = el("button", { class: "button small", type: "button", text: "Save", disabled: true, on: { click: write } });
+  async function write() {
+    save.disabled = true;
+    try {
+      await context.notes.set(uid, text.value);
+      state.textContent = "saved";
+    } catch (error) {
+      state.textContent = visible(error.message);
+      save.disabled = false;
+    }
+  }
+  text.addEventListener("input", () => {
+    save.disabled = text.value === context.notes.get(uid);
+    state.textContent = "";
+  });
+  text.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) write();
+  });
+  const element = el("details", { class: "tp-detail", open: true }, el("summary", { text: "Note" }), el("div", null, text, el("div", { class: "tp-bar" }, save, state)));
+  return { element, focus: () => text.focus() };
+}
+
 // Samples of the group, to choose one to compare with.
 async function trajectoryDiffWith(context, trajectory) {
   let group;
@@ -249,7 +276,8 @@ export async function openTrajectory(context) {
   const measured = bar.keys.length > 1; // beside "off" there is a lens
   const strips = el("div", { class: "tp-strips" }, measured ? curve.element : null, strip.element);
   const stage = el("div", { class: "tp-view" });
-  const aside = el("div", { class: "tp-aside" }, side, trajectoryDetails(run, trajectory, row));
+  const note = run.features?.annotate && !api.isStatic ? trajectoryNote(context, uid) : null;
+  const aside = el("div", { class: "tp-aside" }, side, note === null ? null : note.element, trajectoryDetails(run, trajectory, row));
   const main = el("div", { class: "tp-main" }, el("div", { class: "tp-left" }, toolbar, stage), aside);
   empty(root, el("div", { class: "tk-top" }, head, notices, bar.element, strips), main);
 
@@ -368,10 +396,9 @@ export async function openTrajectory(context) {
   }
 
   function star() {
-    const on = context.stars.toggle(uid);
+    const on = context.stars.toggle(uid, uid);
     paintStar();
     context.announce(on ? "starred" : "not starred");
-    if (run.features?.annotate && !api.isStatic) api.post("/api/annotate", { uid, star: on }).catch((error) => context.toast(error.message));
   }
 
   function paintStar() {
@@ -446,6 +473,7 @@ export async function openTrajectory(context) {
       } },
       { key: "y", label: "copy the id", run: () => { copyId(); } },
       { key: "*", label: "star", run: star },
+      { key: "w", label: note === null ? "" : "write a note", run: () => (note === null ? false : note.focus()) },
       { key: ["e", "H"], label: api.isStatic ? "" : "export as one HTML file", run: () => (api.isStatic ? false : exportHtml()) },
     ],
     close() {
