@@ -89,7 +89,7 @@ def test_what_moved(run: tuple[Any, Index]) -> None:
 
 def test_prompts_newly_solved_and_broken(run: tuple[Any, Index]) -> None:
     prompts = compare(Side(*run, 0, 4), Side(*run, 5, 9), texts=0)["prompts"]
-    assert prompts["solved_from"] == 0.9 and prompts["common"] == 4 and not prompts["only_a"]
+    assert prompts["solved_from"] == 0.8 and prompts["common"] == 4 and not prompts["only_a"]
     (solved,), (broken,) = prompts["newly_solved"], prompts["newly_broken"]
     assert "one" in solved["opening"] and "two" in broken["opening"]
     assert solved["gid_a"].endswith("/0") and solved["gid_b"].endswith("/0") and solved["a"] < solved["b"]

@@ -195,7 +195,7 @@ LENSES: dict[str, Lens] = {
         Lens(
             "ratio",
             "4",
-            "Importance weight",
+            "Importance",
             "Trainer's probability of the token over the engine's, before the update. The loss clips another ratio.",
             "diverging",
             1.0,

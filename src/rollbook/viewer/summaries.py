@@ -20,7 +20,7 @@ LOOP = 0.5
 """From which share of repetition on a response counts as a loop."""
 STALE = 1
 """Beyond which lag a sample counts as stale."""
-_NEAR_TOP = 0.1
+_NEAR_TOP = 0.2
 MISMATCH = 1.0
 """From which distance of the trainer's log-prob to the engine's on, at any token, a group is marked."""
 METRICS = ("reward", "length", "entropy", "kl", "mismatch", "lag", "advantage")
@@ -158,7 +158,7 @@ def newest_steps(read: sqlite3.Connection) -> dict[int, int]:
 def _top(write: sqlite3.Connection, evaluation: int) -> bool:
     """Look again from which reward on a sample counts as solved; whether that changed.
 
-    It is the highest of the run, less a tenth of what lies between it and the lowest tenth of all rewards: a bonus for
+    It is the highest of the run, less a fifth of what lies between it and the lowest tenth of all rewards: a bonus for
     short answers must not leave one solved prompt. It is worked out when the highest changes and when the run has
     doubled, so that it stays where it is.
     """
