@@ -307,7 +307,8 @@ def test_diff_of_two_spans_and_of_two_runs(run: str, tmp_path: Path, capsys: pyt
     assert found["a"]["steps"] == [0, 1] and found["b"]["steps"] == [6, 7] and found["a"]["n"] == 24
     assert found["metrics"]["entropy"]["shift"] < 0  # The story's entropy falls.
     told = said(capsys, "diff", run)
-    assert "entropy" in told and "newly solved" in told and "median A" in told
+    assert "entropy" in told and "more solved" in told and "groups with all solved" in told
+    assert 0 < told.index("mean, 95%") < told.index("±") < told.index("median A")
     other = story.make(tmp_path / "other", steps=3, groups=3, runs=4, seed=5)
     both = json.loads(said(capsys, "diff", run, other, "--json"))
     assert both["a"]["n"] == 96 and both["b"]["n"] == 36 and both["prompts"]["common"] > 0

@@ -133,6 +133,7 @@ def test_a_recipe_is_worked_out_by_label() -> None:
     assert batch.info["reward_metrics"]["long"].tolist() == [0.0, 1.0, 0.0, 0.0]
     value = batch.info["reward_metrics"]["value"].tolist()
     assert value[:2] == [4.0, 5.0] and all(map(math.isnan, value[2:]))
+    assert sorted(batch.info["reward_parts"][0]) == ["long", "value"]
     with pytest.raises(ValueError, match="label: got 'z'.*which the recipe does not have"):
         made.make_experience_list(["ab", "c"], all_labels=["x", "z"])
     with pytest.raises(ValueError, match="got model 'valu', expected one of the models; did you mean 'value'"):

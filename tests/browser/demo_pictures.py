@@ -24,6 +24,7 @@ def main(run: str = "runs/letters") -> None:
         "demo-overview": "#/",
         "demo-group": f"#/group/{quote(str(group), safe='')}?lens=entropy",
         "demo-compare": "#/compare?a=1-10&b=111-120",
+        "demo-metrics": "#/metrics",
     }
     with Server(run, port=0) as server, Chrome() as chrome:
         page = chrome.page(1440, 900)

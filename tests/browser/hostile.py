@@ -118,6 +118,7 @@ def record(batch: int, task: str, run: int, said: str, places: list[str], runs: 
             "label": said,
             "kept": said,
             "notes": places,
+            "reward_parts": places[::2],  # the others are metrics
             "task_name": said,
             "segments": [
                 {"kind": "prompt", "role": said, "start": 0, "stop": prompt},
@@ -141,6 +142,7 @@ def make(folder: Path) -> str:
         for step in (1, 2, 3):
             book.append([record(step, "every", run, every + str(run), PAYLOADS, 4) for run in range(4)])
         book.drop(["1/every/1/0/s"], SHOWN)
+        book.log(1, dict.fromkeys(PAYLOADS, 1.0))
     return str(path)
 
 

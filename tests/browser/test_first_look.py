@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -69,7 +72,7 @@ def test_what_was_not_recorded_is_no_share_of_zero(chrome: Chrome, tmp_path: Pat
         )
         assert [health[name] for name in ("Zero-variance groups", "Groups solved", "Stale > 1")] == ["–", "–", "–"]
         assert (health["Truncated"], health["Masked tokens"]) == ("0%", "0%")
-        assert "most checks cannot say anything yet" in page.text(".look")
+        page.wait("document.querySelector('.look').innerText.includes('most checks cannot say anything yet')")
         assert "What changed since the start" not in page.text()
         go(page, "#/step/0", "!!document.querySelector('tr[aria-rowindex]')")
         assert "zero variance" not in page.text(".step-title") and "truncated 0%" in page.text(".step-title")
@@ -153,3 +156,64 @@ def test_headings_leave_no_level_out(page: Page) -> None:
         found = page.eval(levels)
         assert found[0] == 1 and found.count(1) == 1 and 2 in found
         assert all(after - before <= 1 for before, after in pairwise(found)), address
+
+
+def test_the_overview_does_not_wait_for_the_doctor_and_evaluations_have_their_own(
+    chrome: Chrome, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = server.api.answers  # type: ignore[union-attr]
+    free = threading.Event()
+    real = answers.look
+
+    def slow(evaluation: bool = False) -> dict[str, Any]:
+        free.wait(20)
+        return real(evaluation)
+
+    monkeypatch.setattr(answers, "look", slow)
+    page = chrome.page()
+    page.goto(server.url)
+    page.wait("document.querySelectorAll('table[aria-label=Steps] tr[aria-rowindex]').length > 0")
+    assert "Looking through the samples" in page.text(".look")
+    free.set()
+    page.wait("document.querySelectorAll('.look-title').length > 0")
+    assert page.eval("document.querySelector('.live').dataset.state") == "live"
+    page.click("#main .segmented button:last-child")
+    page.wait(
+        "location.hash.includes('evaluation=1') && /stands out|Open/.test(document.querySelector('.look')?.innerText)"
+    )
+    assert any("/api/look?evaluation=1" in each for each in page.requests)
+    titles = [item["title"] for item in real(evaluation=True)["items"]]
+    assert page.texts(".look-title") == titles[:6]
+    assert page.problems == []
+    page.close()
+
+
+def test_notes_are_written_and_a_run_that_stands_still_is_not_live(chrome: Chrome, tmp_path: Path) -> None:
+    with rollbook.open(tmp_path / "run", tokenizer=tokenizer()) as book:
+        ids = tokenizer().encode("What is 3 times 4? 12").ids
+        book.append([Experience(eid=EID(batch=0, task=0, run=run), tokens=ids, prompt_length=4) for run in range(2)])
+        with book.ledger.write() as tx:
+            tx.run("UPDATE events SET time = time - 3600")
+    with Server(tmp_path / "run", port=0, annotate=True) as server:
+        uid = server.api.answers.list()["rows"][0]["uid"]  # type: ignore[union-attr]
+        page = chrome.page()
+        page.goto(server.url)
+        page.wait("document.querySelector('.live')?.dataset.state === 'idle'")
+        assert "last change 1 h ago" in page.eval("document.querySelector('.live').title")
+        assert page.eval("document.querySelector('.live .dot').getAnimations().length") == 0
+        page.eval(f"location.hash = '#/t/{quote(uid, safe='')}'")
+        page.wait("!!document.querySelector('.tp-note')")
+        page.key("w")
+        page.type("reads the answer aloud")
+        page.eval("document.querySelector('.tp-detail button').click()")
+        page.wait("document.querySelector('.tp-detail').innerText.includes('saved')")
+        assert server.api.notes()[uid]["note"] == "reads the answer aloud"  # type: ignore[union-attr]
+        page.eval("document.querySelector('.tp-note').blur()")
+        page.key("*")
+        page.reload()
+        page.wait("document.querySelector('.tp-note')?.value === 'reads the answer aloud'")
+        assert server.api.notes()[uid]["star"] and page.count(".starred") == 1  # type: ignore[union-attr]
+        page.eval("location.hash = '#/samples'")
+        page.wait("[...document.querySelectorAll('.flags .chip')].some(e => e.innerText === 'note')")
+        assert page.problems == []
+        page.close()

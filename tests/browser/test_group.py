@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -173,13 +174,14 @@ def test_differences_of_two_samples_are_those_of_their_words(page: Page, server:
     page.key("d")
     page.wait("!!document.querySelector('.diff-view')")
     keys = params(page)["diff"].split(",")
+    assert [unquote(key) for key in keys] == [made[0].uid, made[-1].uid]  # the best and the worst
     assert (
         len(keys) == 2
         and page.count(".gp-column") == RUNS
         and page.eval("document.querySelector('.gp-columns').hidden")
     )
     page.eval("document.querySelectorAll('.diff-fold').forEach(b => b.click())")
-    left, right = (one.text[one.ends[one.prompt_tokens - 1] :] for one in made[:2])
+    left, right = (one.text[one.ends[one.prompt_tokens - 1] :] for one in (made[0], made[-1]))
     sides = page.eval(
         "[0, 1].map(side => [...document.querySelectorAll('.diff-row')].map(r => "
         "r.children[side].textContent).join(''))"

@@ -150,9 +150,11 @@ def test_the_key_of_the_address_is_traded_and_dropped(chrome: Chrome, server: Se
     assert "terminal" in page.wait("document.querySelector('.locked')?.innerText ?? ''")
     assert "wrong" not in page.eval("location.href")
     page.goto("about:blank")
-    page.goto(server.url)
+    page.goto(server.address + "/#/step/3?view=samples")
+    page.wait("!!document.querySelector('.locked')")
+    page.eval(f"location.hash = '#token={server.token}'")  # the address, opened in the same tab
     page.wait("document.querySelectorAll('tr[aria-rowindex]').length > 0")
-    assert page.hash() == "#/"
+    assert page.hash() == "#/step/3?view=samples"  # what was asked for
     assert server.token
     assert server.token not in page.eval("location.href + document.cookie + document.documentElement.innerText")
     assert all(server.token not in each for each in page.requests[1:])

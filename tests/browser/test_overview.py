@@ -207,7 +207,7 @@ def test_names_from_data_are_text(chrome: Chrome, tmp_path: Any) -> None:
                     tokens=[1, 2, 3],
                     prompt_length=1,
                     reward=float(run),
-                    metrics={hostile: 1.0},
+                    metrics={hostile: float(run)},
                     prompt_text=hostile,
                     response_text=hostile,
                 )

@@ -111,7 +111,7 @@ def test_the_inspector_has_the_tokens_numbers(page: Page, server: Server) -> Non
     for label, name in (
         ("Entropy", "entropy"),
         ("Log-prob", "logprob"),
-        ("Ratio", "ratio"),
+        ("Importance", "ratio"),
         ("Advantage", "advantage"),
     ):
         shown = float(rows[label].replace("−", "-"))

@@ -220,6 +220,9 @@ def test_all_payloads_on_the_prompt_and_the_compare_page(
     assert SHOWN in page.text("section[aria-label='Parts of the reward']")
     page.wait("!!document.querySelector('.compare-strip svg')")
     assert harms(page, origin(server)) == []
+    go(page, "#/metrics?q=script", ".chart canvas")
+    assert SHOWN in page.texts("#main figure.chart h2")
+    assert harms(page, origin(server)) == []
 
 
 def test_payloads_as_searches_and_in_what_they_find(page: Page, server: Server) -> None:

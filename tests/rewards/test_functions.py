@@ -128,6 +128,7 @@ def test_a_dict_without_a_total_is_an_error_and_not_a_sum() -> None:
     assert nans(scores.rewards) == [True]
     assert "without 'reward' or 'score' (accuracy, format)" in (scores.errors[0] or "")
     assert FunctionReward(lambda response: parts, total="sum")(samples("a")).rewards == [1.5]
+    assert FunctionReward(lambda response: parts, total="sum")(samples("a")).parts == tuple(parts)
 
 
 def test_what_goes_wrong_is_that_samples_error() -> None:

@@ -54,6 +54,7 @@ def test_a_list_is_a_weighted_sum_with_metrics() -> None:
     scores = reward([sample("a b", reference="a b"), sample("c", reference="d")])
     assert scores.rewards == [2.5, 0.5]
     assert scores.metrics == {"right": [1.0, 0.0], "parts": [0.5, 0.5], "parts/words": [2.0, 1.0]}
+    assert scores.parts == ("right", "parts")  # and the words are only logged
     assert asyncio.run(reward.score_async([sample("c", reference="d")])).rewards == [0.5]
 
 

@@ -236,6 +236,7 @@ def test_a_reward_source_is_added_and_sees_what_the_model_wrote() -> None:
     assert seen == [("ab\nc", "r")] and row.reward == pytest.approx(10.3)
     assert row.metrics["source"] == 10 and row.metrics["environment"] == pytest.approx(0.3)
     assert made.metrics["reward/source"] == 10
+    assert row.info["reward_parts"] == ["environment", "source"]
 
 
 @pytest.mark.parametrize("source", [None, 10.0])

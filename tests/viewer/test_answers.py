@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def test_lists_by_step_group_prompt_filter_and_order(run: Run) -> None:
     assert [row["gid"] for row in groups] == ["2/5", "2/6"]
     assert groups[0]["rewards"] == [1.0, 0.0] and groups[0]["uids"] == ["2/5/1/0/s", "2/5/0/0/s"]
     assert (groups[0]["n"], groups[0]["expected"], groups[0]["mean"], groups[0]["std"]) == (2, 2, 0.5, 0.5)
-    assert groups[0]["flags"] == ["solved"]
+    assert groups[0]["flags"] == ["some-solved"]
     assert [row["gid"] for row in ask("groups", sort="-entropy,gid", limit=2)["rows"]] == ["3/5", "3/6"]
     for given, message in (
         ({"view": "rows"}, "view: got 'rows'"),
@@ -295,3 +296,60 @@ def test_a_step_with_many_samples_is_drawn_in_part() -> None:
         assert len(found["scatter"]) == len(found["uids"]) == 2000
         assert found == Answers(source, index).step(1)  # the same part each time
         assert np.sum(found["histograms"]["reward"]["counts"]) == 5000
+
+
+def test_only_what_the_reward_is_made_of_counts_as_its_parts() -> None:
+    dice = random.Random(0)
+
+    def found(declared: list[str] | None) -> dict[str, Any]:
+        book = rollbook.open("memory:")
+        rows = []
+        for i in range(64):
+            numbers = {"right": float(i % 2), "form": dice.random(), "tool_errors": float(dice.randrange(9))}
+            rows.append(
+                Experience(
+                    eid=EID(batch=0, task=i // 4, run=i % 4),
+                    tokens=[1, 2, i],
+                    reward=0.9 * numbers["right"] + 0.1 * numbers["form"],
+                    metrics=numbers,
+                    info={} if declared is None else {"reward_parts": declared},
+                )
+            )
+        book.append(rows)
+        source, index = open_source(book), Index()
+        load(source, index)
+        answers = Answers(source, index)
+        told = {**answers.run(), "compared": answers.compare((0, 0), (0, 0))}
+        assert answers.list(filter="metric.tool_errors > 4")["total"] > 0
+        answers.close()
+        index.close()
+        return told
+
+    fitted = found(None)
+    assert (sorted(fitted["parts"]), fitted["metrics"]) == (["form", "right"], ["tool_errors"])
+    assert (list(fitted["compared"]["parts"]), list(fitted["compared"]["logged"])) == (
+        ["form", "right"],
+        ["tool_errors"],
+    )
+    assert {"part.right", "metric.tool_errors"} < {column["name"] for column in fitted["columns"]}
+    told = found(["right"])
+    assert (told["parts"], told["metrics"]) == (["right"], ["form", "tool_errors"])
+
+
+def test_filters_look_in_whole_prompts_and_responses(told: Answers) -> None:
+    every = told.list(limit=10_000, filter="not gone")["rows"]
+    texts = {one.uid: one for one in told.source.documents([row["uid"] for row in every])}
+    for filter, where in (
+        ("prompt ~ 'IVO buys'", lambda one: "Ivo buys" in one.text[: one.prompt_end]),
+        ("response ~ check and length > 60", lambda one: "check" in said(one) and one.tokens - one.prompt_tokens > 60),
+        ("response !~ check", lambda one: "check" not in said(one)),
+    ):
+        expected = {uid for uid, one in texts.items() if where(one)}
+        assert 0 < len(expected) < len(texts)
+        assert {row["uid"] for row in told.list(limit=10_000, filter=f"not gone and {filter}")["rows"]} == expected
+    prompt = every[0]["prompt"]
+    assert {row["prompt"] for row in told.list(filter=f"prompt = {prompt}")["rows"]} == {prompt}
+
+
+def said(one: Any) -> str:
+    return str(one.response_text or one.text[one.prompt_end :]).casefold()

@@ -19,7 +19,7 @@ from rollbook import EID, Experience
 from rollbook.viewer.comparing import Side, compare, phrases_of, span
 from rollbook.viewer.index import Index
 from rollbook.viewer.sources import load, open_source
-from rollbook.viewer.statistics import edges, histograms, kolmogorov, quantiles
+from rollbook.viewer.statistics import edges, group_means, group_test, histograms, kolmogorov, quantiles
 
 NAMES = ["one", "two", "three", "four", "five", "six"]
 WORDS = ["so", "we", "count", "again", "let", "me", "verify", "this", "the", "answer", "is", ".", "what", "?", *NAMES]
@@ -76,9 +76,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Index]]
 def test_what_moved(run: tuple[Any, Index]) -> None:
     found = compare(Side(*run, 0, 4), Side(*run, 5, 9))
     assert found["a"] == {"name": "run", "n": 120, "groups": 20, "steps": [0, 4]}
-    assert found["metrics"]["entropy"]["ks"] == 1.0 and found["metrics"]["entropy"]["p"] < 1e-6
+    assert found["metrics"]["entropy"]["ks"] == 1.0 and found["metrics"]["entropy"]["p"] == 1 / 2000
     assert found["metrics"]["entropy"]["shift"] == pytest.approx(-0.4)
-    assert found["metrics"]["reward"]["p"] == 1.0 and found["metrics"]["reward"]["shift"] == 0
+    reward = found["metrics"]["reward"]
+    assert reward["p"] == 1.0 and reward["shift"] == 0 and reward["shift_low"] < 0 < reward["shift_high"]
+    assert reward["a"]["low"] < reward["a"]["mean"] < reward["a"]["high"]
     assert found["metrics"]["kl"] is None  # It was not recorded; that is no zero.
     assert sum(found["metrics"]["reward"]["counts_a"]) == 120
     assert found["parts"] == {"accuracy": {"a": pytest.approx(0.5), "b": pytest.approx(0.5)}}
@@ -87,13 +89,49 @@ def test_what_moved(run: tuple[Any, Index]) -> None:
 
 def test_prompts_newly_solved_and_broken(run: tuple[Any, Index]) -> None:
     prompts = compare(Side(*run, 0, 4), Side(*run, 5, 9), texts=0)["prompts"]
-    assert prompts["solved_from"] == 0.5 and prompts["common"] == 4 and not prompts["only_a"]
+    assert prompts["solved_from"] == 0.8 and prompts["common"] == 4 and not prompts["only_a"]
     (solved,), (broken,) = prompts["newly_solved"], prompts["newly_broken"]
     assert "one" in solved["opening"] and "two" in broken["opening"]
-    assert solved["a"] < 0.5 <= solved["b"] and solved["gid_a"].endswith("/0") and solved["gid_b"].endswith("/0")
+    assert solved["gid_a"].endswith("/0") and solved["gid_b"].endswith("/0") and solved["a"] < solved["b"]
+    assert (solved["solved_a"], solved["solved_b"], broken["solved_b"]) == ("none", "some", "none")
     assert prompts["solved_count"] == prompts["broken_count"] == 1
-    strict = compare(Side(*run, 0, 4), Side(*run, 5, 9), texts=0, solved=0.99)["prompts"]
-    assert not strict["newly_solved"]
+    assert prompts["groups"]["a"] == {"none": 10, "some": 10, "all": 0}
+    lax = compare(Side(*run, 0, 4), Side(*run, 5, 9), texts=0, solved=0.5)["prompts"]
+    assert lax["groups"]["b"] == {"none": 0, "some": 10, "all": 10}
+
+
+def test_halves_of_one_step_differ_as_often_as_chance_has_it() -> None:
+    dice = np.random.default_rng(0)
+    groups = np.repeat(np.arange(64), 8)
+    sure = {"groups": 0, "samples": 0}
+    for _ in range(100):
+        values = (dice.normal(size=64)[groups] + 0.3 * dice.normal(size=512)).round(1)
+        half = np.isin(groups, dice.permutation(64)[:32])
+        sides = [(values[side], groups[side]) for side in (half, ~half)]
+        sure["groups"] += group_test(*(group_means(*side) for side in sides))[1] < 0.05
+        sure["samples"] += kolmogorov(sides[0][0], sides[1][0])[1] < 0.05
+    assert 1 <= sure["groups"] <= 11 and sure["samples"] > 30  # 5 of 100 are expected
+
+
+def test_special_tokens_are_no_phrases(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.add_special_tokens(["<|im_end|>"])
+    end = words.token_to_id("<|im_end|>")
+    with rollbook.open(tmp_path / "run", tokenizer=words) as book:
+        for step, said in enumerate(("so we count .", "let me verify .")):
+            ids = [*words.encode(said).ids, *[end] * step]
+            book.append(
+                [
+                    Experience(eid=EID(batch=step, task=i, run=0), tokens=[0, *ids], prompt_length=1, reward=1.0)
+                    for i in range(40)
+                ]
+            )
+    source, index = open_source(str(tmp_path / "run")), Index()
+    load(source, index)
+    phrases = {each["phrase"] for each in compare(Side(source, index, 0, 0), Side(source, index, 1, 1))["phrases"]}
+    index.close()
+    source.close()
+    assert phrases == {"so we count", "let me verify"}
 
 
 def test_phrases_that_came_and_went(run: tuple[Any, Index]) -> None:
@@ -124,7 +162,7 @@ def test_two_runs(run: tuple[Any, Index], tmp_path: Path) -> None:
     source, index = open_source(str(tmp_path / "other")), Index()
     load(source, index)
     found = compare(Side(*run, name="first"), Side(source, index))
-    assert found["a"]["name"] == "first" and found["b"]["name"] == "other" and found["prompts"]["solved_count"] == 1
+    assert found["a"]["name"] == "first" and found["b"]["name"] == "other" and found["prompts"]["solved_count"] == 4
     index.close()
     source.close()
 

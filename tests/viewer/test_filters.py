@@ -50,6 +50,7 @@ def chosen(index: Index, text: str, parts: tuple[str, ...] = ("acc", "fmt")) -> 
         ("", [0, 1, 2, 3, 4]),
         ("reward < .5", [1, 3]),
         ("reward<.5 and len>1.9k", [1]),
+        ("length > 1.9k and tokens = 0", [1]),  # of the response; of prompt and response
         ("REWARD >= 5e-1 or truncated", [0, 1, 4]),
         ("not reward < .5", [0, 2, 4]),  # a reward that is missing is not below anything
         ("reward != 0", [0, 2, 3, 4]),
@@ -74,6 +75,7 @@ def chosen(index: Index, text: str, parts: tuple[str, ...] = ("acc", "fmt")) -> 
         ("step = 3 and (((reward = 1)))", [0]),
         ("-reward > 0", None),
         ("solved", [0]),
+        ("some_solved and not unsolved and not all_solved", [0, 1, 2, 3, 4]),
         ("zero_variance or incomplete or unsolved or duplicate or loop or stale or nan", []),
     ],
 )
@@ -100,8 +102,9 @@ def test_filters_mean_what_they_say(index: Index, text: str, expected: list[int]
         ("task ~ 'open", 'letter 8: got "\'"'),
         ("truncated > 1", "letter 11: got '>', expected = or !="),
         ("reward is 1", "letter 11: got '1', expected null or not null"),
-        ("part.acu = 1", "expected the name of a part of the reward; did you mean 'acc'"),
+        ("part.acu = 1", "expected the name of a part of the reward or of a metric; did you mean 'acc'"),
         ("n = 1", "letter 1: got 'n'"),
+        ("response = x", "letter 10: got '=', expected ~ or !~"),
         ("reward ~ 1", "letter 8: got '~', expected one of < <="),
         ("(" * 60 + "truncated" + ")" * 60, "at most 50 levels"),
         ("not " * 60 + "truncated", "at most 50 levels"),
@@ -272,8 +275,9 @@ def test_what_can_be_asked_is_described() -> None:
     assert {"reward", "part.acc", "zero_variance"} <= set(names)
     assert "digest" not in names
     for column in columns:
-        assert column["type"] in ("number", "text", "flag")
-        value = {"number": f"{column['name']} > 1", "text": f"{column['name']} = x", "flag": column["name"]}
+        name = column["name"]
+        value = {"number": f"{name} > 1", "text": f"{name} = x", "search": f"{name} ~ x", "flag": name}
         parse(value[column["type"]], ["acc"])
-        order(column["name"], "samples")
+        if column["type"] != "search":
+            order(name, "samples")
     assert set(FLAGS) <= set(names)

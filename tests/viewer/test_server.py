@@ -86,6 +86,7 @@ def test_every_question_of_the_pages_is_answered(viewer: Server, rows: list[dict
     asked = {
         "/api/steps": "",
         "/api/look": "",
+        "/api/metrics": "?since=3",
         "/api/step": "?step=3&evaluation=0",
         "/api/list": "?view=groups&step=3&sort=-mean&offset=0&limit=5",
         "/api/group": f"?gid={quoted(gid)}",

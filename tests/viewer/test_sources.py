@@ -109,7 +109,7 @@ def test_a_rewind_gives_back_what_was_trained_and_takes_what_came_later(tmp_path
     source.close()
 
 
-def test_lag_is_judged_when_a_record_was_trained_or_else_when_it_came(tmp_path: Path) -> None:
+def test_lag_is_judged_when_a_record_was_trained_and_what_waits_has_none(tmp_path: Path) -> None:
     book = rollbook.open(tmp_path / "book")
     book.append(group(1, 5))
     book.announce(2)
@@ -119,18 +119,19 @@ def test_lag_is_judged_when_a_record_was_trained_or_else_when_it_came(tmp_path: 
     book.append(group(6, 7, policy_versions=[5, 6, 6]))
     source, index = BookSource(book), Index()
     load(source, index)
-    assert rows(index, "task, lag", "n")[::2] == [("5", 3), ("6", 1), ("7", 1)]
+    assert rows(index, "task, lag", "n")[::2] == [("5", 3), ("6", None), ("7", None)]
     # Followed live, the same comes out.
     other = Index()
     live = rollbook.open(tmp_path / "live")
     source_ = BookSource(live)
     live.append(group(1, 5))
+    live.append(group(2, 6))
     load(source_, other)
-    assert rows(other, "lag") == [(0,), (0,)]
+    assert rows(other, "lag") == [(0,)] * 4  # nothing was trained: as they came
     live.announce(4)
     live.lease(1, by="group").ack(step=4)
     load(source_, other)
-    assert rows(other, "lag") == [(3,), (3,)]
+    assert rows(other, "lag") == [(3,), (3,), (None,), (None,)]
     for each in (index, other, source, source_):
         each.close()
 
@@ -335,3 +336,52 @@ def test_many_writers_and_a_follower_agree(tmp_path: Path) -> None:
 def test_a_run_is_never_called_by_its_address_which_may_have_a_password() -> None:
     assert named("postgresql://ana:secret@db.example/runs?schema=demo") == "runs/demo"
     assert named("postgresql://ana:secret@") == named("postgresql://ana:secret@db.example/") == "postgresql"
+
+
+def test_a_run_that_has_no_book_yet_is_followed_until_it_has(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("name: run\n")
+    with pytest.raises(ValueError, match="is a run without a book yet"):
+        open_source(run)
+    source, index = open_source(run, starting=True), Index()
+    answers = Answers(source, index)
+    load(source, index)
+    assert (answers.run()["name"], answers.run()["records"], answers.run()["live"]) == ("run", 0, True)
+    assert answers.metrics()["steps"] == []
+    with pytest.raises(KeyError, match="no book yet"):
+        source.documents(["1/5/0/0/s"])
+    book = rollbook.open(run / "book")
+    book.append(group(1, 5))
+    book.log(1, {"loss": 0.5, "grad_norm": float("nan")})
+    load(source, index)
+    assert answers.run()["records"] == 2 and source.documents(["1/5/0/0/s"])[0].step == 1
+    assert answers.metrics()["steps"] == [[1, {"loss": 0.5, "grad_norm": "NaN"}]]
+    before = index.cursor
+    book.log(2, {"loss": 0.25})
+    load(source, index)
+    assert index.cursor > before  # pages hear of it
+    assert answers.metrics(since=2)["steps"] == [[2, {"loss": 0.25}]] and answers.metrics(since=2)["count"] == 2
+    answers.close()
+    index.close()
+    source.close()
+
+
+def test_a_run_is_live_while_it_changes(tmp_path: Path) -> None:
+    book = rollbook.open(tmp_path / "book")
+    book.append(group(1, 5))
+    source, index = BookSource(book), Index()
+    answers = Answers(source, index)
+    assert answers.run()["live"] and answers.run()["idle"] < 60
+    with book.ledger.write() as tx:
+        tx.run("UPDATE events SET time = time - 3600")
+    assert not answers.run()["live"] and answers.run()["idle"] > 3500
+    saved = tmp_path / "rollouts.jsonl"
+    saved.write_text('{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n')
+    os.utime(saved, (1e9, 1e9))
+    files = open_source(saved)
+    assert files.changed == 1e9
+    files.close()
+    answers.close()
+    index.close()
+    source.close()

@@ -74,27 +74,37 @@ def _print(found: dict[str, Any]) -> None:
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         told = f"{printable(side['name'])}, {steps}: {side['n']:,} trajectories, {side['groups']:,} groups"
         print(styled(name.upper(), "bold"), told)
-    rows = []
-    for name, metric in found["metrics"].items():
-        if metric is not None:
-            sides = [figure((metric[side] or {}).get(each)) for each in ("p25", "p50", "p75") for side in ("a", "b")]
-            sure = (
-                ""
-                if metric["p"] is None
-                else "clear"
-                if metric["p"] < 0.001
-                else "likely"
-                if metric["p"] < 0.05
-                else ""
-            )
-            rows.append([name, *sides, figure(metric["shift"]), figure(metric["ks"]), sure])
+    metrics = {name: metric for name, metric in found["metrics"].items() if metric is not None}
+    rows = [
+        [
+            name,
+            _interval(metric["a"]),
+            _interval(metric["b"]),
+            _change(metric),
+            figure(metric["ks"]),
+            _sure(metric["p"]),
+        ]
+        for name, metric in metrics.items()
+    ]
     print()
-    names = ("", "p25 A", "B", "median A", "B", "p75 A", "B", "shift", "KS", "change")
-    for line in table(names, rows, right=range(1, 9)):
+    for line in table(("mean, 95%", "A", "B", "change", "KS", ""), rows, right=range(1, 5)):
+        print(line)
+    rows = [
+        [name, *(figure((metric[side] or {}).get(each)) for each in ("p25", "p50", "p75") for side in ("a", "b"))]
+        for name, metric in metrics.items()
+    ]
+    print()
+    for line in table(("quantiles", "p25 A", "B", "median A", "B", "p75 A", "B"), rows, right=range(1, 7)):
         print(line)
     rows = [[name, percent(each["a"]), percent(each["b"])] for name, each in found["shares"].items()]
+    groups = found["prompts"]["groups"]
+    for tag in groups["a"]:
+        shares = [percent(groups[side][tag] / (sum(groups[side].values()) or 1)) for side in ("a", "b")]
+        rows.append([f"groups with {tag} solved", *shares])
     rows += [
-        [f"reward: {printable(name)}", figure(each["a"]), figure(each["b"])] for name, each in found["parts"].items()
+        [f"{kind}: {printable(name)}", figure(each["a"]), figure(each["b"])]
+        for kind, key in (("reward", "parts"), ("metric", "logged"))
+        for name, each in found[key].items()
     ]
     print()
     for line in table(("", "A", "B"), rows, right=(1, 2)):
@@ -109,17 +119,37 @@ def _print(found: dict[str, Any]) -> None:
         for line in table(("phrase", "in A", "in B", "goes with reward"), rows, right=(1, 2, 3)):
             print(line)
     prompts = found["prompts"]
+    better, worse = f"{prompts['solved_count']:,} more solved", f"{prompts['broken_count']:,} less solved"
     print(
-        f"\n{prompts['common']:,} prompts are in both; solved from a mean reward of {figure(prompts['solved_from'])}: "
-        f"{styled(str(prompts['solved_count']) + ' newly solved', 'green')}, "
-        f"{styled(str(prompts['broken_count']) + ' newly broken', 'red')}"
+        f"\n{prompts['common']:,} prompts are in both; a sample is solved from a reward of "
+        f"{figure(prompts['solved_from'])}: {styled(better, 'green')}, {styled(worse, 'red')}"
     )
-    for name in ("newly_solved", "newly_broken"):
-        for each in prompts[name]:
-            sign = "+" if name == "newly_solved" else "-"
-            moved = f"{figure(each['a'])} → {figure(each['b'])}"
-            told = f"{sign} {moved}  {printable(each['gid_b'])}"
+    for sign, rows in (("+", prompts["newly_solved"]), ("-", prompts["newly_broken"])):
+        for each in rows:
+            tags = f"{each['solved_a']} → {each['solved_b']}"
+            told = f"{sign} {tags:11}  {figure(each['a'])} → {figure(each['b'])}  {printable(each['gid_b'])}"
             print(f"{told}  {cut(printable(each['opening']), max(20, min(90, columns() - width(told) - 2)))}")
+
+
+def _interval(side: dict[str, float] | None) -> str:
+    """A side's mean and half the width of its interval."""
+    if side is None:
+        return ""
+    known = side["low"] is not None and side["high"] is not None
+    return figure(side["mean"]) + (f" ± {figure((side['high'] - side['low']) / 2)}" if known else "")
+
+
+def _change(metric: dict[str, Any]) -> str:
+    if metric["shift"] is None:
+        return ""
+    sign = "+" if metric["shift"] > 0 else ""
+    known = metric["shift_low"] is not None
+    half = f" ± {figure((metric['shift_high'] - metric['shift_low']) / 2)}" if known else ""
+    return f"{sign}{figure(metric['shift'])}{half}"
+
+
+def _sure(chance: float | None) -> str:
+    return "" if chance is None else "clear" if chance < 0.001 else "likely" if chance < 0.05 else ""
 
 
 # --- two trajectories -----------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def build() -> argparse.ArgumentParser:
     made.add_argument(
         "--texts", metavar="N", type=_whole(0), default=400, help="count phrases in so many responses a side (400)"
     )
-    made.add_argument("--solved", type=float, help="the mean reward from which a prompt counts as solved")
+    made.add_argument("--solved", type=float, help="the reward from which a sample counts as solved")
     made.add_argument("--limit", metavar="N", type=_whole(0), default=15, help="so many phrases and prompts (15)")
     made.add_argument("--words", metavar="ID", nargs=2, help="compare two trajectories word by word instead")
 

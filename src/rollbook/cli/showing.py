@@ -6,7 +6,7 @@ Invariant: every token is shown once and in its place, whatever is in it; colour
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,7 +167,7 @@ def _trajectory(run: Opened, uid: str, options: argparse.Namespace) -> int:
         return OK
     told = run.answers.run()
     listed = None if options.tokens is None else list(_listed(one, options.tokens))
-    for line in (*_header(one), *(listed or ())):
+    for line in (*_header(one, told["parts"]), *(listed or ())):
         print(line)
     if listed is not None:
         return OK
@@ -192,9 +192,9 @@ def _trajectory(run: Opened, uid: str, options: argparse.Namespace) -> int:
     return OK
 
 
-def _header(one: Trajectory) -> Iterator[str]:
+def _header(one: Trajectory, names: Sequence[str]) -> Iterator[str]:
     yield styled(printable(one.uid), "bold")
-    parts = ", ".join(f"{printable(name)} {figure(value)}" for name, value in one.parts.items())
+    parts = ", ".join(f"{printable(name)} {figure(one.parts[name])}" for name in names if name in one.parts)
     lines: dict[str, Any] = {
         "group": one.gid,
         "reward": figure(one.reward) + (f" ({parts})" if parts else ""),

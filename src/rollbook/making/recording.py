@@ -60,6 +60,9 @@ def finished(rows: Sequence[Experience], whole: Whole) -> Experiences:
     for row, error in zip(rows, whole.entries("reward_error") or (), strict=False):
         if error is not None:
             row.info["reward_error"] = error
+    for row, parts in zip(rows, whole.entries("reward_parts") or (), strict=False):
+        if parts is not None:
+            row.info["reward_parts"] = parts
     at = 0
     for batch, size in zip(whole.batches, whole.sizes, strict=True):
         for name, values in ((batch.info or {}).get("reward_metrics") or {}).items():

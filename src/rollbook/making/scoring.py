@@ -126,7 +126,7 @@ class Scorer:
             self.source = lightrft_reward(models, tokenizer=tokenizer) if plain else as_reward(models)
 
     def score(self, many: Sequence[Samples], batches: Sequence[ExperienceBatch], bar: Progress | None = None) -> None:
-        """Put `reward` (B,), float32, `reward_metrics` and `reward_error` into the `info` of each batch."""
+        """Put `reward` (B,), float32, `reward_metrics`, `reward_parts` and `reward_error` into each batch's `info`."""
         inputs = [one for samples, batch in zip(many, batches, strict=True) for one in self.inputs(samples, batch)]
         failed = [one for batch in batches for one in (batch.info or {}).get("error") or [None] * len(batch)]
         for model in self._called:
@@ -141,6 +141,8 @@ class Scorer:
             if metrics:
                 home = info["reward"].device
                 info["reward_metrics"] = {name: values[at:stop].to(home) for name, values in metrics.items()}
+            if found.parts:
+                info["reward_parts"] = [list(found.parts)] * size
             if any(error is not None for error in found.errors):
                 info["reward_error"] = found.errors[at:stop]
             batch.info = info
@@ -178,7 +180,7 @@ class Scorer:
             rewards[i], errors[i] = found.rewards[place], found.errors[place]
             for name, values in found.metrics.items():
                 metrics[name][i] = values[place]
-        return Scores(rewards=rewards, metrics=metrics, errors=errors)
+        return Scores(rewards=rewards, metrics=metrics, errors=errors, parts=found.parts)
 
     def inputs(self, samples: Samples, batch: ExperienceBatch) -> list[RewardInput]:
         """What the source is given of each sample: of an engine's what it says itself, else what the tokens say.

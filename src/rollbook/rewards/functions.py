@@ -412,6 +412,7 @@ class FunctionReward(Reward):
                     scores.errors[i] = f"{self.name}: {error}"
                     reward = failed_score(self.on_error, where(inputs[i], i), f"{self.name}: {error}")
                 scores.rewards[i] = reward
+        scores.parts = tuple(scores.metrics) if self._caller.total == "sum" else ()
         return say_failures(self.name, scores)
 
 

@@ -49,7 +49,7 @@ def assembled(n: int, pieces: Sequence[Piece]) -> Scores:
     >>> assembled(2, [Piece("a", [1], [0.5], part)])
     Scores(rewards=[0.0, 0.5], metrics={'a': [nan, 1.0], 'a/steps': [nan, 3.0]}, errors=[None, None])
     """
-    made = Scores(rewards=[0.0] * n)
+    made = Scores(rewards=[0.0] * n, parts=tuple(dict.fromkeys(piece.name for piece in pieces if any(piece.weights))))
     for piece in pieces:
         if len(piece.scores) != len(piece.places):
             raise ValueError(f"{piece.name}: gave {len(piece.scores)} scores, expected {len(piece.places)}")

@@ -223,7 +223,8 @@ class Scores:
 
     `rewards` [B]: NaN where there is none. `metrics`: by name, [B] each, NaN where a component does not apply to a
     sample. `errors` [B]: what went wrong with a sample, else `None`; a sample with an error may have a reward all the
-    same, if a fixed one was asked for.
+    same, if a fixed one was asked for. `parts`: names of the metrics that the reward is a weighted sum of, where the
+    source declares them; all other metrics are only logged.
 
     >>> scores = Scores(rewards=[1, float("nan")], metrics={"accuracy": [1, float("nan")]}, errors=[None, "timed out"])
     >>> scores.to_tensors()
@@ -237,6 +238,7 @@ class Scores:
     rewards: list[float]
     metrics: dict[str, list[float]] = field(default_factory=dict)
     errors: list[str | None] = field(default_factory=list)
+    parts: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         self.rewards = [float(reward) for reward in self.rewards]

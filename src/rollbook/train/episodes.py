@@ -451,6 +451,8 @@ class EpisodeMaker(NaiveExperienceMaker):
             if scores.metrics:
                 parts = {name: torch.tensor(values[at:stop]) for name, values in scores.metrics.items()}
                 batch.info["reward_metrics"] = parts
+            if scores.parts:
+                batch.info["reward_parts"] = [list(scores.parts)] * count
             at = stop
         return batches
 
@@ -485,7 +487,8 @@ class EpisodeMaker(NaiveExperienceMaker):
             name: [math.nan if i is None else values[i] for i in places] for name, values in found.metrics.items()
         }
         metrics |= {"environment": own, "source": source}
-        return Scores(rewards=[a + b for a, b in zip(own, source, strict=True)], metrics=metrics, errors=errors)
+        total = [a + b for a, b in zip(own, source, strict=True)]
+        return Scores(rewards=total, metrics=metrics, errors=errors, parts=("environment", "source"))
 
     def _counts(self, runs: Sequence[_Run]) -> dict[str, float]:
         """Of the episodes: how many turns they have, and how they end."""

@@ -326,7 +326,7 @@ def _scored(source: Any, samples: Sequence[Sample], tokenizer: Any) -> Scores:
         rewards[i], errors[i] = found.rewards[place], found.errors[place]
         for name, values in found.metrics.items():
             metrics[name][i] = values[place]
-    return Scores(rewards=rewards, errors=errors, metrics=metrics)
+    return Scores(rewards=rewards, errors=errors, metrics=metrics, parts=found.parts)
 
 
 def _record(i: int, sample: Sample, scores: Scores) -> Experience:
@@ -337,6 +337,8 @@ def _record(i: int, sample: Sample, scores: Scores) -> Experience:
         row.reward = reward
     if error is not None:
         row.info["reward_error"] = error
+    if scores.parts:
+        row.info["reward_parts"] = list(scores.parts)
     row.metrics |= {name: values[i] for name, values in scores.metrics.items() if not math.isnan(values[i])}
     return row
 

@@ -17,13 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.algorithms.registry import whole_number
+from rollbook.book import measurements
 from rollbook.book.errors import BookError
 from rollbook.viewer import filters, listing
 from rollbook.viewer.documents import LENSES
 from rollbook.viewer.index import COUNTS, named
 from rollbook.viewer.plain import plain
+from rollbook.viewer.reward_parts import reward_parts
 from rollbook.viewer.search import Search
-from rollbook.viewer.statistics import edges, kolmogorov
+from rollbook.viewer.statistics import edges, group_means, group_test
 from rollbook.viewer.summaries import newest_steps, summarise
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ SCATTER = 2000
 """Points of a scatter plot, at most."""
 COMPARED = {"reward": "reward", "length": "response_tokens", "entropy": "entropy", "advantage": "advantage"}
 """What a step page draws, and the column of it."""
+LIVE_SECONDS = 300.0
+"""How long after the last change a run still counts as live."""
 _PATIENCE = 1.0
 _LOOK_SECONDS = 3.0
 _MOST_OF_A_PROMPT = 20_000
@@ -69,11 +73,11 @@ class Answers:
         self.index = index
         self.searching = Search(source, index)
         self._snapshots = listing.Snapshots(index)
-        self._looked: tuple[int, float, list[dict[str, Any]]] | None = None
+        self._looked: dict[bool, tuple[int, float, list[dict[str, Any]]]] = {}
         self._looking = threading.Lock()
         self._compared: dict[tuple[int, tuple[int, int], tuple[int, int]], dict[str, Any]] = {}
         self._comparing = threading.Lock()
-        self._known_parts: tuple[int, list[str]] = (-1, [])
+        self._known_numbers: tuple[int, list[str], list[str]] = (-1, [], [])
 
     # --- the whole ----------------------------------------------------------------------------------------------
 
@@ -95,24 +99,28 @@ class Answers:
                 "FROM steps"
             ).fetchone()
             rewards = read.execute("SELECT MIN(low), MAX(top) FROM tops").fetchone()
-            parts = self._parts(read)
+            parts, metrics = self._numbers(read)
         first, last, count = found[0] if found[0][2] else found[1]
         tokenized = self.index.fact("tokenized", [])
         book = self.source.kind == "book"
+        changed = self.source.changed
+        idle = None if changed is None else max(0.0, time.time() - changed)
         from rollbook import __version__
 
         return {
             "name": self.source.name,
             "kind": self.source.kind,
-            "live": self.source.live,
+            "live": idle is not None and idle < LIVE_SECONDS,
+            "idle": idle,
             "records": total,
             "evaluation": evaluation,
             "groups": groups,
             "steps": {"first": first, "last": last, "count": count},
             "tokenized": tokenized[0] if len(tokenized) == 1 else "mixed" if tokenized else "exact",
             "lenses": self._lenses(versions),
-            "columns": filters.described(parts),
+            "columns": filters.described(parts, metrics),
             "parts": parts,
+            "metrics": metrics,
             "rewards": None if None in rewards else list(rewards),
             "features": {
                 "ledger": book,
@@ -127,16 +135,18 @@ class Answers:
             "version": __version__,
         }
 
-    def _parts(self, read: sqlite3.Connection) -> list[str]:
-        """The names of reward parts; looked for again when the index changed."""
+    def _numbers(self, read: sqlite3.Connection) -> tuple[list[str], list[str]]:
+        """The names of the reward's parts, and of the other numbers; looked for again when the index changed."""
         cursor = self.index.cursor
-        if self._known_parts[0] != cursor:
-            found = read.execute(
+        if self._known_numbers[0] != cursor:
+            rows = read.execute(
                 "SELECT key FROM steps, json_each(steps.summary, '$.parts') "
                 "GROUP BY key ORDER BY MIN(steps.step), MIN(id)"
             )
-            self._known_parts = (cursor, [row[0] for row in found])
-        return self._known_parts[1]
+            names = [row[0] for row in rows]
+            parts = set(reward_parts(self.index))
+            self._known_numbers = (cursor, [n for n in names if n in parts], [n for n in names if n not in parts])
+        return self._known_numbers[1:]
 
     def _lenses(self, versions: tuple[Any, Any]) -> list[dict[str, Any]]:
         scales = self.index.fact("scales", {})
@@ -213,10 +223,10 @@ class Answers:
             "versus": {
                 name: _versus(then[name], now[name])
                 for name in ("reward", "length", "entropy")
-                if then and len(then[name])
-                if len(now[name])
+                if then and len(then[name][0])
+                if len(now[name][0])
             },
-            "histograms": {name: _histogram(values) for name, values in now.items()},
+            "histograms": {name: _histogram(values) for name, (values, _) in now.items()},
             "scatter": plain([row[:4] for row in rows]),
             "uids": {str(row[3]): row[4] for row in rows},
         }
@@ -244,7 +254,9 @@ class Answers:
         """
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
-            parts = self._parts(read)
+            parts, metrics = self._numbers(read)
+        if filter and filters.parse(filter, [*parts, *metrics]).texts:
+            self.searching.finish()
         return self._snapshots.page(
             view,
             step=step,
@@ -256,7 +268,7 @@ class Answers:
             limit=limit,
             snapshot=snapshot,
             evaluation=evaluation,
-            parts=parts,
+            parts=[*parts, *metrics],
         )
 
     def group(self, gid: str) -> dict[str, Any]:
@@ -389,19 +401,34 @@ class Answers:
                 self._compared[asked] = found
         return found
 
-    def look(self) -> dict[str, Any]:
+    def look(self, evaluation: bool = False) -> dict[str, Any]:
         """What is worth a look, as the doctor ranks it; worked out again when something changed, now and then."""
-        from rollbook.doctor import look
+        from rollbook.doctor import examine, look
 
         with self._looking:
             cursor, now = self.index.cursor, time.monotonic()
-            kept = self._looked
+            kept = self._looked.get(evaluation)
             if kept is None or (kept[0] != cursor and now > kept[1]):
-                items = [{"id": each["illness"], **each} for each in (found.as_dict() for found in look(self.index))]
+                findings = examine(self.index, evaluation=True).findings if evaluation else look(self.index)
+                items = [{"id": each["illness"], **each} for each in (finding.as_dict() for finding in findings)]
                 # Of a large run it takes seconds: it is not to be all that the viewer does.
                 after = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
-                kept = self._looked = (cursor, after, plain(items))
+                kept = self._looked[evaluation] = (cursor, after, plain(items))
             return {"items": kept[2]}
+
+    def metrics(self, since: int = 0) -> dict[str, Any]:
+        """The numbers that the trainer logged: {steps: [[step, {name: number}]]}, from step `since` on.
+
+        A number that is not finite is the text `NaN`, `Infinity` or `-Infinity`. `count` is that of all steps: a page
+        that then has more of them asks for all, since the run was rewound.
+        """
+        whole_number("since", since)
+        cursor = self.index.cursor
+        from rollbook.viewer.sources import BookSource
+
+        rows = self.source.metrics() if isinstance(self.source, BookSource) else []
+        steps = [[step, measurements.plain(numbers)] for step, numbers in rows if step >= since]
+        return {"cursor": cursor, "count": len(rows), "steps": steps}
 
     def close(self) -> None:
         """End the background work of searching."""
@@ -446,20 +473,28 @@ def _summary(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, 
     return summarise(read, step, evaluation, newest_steps(read).get(evaluation))
 
 
-def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, NDArray[np.float64]]:
+_Grouped = tuple[NDArray[np.float64], NDArray[Any]]
+"""Values [N], and the groups [N] of their samples."""
+
+
+def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _Grouped]:
     """The finite numbers of each metric in a step."""
     rows = read.execute(
-        f"SELECT {', '.join(COMPARED.values())} FROM samples WHERE step = ? AND evaluation = ? AND {COUNTS} "
+        f"SELECT gid, {', '.join(COMPARED.values())} FROM samples WHERE step = ? AND evaluation = ? AND {COUNTS} "
         "AND (gone IS NULL OR length > 0)",
         (step, evaluation),
     ).fetchall()
-    table = np.array(rows, dtype=np.float64).reshape(len(rows), len(COMPARED))
-    return {name: column[np.isfinite(column)] for name, column in zip(COMPARED, table.T, strict=True)}
+    groups = np.array([row[0] for row in rows])
+    table = np.array([row[1:] for row in rows], dtype=np.float64).reshape(len(rows), len(COMPARED))
+    return {
+        name: (column[np.isfinite(column)], groups[np.isfinite(column)])
+        for name, column in zip(COMPARED, table.T, strict=True)
+    }
 
 
-def _versus(then: NDArray[np.float64], now: NDArray[np.float64]) -> dict[str, Any]:
-    distance, chance = kolmogorov(then, now)
-    found: dict[str, Any] = plain({"ks": distance, "p": chance, "shift": float(now.mean() - then.mean())})
+def _versus(then: _Grouped, now: _Grouped) -> dict[str, Any]:
+    distance, chance = group_test(group_means(*then), group_means(*now))
+    found: dict[str, Any] = plain({"ks": distance, "p": chance, "shift": float(now[0].mean() - then[0].mean())})
     return found
 
 

@@ -71,7 +71,8 @@ _UID = {"uid": word}
 ROUTES: dict[str, _Route] = {
     "/api/run": _Route({}, (), lambda api, given: api.run()),
     "/api/steps": _Route({"since": whole, "evaluation": flag}, (), lambda api, given: api.answers.steps(**given)),
-    "/api/look": _Route({}, (), lambda api, given: api.answers.look()),
+    "/api/look": _Route({"evaluation": flag}, (), lambda api, given: api.answers.look(**given)),
+    "/api/metrics": _Route({"since": whole}, (), lambda api, given: api.answers.metrics(**given)),
     "/api/step": _Route({"step": whole, "evaluation": flag}, ("step",), lambda api, given: api.answers.step(**given)),
     "/api/list": _Route(
         {
@@ -135,6 +136,7 @@ class Api:
         self.workers = workers
         self.annotations = annotations
         self.seconds = seconds
+        answers.searching.patience = seconds / 2
         self.closing = threading.Event()
         self._streams = threading.BoundedSemaphore(_STREAMS)
         self._overdue = threading.BoundedSemaphore(_OVERDUE)
@@ -436,7 +438,7 @@ def open_api(path: str | os.PathLike[str], guard: Guard, *, tokenizer: Any = Non
     from rollbook.viewer.sources import Watcher, open_source
 
     kept = Annotations(path) if annotate else None
-    source = open_source(path, tokenizer=tokenizer)
+    source = open_source(path, tokenizer=tokenizer, starting=True)
     index = Index()
     watcher = Watcher(source, index).start()
     workers = Workers(os.fspath(path))

@@ -68,6 +68,8 @@ class Bulk:
         self.scales = scales
         self.rescaled = False
         """Whether a lens's range changed since this was set to False."""
+        self.declared: dict[str, None] = {}
+        """Parts of the reward that records declared, in the order they were met."""
         self._vocabulary: Vocabulary | None = None
         self._openings: OrderedDict[tuple[Any, ...], str] = OrderedDict()
 
@@ -179,6 +181,9 @@ class Bulk:
                 parts=_parts(metrics[i]),
                 measured=1,
             )
+            parts = _entry(infos[i], "reward_parts", list)
+            if parts is not None:
+                self.declared |= dict.fromkeys(measures.declared_in({"reward_parts": parts}))
             if _entry(infos[i], "error", object) is not None:
                 row["status"] = "error"
 

@@ -12,13 +12,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.viewer.index import COUNTS
-from rollbook.viewer.statistics import histograms, kolmogorov, quantiles
+from rollbook.viewer.reward_parts import reward_parts
+from rollbook.viewer.statistics import group_means, group_test, histograms, mean_interval, quantiles
+from rollbook.viewer.summaries import SOLVED, solved_bar, solved_tag
 
 if TYPE_CHECKING:
     from rollbook.viewer.index import Index
@@ -44,6 +46,11 @@ TEXTS = 400
 """Of how many responses of a side the phrases are counted, drawn at random, unless more are asked for."""
 LONGEST = 4
 """Words of a phrase, at most."""
+_CLEAR = 2.5
+"""From which z on a phrase counts as more or less common."""
+_BREAK = " . "
+_MARKUP = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:pad|eos|bos|unk|start_of_turn|end_of_turn)>")
+"""Special tokens in texts of which no tokens are known."""
 _WORD = re.compile(r"[^\W_]+(?:['\u2019][^\W_]+)*|[^\w\s]")
 
 
@@ -87,13 +94,13 @@ def span(text: str) -> tuple[int, int]:
 def compare(a: Side, b: Side, *, texts: int = TEXTS, limit: int = 40, solved: float | None = None) -> dict[str, Any]:
     """What is different in `b`: distributions, shares, parts of the reward, phrases, prompts solved and broken.
 
-    `texts`: of how many responses of each side phrases are counted (0: none). `solved`: the mean reward from which a
-    prompt counts as solved; halfway between the lowest and the highest reward of both sides if it is not given.
+    `texts`: of how many responses of each side phrases are counted (0: none). `solved`: the reward from which a sample
+    counts as solved; as the pages have it (see `summaries`) if it is not given.
     """
     found: dict[str, Any] = {"a": _told(a), "b": _told(b)}
     found["metrics"] = {name: _metric(a, b, column) for name, column in METRICS.items()}
     found["shares"] = {name: {"a": _share(a, test), "b": _share(b, test)} for name, test in SHARES.items()}
-    found["parts"] = _parts(a, b)
+    found["parts"], found["logged"] = _numbers(a, b)
     found["prompts"] = _prompts(a, b, limit, solved)
     found["phrases"], found["texts"] = _phrases(a, b, texts, limit) if texts else ([], {"a": 0, "b": 0})
     return found
@@ -107,24 +114,39 @@ def _told(side: Side) -> dict[str, Any]:
     return {"name": side.name or side.source.name, "n": n, "groups": groups, "steps": None if n == 0 else [first, last]}
 
 
-def _column(side: Side, column: str) -> NDArray[np.float64]:
+def _column(side: Side, column: str) -> tuple[NDArray[np.float64], NDArray[Any]]:
+    """The finite values [N] of a column, and the groups [N] of their samples."""
     where, values = side.where
-    rows = side.index.query(f"SELECT {column} FROM samples WHERE {where} AND {column} IS NOT NULL", values)
-    found = np.array([row[0] for row in rows], dtype=np.float64)
-    return found[np.isfinite(found)]
+    rows = side.index.query(f"SELECT {column}, gid FROM samples WHERE {where} AND {column} IS NOT NULL", values)
+    numbers = np.array([row[0] for row in rows], dtype=np.float64)
+    finite = np.isfinite(numbers)
+    return numbers[finite], np.array([row[1] for row in rows])[finite]
 
 
 def _metric(a: Side, b: Side, column: str) -> dict[str, Any] | None:
-    one, other = _column(a, column), _column(b, column)
+    """Quantiles, the mean and its 95 % interval (`low`, `high`) of each side, and the change of the mean.
+
+    Samples of one group are not independent, so intervals and the test go by groups.
+    """
+    (one, groups), (other, other_groups) = _column(a, column), _column(b, column)
     if not len(one) and not len(other):
         return None
-    told: dict[str, Any] = {"a": quantiles(one), "b": quantiles(other), **histograms(one, other)}
-    if len(one) and len(other):
-        distance, chance = kolmogorov(one, other)
-        told |= {"ks": distance, "p": chance, "shift": float(np.median(other) - np.median(one))}
-    else:
-        told |= {"ks": None, "p": None, "shift": None}
-    return told
+    result: dict[str, Any] = {**histograms(one, other)}
+    halves = []
+    for which, values, grouped in (("a", one, groups), ("b", other, other_groups)):
+        result[which] = quantiles(values)
+        if len(values):
+            mean, half = mean_interval(values, grouped)
+            halves.append(half)
+            known = math.isfinite(half)
+            result[which] |= {"low": mean - half if known else None, "high": mean + half if known else None}
+    if len(halves) < 2:
+        return result | dict.fromkeys(("ks", "p", "shift", "shift_low", "shift_high"))
+    distance, chance = group_test(group_means(one, groups), group_means(other, other_groups))
+    shift, half = float(other.mean() - one.mean()), math.hypot(*halves)
+    result |= {"ks": distance, "p": chance, "shift": shift}
+    known = math.isfinite(half)
+    return result | {"shift_low": shift - half if known else None, "shift_high": shift + half if known else None}
 
 
 def _share(side: Side, test: str) -> float | None:
@@ -133,7 +155,8 @@ def _share(side: Side, test: str) -> float | None:
     return None if not n else float(share or 0.0)
 
 
-def _parts(a: Side, b: Side) -> dict[str, dict[str, float | None]]:
+def _numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The means of each named number on both sides: of the reward's parts, and of what was logged beside it."""
     found: dict[str, dict[str, float | None]] = {}
     for which, side in (("a", a), ("b", b)):
         where, values = side.where
@@ -144,59 +167,75 @@ def _parts(a: Side, b: Side) -> dict[str, dict[str, float | None]]:
         )
         for name, mean in rows:
             found.setdefault(str(name), {"a": None, "b": None})[which] = float(mean)
-    return dict(sorted(found.items()))
+    parts = {name for side in (a, b) for name in reward_parts(side.index)}
+    named = sorted(found.items())
+    return {n: v for n, v in named if n in parts}, {n: v for n, v in named if n not in parts}
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
 def _prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, Any]:
-    rewards: list[dict[str, tuple[float, int, str, str]]] = []
-    ends: list[float] = []
-    for side in (a, b):
-        where, values = side.where
-        rows = side.index.query(
-            "SELECT prompt, AVG(reward), COUNT(*), MAX(gid), MAX(opening), MIN(reward), MAX(reward) FROM samples "
-            f"WHERE {where} AND reward IS NOT NULL AND prompt IS NOT NULL GROUP BY prompt",
-            values,
-        )
-        rewards.append({row[0]: (float(row[1]), int(row[2]), row[3], row[4] or "") for row in rows})
-        ends += [bound for row in rows for bound in row[5:] if math.isfinite(bound)]
-    if solved is None and ends:
-        solved = (min(ends) + max(ends)) / 2
-    one, other = rewards
+    """Prompts of both sides whose solved samples became more (none, some, all of them), or fewer."""
+    if solved is None:
+        bars = [bar for side in (a, b) if (bar := _bar(side)) is not None]
+        solved = max(bars, default=None)
+    one, other = (_tagged(side, "prompt", solved) for side in (a, b))
     both = sorted(one.keys() & other.keys())
-    moved: list[dict[str, Any]] = [
+    rows: list[dict[str, Any]] = [
         {
             "prompt": prompt,
-            "opening": other[prompt][3] or one[prompt][3],
-            "a": one[prompt][0],
-            "b": other[prompt][0],
-            "gid_a": one[prompt][2],
-            "gid_b": other[prompt][2],
-            "n_a": one[prompt][1],
-            "n_b": other[prompt][1],
+            "opening": other[prompt]["opening"] or one[prompt]["opening"],
+            **{f"{name}_a": one[prompt][name] for name in ("gid", "n", "solved")},
+            **{f"{name}_b": other[prompt][name] for name in ("gid", "n", "solved")},
+            "a": one[prompt]["mean"],
+            "b": other[prompt]["mean"],
         }
         for prompt in both
     ]
 
-    def crossed(low: str, high: str) -> list[dict[str, Any]]:
-        if solved is None:
-            return []
-        found = [each for each in moved if each[low] < solved <= each[high]]
-        return sorted(found, key=lambda each: (each[low] - each[high], each["prompt"]))
+    def risen(low: str, high: str) -> list[dict[str, Any]]:
+        more = [row for row in rows if SOLVED.index(row[f"solved_{low}"]) < SOLVED.index(row[f"solved_{high}"])]
+        return sorted(more, key=lambda row: (row[low] - row[high], row["prompt"]))
 
-    better, worse = crossed("a", "b"), crossed("b", "a")
+    better, worse = risen("a", "b"), risen("b", "a")
     return {
         "solved_from": solved,
         "common": len(both),
         "only_a": len(one) - len(both),
         "only_b": len(other) - len(both),
+        "groups": {"a": _tags(a, solved), "b": _tags(b, solved)},
         "newly_solved": better[:limit],
         "newly_broken": worse[:limit],
         "solved_count": len(better),
         "broken_count": len(worse),
     }
+
+
+def _bar(side: Side) -> float | None:
+    with side.index.reading() as read:
+        return solved_bar(read)
+
+
+def _tagged(side: Side, column: str, solved: float | None) -> dict[str, dict[str, Any]]:
+    """The scored samples of each prompt or group (`gid`): their mean reward, and whether none, some or all are
+    solved."""
+    where, values = side.where
+    rows = side.index.query(
+        f"SELECT {column}, AVG(reward), COUNT(*), MAX(gid), MAX(opening), TOTAL(reward >= ?) FROM samples "
+        f"WHERE {where} AND reward IS NOT NULL AND {column} <> '' GROUP BY 1",
+        [solved, *values],
+    )
+    return {
+        key: {"mean": float(mean), "n": n, "gid": gid, "opening": opening or "", "solved": solved_tag(int(right), n)}
+        for key, mean, n, gid, opening, right in rows
+    }
+
+
+def _tags(side: Side, solved: float | None) -> dict[str, int]:
+    """How many groups have none, some or all of their samples solved."""
+    counts = Counter(group["solved"] for group in _tagged(side, "gid", solved).values())
+    return {tag: counts[tag] for tag in SOLVED}
 
 
 # --- phrases --------------------------------------------------------------------------------------------------------
@@ -225,7 +264,7 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
     sides = [_texts(side, texts) for side in (a, b)]
     if not all(sides):
         return [], {"a": len(sides[0]), "b": len(sides[1])}
-    counted = [[phrases_of(text) for _, _, text in side] for side in sides]
+    counted = [[phrases_of(each.text) for each in side] for side in sides]
     documents = [Counter(phrase for each in side for phrase in each) for side in counted]
     totals = [Counter[str]() for _ in sides]
     for total, side in zip(totals, counted, strict=True):
@@ -238,7 +277,13 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
         if many < 3 or (phrase.replace(" ", "").isdigit()):
             continue
         score = _odds(documents[0][phrase], sizes[0], documents[1][phrase], sizes[1])
-        if abs(score) >= 2.5:
+        if abs(score) >= _CLEAR:
+            errors = [_share_error(side, phrases, phrase) for side, phrases in zip(sides, counted, strict=True)]
+            gap = documents[1][phrase] / sizes[1] - documents[0][phrase] / sizes[0]
+            # A phrase of a few prompts is in all samples of their groups: those are not independent.
+            by_group = abs(gap) / math.hypot(*errors) if any(errors) else math.inf
+            score = math.copysign(min(abs(score), by_group), score)
+        if abs(score) >= _CLEAR:
             scored.append((score, phrase))
     scored.sort(key=lambda each: (-abs(each[0]), -len(each[1]), each[1]))
     kept: list[tuple[float, str]] = []
@@ -261,11 +306,11 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
         there: list[float] = []
         uids: list[str] = []
         for samples, counts in zip(sides, counted, strict=True):
-            for (uid, reward, _), each in zip(samples, counts, strict=True):
+            for sample, each in zip(samples, counts, strict=True):
                 if phrase in each and len(uids) < 200:
-                    uids.append(uid)
-                if reward is not None and math.isfinite(reward):
-                    rewards.append(reward)
+                    uids.append(sample.uid)
+                if sample.reward is not None and math.isfinite(sample.reward):
+                    rewards.append(sample.reward)
                     there.append(float(phrase in each))
         found.append(
             {
@@ -295,20 +340,41 @@ def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
     return float(np.corrcoef(np.array(one), np.array(other))[0, 1])
 
 
-def _texts(side: Side, count: int) -> list[tuple[str, float | None, str]]:
+class _Said(NamedTuple):
+    """A sample whose phrases are counted."""
+
+    uid: str
+    gid: str
+    reward: float | None
+    text: str
+
+
+def _share_error(side: Sequence[_Said], counted: Sequence[Counter[str]], phrase: str) -> float:
+    """The standard error of the share of texts that have a phrase, by the variation between groups."""
+    values = np.array([float(phrase in each) for each in counted])
+    _, half = mean_interval(values, np.array([each.gid for each in side]))
+    return half / 1.96 if math.isfinite(half) else 0.0
+
+
+def _texts(side: Side, count: int) -> list[_Said]:
     where, values = side.where
-    rows = side.index.query(f"SELECT uid, reward FROM samples WHERE {where} AND gone IS NULL ORDER BY n", values)
+    rows = side.index.query(f"SELECT uid, gid, reward FROM samples WHERE {where} AND gone IS NULL ORDER BY n", values)
     if len(rows) > count:
-        rows = sorted(random.Random(0).sample(rows, count))
-    rewards = dict(rows)
-    return [(uid, rewards[uid], text) for uid, text in responses(side.source, [uid for uid, _ in rows])]
+        rows = random.Random(0).sample(rows, count)
+    known = {uid: (gid, reward) for uid, gid, reward in rows}
+    return [_Said(uid, *known[uid], text) for uid, text in responses(side.source, sorted(known), special=False)]
 
 
-def responses(source: Source, uids: Sequence[str], piece: int = 64) -> Iterable[tuple[str, str]]:
-    """The text of each response, as pages show it; a few at a time are in memory."""
+def responses(source: Source, uids: Sequence[str], piece: int = 64, special: bool = True) -> Iterable[tuple[str, str]]:
+    """The text of each response, as pages show it; without `special`, special tokens are ends of sentences. A few at a
+    time are in memory."""
     for at in range(0, len(uids), piece):
         for each in source.documents(uids[at : at + piece]):
             if each.tokenized == "ids":
-                yield each.uid, each.response_text or ""
+                text = each.response_text or ""
             else:
-                yield each.uid, each.text[int(each.ends[each.prompt_tokens - 1]) if each.prompt_tokens else 0 :]
+                text = each.text[each.prompt_end :]
+                if not special and each.special[each.prompt_tokens :].any():
+                    tokens = range(each.prompt_tokens, each.tokens)
+                    text = "".join(_BREAK if each.special[i] else each.token(i) for i in tokens)
+            yield each.uid, text if special else _MARKUP.sub(_BREAK, text)

@@ -94,6 +94,9 @@ class Trajectory:
     segments: list[Segment] = field(default_factory=list)
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    """Its named numbers: parts of the reward, and metrics (see `reward_parts`)."""
+    declared: tuple[str, ...] = ()
+    """Those of them that the reward source declared as parts of the reward."""
     advantage: float | None = None
     """The mean over the tokens that are trained on."""
     status: str = "unfinished"
@@ -192,8 +195,8 @@ LENSES: dict[str, Lens] = {
         Lens(
             "ratio",
             "4",
-            "Ratio",
-            "Trainer's probability over the engine's; beyond 1 ± 0.2 it is clipped.",
+            "Importance",
+            "Trainer's probability of the token over the engine's, before the update. The loss clips another ratio.",
             "diverging",
             1.0,
         ),
@@ -205,7 +208,7 @@ LENSES: dict[str, Lens] = {
             "credit",
             "7",
             "Credit",
-            "What training does with it: the advantage, 0 where masked or clipped.",
+            "What the loss multiplies: the advantage times the loss weight, 0 where masked.",
             "diverging",
             0.0,
         ),
@@ -218,9 +221,6 @@ LENSES: dict[str, Lens] = {
     )
 }
 """The lenses in the order of their keys. `version` shows `Trajectory.versions`; all others an array."""
-
-CLIP = 0.2
-"""How far the ratio may be from 1 before the usual loss clips it."""
 
 _NUMBER = re.compile(r"([0-9]{1,15})$")
 
@@ -274,12 +274,8 @@ def derive(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -
             gap = reference - now
             found["kl"] = np.expm1(gap) - gap
         if advantage is not None:
-            credit = np.where(mask | np.isnan(advantage), advantage, 0.0)
-            if "ratio" in found:
-                ratio = found["ratio"]
-                clipped = ((credit > 0) & (ratio > 1 + CLIP)) | ((credit < 0) & (ratio < 1 - CLIP))
-                credit = np.where(clipped, 0.0, credit)
-            found["credit"] = credit
+            weighted = advantage if "weight" not in found else advantage * found["weight"]
+            found["credit"] = np.where(mask | np.isnan(weighted), weighted, 0.0)
         return {name: array.astype(np.float32) for name, array in found.items()}
 
 

@@ -12,7 +12,9 @@ false, and its `not` is true.
     operator    = "=" "==" "!=" "<>" "<" "<=" ">" ">=" and, of texts, "~" (holds, whatever its case) and "!~"
     value       = 12  .5  -1e-3  2k  1.5m  "a text"  'a text'  word
 
-`part.NAME` is a named part of the reward. Texts know `=`, `!=`, `~` and `in` alone.
+`part.NAME` is a part of the reward, `metric.NAME` another number that was logged with the sample; both look among all
+of them. Texts know `=`, `!=`, `~` and `in` alone. `response ~ TEXT` and `prompt ~ TEXT` look in whole texts; `prompt =
+ID` is a prompt's id. `length` is that of the response, `tokens` of prompt and response.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollbook.algorithms.registry import near
 from rollbook.viewer.index import COLUMNS
-from rollbook.viewer.summaries import LOOP, STALE
+from rollbook.viewer.summaries import DUPLICATE_TOKENS, LOOP, STALE
 
 MOST_LETTERS = 4000
 MOST_NESTING = 50
 MOST_VALUES = 500
 ALIASES = {
     "len": "response_tokens",
+    "length": "response_tokens",
     "tokens": "length",
+    "total_tokens": "length",
     "id": "uid",
     "group": "gid",
     "h": "entropy",
@@ -50,8 +54,14 @@ ALIASES = {
     "dropped_because": "reason",
 }
 """Shorter and other names of columns."""
+_TEXT_TESTS = {
+    "response": "IFNULL((SELECT holds(body, ?) FROM bodies WHERE bodies.n = samples.n), 0)",
+    "prompt": "IFNULL(samples.prompt IN (SELECT prompt FROM prompt_bodies WHERE holds(body, ?)), 0)",
+}
+"""What looks in whole texts, which are read when somebody asks for them first (see `Condition.texts`)."""
 
 _BAR = "(SELECT bar FROM tops WHERE tops.evaluation = samples.evaluation AND solves)"
+_GROUP_BAR = "(SELECT bar FROM tops WHERE tops.evaluation = groups.evaluation AND solves)"
 _IN_GROUP = (
     "EXISTS (SELECT 1 FROM groups WHERE groups.gid = samples.gid AND groups.evaluation = samples.evaluation AND {})"
 )
@@ -71,7 +81,9 @@ FLAGS: dict[str, Flag] = {
     "aborted": Flag("status = 'aborted'", "Aborted", "The engine was stopped."),
     "error": Flag("status = 'error'", "Error", "The run failed."),
     "loop": Flag(f"COALESCE(repetition >= {LOOP}, 0)", "Loop", f"At least {LOOP:.0%} of the response repeats itself."),
-    "duplicate": Flag("duplicate = 1", "Duplicate", "Another run of its group gave the same response."),
+    "duplicate": Flag(
+        "duplicate = 1", "Duplicate", f"{DUPLICATE_TOKENS} tokens or more, the same as another run's of its group."
+    ),
     "nan": Flag("(COALESCE(nans, 0) > 0 OR scored = 2)", "NaN", "A number of it is not finite."),
     "scored": Flag("scored = 1", "Scored", "It has a reward that is a number."),
     "solved": Flag(f"COALESCE(reward >= {_BAR}, 0)", "Solved", "Its reward is the run's highest, or nearly."),
@@ -96,13 +108,20 @@ FLAGS: dict[str, Flag] = {
         "Its group has fewer runs than it was to have, and is not of the newest step.",
     ),
     "unsolved": Flag(
-        _IN_GROUP.format("high < (SELECT bar FROM tops WHERE tops.evaluation = groups.evaluation AND solves)"),
-        "Unsolved",
-        "Nobody in its group has nearly the run's highest reward.",
+        _IN_GROUP.format(f"high < {_GROUP_BAR}"),
+        "None solved",
+        "No sample of its group is solved.",
     ),
+    "some_solved": Flag(
+        _IN_GROUP.format(f"high >= {_GROUP_BAR} AND low < {_GROUP_BAR}"),
+        "Some solved",
+        "Some samples of its group are solved, and some are not.",
+    ),
+    "all_solved": Flag(_IN_GROUP.format(f"low >= {_GROUP_BAR}"), "All solved", "All samples of its group are solved."),
 }
 """Words that can stand alone, and what they mean in SQL: never NULL."""
 
+_NAMED = ("part.", "parts.", "metric.", "metrics.")
 _NUMBERS = {name for name, column in COLUMNS.items() if column.type == "number"}
 _TEXTS = {name for name, column in COLUMNS.items() if column.type == "text"}
 _TOKEN = re.compile(
@@ -131,10 +150,12 @@ class Condition:
 
     sql: str
     values: tuple[Any, ...]
+    texts: bool = field(default=False, repr=False)
+    """Whether it looks in the texts that `Search` keeps."""
 
 
 def parse(text: str, parts: Sequence[str] = ()) -> Condition:
-    """The condition of a filter; an empty one is true. `parts`: the names of reward parts there are.
+    """The condition of a filter; an empty one is true. `parts`: the names of reward parts and metrics there are.
 
     >>> parse("reward < .5 and not truncated")
     Condition(sql="(reward < ? AND NOT (status = 'truncated'))", values=(0.5,))
@@ -153,7 +174,8 @@ def parse(text: str, parts: Sequence[str] = ()) -> Condition:
     if left is not None:
         raise reader.wrong(left, "and, or, or the end")
     values: list[Any] = []
-    return Condition(made.sql(values, False), tuple(values))
+    sql = made.sql(values, False)
+    return Condition(sql, tuple(values), reader.texts)
 
 
 class _Node(NamedTuple):
@@ -186,6 +208,7 @@ class _Reader:
     def __init__(self, text: str, parts: Sequence[str]) -> None:
         self.text = text
         self.parts = parts
+        self.texts = False
         self.tokens: list[_Token] = []
         self.at = 0
         place = 0
@@ -262,10 +285,13 @@ class _Reader:
         name = token.text.lower()
         if name in FLAGS and not self._compares():
             return _Node("", test=FLAGS[name].sql, null=False)
+        sign = self.peek()
+        if name in _TEXT_TESTS and (name not in COLUMNS or (sign is not None and sign.text in ("~", "!~"))):
+            return self._text(name)
         name = ALIASES.get(name, name)
         if name in FLAGS and name not in _TEXTS:
             return self._flag(name)
-        if name.startswith(("part.", "parts.")):
+        if name.startswith(_NAMED):
             part = self._part(token)
             # A name that SQLite's own paths could not hold is no danger as one side of a comparison.
             column = "(SELECT value FROM json_each(samples.parts) WHERE key = ?)"
@@ -274,9 +300,17 @@ class _Reader:
             return self._number(name)
         if name in _TEXTS:
             return self._words(name)
-        known = [*COLUMNS, *ALIASES, *FLAGS, "part.NAME"]
+        known = [*COLUMNS, *ALIASES, *FLAGS, *_TEXT_TESTS, "part.NAME"]
         hint = near(name, known).split("(")[0].strip() if near(name, known).startswith("; did") else ""
         raise self.wrong(token, "a column or a word such as truncated", hint)
+
+    def _text(self, name: str) -> _Node:
+        sign = self.take("~ or !~")
+        if sign.text not in ("~", "!~"):
+            raise self.wrong(sign, "~ or !~")
+        self.texts = True
+        test = _Node("", test=_TEXT_TESTS[name], values=(_as_text(self._value("a text")),), null=False)
+        return _Node("NOT", (test,)) if sign.text == "!~" else test
 
     def _compares(self) -> bool:
         token = self.peek()
@@ -292,7 +326,7 @@ class _Reader:
             same = [each for each in self.parts if each.lower() == name.lower()]
             if not same:
                 hint = near(name, list(self.parts))
-                raise self.wrong(token, "the name of a part of the reward", hint)
+                raise self.wrong(token, "the name of a part of the reward or of a metric", hint)
             name = same[0]
         return name
 
@@ -424,7 +458,7 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
     """The SQL that sorts by `-reward,length`: columns by name, `-` for falling, what is missing last; and its values.
 
     >>> order("-reward,length")
-    ('reward IS NULL, reward DESC, length, n', ())
+    ('reward IS NULL, reward DESC, response_tokens, n', ())
     """
     if not isinstance(text, str) or len(text) > MOST_LETTERS:
         raise ValueError(f"sort: got {str(text)[:40]!r}, expected columns, with a comma between them")
@@ -438,12 +472,12 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
             column, known = _GROUP_ALIASES.get(lower, lower), list(GROUP_COLUMNS)
         else:
             column, known = ALIASES.get(lower, lower), [*COLUMNS, *ALIASES, *FLAGS, "part.NAME"]
-        if view == "samples" and lower.startswith(("part.", "parts.")):
+        if view == "samples" and lower.startswith(_NAMED):
             column = "(SELECT value FROM json_each(samples.parts) WHERE key = ?)"
             values += [name.split(".", 1)[1]] * 2
         elif view == "samples" and column in FLAGS and column not in COLUMNS:
             column = f"({FLAGS[column].sql})"
-        elif column not in known or column in ALIASES:
+        elif column not in known:
             raise ValueError(f"sort: got {name[:40]!r}, expected a column{near(name, known)}")
         if column in COLUMNS and "NOT NULL" in COLUMNS[column].sql:
             found.append(f"{column}{' DESC' if falling else ''}")
@@ -452,16 +486,26 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
     return ", ".join([*found, "first" if view == "groups" else "n"]), tuple(values)
 
 
-def described(parts: Sequence[str]) -> list[dict[str, str]]:
+_SHOWN_AS = {"length": "tokens", "response_tokens": "length"}
+
+
+def described(parts: Sequence[str], metrics: Sequence[str] = ()) -> list[dict[str, str]]:
     """What filters and sorting take, as `/api/run` says it: {name, label, type, help}."""
     columns = [
-        {"name": column.name, "label": column.label, "type": column.type, "help": column.help}
-        for column in COLUMNS.values()
-        if column.type in ("number", "text") and column.name not in FLAGS
+        {"name": _SHOWN_AS.get(name, name), "label": column.label, "type": column.type, "help": column.help}
+        for name, column in COLUMNS.items()
+        if column.type in ("number", "text") and name not in FLAGS
     ]
+    columns.append(
+        {"name": "response", "label": "Response", "type": "search", "help": "All of its text: response ~ wait."}
+    )
     columns += [
-        {"name": f"part.{name}", "label": name, "type": "number", "help": "A part of the reward, or another number."}
-        for name in parts
+        {"name": f"{kind}.{name}", "label": name, "type": "number", "help": text}
+        for kind, names, text in (
+            ("part", parts, "A part of the reward."),
+            ("metric", metrics, "A number that was logged with the sample."),
+        )
+        for name in names
     ]
     columns += [{"name": name, "label": flag.label, "type": "flag", "help": flag.help} for name, flag in FLAGS.items()]
     return columns

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import consumers
+from rollbook.book import consumers, measurements
 from rollbook.book.book import TRAIN
 from rollbook.book.errors import BookError
 from rollbook.book.ledger import Transaction, chunks, parsed
@@ -74,6 +74,10 @@ class Follower:
         """What could not be read, at most the first twenty."""
         self._seq = 0
         self._event: int | None = None
+        self._logged = 0
+        """The last event that logged metrics, since this looks."""
+        self._trains = False
+        """Whether anything was trained on: what waits then has no lag yet."""
         self._highs = _Highs()
         self._bulk: Bulk | None = None
 
@@ -99,6 +103,9 @@ class Follower:
                 # What happens from here on is met as events; all before is in the rows.
                 self._event = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
                 self._highs.read(tx, 0, self._event)
+            if not self._seq:  # also after a rewind, which may take all training back
+                trained = tx.one("SELECT SUM(n) FROM tallies WHERE consumer = ? AND state = 'trained'", (consumer,))
+                self._trains = bool(trained and trained[0])
             found = tx.all(
                 f"SELECT {_READ}, work.state, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
                 "AND work.seq = records.seq WHERE records.seq > ? ORDER BY records.seq LIMIT ?",
@@ -122,6 +129,8 @@ class Follower:
             self.index.put(rows)
             self.index.forget(changed)
         self._event = last
+        if self._logged:
+            self.index.keep("logged", self._logged)  # so that pages hear of it
         return True
 
     def _changes(self, tx: Transaction, consumer: int) -> tuple[list[dict[str, Any]], list[int] | None, int]:
@@ -136,7 +145,11 @@ class Follower:
         last = events[-1][0]
         self._highs.read(tx, self._event or 0, last)
         kinds: dict[int, set[str]] = {}
-        for _, kind, seq, whose in events:
+        for event, kind, seq, whose in events:
+            if kind == measurements.KIND:
+                self._logged = event
+            if kind == "trained" and whose == consumer:
+                self._begin_lags()
             if kind in _ANEW:
                 return [], None, last
             if seq is not None and seq <= self._seq and (whose in (None, consumer)):
@@ -158,6 +171,13 @@ class Follower:
             elif row["gone"] in VOID:
                 row.update(_BLANK)
         return rows, sorted(other), last
+
+    def _begin_lags(self) -> None:
+        """Forget the lags of records that wait, now that some are trained on: theirs is known when they are."""
+        if not self._trains:
+            self._trains = True
+            waiting = self.index.query("SELECT n FROM samples WHERE state IN ('waiting', 'leased')")
+            self.index.put({"n": n, "lag": None, "moment": None} for (n,) in waiting)
 
     def _rows(self, found: Iterable[Any], happened: Iterable[Any], consumer: int) -> list[dict[str, Any]]:
         """Rows of `samples`, as far as the ledger knows them."""
@@ -181,7 +201,8 @@ class Follower:
             row["state"] = "evaluation" if row["evaluation"] else _STATES.get(state, state or "")
             row["reason"] = reason
             row["trained_step"] = None if last is None else last[1]
-            row["moment"] = came.get(seq) if last is None else last[0]
+            waits = self._trains and state in _WAITS
+            row["moment"] = last[0] if last is not None else None if waits else came.get(seq)
             row["lag"] = None
             row["evaluation"] = int(row["evaluation"])
             if row["gone"] is not None:
@@ -217,6 +238,7 @@ class Follower:
         if self._bulk is None:
             self._bulk = Bulk(self.reader, self.index.scales)
         self.index.put(self._measured(sorted(ns)))
+        self.index.declare(self._bulk.declared)
         self.index.keep("tokenized", ["ids" if self.reader.vocabulary is None else "exact"])
         if self._bulk.rescaled:
             self._bulk.rescaled = False
@@ -262,6 +284,7 @@ _HAPPENED = (
     "WHERE kind IN ('admitted', 'recovered', 'trained', 'voided') AND"
 )
 _STATES = {"cooling": "waiting"}
+_WAITS = ("waiting", "leased", "cooling")
 
 
 class _Highs:

@@ -51,12 +51,12 @@ _ALL = (
     Column("task", "text", "TEXT NOT NULL DEFAULT ''", "Task", "The second part of the id."),
     Column("run", "number", "INTEGER NOT NULL DEFAULT 0", "Run", "Which of the task's samples."),
     Column("turn", "number", "INTEGER NOT NULL DEFAULT 0", "Part", "Which part of a run that is kept in several."),
-    Column("prompt", "text", "TEXT NOT NULL DEFAULT ''", "Prompt id", "The same wherever this prompt stands."),
+    Column("prompt", "text", "TEXT NOT NULL DEFAULT ''", "Prompt", "Its text with ~, its id with =."),
     Column("evaluation", "flag", "INTEGER NOT NULL DEFAULT 0", "Evaluation", "Kept beside, never trained on."),
     Column("admitted", "number", "REAL", "Admitted", "When it came, in seconds since 1970."),
     Column("reward", "number", "REAL", "Reward", "As the trainer got it."),
     Column("scored", "number", "INTEGER NOT NULL DEFAULT 0", "Scored", "0 not yet, 1 a number, 2 NaN."),
-    Column("parts", "", "TEXT NOT NULL DEFAULT '{}'", "Reward parts", "Named numbers of the sample: part.NAME."),
+    Column("parts", "", "TEXT NOT NULL DEFAULT '{}'", "Numbers", "Named numbers: part.NAME and metric.NAME."),
     Column("advantage", "number", "REAL", "Advantage", "Mean over the tokens that are trained on."),
     Column("length", "number", "INTEGER NOT NULL DEFAULT 0", "Tokens", "Prompt and response."),
     Column("prompt_tokens", "number", "INTEGER NOT NULL DEFAULT 0", "Prompt", "Tokens of the prompt."),
@@ -64,7 +64,13 @@ _ALL = (
     Column("trained_tokens", "number", "INTEGER NOT NULL DEFAULT 0", "Trained", "Tokens that are trained on."),
     Column("version_min", "number", "INTEGER", "Oldest policy", "The oldest version that sampled a token."),
     Column("version_max", "number", "INTEGER", "Newest policy", "The newest version that sampled a token."),
-    Column("lag", "number", "INTEGER", "Lag", "Versions the policy had moved on when it was trained on, or came."),
+    Column(
+        "lag",
+        "number",
+        "INTEGER",
+        "Lag",
+        "Versions the policy had moved on when it was trained on; in a run without training, when it came.",
+    ),
     Column("finish_reason", "text", "TEXT", "Finish", "Why the engine stopped."),
     Column("status", "text", "TEXT NOT NULL DEFAULT ''", "Status", "finished, truncated, aborted, error, unfinished."),
     Column("kind", "text", "TEXT NOT NULL DEFAULT ''", "Kind", "single_turn, multi_turn or dpo."),
@@ -180,6 +186,7 @@ class Index:
         connection.execute("PRAGMA temp_store=MEMORY")
         connection.execute("PRAGMA cache_size=-32768")
         connection.create_function("contains", 2, _contains, deterministic=True)
+        connection.create_function("holds", 2, search.holds, deterministic=True)
         return connection
 
     # --- reading ------------------------------------------------------------------------------------------------
@@ -269,6 +276,13 @@ class Index:
                 (key, json.dumps(value)),
             )
 
+    def declare(self, names: Iterable[str]) -> None:
+        """Add names to those that reward sources declared as parts of the reward."""
+        known = self.fact("reward_parts", [])
+        new = [name for name in dict.fromkeys(names) if name not in known]
+        if new:
+            self.keep("reward_parts", [*known, *new])
+
     def put(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of `samples` by column, new ones (with `uid`, `gid` and `step`) or parts of rows that are there.
 
@@ -344,6 +358,7 @@ class Index:
 
         seen = {*self.fact("tokenized", ()), *(one.tokenized for one in documents)}
         self.keep("tokenized", sorted(seen))
+        self.declare(name for one in documents for name in one.declared)
         with self._lock:
             known: dict[str, int] = {}
             for part in _pieces([one.uid for one in documents]):

@@ -187,7 +187,8 @@ _SHOWN_OF_GROUP = (
 
 
 def _group(row: dict[str, Any], newest: int | None, bar: float | None) -> dict[str, Any]:
-    solved = bar is not None and row["high"] is not None and row["high"] >= bar
+    scored = bar is not None and row["high"] is not None
+    most, least = (scored and row[name] >= bar for name in ("high", "low"))
     flags = {
         "zero-variance": row["zero_variance"],
         "truncated": row["truncated"],
@@ -197,8 +198,9 @@ def _group(row: dict[str, Any], newest: int | None, bar: float | None) -> dict[s
         "nan": row["nans"],
         "mismatch": row["mismatch_max"] is not None and row["mismatch_max"] >= MISMATCH,
         "stale": row["stale"],
-        "solved": solved,
-        "unsolved": bar is not None and row["high"] is not None and not solved,
+        "none-solved": scored and not most,
+        "some-solved": most and not least,
+        "all-solved": least,
     }
     shown = tidy({name: row[name] for name in _SHOWN_OF_GROUP})
     return {**shown, "flags": [name for name, true in flags.items() if true]}

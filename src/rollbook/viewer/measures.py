@@ -195,6 +195,16 @@ def parts_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+def declared_in(info: Any) -> tuple[str, ...]:
+    """The parts of the reward that a record's `info` names.
+
+    >>> declared_in({"reward_parts": ["accuracy", "format"]}), declared_in({})
+    (('accuracy', 'format'), ())
+    """
+    names = info.get("reward_parts") if isinstance(info, Mapping) else None
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
+
+
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from rollbook.fields import DTYPES, FIELDS, owner
 from rollbook.ids import EID
 from rollbook.ragged import Ragged, check_shape
 from rollbook.viewer.documents import Trajectory, derive, prompt_hash, step_of
-from rollbook.viewer.measures import parts_of, status_of
+from rollbook.viewer.measures import declared_in, parts_of, status_of
 from rollbook.viewer.pictures import Album, Looked, Reference, place
 from rollbook.viewer.plain import plain
 from rollbook.viewer.segments import segments_of
@@ -40,7 +40,7 @@ _NUMBERS = (
     *("advantages", "returns", "token_level_reward", "loss_weights"),
 )
 """Response-axis fields that lenses show."""
-_PLACED = ("segments", "label", "reference", "kept")
+_PLACED = ("segments", "label", "reference", "kept", "reward_parts")
 """Entries of `info` that a trajectory has a place for."""
 _NO_WORDS = Vocabulary(())
 
@@ -377,6 +377,7 @@ class _Maker:
             segments=segments,
             reward=fields["reward"],
             parts=parts_of(metrics),
+            declared=declared_in(self.info),
             advantage=_mean(arrays.get("advantage"), mask),
             status="unfinished"
             if status == "finished" and not length - start and not fields["finish_reason"]

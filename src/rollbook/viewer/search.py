@@ -8,6 +8,7 @@ smaller than they are; nothing is kept before somebody searches.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sqlite3
 import subprocess
@@ -76,6 +77,15 @@ def unpacked(body: bytes) -> str:
     return zlib.decompress(body).decode("utf-8", "surrogatepass")
 
 
+def holds(body: bytes, part: str) -> int:
+    """Whether the text that was packed as `body` holds another, whatever their case.
+
+    >>> holds(packed("Wait, no"), "wait")
+    1
+    """
+    return int(part.casefold() in unpacked(body).casefold())
+
+
 def forget(write: sqlite3.Connection, ns: Sequence[int]) -> None:
     """Remove the texts of some records; they are read again when somebody searches."""
     full_text = bool(write.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone())
@@ -133,6 +143,8 @@ class Search:
         self.index = index
         self.error: str | None = None
         """Why texts cannot be read, if they cannot."""
+        self.patience: float | None = None
+        """Seconds that a filter on texts waits for them to be read; as long as it takes if none."""
         self._first: int | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -207,6 +219,19 @@ class Search:
     def complete(self) -> bool:
         """Whether every text there is can be found."""
         return not self.index.query("SELECT 1 FROM samples WHERE searchable = 0 LIMIT 1")
+
+    def finish(self) -> None:
+        """Wait until the texts of all measured records are there; `TooLate` if `patience` ends before."""
+        self.start(self._first)
+        end = math.inf if self.patience is None else time.monotonic() + self.patience
+        while not self.complete():
+            if time.monotonic() > end:
+                done, total = self.index.query("SELECT SUM(searchable), COUNT(*) FROM samples")[0]
+                raise TooLate(f"filter: {done / total:.0%} of the texts are read so far; ask again in a while")
+            if self._idle.wait(0.05):
+                break  # what is left is not measured yet, or beyond what is kept
+        if self.error is not None:
+            raise ValueError(f"filter: the texts cannot be read: {self.error}")
 
     # --- asking -------------------------------------------------------------------------------------------------
 

@@ -249,7 +249,7 @@ def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory])
     gids = dict.fromkeys(one.gid for one in documents)
     run = dict(answers.run())
     run["name"] = os.path.basename(str(run["name"]).rstrip("/\\"))
-    run["live"] = False
+    run["live"], run["idle"] = False, None
     run["problems"] = []  # they name files of this machine
     run["features"] = dict.fromkeys(run["features"], False)
     found: list[Answer] = []

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rollbook.viewer.documents import Trajectory
     from rollbook.viewer.index import Index
 
+BOOK, CONFIG = "book", "config.yaml"
+"""What a run's folder has, as `rollbook.train.running` makes it."""
 _DEPTH = 3
 _LISTED = 20
 _TEXTS = ("prompt_text", "response_text", "tokens", "prompt_length")
@@ -43,8 +45,10 @@ class Source(Protocol):
     name: str
     kind: str
     """`book`, or the name of a format."""
-    live: bool
-    """Whether more may come."""
+
+    @property
+    def changed(self) -> float | None:
+        """When something was written to it last, in seconds since 1970; `None` if nobody knows."""
 
     @property
     def problems(self) -> list[str]:
@@ -92,13 +96,26 @@ class BookSource:
     """
 
     kind = "book"
+    _follower: Follower | None = None
 
     def __init__(self, book: Book, *, vocabulary: Vocabulary | None = None, name: str | None = None) -> None:
         self.book = book
-        self.live = True
         self.name = name or named(book.url)
         self.reader = Reader(book, vocabulary)
-        self._follower: Follower | None = None
+
+    @property
+    def changed(self) -> float | None:
+        """See `Source`."""
+        try:
+            with self.book.ledger.read() as tx:
+                row = tx.one("SELECT time FROM events ORDER BY id DESC LIMIT 1")
+        except BookError:  # The watcher says why it cannot be read.
+            return None
+        return None if row is None else float(row[0])
+
+    def metrics(self) -> list[tuple[int, dict[str, float]]]:
+        """The numbers that were logged for each step, as `Book.metrics`."""
+        return self.book.metrics()
 
     @property
     def problems(self) -> list[str]:
@@ -180,6 +197,48 @@ class BookSource:
         self.book.close()
 
 
+class StartingSource(BookSource):
+    """A run's folder that has no book yet, because the run is starting or warming up; a `BookSource` once it has."""
+
+    def __init__(self, folder: Path, *, vocabulary: Vocabulary | None = None) -> None:
+        self.folder = folder
+        self.name = os.path.basename(os.path.abspath(folder))
+        self._vocabulary = vocabulary
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("book", "reader"):
+            raise KeyError("the run has no book yet")
+        raise AttributeError(name)
+
+    @property
+    def started(self) -> bool:
+        """Whether the book is there."""
+        return "book" in vars(self)
+
+    @property
+    def changed(self) -> float | None:
+        """See `Source`."""
+        return super().changed if self.started else os.stat(self.folder).st_mtime
+
+    def metrics(self) -> list[tuple[int, dict[str, float]]]:
+        """See `BookSource`."""
+        return super().metrics() if self.started else []
+
+    def refresh(self, index: Index) -> set[int] | None:
+        """See `Source`."""
+        if not self.started:
+            place = self.folder / BOOK
+            if not (place / LEDGER).exists():
+                return None
+            super().__init__(open_book(place, "r"), vocabulary=self._vocabulary, name=self.name)
+        return super().refresh(index)
+
+    def close(self) -> None:
+        """See `Source`."""
+        if self.started:
+            super().close()
+
+
 def named(url: str) -> str:
     """What a run is called: the last part of its address."""
     if "://" in url:
@@ -193,12 +252,13 @@ def named(url: str) -> str:
     return os.path.basename(os.path.abspath(url)) if url != "memory:" else "memory"
 
 
-def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None) -> Source:
+def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None, starting: bool = False) -> Source:
     """Open a run to look at it: a book (a folder, or `postgresql://...`), a folder that holds one, or files of
     rollouts that this or another tool wrote.
 
     `tokenizer`: a tokenizer, a `Vocabulary`, or the path of a tokenizer.json or its folder, for records whose text is
-    not known; a book that was written with one has it already.
+    not known; a book that was written with one has it already. `starting`: a run's folder without a book is opened too,
+    to be followed until it has one.
 
     >>> open_source("no/such/run")
     Traceback (most recent call last):
@@ -222,7 +282,7 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None) -
     books = books_in(place) if place.is_dir() else []
     if len(books) == 1:
         # A run's book is called so; the run, by its folder.
-        name = os.path.basename(os.path.abspath(place)) if books[0].name == "book" else None
+        name = os.path.basename(os.path.abspath(place)) if books[0].name == BOOK else None
         return BookSource(open_book(books[0], "r"), vocabulary=vocabulary_of(tokenizer), name=name)
     if books:
         shown = ", ".join(str(book) for book in books[:_LISTED])
@@ -233,6 +293,13 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None) -
     try:
         return open_file_source(place, tokenizer=tokenizer)
     except Unknown as error:
+        if (place / CONFIG).is_file():
+            if starting:
+                return StartingSource(place, vocabulary=vocabulary_of(tokenizer))
+            raise Unknown(
+                f"path: {address!r} is a run without a book yet: it is starting or warming up; "
+                "`rollbook view` follows it"
+            ) from None
         raise Unknown(f"path: {address!r} is no book (a folder with {LEDGER}), and no rollouts: {error}") from None
 
 

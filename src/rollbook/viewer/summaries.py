@@ -20,11 +20,13 @@ LOOP = 0.5
 """From which share of repetition on a response counts as a loop."""
 STALE = 1
 """Beyond which lag a sample counts as stale."""
-_NEAR_TOP = 0.1
+_NEAR_TOP = 0.2
 MISMATCH = 1.0
 """From which distance of the trainer's log-prob to the engine's on, at any token, a group is marked."""
 METRICS = ("reward", "length", "entropy", "kl", "mismatch", "lag", "advantage")
 """What a step's summary has quantiles of; `length` is that of responses."""
+DUPLICATE_TOKENS = 16
+"""A shorter response is not counted as a duplicate: right answers of a few tokens are the same."""
 SHARES = ("truncated", "duplicates", "stale", "loops", "masked", "errors", "nans")
 
 _COUNTS = "(gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
@@ -76,7 +78,7 @@ _GROUPS = (
 )
 _DUPLICATES = f"""
     UPDATE samples SET duplicate = 1 - duplicate
-    WHERE gid IN (SELECT gid FROM dirty) AND duplicate <> (response_tokens > 0 AND EXISTS (
+    WHERE gid IN (SELECT gid FROM dirty) AND duplicate <> (response_tokens >= {DUPLICATE_TOKENS} AND EXISTS (
         SELECT 1 FROM samples AS other WHERE other.gid = samples.gid AND other.digest = samples.digest
         AND other.run <> samples.run AND other.turn = samples.turn AND other.evaluation = samples.evaluation
         AND {_COUNTS.replace("gone", "other.gone")}))"""
@@ -156,7 +158,7 @@ def newest_steps(read: sqlite3.Connection) -> dict[int, int]:
 def _top(write: sqlite3.Connection, evaluation: int) -> bool:
     """Look again from which reward on a sample counts as solved; whether that changed.
 
-    It is the highest of the run, less a tenth of what lies between it and the lowest tenth of all rewards: a bonus for
+    It is the highest of the run, less a fifth of what lies between it and the lowest tenth of all rewards: a bonus for
     short answers must not leave one solved prompt. It is worked out when the highest changes and when the run has
     doubled, so that it stays where it is.
     """
@@ -182,6 +184,25 @@ def _top(write: sqlite3.Connection, evaluation: int) -> bool:
     return before is not None and before[1:3] != found[1:3]
 
 
+def solved_bar(read: sqlite3.Connection, evaluation: int = 0) -> float | None:
+    """The reward from which on a sample counts as solved; `None` where rewards do not tell solved ones from others."""
+    row = read.execute("SELECT bar FROM tops WHERE evaluation = ? AND solves", (evaluation,)).fetchone()
+    return None if row is None else float(row[0])
+
+
+SOLVED = ("none", "some", "all")
+"""How many of a prompt's samples are solved, fewest first."""
+
+
+def solved_tag(solved: int, total: int) -> str:
+    """The one of `SOLVED` for so many solved samples.
+
+    >>> solved_tag(0, 8), solved_tag(3, 8), solved_tag(8, 8)
+    ('none', 'some', 'all')
+    """
+    return SOLVED[0 if not solved else 2 if solved == total else 1]
+
+
 def incomplete(newest: int | None) -> str:
     """The condition for a group that has fewer runs than it was to have, and will get no more of them."""
     return f"(runs < expected AND step < {int(newest)})" if newest is not None else "0"
@@ -196,12 +217,17 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
         (step, evaluation),
     ).fetchall()
     count = len(rows)
-    groups, flat, missing, solved = read.execute(
-        f"SELECT COUNT(*), SUM(zero_variance), SUM({incomplete(newest)}), "
-        "SUM(high >= (SELECT bar FROM tops WHERE tops.evaluation = groups.evaluation AND solves)) "
+    bar = solved_bar(read, evaluation)
+    groups, flat, missing, solved, whole = read.execute(
+        f"SELECT COUNT(*), SUM(zero_variance), SUM({incomplete(newest)}), SUM(high >= ?), SUM(low >= ?) "
         "FROM groups WHERE step = ? AND evaluation = ?",
-        (step, evaluation),
+        (bar, bar, step, evaluation),
     ).fetchone()
+    copied = read.execute(
+        "SELECT COUNT(*) FROM (SELECT DISTINCT gid, turn, digest FROM samples "
+        f"WHERE step = ? AND evaluation = ? AND duplicate AND {_COUNTS})",
+        (step, evaluation),
+    ).fetchone()[0]
     columns = list(zip(*rows, strict=True)) if rows else [()] * 17
     (reward, response, entropy, kl, mismatch, lag, advantage) = columns[:7]
     status, duplicate, repetition, trained, nans, scored, parts, low, high, gone = columns[7:]
@@ -210,7 +236,8 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
     tokens = sum(response)
     shares = {
         "truncated": sum(each == "truncated" for each in status),
-        "duplicates": sum(duplicate),
+        # One of each set is no duplicate: this is the share that could be left out.
+        "duplicates": sum(duplicate) - copied,
         "stale": sum(each is not None and each > STALE for each in lag),
         "loops": sum(each is not None and each >= LOOP for each in repetition),
         "errors": sum(each == "error" for each in status),
@@ -228,6 +255,7 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
         "zero_variance": (flat or 0) / groups if groups else 0.0,
         "incomplete": (missing or 0) / groups if groups else 0.0,
         "solved": (solved or 0) / groups if groups else 0.0,
+        "all_solved": (whole or 0) / groups if groups else 0.0,
         "parts": means_of(parts),
         "versions": [min(oldest), max(latest)] if oldest and latest else None,
     }

@@ -88,7 +88,7 @@ def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
     error = row.get("error")
     notes = []
     if len(parts) > 1:
-        notes.append(f"The reward shown is the first score, {next(iter(parts))!r}; the others are its parts.")
+        notes.append(f"The reward shown is the first score, {next(iter(parts))!r}; the others are metrics.")
     epoch = whole(row.get("epoch"))
     info: dict[str, Any] = {
         **{name: spec[name] for name in ("task", "model", "run_id", "created") if name in spec},

@@ -52,6 +52,7 @@ def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
         "run": -1,
         "reward": number(info.get("reward")),
         "parts": numbers(info.get("reward_metrics")),
+        "declared": tuple(numbers(info.get("reward_metrics"))),
         "metrics": numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
         "status": "finished",
         "label": plain(row.get("label")),

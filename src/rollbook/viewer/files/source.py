@@ -7,6 +7,7 @@ folder gains is there at the next refresh.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -94,7 +95,6 @@ class FileSource:
         self.path = os.path.realpath(given)
         self.root = self.path if self.folder else os.path.dirname(self.path)
         self.name = shown(os.path.basename(given.rstrip("/")) or given)
-        self.live = True
         self.vocabulary = _vocabulary(tokenizer)
         self._lock = threading.Lock()
         """Of the cache: pages ask while a refresh goes on, which takes as long as there is to read."""
@@ -123,6 +123,15 @@ class FileSource:
         """What is being read, where a refresh had no time for the rest."""
         self._changed: set[int] = set()
         self._troubles: dict[str, str] = {}
+
+    @property
+    def changed(self) -> float | None:
+        """See `Source`."""
+        times = []
+        for name in list(self._files):
+            with contextlib.suppress(OSError):
+                times.append(os.stat(os.path.join(self.root, name)).st_mtime)
+        return max(times, default=None)
 
     # --- files --------------------------------------------------------------------------------------------------
 

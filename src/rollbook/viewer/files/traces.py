@@ -180,6 +180,7 @@ def _common(trace: Row, episode: Row, where: Where) -> dict[str, Any]:
         "run": -1,
         "reward": sum(s * w for s, w in scores if s is not None and w is not None) if scores else None,
         "parts": {**numbers({name: r.get("score") for name, r in rewards.items()}), **numbers(trace.get("metrics"))},
+        "declared": tuple(rewards),
         "metrics": numbers(trace.get("metrics")),
         "advantage": number(info.get("advantage")),
         "status": status,

@@ -1,6 +1,6 @@
 """What trainers dump of their rollouts: verl, TRL and OpenRLHF.
 
-Invariant: what a row says of a sample is shown or stands in `info`; numbers beside the reward are its parts. Layouts as
+Invariant: what a row says of a sample is shown or stands in `info`; numbers beside the reward are metrics. Layouts as
 written by verl 0.4 to 0.7 (`{step}.jsonl` of `rollout_data_dir`, Parquet of its generation and of its batches), TRL
 0.15 to 0.25 (`completions_*.parquet`, JSONL of the same columns) and OpenRLHF 0.6 to 0.9.
 """
@@ -67,6 +67,7 @@ def trl(row: Row, where: Where) -> Iterator[Trajectory]:
     elif sample.prompt is None or sample.answer is None:
         raise WireError(f"got the keys {', '.join(row)}, expected prompt and completion, or their ids")
     made = _made(sample, row, used, where)
+    made.declared = tuple(counted)
     made.notes += notes
     yield made
 

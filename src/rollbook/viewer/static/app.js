@@ -1,7 +1,7 @@
 // app.js: the frame around the pages: address, header, keys, live news.
 // Invariant: the address after `#` holds the whole state of a page; opening it again shows the same.
 
-import { count, debounce, el, empty, icon, plural, visible } from "./dom.js";
+import { ago, count, debounce, el, empty, icon, plural, visible } from "./dom.js";
 import { api } from "./api.js";
 import { setGlobalKeys, setPageKeys, showKeys } from "./keys.js";
 
@@ -10,7 +10,11 @@ const appScroll = new Map(); // address -> how far it was scrolled
 const appThemes = ["system", "light", "dark"];
 const appThemeIcons = { system: "system", light: "sun", dark: "moon" };
 
+const appLiveSeconds = 300;
+
 let appRun = null;
+let appAskedAt = 0; // when appRun came
+let appConnection = "live"; // or "waiting": the server does not answer
 let appOpen = null; // {context, page, hash}
 let appTurn = 0; // rises with every navigation: an answer that comes late knows that it is late
 let appParts = null; // nodes of the header
@@ -124,20 +128,38 @@ function appPaintButtons() {
   appParts.palette.title = (safe ? "Palette: colour-blind safe" : "Palette: default") + " (c)";
 }
 
+// Stars are the browser's, and with --annotate those of samples the run's as well.
 function appStars() {
   const key = "stars." + (appRun ? appRun.name : "");
   const held = new Set(JSON.parse(appRead(key, "[]")));
+  for (const [uid, entry] of appNotes) {
+    if (entry.star) held.add(uid);
+    else held.delete(uid);
+  }
   return {
     has: (id) => held.has(id),
     count: () => held.size,
     all: () => [...held],
-    toggle(id) {
+    /** `uid`: of the sample that the star is of, null for a group's. */
+    toggle(id, uid = null) {
       if (held.has(id)) held.delete(id);
       else held.add(id);
       appWrite(key, JSON.stringify([...held]));
+      if (uid !== null && appRun.features.annotate) appAnnotate(uid, { star: held.has(id) }).catch((error) => appToast(error.message));
       return held.has(id);
     },
   };
+}
+
+const appNotes = new Map(); // uid -> {star, note, time}, where the viewer was started with --annotate
+
+async function appAnnotate(uid, change) {
+  appNotes.set(uid, await api.post("/api/annotate", { uid, ...change }));
+}
+
+async function appReadNotes() {
+  if (!appRun.features || !appRun.features.annotate) return;
+  for (const [uid, entry] of Object.entries(await api.json("/api/annotations"))) appNotes.set(uid, entry);
 }
 
 // ---- words to the reader
@@ -151,6 +173,23 @@ function appToast(text) {
   const note = el("div", { class: "toast", text: visible(text) });
   appParts.toasts.append(note);
   setTimeout(() => note.remove(), 4000);
+}
+
+function appKeep(hash) {
+  try {
+    if (hash) sessionStorage.setItem("rollbook.asked", hash);
+    else sessionStorage.removeItem("rollbook.asked");
+  } catch {
+    // without storage the overview is shown
+  }
+}
+
+function appAsked() {
+  try {
+    return sessionStorage.getItem("rollbook.asked") || "#/";
+  } catch {
+    return "#/";
+  }
 }
 
 function appHome() {
@@ -167,14 +206,17 @@ function appFailure(error, retry) {
       el("a", { class: "button", href: appHome(), text: api.isStatic ? "Start" : "Overview" })));
 }
 
+// What a locked page was asked for is shown once the key was given.
 function appLocked() {
   document.title = "rollbook: locked";
+  if (/^#\/./.test(location.hash)) appKeep(location.hash);
+  window.addEventListener("hashchange", () => /^#token=/.test(location.hash) && location.reload());
   empty(document.body,
     el("main", { class: "locked" },
       el("section", { class: "panel" },
         icon("lock"),
         el("h1", { text: "Open the address that the terminal printed" }),
-        el("p", { text: "This viewer answers only who holds its key. The key is the last part of the address, after “#token=”. Copy the whole address from the terminal where “rollbook view” runs, and open it here." }),
+        el("p", { text: "This viewer answers only who holds its key. The key is the last part of the address, after “#token=”. Copy the whole address from the terminal where “rollbook view” runs, and open it here: this page then goes on to what you asked for." }),
         el("p", { class: "muted", text: "A viewer that was started again has a new key." }))));
 }
 
@@ -231,6 +273,10 @@ function appContext(hash, turn) {
     api,
     link,
     stars: appStars(),
+    notes: {
+      get: (uid) => (appNotes.get(uid) || {}).note || "",
+      set: (uid, note) => appAnnotate(uid, { note }),
+    },
     get closed() {
       return !current();
     },
@@ -337,13 +383,21 @@ function appFacts() {
   }
 }
 
+// "live" is a run that changed a while ago at most; of one that is finished, or stands still, the page says since when.
 function appStatus(status) {
-  const live = appRun.live && (status === "live" || status === "polling");
-  appParts.live.dataset.state = !appRun.live ? "done" : live ? "live" : "waiting";
+  if (status) appConnection = status;
+  const idle = appRun.idle === null || appRun.idle === undefined ? null : appRun.idle + (performance.now() - appAskedAt) / 1000;
+  const state = appConnection === "waiting" ? "waiting" : idle !== null && idle < appLiveSeconds ? "live" : "idle";
+  const words = {
+    waiting: "waiting for the viewer's server",
+    live: "live: new samples appear as they come",
+    idle: "last change " + (idle === null ? "unknown" : ago(Date.now() / 1000 - idle)) + "; new samples appear as they come",
+  }[state];
   appParts.live.hidden = api.isStatic;
-  const words = !appRun.live ? "finished: nothing more will come" : live ? "live: new samples appear as they come" : "waiting for the viewer's server";
   appParts.live.title = words;
-  empty(appParts.live, el("span", { class: "dot" }), el("span", { text: !appRun.live ? "" : live ? "live" : "waiting" }), el("span", { class: "sr", text: words }));
+  if (appParts.live.dataset.state === state) return;
+  appParts.live.dataset.state = state;
+  empty(appParts.live, el("span", { class: "dot" }), el("span", { text: state }), el("span", { class: "sr", text: words }));
 }
 
 function appHeader() {
@@ -355,6 +409,7 @@ function appHeader() {
   } } }, icon("search"), box, el("kbd", { text: "/", aria: { hidden: "true" } }));
   const pages = [
     ["overview", "Overview", link(), true],
+    ["metrics", "Metrics", link("metrics"), Boolean(appRun.features && appRun.features.ledger)],
     ["samples", "Samples", link("samples"), true],
     ["compare", "Compare", link("compare"), true],
     ["sql", "SQL", link("sql"), Boolean(appRun.features && appRun.features.sql)],
@@ -435,12 +490,14 @@ function appLive() {
   const facts = debounce(async () => {
     try {
       Object.assign(appRun, await api.json("/api/run"));
+      appAskedAt = performance.now();
       appFacts();
       appStatus("live");
     } catch {
       // the next change asks again
     }
   }, 300);
+  setInterval(() => appStatus(null), 15000);
   api.live((change) => {
     appRun.cursor = change.cursor;
     appRun.records = change.records;
@@ -457,11 +514,14 @@ export async function startApp() {
     await api.open();
     const given = /^#token=([^&/]+)(?:&at=(.*))?$/.exec(location.hash);
     if (given) {
-      const after = given[2] ? "#" + decodeURIComponent(given[2]).replace(/^#/, "") : "#/";
+      const after = given[2] ? "#" + decodeURIComponent(given[2]).replace(/^#/, "") : appAsked();
       history.replaceState(null, "", location.pathname + location.search + after);
       await api.session(decodeURIComponent(given[1]));
     }
     appRun = await api.json("/api/run");
+    appAskedAt = performance.now();
+    appKeep(null);
+    await appReadNotes();
   } catch (error) {
     if (error.status === 401) appLocked();
     else empty(document.body, el("main", { class: "locked" }, appFailure(error, () => location.reload())));

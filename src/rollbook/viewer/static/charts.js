@@ -63,13 +63,13 @@ function chartRange(values, zero) {
   return [zero && low === 0 ? 0 : low - pad, high + pad];
 }
 
-function chartAxes(pen, area, xs, ys, formatX, formatY) {
+function chartAxes(pen, area, xs, ys, formatX, formatY, most = Math.max(2, Math.floor(area.height / 30))) {
   pen.lineWidth = 1;
   pen.strokeStyle = themeColor("--line");
   pen.fillStyle = themeColor("--muted");
   pen.textBaseline = "middle";
   pen.textAlign = "right";
-  for (const t of chartTicks(ys[0], ys[1], Math.max(2, Math.floor(area.height / 30)))) {
+  for (const t of chartTicks(ys[0], ys[1], most)) {
     const y = Math.round(area.y(t)) + 0.5;
     pen.beginPath();
     pen.moveTo(area.left, y);
@@ -90,8 +90,7 @@ function chartAxes(pen, area, xs, ys, formatX, formatY) {
   }
 }
 
-function chartArea(width, height, xs, ys) {
-  const left = chartMargin.left;
+function chartArea(width, height, xs, ys, left = chartMargin.left) {
   const right = width - chartMargin.right;
   const top = chartMargin.top;
   const bottom = height - chartMargin.bottom;
@@ -104,6 +103,18 @@ function chartArea(width, height, xs, ys) {
     y: (v) => bottom - ((v - ys[0]) / spanY) * (bottom - top),
     backX: (p) => (mid ? xs[0] : xs[0] + ((p - left) / (right - left)) * spanX),
   };
+}
+
+// Ticks with as many decimals as tell them apart; very small and very large ones with a power of ten.
+function chartTickFormat(low, high, most) {
+  const ticks = chartTicks(low, high, most);
+  const step = ticks.length > 1 ? ticks[1] - ticks[0] : Math.abs(high - low) || 1;
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  let decimals = 0;
+  while (decimals < 9 && Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-6) decimals += 1;
+  if (size >= 10000) return compact;
+  if (size >= 0.01) return (t) => t.toFixed(decimals).replace("-", "−");
+  return (t) => (t === 0 ? "0" : t.toExponential(Math.max(0, Math.min(2, Math.floor(Math.log10(Math.abs(t)) + 1e-9) + decimals))).replace(/\.?0*e/, "e").replaceAll("-", "−"));
 }
 
 // ---- the frame around a chart
@@ -175,7 +186,7 @@ function chartColumns(points, area) {
     const mean = (key) => bands.reduce((sum, b) => sum + b[key], 0) / bands.length;
     columns.push({
       x: held[held.length - 1].x,
-      band: bands.length ? { p5: Math.min(...bands.map((b) => b.p5)), p25: mean("p25"), p50: mean("p50"), p75: mean("p75"), p95: Math.max(...bands.map((b) => b.p95)), mean: mean("mean") } : null,
+      band: !bands.length ? null : bands[0].low !== undefined ? { low: Math.min(...bands.map((b) => b.low)), high: Math.max(...bands.map((b) => b.high)), mean: mean("mean") } : { p5: Math.min(...bands.map((b) => b.p5)), p25: mean("p25"), p50: mean("p50"), p75: mean("p75"), p95: Math.max(...bands.map((b) => b.p95)), mean: mean("mean") },
       values: held[0].values ? held[0].values.map((_, i) => {
         const there = held.map((p) => p.values[i]).filter((v) => v !== null && v !== undefined);
         return there.length ? there.reduce((a, b) => a + b, 0) / there.length : null;
@@ -246,7 +257,8 @@ function chartLine(pen, area, points, read, color, dash, wide) {
 
 /**
  * Curves over steps. options: {title, help, group, zero (the axis holds 0), format(value), names: [of lines], onPick(step), onRange(a, b),
- * table (bool), onTable(bool), actions (node), hint}. update(points): [{x: step, band: {p5, p25, p50, p75, p95, mean} or null, values: [a line's value] or null}].
+ * table (bool), onTable(bool), actions (node), hint, line (a band is one value and its interval: {low, mean, high}, all the same without one)}.
+ * update(points): [{x: step, band: {p5, p25, p50, p75, p95, mean} or null, values: [a line's value] or null, text: what stands for a value that is no number}].
  */
 export function stepChart(options) {
   const format = options.format || number;
@@ -280,6 +292,7 @@ export function stepChart(options) {
     if (!point) return "";
     if (names.length) return names.map((name, i) => name + " " + format(point.values ? point.values[i] : null)).join(", ");
     const b = point.band;
+    if (options.line) return b ? format(b.mean) + (b.low < b.high ? ", interval " + format(b.low) + " to " + format(b.high) : "") : point.text || "nothing recorded";
     return b ? "mean " + format(b.mean) + ", median " + format(b.p50) + ", middle half " + format(b.p25) + " to " + format(b.p75) + ", 5% to 95% " + format(b.p5) + " to " + format(b.p95) : "nothing recorded";
   }
   function say() {
@@ -287,9 +300,10 @@ export function stepChart(options) {
     if (!point) return;
     if (drag) empty(frame.now, "compare ", el("b", { text: String(drag.from) }), " with ", el("b", { text: String(drag.to) }));
     else if (names.length) empty(frame.now, "step " + point.x);
+    else if (options.line) empty(frame.now, "step " + point.x + "  ", el("b", { text: point.band ? format(point.band.mean) : point.text || "–" }), point.band && point.band.low < point.band.high ? "  " + format(point.band.low) + " – " + format(point.band.high) : "");
     else if (point.band) empty(frame.now, "step " + point.x + "  ", el("b", { text: format(point.band.mean) }), "  " + format(point.band.p25) + " – " + format(point.band.p75));
     else empty(frame.now, "step " + point.x + "  –");
-    frame.now.title = names.length || drag ? "" : "step, mean, and the middle half of its samples (25% to 75%)";
+    frame.now.title = names.length || drag || options.line ? "" : "step, mean, and the middle half of its samples (25% to 75%)";
     for (const item of legend) item.value.textContent = format(point.values ? point.values[item.i] : null);
     frame.hit.setAttribute("aria-valuenow", String(point.x));
     frame.hit.setAttribute("aria-valuetext", (drag ? "compare step " + drag.from + " with step " + drag.to + ". " : "") + "step " + point.x + ": " + words(point));
@@ -301,23 +315,30 @@ export function stepChart(options) {
     if (!ready || ready.points !== points || ready.width !== width) {
       const values = [];
       for (const p of points) {
-        if (p.band) values.push(p.band.p5, p.band.p95, p.band.mean);
+        if (p.band) values.push(...(options.line ? [p.band.low, p.band.high] : [p.band.p5, p.band.p95, p.band.mean]));
         if (p.values) values.push(...p.values);
       }
       const ys = chartRange(values, options.zero);
       ready = { points, width, ys, columns: chartColumns(points, chartArea(width, height, xs, ys)) };
     }
     const { ys, columns } = ready;
-    area = chartArea(width, height, xs, ys);
+    const most = options.line ? Math.max(3, Math.floor((height - chartMargin.top - chartMargin.bottom) / 24)) : undefined;
+    const formatY = options.axis || (options.line ? chartTickFormat(ys[0], ys[1], most) : compact);
+    const wide = options.line ? Math.max(...chartTicks(ys[0], ys[1], most).map((t) => pen.measureText(formatY(t)).width)) + 8 : 0;
+    area = chartArea(width, height, xs, ys, Math.max(chartMargin.left, wide));
     const few = xs[0] === xs[1] ? [xs[0]] : [...new Set([xs[0], ...chartTicks(xs[0], xs[1], 5).filter(Number.isInteger), xs[1]])].sort((a, b) => a - b);
     const ends = few.filter((t) => t === xs[0] || t === xs[1] || (area.x(t) - area.left > 28 && area.right - area.x(t) > 36));
-    chartAxes(pen, area, ends, ys, compact, options.axis || compact);
+    chartAxes(pen, area, ends, ys, compact, formatY, most);
     if (drag) {
       pen.fillStyle = themeColor("--band-outer");
       pen.fillRect(Math.min(area.x(drag.from), area.x(drag.to)), area.top, Math.abs(area.x(drag.to) - area.x(drag.from)), area.height);
     }
     if (names.length) {
       names.forEach((_, i) => chartLine(pen, area, columns, (p) => (p.values ? p.values[i] : null), themeColor("--series-" + ((i % 6) + 1)), chartDashes[i % 6], 1.75));
+    } else if (options.line) {
+      chartBand(pen, area, columns, "low", "high", themeColor("--band-inner"));
+      chartLine(pen, area, columns, (p) => (p.band ? p.band.mean : null), themeColor("--accent"), [], 2);
+      if (columns.length <= 24) for (const p of columns) if (p.band) chartLine(pen, area, [p], () => p.band.mean, themeColor("--accent"), [], 2); // few values are seen one by one
     } else {
       chartBand(pen, area, columns, "p5", "p95", themeColor("--band-outer"));
       chartBand(pen, area, columns, "p25", "p75", themeColor("--band-inner"));
@@ -433,6 +454,10 @@ export function stepChart(options) {
     const rows = points.slice(-chartMostRows).reverse();
     const cut = points.length > rows.length ? el("p", { class: "muted panel-body", text: "the last " + count(rows.length) + " steps; the table of steps has all" }) : null;
     if (names.length) return [plainTable(["step", ...names], rows.map((p) => [String(p.x), ...names.map((_, i) => format(p.values ? p.values[i] : null))])), cut];
+    if (options.line) {
+      const wide = points.some((p) => p.band && p.band.low < p.band.high);
+      return [plainTable(wide ? ["step", "value", "low", "high"] : ["step", "value"], rows.map((p) => [String(p.x), p.band ? format(p.band.mean) : p.text || "–", ...(wide ? [format(p.band ? p.band.low : null), format(p.band ? p.band.high : null)] : [])])), cut];
+    }
     const keys = ["p5", "p25", "p50", "p75", "p95", "mean"];
     return [plainTable(["step", "5%", "25%", "median", "75%", "95%", "mean"], rows.map((p) => [String(p.x), ...keys.map((k) => format(p.band ? p.band[k] : null))])), cut];
   };

@@ -30,6 +30,13 @@ function domAppend(node, children) {
   }
 }
 
+/** A sample's named numbers as entries: those that are parts of the run's reward, and the metrics beside it. */
+export function splitNumbers(run, numbers) {
+  const parts = new Set(run.parts ?? []);
+  const entries = Object.entries(numbers ?? {});
+  return { parts: entries.filter(([name]) => parts.has(name)), metrics: entries.filter(([name]) => !parts.has(name)) };
+}
+
 /** An HTML element. props: class, text, on {event: f}, data {key: value}, aria {name: value}, style {property: value}, else attributes. */
 export function el(tag, props, ...children) {
   return domFill(document.createElement(tag), props, children);
@@ -100,7 +107,7 @@ export function percent(x) {
 
 /** A share of a step's summary; null where the step has nothing that it could be a share of. */
 export function stepShare(step, name) {
-  const needs = { zero_variance: "reward", solved: "reward", stale: "lag" }[name];
+  const needs = { zero_variance: "reward", solved: "reward", all_solved: "reward", stale: "lag" }[name];
   return step[name] === undefined || (needs && !step[needs]) ? null : step[name];
 }
 

@@ -6,6 +6,7 @@ import { debounce, el, empty, visible } from "./dom.js";
 const filterOperators = {
   number: ["<", "<=", ">", ">=", "=", "!="],
   text: ["=", "!=", "~", "!~"],
+  search: ["~", "!~"],
 };
 const filterWords = ["and", "or", "not"];
 const filterStates = { status: ["finished", "truncated", "aborted", "error", "unfinished"], finish_reason: ["stop", "length", "abort", "error"], state: ["waiting", "leased", "trained", "dropped", "evaluation"] };
@@ -43,7 +44,7 @@ function filterHelp(columns) {
   const box = el("dialog", { class: "dialog keys", aria: { label: "Filters" }, on: { close: () => box.remove(), click: (event) => event.target === box && box.close() } },
     el("div", { class: "dialog-body" },
       el("div", { class: "dialog-head" }, el("h2", { text: "Filters" }), el("button", { class: "button", type: "button", text: "Close", on: { click: () => box.close() } })),
-      el("p", null, "A name, a sign and a value: ", code("reward < 0.2"), ", ", code("length > 2k"), ", ", code("task ~ geo"), " (~ is “contains”). A flag stands alone: ", code("truncated"),
+      el("p", null, "A name, a sign and a value: ", code("reward < 0.2"), ", ", code("length > 2k"), ", ", code("prompt ~ boxes"), ", ", code("response ~ wait"), " (~ is “contains”). A flag stands alone: ", code("truncated"),
         ". Join them with ", code("and"), ", ", code("or"), ", ", code("not"), " and brackets: ", code("step >= 100 and (loop or duplicate)"), "."),
       el("table", { class: "plain names" },
         el("thead", null, el("tr", null, ["Name", "Kind", "Meaning"].map((text) => el("th", { scope: "col", text })))),

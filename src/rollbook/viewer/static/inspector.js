@@ -29,14 +29,6 @@ function inspectorValue(trajectory, name, index) {
   return values === undefined || Number.isNaN(values[index]) ? null : values[index];
 }
 
-function inspectorClip(trajectory, index) {
-  const ratio = inspectorValue(trajectory, "ratio", index);
-  if (ratio === null || (ratio >= 0.8 && ratio <= 1.2)) return "";
-  const advantage = inspectorValue(trajectory, "advantage", index);
-  if (advantage !== null && advantage !== 0 && ratio > 1.2 === advantage > 0) return "clipped";
-  return advantage === null ? "clipped" : "outside";
-}
-
 // What a screen reader says of a token: "token 1,912 of 4,096, ' wait', KL 1.87, 99th percentile".
 export function inspectorWords(trajectory, index, lens) {
   const words = [`token ${count(index)} of ${count(trajectory.ends.length)}`, `'${visible(tokenShown(trajectory, index)).replace(/\n/g, "newline")}'`];
@@ -72,9 +64,9 @@ export function tokenInspector({ trajectory, run, onJump }) {
   let by = null;
   let current = -1;
 
-  function row(label, value, note, warn) {
+  function row(label, value, note) {
     return el("div", { class: "ti-row" }, el("dt", { text: label }), el("dd", null,
-      el("span", { class: warn ? "ti-warn" : "", text: value }), note ? el("span", { class: "ti-note", text: note }) : null));
+      el("span", { text: value }), note ? el("span", { class: "ti-note", text: note }) : null));
   }
 
   function show(index) {
@@ -101,16 +93,9 @@ export function tokenInspector({ trajectory, run, onJump }) {
       if (!Number.isFinite(value)) continue;
       const place = lensPercentile(trajectory, lens, value);
       let note = place === null ? "" : `${place.of === "run" ? "run pct" : "pct here"} ${Math.round(place.percent)}`;
-      let warn = false;
       if (lens.id === "logprob") note = `p ${number(Math.exp(value))} · ${note}`;
-      if (lens.id === "ratio") {
-        const clip = inspectorClip(trajectory, index);
-        if (clip === "clipped") note = "CLIPPED";
-        else if (clip === "outside") note = "outside 1 ± 0.2, not clipped for this sign";
-        warn = clip === "clipped";
-      }
       if (lens.id === "version") note = versionChanges(trajectory).has(index) ? "changed at this token" : "";
-      rows.push(row(lens.label, lens.id === "version" ? String(value) : number(value), note, warn));
+      rows.push(row(lens.label, lens.id === "version" ? String(value) : number(value), note));
     }
     // The reference's own log-prob follows from k3 only up to a sign: it is shown where it was recorded.
     for (const name of Object.keys(trajectory.arrays)) {

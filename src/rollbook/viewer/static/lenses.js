@@ -6,9 +6,6 @@ import { compact, el, empty, number } from "./dom.js";
 export const LENS_NONE = 63; // no value
 export const LENS_OVER = 16; // beyond the domain's high end: the colour of bucket 15, underlined more
 export const LENS_UNDER = 17; // below a diverging domain: the colour of bucket 0
-export const LENS_CLIP = 64; // a bit beside the bucket: the ratio is outside 1 ± 0.2
-const LENS_CLIP_LOW = 0.8;
-const LENS_CLIP_HIGH = 1.2;
 
 const lensKept = new WeakMap(); // trajectory -> {key of lens and domain: codes}
 
@@ -82,7 +79,7 @@ export function lensValues(trajectory, lens) {
   return null;
 }
 
-// lensCodes(trajectory, lens, scale) -> Uint8Array, a bucket (0..15, OVER, UNDER, NONE) for each token, and the bit CLIP.
+// lensCodes(trajectory, lens, scale) -> Uint8Array, a bucket (0..15, OVER, UNDER, NONE) for each token.
 export function lensCodes(trajectory, lens, scale) {
   let kept = lensKept.get(trajectory);
   if (kept === undefined) {
@@ -98,7 +95,6 @@ export function lensCodes(trajectory, lens, scale) {
   const { low, high } = scale;
   const factor = 16 / (high - low);
   const under = scale.kind === "diverging" ? LENS_UNDER : 0;
-  const clips = lens.id === "ratio";
   for (let i = 0; i < values.length; i += 1) {
     const value = values[i];
     if (value !== value) {
@@ -110,7 +106,6 @@ export function lensCodes(trajectory, lens, scale) {
     if (place > high) code = LENS_OVER;
     else if (place < low) code = under;
     else code = Math.min(15, Math.floor((place - low) * factor));
-    if (clips && (value < LENS_CLIP_LOW || value > LENS_CLIP_HIGH)) code |= LENS_CLIP;
     codes[i] = code;
   }
   if (kept.size > 12) kept.delete(kept.keys().next().value);
@@ -120,17 +115,15 @@ export function lensCodes(trajectory, lens, scale) {
 
 // How far from quiet a code is: 0 is left as plain text. Pooling and "next high token" go by it.
 export function lensRank(code, diverging) {
-  const bucket = code & 63;
-  if (bucket === LENS_NONE) return 0;
-  if (!diverging) return bucket;
-  if (bucket >= LENS_OVER) return 8;
-  return bucket >= 8 ? bucket - 8 : 7 - bucket;
+  if (code === LENS_NONE) return 0;
+  if (!diverging) return code;
+  if (code >= LENS_OVER) return 8;
+  return code >= 8 ? code - 8 : 7 - code;
 }
 
 // The colour's number 0..15 of a code (OVER and UNDER have the colours of the ends).
 export function lensColour(code) {
-  const bucket = code & 63;
-  return bucket === LENS_OVER ? 15 : bucket === LENS_UNDER ? 0 : bucket;
+  return code === LENS_OVER ? 15 : code === LENS_UNDER ? 0 : code;
 }
 
 // Tokens of [from, to) that stand out: in the upper quarter of the colours, else the strongest there are; ascending.
@@ -272,7 +265,6 @@ export function lensBar({ run, trajectories, params, onChange }) {
       scale.pinned
         ? el("button", { class: "lens-unpin", type: "button", text: "unpin", title: "back to the run's own domain", on: { click: () => pin(null, null) } })
         : el("span", { class: "muted lens-note", text: "run p1–p99", title: "The colours' ends are the 1st and 99th percentile of this run: the same on every page." }),
-      lens.id === "ratio" ? el("span", { class: "muted lens-note" }, el("span", { class: "tq-clip", text: "clipped" }), " outside 1 ± 0.2") : null,
       lensShown(lens) === lensNegative ? el("span", { class: "muted lens-note", text: "coloured by surprise, −log p" }) : null,
     );
   }

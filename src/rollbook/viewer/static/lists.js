@@ -1,7 +1,7 @@
 // lists.js: the list of samples or groups that the step page and the samples page share.
 // Invariant: filter, view, sort, the current row, the two selected ones and the peek are in the address.
 
-import { compact, count, el, empty, emptyState, icon, number, plural, visible } from "./dom.js";
+import { compact, count, el, empty, emptyState, icon, number, plural, splitNumbers, visible } from "./dom.js";
 import { filterBox } from "./filter.js";
 import { dataTable, pagedRows, tableFoot } from "./table.js";
 
@@ -12,11 +12,12 @@ const listFlags = {
   loop: ["bad", "loop", "a response repeats itself"],
   truncated: ["warn", "truncated", "a response was cut off at its limit"],
   "zero-variance": ["warn", "zero var.", "all samples have the same reward: nothing to learn from this group"],
-  duplicates: ["warn", "duplicates", "two samples of the group are token for token the same"],
+  duplicates: ["warn", "duplicates", "long responses of the group are token for token the same"],
   incomplete: ["warn", "incomplete", "fewer samples came than the group was to have"],
   stale: ["warn", "stale", "made by a policy more than one version old"],
-  solved: ["good", "solved", "at least one sample has the run's top reward"],
-  unsolved: ["", "unsolved", "no sample has the run's top reward"],
+  "all-solved": ["good", "all solved", "every sample has nearly the run's top reward"],
+  "some-solved": ["good", "some solved", "some samples have nearly the run's top reward, some have not"],
+  "none-solved": ["", "none solved", "no sample has nearly the run's top reward"],
 };
 const listCells = 16; // as many as the column has room for
 const listQuick = [
@@ -64,7 +65,7 @@ function listChips(chips) {
   return el("span", { class: "flags" }, chips.slice(0, 2), el("span", { class: "chip", title: rest, text: "+" + (chips.length - 2), aria: { label: "and " + rest } }));
 }
 
-function listSampleFlags(row) {
+function listSampleFlags(row, note = "") {
   const chips = [];
   const add = (tone, text, help) => chips.push(el("span", { class: tone ? "chip " + tone : "chip", title: visible(help), text: visible(text) }));
   if (row.status !== "finished" && row.status) add(row.status === "truncated" ? "warn" : row.status === "unfinished" ? "" : "bad", row.status, "how the sample ended");
@@ -78,6 +79,7 @@ function listSampleFlags(row) {
   if (row.tool_calls) add("", plural(row.tool_calls, "tool call"), "");
   if (row.kept) add("", row.kept, "why the saver kept it");
   if (row.gone) add("", "gone", row.gone);
+  if (note) add("", "note", note);
   return listChips(chips);
 }
 
@@ -142,7 +144,7 @@ export function recordList(context, options) {
     { id: "entropy", label: "Entropy", help: "mean entropy of trained tokens", drop: 2, width: "74px", num: true, sort: "entropy", first: "-", cell: (row) => number(row.entropy, 3) },
     { id: "kl_max", label: "Max KL", help: "largest KL to the reference at one token", drop: 2, width: "74px", num: true, sort: "kl_max", first: "-", cell: (row) => number(row.kl_max, 3) },
     { id: "mismatch_max", label: "Max |Δ|", help: "largest difference between the trainer's and the engine's log-probability of one token", drop: 1, width: "74px", num: true, sort: "mismatch_max", first: "-", cell: (row) => number(row.mismatch_max, 3) },
-    { id: "flags", label: "Flags", width: "230px", cell: listSampleFlags },
+    { id: "flags", label: "Flags", width: "230px", cell: (row) => listSampleFlags(row, context.notes.get(row.uid)) },
   ].filter(Boolean);
 
   // ---- the parts
@@ -250,7 +252,7 @@ export function recordList(context, options) {
     const filtered = params.get("filter", "");
     empty(message, filtered
       ? emptyState("Nothing matches this filter", el("p", null, el("button", { class: "button small", type: "button", text: "Clear the filter", on: { click: () => setFilter("") } })))
-      : emptyState("No " + view() + " yet", run.live ? "They appear here as they come." : "This run has none."));
+      : emptyState("No " + view() + " yet", api.isStatic ? "This file has none." : "They appear here as they come."));
   }
   function reload(keep) {
     fresh = 0;
@@ -315,7 +317,7 @@ export function recordList(context, options) {
   function toggleStar() {
     const row = table.current();
     if (!row) return false;
-    const on = context.stars.toggle(keyOf(row));
+    const on = context.stars.toggle(keyOf(row), isGroups() ? null : row.uid);
     context.announce(on ? "starred" : "no longer starred");
     // The row is drawn anew: its star is a part of it.
     source.replace(keyOf(row), { ...row });
@@ -354,7 +356,7 @@ export function recordList(context, options) {
       el("button", { class: "icon-button small", type: "button", aria: { label: "Close the peek" }, on: { click: closePeek } }, icon("close")));
   }
   function sampleFacts(row) {
-    const parts = Object.entries(row.parts || {}).slice(0, 6).map(([name, value]) => visible(name) + " " + number(value));
+    const parts = splitNumbers(run, row.parts).parts.slice(0, 6).map(([name, value]) => visible(name) + " " + number(value));
     return el("span", { class: "muted" }, "reward ", el("b", { text: row.scored === 2 ? "NaN" : number(row.reward) }), parts.length ? " (" + parts.join(" · ") + ")" : "", " · " + count(row.response_tokens) + " tokens", " ", listSampleFlags(row));
   }
   async function paintPeek(row) {

@@ -2,6 +2,7 @@
 
 import { registerPage, startApp } from "./app.js";
 import { openOverview } from "./pages/overview.js";
+import { openMetrics } from "./pages/metrics.js";
 import { openStep } from "./pages/step.js";
 import { openSamples } from "./pages/samples.js";
 import { openGroup } from "./pages/group.js";
@@ -12,6 +13,7 @@ import { openSearch } from "./pages/search.js";
 import { openSql } from "./pages/sql.js";
 
 registerPage("overview", openOverview);
+registerPage("metrics", openMetrics);
 registerPage("step", openStep);
 registerPage("samples", openSamples);
 registerPage("group", openGroup);

@@ -54,7 +54,7 @@ function stripPooled(codes, diverging, from, total, per, reach) {
     let sum = 0;
     let n = 0;
     for (let i = first; i < last; i += 1) {
-      if ((codes[i] & 63) === LENS_NONE) continue;
+      if (codes[i] === LENS_NONE) continue;
       const own = lensRank(codes[i], diverging);
       const colour = lensColour(codes[i]);
       sum += colour;

@@ -4,7 +4,7 @@
 
 import { el, empty, count, plural, visible } from "./dom.js";
 import { MASK_BIT, SPECIAL_BIT } from "./frame.js";
-import { LENS_CLIP, LENS_NONE, LENS_OVER, LENS_UNDER, lensCodes, lensRank } from "./lenses.js";
+import { LENS_NONE, LENS_OVER, LENS_UNDER, lensCodes, lensRank } from "./lenses.js";
 
 const TOKENS_CHUNK = 256; // a chunk is cut at the first newline after so many tokens
 const TOKENS_CHUNK_MOST = 1024;
@@ -46,7 +46,6 @@ function tokensClass(look) {
     else list.push(`tq-${letter}${code}`);
     if (code === 15 || (code === 0 && letter === "d")) list.push("tq-end");
   }
-  if (look & LENS_CLIP) list.push("tq-clip");
   if (look & TOKENS_SPECIAL) list.push("tk-special");
   if (look & TOKENS_MASKED) list.push("tk-masked");
   if (look & TOKENS_VERSION) list.push("tk-version");
@@ -633,7 +632,7 @@ export class TokenPane {
         continue;
       }
       let look = code;
-      if ((code & 63) !== LENS_NONE) look = lensRank(code, diverging) === 0 ? (code & LENS_CLIP) | LENS_NONE : code | side;
+      if (code !== LENS_NONE) look = lensRank(code, diverging) === 0 ? LENS_NONE : code | side;
       if (flags[i] & SPECIAL_BIT || (template !== null && template[i])) look |= TOKENS_SPECIAL;
       if (someMasked && !(flags[i] & MASK_BIT)) look |= TOKENS_MASKED;
       if (raw && i & 1) look |= TOKENS_EVEN;

@@ -13,10 +13,18 @@ function compareFine(x) {
 const compareMetrics = [["reward", "Reward", number], ["length", "Response length", compact], ["entropy", "Entropy", number], ["kl", "KL to the reference", compareFine], ["mismatch", "|Δ log-prob|", compareFine], ["lag", "Staleness", compact]];
 const compareShares = [["truncated", "Truncated"], ["loops", "Loops"], ["errors", "Errors"], ["trained", "Trained on"], ["dropped", "Dropped"]];
 
-/** What a Kolmogorov–Smirnov test says, in words: [tone, words]. */
+/** What the test says, in words: [tone, words]. */
 export function compareWords(p) {
   if (p === null || p === undefined) return ["", "not on both sides"];
   return p < 0.001 ? ["warn", "clear change"] : p < 0.05 ? ["", "change"] : ["", "no clear change"];
+}
+
+const compareTest = "Kolmogorov–Smirnov: the largest difference between the distributions of the two sides' group means, and how likely one as large is when groups are put on either side at random";
+
+// A mean with half the width of its 95 % interval.
+function compareMean(side, format) {
+  if (!side) return "–";
+  return side.low === null ? format(side.mean) : format(side.mean) + " ± " + compareFine((side.high - side.low) / 2);
 }
 
 function compareChance(p) {
@@ -72,9 +80,9 @@ function compareOverlay(title, m, format) {
   frame.root.setAttribute("aria-valuemax", String(edges.length - 2));
   const [tone, words] = compareWords(m.p);
   const note = el("figcaption", { class: "compare-words" },
-    el("span", null, "median ", el("b", { text: m.a ? format(m.a.p50) : "–" }), " → ", el("b", { text: m.b ? format(m.b.p50) : "–" })),
+    el("span", { title: "mean and its 95% interval; samples of one group count together" }, "mean ", el("b", { text: compareMean(m.a, format) }), " → ", el("b", { text: compareMean(m.b, format) })),
     el("span", { class: tone ? "chip " + tone : "chip", text: words }),
-    m.ks === null ? null : el("span", { title: "Kolmogorov–Smirnov: the largest difference between the two distribution functions, and how likely one as large is by chance", text: "KS " + number(m.ks, 2) + ", " + compareChance(m.p) }));
+    m.ks === null ? null : el("span", { title: compareTest, text: "KS " + number(m.ks, 2) + ", " + compareChance(m.p) }));
   const figure = plotFigure({
     title, help: "Share of each side's samples; upright lines are the medians", plot: frame.root, note,
     rows: () => plainTable(["from", "to", "A", "B"], edges.slice(1).map((edge, i) => [format(edges[i]), format(edge), count(m.counts_a[i]), count(m.counts_b[i])])),
@@ -171,9 +179,9 @@ function compareSection(title, note, ...nodes) {
 }
 
 function compareMoved(link, rows) {
-  return plainTable(["Prompt", "A", "B", "Samples"], rows.map((each) => [
+  return plainTable(["Prompt", "Solved", "Mean of A", "of B", "Samples"], rows.map((each) => [
     el("a", { class: "compare-prompt", href: link("prompt", each.prompt), title: visible(each.opening), text: visible(each.opening || each.gid_b) }),
-    number(each.a, 2), number(each.b, 2), el("span", { class: "muted", text: count(each.n_a) + " / " + count(each.n_b) })]));
+    each.solved_a + " → " + each.solved_b, number(each.a, 2), number(each.b, 2), el("span", { class: "muted", text: count(each.n_a) + " / " + count(each.n_b) })]));
 }
 
 function comparePhrases(link, rows, show) {
@@ -267,15 +275,24 @@ export async function openCompare(context) {
     return plot.root;
   });
   const quantiles = (q, format) => (q ? [q.p5, q.p25, q.p50, q.p75, q.p95].map((v) => format(v)).join(" · ") : "–");
+  const shifted = (m, format) => (m.shift === null ? "–" : compareSigned(m.shift, format) + (m.shift_low === null ? "" : " ± " + compareFine((m.shift_high - m.shift_low) / 2)));
   const shifts = plainTable(["", "Mean of A", "Mean of B", "Change", "A: 5 · 25 · 50 · 75 · 95%", "B: 5 · 25 · 50 · 75 · 95%", "KS"], there.map(([id, name, format]) => {
     const m = answer.metrics[id];
-    return [name, m.a ? format(m.a.mean) : "–", m.b ? format(m.b.mean) : "–", m.a && m.b ? compareSigned(m.b.mean - m.a.mean, format) : "–", quantiles(m.a, format), quantiles(m.b, format), m.ks === null ? "–" : number(m.ks, 2) + ", " + compareChance(m.p)];
+    return [name, compareMean(m.a, format), compareMean(m.b, format), shifted(m, format), quantiles(m.a, format), quantiles(m.b, format), m.ks === null ? "–" : number(m.ks, 2) + ", " + compareChance(m.p)];
   }));
+  const tagged = (side, tag) => {
+    const counts = answer.prompts.groups[side];
+    return counts[tag] / (counts.none + counts.some + counts.all || 1);
+  };
   const shares = plainTable(["", "A", "B", "Change"], compareShares.map(([id, name]) => {
     const share = answer.shares[id];
     return [name, percent(share.a), percent(share.b), compareSigned(share.b - share.a, percent).replace("-", "−")];
-  }));
-  const parts = Object.entries(answer.parts).map(([name, each]) => [visible(name), number(each.a), number(each.b), each.a === null || each.b === null ? "–" : compareSigned(each.b - each.a, number)]);
+  }).concat(["none", "some", "all"].map((tag) => {
+    const [one, other] = [tagged("a", tag), tagged("b", tag)];
+    return ["Groups with " + tag + " solved", percent(one), percent(other), compareSigned(other - one, percent).replace("-", "−")];
+  })));
+  const means = (named) => Object.entries(named).map(([name, each]) => [visible(name), number(each.a), number(each.b), each.a === null || each.b === null ? "–" : compareSigned(each.b - each.a, number)]);
+  const numbers = [["Parts of the reward", means(answer.parts)], ["Metrics", means(answer.logged)]].filter(([, rows]) => rows.length);
   const prompts = answer.prompts;
   const phraseBox = el("div");
   const ways = [["all", "All"], ["more", "More in B"], ["less", "Less in B"]];
@@ -292,13 +309,13 @@ export async function openCompare(context) {
     el("div", { class: "compare-legend" }, el("span", { class: "side side-a", text: "A" }), compareName(spans.a), el("span", { class: "side side-b", text: "B" }), compareName(spans.b), el("span", { class: "muted", text: "· upright lines are medians" })),
     el("div", { class: "compare-plots" }, plots),
     el("div", { class: "compare-halves compare-moved" },
-      compareSection("Newly solved", prompts.solved_from === null ? "" : plural(prompts.solved_count, "prompt") + " whose mean reward rose to " + number(prompts.solved_from, 2) + " or more", prompts.newly_solved.length ? compareMoved(link, prompts.newly_solved) : emptyState("None", both)),
-      compareSection("Newly broken", prompts.solved_from === null ? "" : plural(prompts.broken_count, "prompt") + " whose mean reward fell below " + number(prompts.solved_from, 2), prompts.newly_broken.length ? compareMoved(link, prompts.newly_broken) : emptyState("None", both))),
+      compareSection("Newly solved", prompts.solved_from === null ? "" : plural(prompts.solved_count, "prompt") + " with more samples solved (reward of " + number(prompts.solved_from, 2) + " or more)", prompts.newly_solved.length ? compareMoved(link, prompts.newly_solved) : emptyState("None", both)),
+      compareSection("Newly broken", prompts.solved_from === null ? "" : plural(prompts.broken_count, "prompt") + " with fewer samples solved", prompts.newly_broken.length ? compareMoved(link, prompts.newly_broken) : emptyState("None", both))),
     el("section", { class: "panel", aria: { label: "Phrases" } },
       el("div", { class: "panel-head" }, el("h2", { text: "Phrases" }), el("span", { class: "muted", text: "in " + count(answer.texts.a) + " responses of A and " + count(answer.texts.b) + " of B; “with reward”: correlation of saying it with the reward" }), el("span", { class: "spring" }), el("span", { class: "segmented small", role: "group", aria: { label: "Which phrases" } }, wayButtons)),
       el("div", { class: "wide-table" }, phraseBox)),
-    compareSection("Shifts", "means, quantiles and Kolmogorov–Smirnov distance", shifts),
-    el("div", { class: "compare-halves" }, compareSection("Shares", "of samples", shares), parts.length ? compareSection("Parts of the reward", "means", plainTable(["", "A", "B", "Change"], parts)) : null));
+    compareSection("Shifts", "means with their 95% intervals, quantiles, and the distance of group means", shifts),
+    el("div", { class: "compare-halves" }, compareSection("Shares", "of samples and of groups", shares), numbers.map(([name, rows]) => compareSection(name, "means", plainTable(["", "A", "B", "Change"], rows)))));
   context.announce(state.textContent);
   return page;
 }

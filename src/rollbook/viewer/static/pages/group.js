@@ -1,7 +1,7 @@
 // The page of a group: the samples of one prompt side by side, where they part, and how each was rewarded.
 // Invariant: the address holds lens, domain, mask, sort, columns, samples shown, sync, map, diff and cursor.
 
-import { el, empty, emptyState, count, number, icon, plural, visible } from "../dom.js";
+import { el, empty, emptyState, count, number, icon, plural, splitNumbers, visible } from "../dom.js";
 import { diffView } from "../diff.js";
 import { lensBar, lensCodes, lensPeaks, lensPercentile, lensValues } from "../lenses.js";
 import { TokenStrip } from "../strip.js";
@@ -63,7 +63,7 @@ function groupChips(group, rows) {
   const loops = rows.filter((row) => row.loop_at !== null && row.loop_at !== undefined).length;
   if (loops > 0) chips.push([plural(loops, "loop"), "warn", "responses that repeat themselves to their end"]);
   const twice = rows.filter((row) => row.duplicate).length;
-  if (twice > 0) chips.push([plural(twice, "duplicate"), "warn", "samples whose response another sample of the group has too"]);
+  if (twice > 0) chips.push([plural(twice, "duplicate"), "warn", "long responses that another sample of the group has too"]);
   const size = Math.max(0, ...rows.map((row) => row.group_size ?? 0));
   if (size > rows.length) chips.push([`${count(rows.length)} of ${count(size)} here`, "warn", "the group is not complete"]);
   if (group.evaluation) chips.push(["evaluation", "", "not trained on"]);
@@ -242,7 +242,7 @@ export async function openGroup(context) {
       },
     });
     if (sample.fork >= 0) pane.setFork(sample.fork);
-    const parts = Object.entries(row.parts ?? trajectory.parts ?? {});
+    const { parts } = splitNumbers(run, row.parts ?? trajectory.parts);
     const element = el("section", { class: "gp-column", "aria-label": `sample ${sample.name}` },
       el("header", { class: "gp-column-head" },
         el("h2", null, el("a", { href: context.link("t", row.uid, { lens: params.get("lens", null) }), text: sample.name, title: "open this sample" })),
@@ -512,17 +512,14 @@ export async function openGroup(context) {
   function toggleDiff() {
     if (diff.length === 2) closeDiff();
     else {
-      const keys = [...shown.keys()];
-      const from = active ?? keys[0];
-      const other = keys.find((key) => key !== from) ?? samples.map((sample) => sample.key).find((key) => key !== from);
-      if (other === undefined) context.toast("there is only one sample");
-      else openDiff(from, other);
+      diffWith(byKey.get(active) ?? best);
     }
   }
 
+  // The best sample against the worst; any other against the best.
   function diffWith(sample) {
-    const other = sample === best ? groupSorted(samples, "worst")[0] : best;
-    if (other === sample || other === undefined) context.toast("there is only one sample");
+    const other = sample === best ? groupSorted(samples, "worst").find((one) => one !== best) : best;
+    if (other === undefined) context.toast("there is only one sample");
     else openDiff(sample.key, other.key);
   }
 

@@ -16,10 +16,10 @@ const overviewCards = [
 
 const overviewHealth = [
   ["zero_variance", "Zero-variance groups", "Groups whose samples all have the same reward: they teach nothing. Share of the step's groups.", 0.5, 0.8],
-  ["solved", "Groups solved", "Groups with at least one sample at the run's top reward. Share of the step's groups.", null, null],
+  ["solved", "Groups solved", "Groups with at least one sample at nearly the run's top reward, and those whose samples all are. Shares of the step's groups.", null, null],
   ["truncated", "Truncated", "Samples cut off at their length limit.", 0.1, 0.3],
   ["loops", "Loops", "Samples at least half of which repeats itself.", 0.02, 0.1],
-  ["duplicates", "Duplicates", "Samples that are token for token the same as another one of their group.", 0.1, 0.3],
+  ["duplicates", "Duplicates", "Responses of 16 tokens or more that are token for token the same as an earlier one of their group.", 0.1, 0.3],
   ["stale", "Stale > 1", "Samples made by a policy more than one version older than the one trained.", 0.2, 0.5],
   ["masked", "Masked tokens", "Response tokens that are not trained on: tool results, padding, what was masked on purpose.", null, null],
   ["incomplete", "Incomplete groups", "Groups with fewer samples than they were to have. Share of the step's groups.", 0.02, 0.2],
@@ -33,10 +33,9 @@ const overviewShareNames = ["zero variance", "solved", "truncated", "loops", "du
 export async function openOverview(context) {
   const { root, params, run, api, link } = context;
   const evaluation = () => (params.get("evaluation") === "1" ? 1 : 0);
-  const [steps, look] = await Promise.all([
-    api.json("/api/steps", { evaluation: evaluation() }),
-    api.json("/api/look").catch((error) => ({ items: [], error: error.message })),
-  ]);
+  // The doctor takes seconds on a large run: what it finds is painted when it comes.
+  const look = () => api.json("/api/look", { evaluation: evaluation() });
+  const steps = await api.json("/api/steps", { evaluation: evaluation() });
   const held = new Map(steps.steps.map((step) => [step.step, step]));
   let cursor = steps.cursor;
   let ordered = [];
@@ -60,11 +59,7 @@ export async function openOverview(context) {
   let charts = [];
   const cards = el("div", { class: "cards" });
 
-  function partNames() {
-    const names = new Set(run.parts || []);
-    for (const step of ordered) for (const name of Object.keys(step.parts || {})) names.add(name);
-    return [...names];
-  }
+  const partNames = () => run.parts || [];
   function partPicker(names) {
     const now = params.get("part", "");
     return el("select", { class: "select", aria: { label: "Reward, or its parts" }, on: { change: (event) => {
@@ -140,6 +135,7 @@ export async function openOverview(context) {
       const now = last ? stepShare(last, item.id) : null;
       const tone = item.bad !== null && now >= item.bad ? "bad" : item.warn !== null && now >= item.warn ? "warn" : "";
       item.value.textContent = percent(now);
+      if (item.id === "solved" && now !== null) item.value.append(el("span", { class: "muted", text: " all " + percent(stepShare(last, "all_solved")) }));
       item.value.setAttribute("class", tone ? "value " + tone : "value");
       item.node.setAttribute("aria-label", item.name + " " + percent(now) + (tone === "bad" ? ", high" : tone === "warn" ? ", worth a look" : "") + ". " + item.help);
       item.spark.redraw(ordered.map((step) => stepShare(step, item.id)));
@@ -222,7 +218,7 @@ export async function openOverview(context) {
     { id: "entropy", label: "Entropy", help: "mean over trained tokens", width: "84px", num: true, sort: "entropy", first: "-", cell: middle("entropy", number) },
     { id: "kl", label: "KL", help: "to the reference, mean", drop: 2, width: "84px", num: true, sort: "kl", first: "-", cell: middle("kl", number) },
     { id: "zero_variance", label: "Zero var.", help: "groups whose samples all have the same reward", width: "84px", num: true, sort: "zero_variance", first: "-", cell: share("zero_variance") },
-    { id: "solved", label: "Solved", help: "groups with a sample at the run's top reward", drop: 1, width: "84px", num: true, sort: "solved", first: "-", cell: share("solved") },
+    { id: "solved", label: "Solved", help: "groups with at least one sample at nearly the run's top reward", drop: 1, width: "84px", num: true, sort: "solved", first: "-", cell: share("solved") },
     { id: "truncated", label: "Truncated", width: "88px", num: true, sort: "truncated", first: "-", cell: share("truncated") },
     { id: "versions", label: "Policy", help: "versions of the policy that made the samples", drop: 2, width: "110px", num: true, cell: (s) => (s.versions ? "v" + (s.versions[0] === s.versions[1] ? s.versions[0] : s.versions[0] + "–" + s.versions[1]) : "–") },
   ];
@@ -288,7 +284,7 @@ export async function openOverview(context) {
     !ordered.length ? null : el("span", { class: "legend muted" }, swatch("mean"), "mean", swatch("median"), "median", swatch("inner"), "25–75%", swatch("outer"), "5–95%", el("span", { text: "click opens a step, a drag compares two" })));
   if (!ordered.length) {
     empty(root, heading, problems, el("section", { class: "panel" }, emptyState(evaluation() ? "No evaluation samples yet" : "No samples yet",
-      run.live ? "This page fills by itself as soon as the first samples are written." : "Nothing has been written to this run.")));
+      api.isStatic ? "Nothing has been written to this run." : "This page fills by itself as soon as the first samples are written.")));
   } else {
     empty(root, heading, problems, cards,
       el("section", { class: "panel", aria: { label: "Health" } }, el("div", { class: "panel-head" }, el("h2", { text: "Health" }), healthStep), el("div", { class: "health" }, health.map((item) => item.node))),
@@ -298,7 +294,8 @@ export async function openOverview(context) {
     paintFacts();
     buildCards();
     paintHealth();
-    paintLook(look);
+    empty(lookList, el("div", { class: "look-item" }, el("span"), el("p", { class: "muted", text: "Looking through the samples…" })));
+    look().catch((error) => ({ items: [], error: error.message })).then((answer) => !context.closed && paintLook(answer));
     sortRows();
     table.refresh();
     const at = Number(params.get("at"));
@@ -310,7 +307,7 @@ export async function openOverview(context) {
   const refreshLook = debounce(async () => {
     if (context.closed) return;
     try {
-      const answer = await api.json("/api/look");
+      const answer = await look();
       const held = [...lookList.querySelectorAll("a, button")].indexOf(document.activeElement);
       paintLook(answer);
       const again = lookList.querySelectorAll("a, button")[held];

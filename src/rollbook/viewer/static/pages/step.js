@@ -130,7 +130,7 @@ export async function openStep(context) {
       .map(([id, name, format]) => {
         const v = answer.versus[id];
         const sign = v.shift > 0 ? "+" : "";
-        return el("span", { title: "Kolmogorov–Smirnov distance " + number(v.ks, 2) + ", p = " + number(v.p) + ": " + stepWords(v.p) },
+        return el("span", { title: "Kolmogorov–Smirnov distance of the groups' means " + number(v.ks, 2) + ", p = " + number(v.p) + ": " + stepWords(v.p) },
           name + " ", el("b", { text: v.shift === null ? "–" : sign + format(v.shift) }), el("span", { class: v.p !== null && v.p < 0.05 ? "warn" : "muted", text: "  KS " + number(v.ks, 2) + ", p " + (v.p < 0.001 ? "< 0.001" : "= " + number(v.p, 3)) }));
       });
     empty(versus, el("h2", { text: "vs step " + before.step }), parts.length ? parts : el("span", { class: "muted", text: "nothing to compare" }), el("span", { class: "spring" }),

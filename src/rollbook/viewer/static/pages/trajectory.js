@@ -1,7 +1,7 @@
 // The page of one trajectory: its text under a lens, what is known of each token, its record and its ledger.
 // Invariant: the address holds lens, domain, mask, view, token, folds and zoom; opening it again shows the same.
 
-import { el, empty, emptyState, count, number, icon, visible } from "../dom.js";
+import { el, empty, emptyState, count, number, icon, splitNumbers, visible } from "../dom.js";
 import { lensBar, lensCodes, lensPeaks } from "../lenses.js";
 import { TokenCurve, TokenStrip } from "../strip.js";
 import { inspectorWords, tokenInspector } from "../inspector.js";
@@ -65,7 +65,7 @@ function trajectoryTable(object) {
 
 // Parts of a reward as bars from a common zero.
 export function rewardBars(parts, total) {
-  const entries = [...Object.entries(parts ?? {}), ...(total === null ? [] : [["total", total]])].filter(([, value]) => Number.isFinite(value));
+  const entries = [...parts, ...(total === null ? [] : [["total", total]])].filter(([, value]) => Number.isFinite(value));
   const low = Math.min(0, ...entries.map(([, value]) => value));
   const high = Math.max(0, ...entries.map(([, value]) => value));
   const span = high - low || 1;
@@ -77,7 +77,8 @@ export function rewardBars(parts, total) {
   }));
 }
 
-function trajectoryDetails(trajectory, row) {
+function trajectoryDetails(run, trajectory, row) {
+  const { parts, metrics } = splitNumbers(run, trajectory.parts);
   const made = [];
   const add = (title, open, ...children) => made.push(el("details", { class: "tp-detail", open }, el("summary", { text: title }), el("div", null, children)));
   const info = { ...(trajectory.info ?? {}) };
@@ -88,8 +89,8 @@ function trajectoryDetails(trajectory, row) {
       delete info[name];
     }
   }
-  if (trajectory.reward !== null || Object.keys(trajectory.parts ?? {}).length > 0 || Object.keys(judged).length > 0) {
-    add("Reward", true, rewardBars(trajectory.parts, trajectory.reward), Object.keys(judged).length > 0 ? trajectoryTable(judged) : null);
+  if (trajectory.reward !== null || parts.length > 0 || Object.keys(judged).length > 0) {
+    add("Reward", true, rewardBars(parts, trajectory.reward), Object.keys(judged).length > 0 ? trajectoryTable(judged) : null);
   }
   const answer = {};
   if (trajectory.label !== null && trajectory.label !== undefined) answer.label = trajectory.label;
@@ -103,7 +104,9 @@ function trajectoryDetails(trajectory, row) {
   };
   add("About", false, trajectoryTable(about));
   if (Object.keys(info).length > 0) add("Info", false, trajectoryTable(info));
-  if (Object.keys(trajectory.metrics ?? {}).length > 0) add("Metrics", false, trajectoryTable(trajectory.metrics));
+  const logged = { ...(trajectory.metrics ?? {}), ...Object.fromEntries(metrics) };
+  for (const [name] of parts) delete logged[name];
+  if (Object.keys(logged).length > 0) add("Metrics", false, trajectoryTable(logged));
   if (trajectory.sampling && Object.keys(trajectory.sampling).length > 0) add("Sampling", false, trajectoryTable(trajectory.sampling));
   if (trajectory.tools?.length > 0) add(`Tools (${trajectory.tools.length})`, false, el("div", { class: "json" }, jsonTree(trajectory.tools)));
   return made;
@@ -129,6 +132,33 @@ function trajectoryLedger(entries) {
       el("span", { class: "muted", text: trajectoryTime(entry.time) }), el("span", { class: "ledger-dot" }),
       el("span", { class: "ledger-kind", text: visible(entry.kind ?? "") }), el("span", { text: facts.join(" · ") }));
   }));
+}
+
+// The note of a sample, which --annotate keeps beside the run.
+function trajectoryNote(context, uid) {
+  const text = el("textarea", { class: "input wide tp-note", rows: "3", maxlength: "10000", placeholder: "A note for whoever opens this run…", "aria-label": "note" });
+  text.value = context.notes.get(uid);
+  const state = el("span", { class: "muted", role: "status" });
+  const save = el("button", { class: "button small", type: "button", text: "Save", disabled: true, on: { click: write } });
+  async function write() {
+    save.disabled = true;
+    try {
+      await context.notes.set(uid, text.value);
+      state.textContent = "saved";
+    } catch (error) {
+      state.textContent = visible(error.message);
+      save.disabled = false;
+    }
+  }
+  text.addEventListener("input", () => {
+    save.disabled = text.value === context.notes.get(uid);
+    state.textContent = "";
+  });
+  text.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) write();
+  });
+  const element = el("details", { class: "tp-detail", open: true }, el("summary", { text: "Note" }), el("div", null, text, el("div", { class: "tp-bar" }, save, state)));
+  return { element, focus: () => text.focus() };
 }
 
 // Samples of the group, to choose one to compare with.
@@ -182,7 +212,7 @@ export async function openTrajectory(context) {
     before ? el("a", { class: "icon-button small", href: context.link("t", before, kept()), title: `previous ${name}`, "aria-label": `previous ${name}` }, icon("left")) : el("button", { class: "icon-button small", type: "button", disabled: true, "aria-label": `no previous ${name}` }, icon("left")),
     label,
     after ? el("a", { class: "icon-button small", href: context.link("t", after, kept()), title: `next ${name}`, "aria-label": `next ${name}` }, icon("right")) : el("button", { class: "icon-button small", type: "button", disabled: true, "aria-label": `no next ${name}` }, icon("right")));
-  const parts = Object.entries(trajectory.parts ?? {});
+  const { parts } = splitNumbers(run, trajectory.parts);
   const versions = segmentVersions(trajectory, 0, trajectory.ends.length);
   const head = el("div", { class: "tp-head" },
     el("h1", { class: "tp-id", text: visible(trajectory.uid), title: visible(trajectory.uid) }),
@@ -246,7 +276,8 @@ export async function openTrajectory(context) {
   const measured = bar.keys.length > 1; // beside "off" there is a lens
   const strips = el("div", { class: "tp-strips" }, measured ? curve.element : null, strip.element);
   const stage = el("div", { class: "tp-view" });
-  const aside = el("div", { class: "tp-aside" }, side, trajectoryDetails(trajectory, row));
+  const note = run.features?.annotate && !api.isStatic ? trajectoryNote(context, uid) : null;
+  const aside = el("div", { class: "tp-aside" }, side, note === null ? null : note.element, trajectoryDetails(run, trajectory, row));
   const main = el("div", { class: "tp-main" }, el("div", { class: "tp-left" }, toolbar, stage), aside);
   empty(root, el("div", { class: "tk-top" }, head, notices, bar.element, strips), main);
 
@@ -365,10 +396,9 @@ export async function openTrajectory(context) {
   }
 
   function star() {
-    const on = context.stars.toggle(uid);
+    const on = context.stars.toggle(uid, uid);
     paintStar();
     context.announce(on ? "starred" : "not starred");
-    if (run.features?.annotate && !api.isStatic) api.post("/api/annotate", { uid, star: on }).catch((error) => context.toast(error.message));
   }
 
   function paintStar() {
@@ -443,6 +473,7 @@ export async function openTrajectory(context) {
       } },
       { key: "y", label: "copy the id", run: () => { copyId(); } },
       { key: "*", label: "star", run: star },
+      { key: "w", label: note === null ? "" : "write a note", run: () => (note === null ? false : note.focus()) },
       { key: ["e", "H"], label: api.isStatic ? "" : "export as one HTML file", run: () => (api.isStatic ? false : exportHtml()) },
     ],
     close() {
