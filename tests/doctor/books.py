@@ -246,6 +246,15 @@ def truncation_rewarded(run: Run, dose: float) -> None:
     run.planted = good
 
 
+@plant("truncation", 0.8, 0.3)
+def truncation(run: Run, dose: float) -> None:
+    """`dose` of the samples are cut off, and none of those rewarded."""
+    run.truncated = run.dice.random(run.n) < dose
+    run.lengths[run.truncated] = 80
+    run.reward = (~run.truncated & (run.dice.random(run.n) < 0.6)).astype(float)
+    run.planted = run.truncated
+
+
 @plant("repetition-loops", 0.2, 0.02)
 def repetition_loops(run: Run, dose: float) -> None:
     """`dose` of the samples end in a loop."""

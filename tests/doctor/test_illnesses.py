@@ -7,6 +7,8 @@ import json
 import numpy as np
 import pytest
 
+import rollbook
+from rollbook import EID, Experience
 from rollbook.doctor import ILLNESSES, Diagnosis, Thresholds, examine
 from rollbook.viewer import filters
 from rollbook.viewer.index import Index
@@ -29,7 +31,7 @@ def names(diagnosis: Diagnosis) -> set[str]:
 
 
 def test_every_illness_has_a_plant() -> None:
-    assert set(PLANTS) == set(ILLNESSES)
+    assert set(PLANTS) == set(ILLNESSES) - {"evaluation-falls"}
 
 
 @pytest.mark.parametrize("illness", list(PLANTS))
@@ -180,16 +182,70 @@ def test_loops_explain_length() -> None:
     assert {each.illness: each.status for each in diagnosis.examined}["length-explosion"] == "explained"
 
 
-def test_the_same_answer_everywhere() -> None:
+def test_copies_of_right_answers_are_hardly_ill() -> None:
     run = Run(0)
-    some = np.flatnonzero(run.dice.random(run.n) < 0.4)
-    for i in some:
-        run.copies[int(i)] = 0
-        run.lengths[i] = 30
-        run.truncated[i] = False
-    (finding,) = examine(run.write()).findings
-    assert finding.illness == "duplicates"
-    assert "several prompts" in finding.detail
+    for i in np.flatnonzero(run.run > 0):
+        run.copies[int(i)] = int(i) - int(run.run[i])
+    for name in ("lengths", "truncated"):
+        getattr(run, name)[:] = getattr(run, name)[run.group * run.runs]
+    run.truncated[:] = False
+    run.reward = (run.group % 10 > 0).astype(float)
+    (copies,) = [each for each in examine(run.write()).findings if each.illness == "duplicates"]
+    assert copies.severity == "low" and copies.title == "75% of responses are copies of another, most of them right"
+    run.reward = 1 - run.reward
+    (copies,) = [each for each in examine(run.write()).findings if each.illness == "duplicates"]
+    assert copies.severity == "high" and "raise the temperature" in copies.advice
+
+
+def test_a_tiny_length_penalty_does_not_make_the_reward_follow_length() -> None:
+    """Most groups are all right or all wrong, so that a penalty of 0.002 decides most pairs."""
+    run = Run(0, steps=20, groups=16)
+    run.truncated[:] = False
+    flat = run.dice.random(int(run.group.max()) + 1) < 0.8
+    run.reward = np.where(flat[run.group], run.group % 2, run.dice.random(run.n) < 0.5) - 1e-4 * run.lengths
+    assert names(examine(run.write())) <= {"zero-variance"}
+    run.reward = -1e-4 * run.lengths  # nothing else
+    assert "reward-follows-length" in names(examine(run.write()))
+
+
+def test_zero_variance_is_advised_on_for_each_kind_of_group() -> None:
+    run = made("zero-variance", 0.9, 0)
+    (both,) = examine(run.write()).findings
+    assert "all samples are right" in both.advice and "all samples are wrong" in both.advice
+
+
+@pytest.mark.parametrize(("first", "last", "falls"), [(0.5, 0.2, True), (0.5, 0.48, False), (0.2, 0.5, False)])
+def test_a_fall_of_the_held_out_reward_is_found(first: float, last: float, falls: bool) -> None:
+    book = Run(0).write()
+    dice = np.random.default_rng(0)
+    for step, share in ((0, first), (12, last)):
+        rewards = (dice.permutation(200) < 200 * share).astype(float)
+        rows = [
+            Experience(eid=EID(f"eval-{step}", i), tokens=[i, 1, 2, 3], prompt_length=2, reward=rewards[i])
+            for i in range(200)
+        ]
+        book.append(rows, evaluation=True)
+    diagnosis = examine(book)
+    assert names(diagnosis) == ({"evaluation-falls"} if falls else set())
+    if falls:
+        (finding,) = diagnosis.findings
+        assert finding.title == "The reward of held-out prompts fell from 0.5 to 0.2" and finding.severity == "high"
+        assert finding.steps == (0, 12) and all(uid.startswith("eval-12/") for uid in finding.uids)
+    assert {each.illness: each.status for each in diagnosis.examined}["evaluation-falls"] in ("found", "ok")
+
+
+def test_tool_output_is_not_the_models_own_loop() -> None:
+    """An agent that reads a file three times does not repeat itself."""
+    file = list(range(100, 160))
+    rows = []
+    for i in range(64):
+        tokens = [1, 2, *([3 + i, 500 + i, *file] * 3), 9]
+        mask = [True, *([True, True, *[False] * 60] * 3), True]
+        rows.append(Experience(eid=EID(str(i // 16), i // 4, i % 4), tokens=tokens, prompt_length=1, action_mask=mask))
+    with rollbook.open("memory:") as book:
+        book.append(rows)
+        diagnosis = examine(book)
+    assert not {"repetition-loops", "duplicates"} & names(diagnosis)
 
 
 def test_rewards_that_could_not_be_scored() -> None:

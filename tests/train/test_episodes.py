@@ -345,7 +345,9 @@ def test_a_prompt_that_fills_the_context_is_an_episode_without_turns(actor: Acto
 @pytest.mark.parametrize(("on_cut", "turns"), [("end", 1), ("respond", 3)])
 def test_a_turn_that_is_cut_ends_the_episode_or_counts(on_cut: Any, turns: int) -> None:
     made = scripted([Line(text="abc", finish_reason="length")], on_cut=on_cut)
-    for row in made.make_records(["q"]):
+    with pytest.warns(UserWarning, match=r"all \d+ first turns were cut off at max_tokens=\d+; raise sampling"):
+        rows = made.make_records(["q"])
+    for row in rows:
         assert row.metrics["turns"] == turns
         assert row.reward == pytest.approx(0 if on_cut == "end" else 0.9)
         if on_cut == "end":

@@ -98,17 +98,18 @@ def loops(samples: Samples, t: Thresholds) -> Judgement:
 
 
 def twins(samples: Samples, t: Thresholds) -> tuple[Mask, Mask, Ints]:
-    """[N] samples that count, [N] those of them whose response another run of their step has too, and [N] how many
-    samples share each response."""
+    """Find responses that several runs of one group share, token for token.
+
+    Returns:
+        [N] samples that are long enough to count, [N] those whose response another run of the group has too, and [N]
+        how many runs share each response.
+    """
     counts = samples.there & (samples.digest >= 0) & (samples.tokens >= t.duplicate_tokens) & ~samples.made
     places = np.flatnonzero(counts)
-    steps, digests = samples.step[places], samples.digest[places]
-    _, when = np.unique(steps, return_inverse=True)
-    _, place = np.unique(when * (int(digests.max(initial=0)) + 1) + digests, return_inverse=True)
+    groups, digests = samples.group[places], samples.digest[places]
+    _, place = np.unique(groups * (int(digests.max(initial=0)) + 1) + digests, return_inverse=True)
     # The parts of one run may say the same; other runs should not.
-    group, run = samples.group[places], samples.run[places]
-    _, who = np.unique(group * (int(run.max(initial=0)) + 1) + run, return_inverse=True)
-    runs = distinct(place, who, int(place.max(initial=-1)) + 1)
+    runs = distinct(place, samples.run[places], int(place.max(initial=-1)) + 1)
     shared = np.zeros(len(samples), np.int64)
     shared[places] = runs[place]
     return counts, shared > 1, shared
@@ -123,31 +124,62 @@ def duplicates(samples: Samples, t: Thresholds) -> Judgement:
     # One of each set is no duplicate.
     extra = np.zeros(len(samples))
     extra[twin] = 1 - 1 / shared[twin]
-    worst, part = _worst(samples, t, extra, counts)
+    worst, part = _worst(samples, t, extra, samples.there)
+    share = float(extra[part].sum()) / int(part.sum())
     if worst <= t.duplicates:
-        return fine(f"{percent(float(extra.sum()) / n)} of {n} responses are duplicates; ill above {t.duplicates:.0%}")
+        return fine(f"{percent(share)} of {int(part.sum())} responses are duplicates; ill above {t.duplicates:.0%}")
     ill = twin & part
-    total = int((counts & part).sum())
-    share = float(extra[ill].sum()) / total
     first, last = samples.span(ill)
-    pairs = np.unique(np.stack([samples.step[ill], samples.digest[ill], samples.group[ill]], 1), axis=0)
-    sets = np.unique(pairs[:, :2], axis=0)
-    across = len(pairs) > 1.5 * len(sets)
+    sets = np.unique(np.stack([samples.group[ill], samples.digest[ill]], 1), axis=0)
+    bar = samples.low + t.good_reward * (samples.high - samples.low)
+    right = ill & (samples.reward >= bar) & (not samples.constant)
+    solved = float(extra[right].sum()) >= 0.5 * float(extra[ill].sum())
     return found(
         Finding(
             "duplicates",
-            "high" if share >= 0.4 else "medium",
-            f"{percent(share)} of responses are copies of another",
-            f"{int(ill.sum())} of {total} responses of {t.duplicate_tokens} tokens or more are shared by several runs "
-            f"of one step, {len(sets)} different ones in all"
-            + (", many of them over several prompts" if across else "")
-            + f". Ill above {percent(t.duplicates)} that could be left out.",
-            "If the policy has collapsed, raise the temperature or go back. If not, something writes records twice, or "
-            "the engine gets the same seed for each sample of a group: give each its own.",
+            "low" if solved else "high" if share >= 0.4 else "medium",
+            f"{percent(share)} of responses are copies of another" + (", most of them right" if solved else ""),
+            f"{int(ill.sum())} of {int(part.sum())} responses are shared, token for token, by several samples of their "
+            f"group ({t.duplicate_tokens} tokens or more), {len(sets)} different ones in all; "
+            f"{percent(float(right.sum()) / int(ill.sum()))} of them have a good reward. Ill above "
+            f"{percent(t.duplicates)} that could be left out.",
+            "These prompts have one right answer, and the policy knows it: sample fewer responses to them, or harder "
+            "prompts."
+            if solved
+            else "If the policy has collapsed, raise the temperature or go back. If not, something writes records "
+            "twice, or the engine gets the same seed for each sample of a group: give each its own.",
             (first, last),
             samples.evidence(ill, shared.astype(np.float64)),
             int(ill.sum()),
-            "" if across else samples.where(f"duplicate and response_tokens >= {t.duplicate_tokens}", first, last),
+            samples.where("duplicate", first, last),
+            share,
+        )
+    )
+
+
+def truncation(samples: Samples, t: Thresholds) -> Judgement:
+    """Most responses are cut off at a limit: the model never gets to its answer."""
+    recent = samples.recent(t)
+    n, cut = int(recent.sum()), recent & samples.truncated
+    if n < t.samples:
+        return unknown(f"only {n} recent samples, {t.samples} are needed")
+    share = int(cut.sum()) / n
+    if at_least(int(cut.sum()), n, t.certainty) <= t.truncation:
+        return fine(f"{percent(share)} of {n} recent samples are truncated; ill above {percent(t.truncation)}")
+    first, last = samples.span(cut)
+    return found(
+        Finding(
+            "truncation",
+            "high" if share >= (1 + t.truncation) / 2 else "medium",
+            f"{percent(share)} of recent samples are cut off at a limit",
+            f"{int(cut.sum())} of {n} samples in steps {first} to {last} ended at a limit of tokens or turns instead "
+            f"of by themselves. Ill above {percent(t.truncation)}.",
+            "Raise the limit (sampling.max_tokens, environment.max_turns or context_limit), check the end-of-text "
+            "token and the stop strings, or penalize length: answers that are cut off are rewarded for beginnings.",
+            (first, last),
+            samples.evidence(cut, samples.tokens, apart=True),
+            int(cut.sum()),
+            samples.where("truncated", first),
             share,
         )
     )

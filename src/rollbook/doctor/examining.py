@@ -138,7 +138,7 @@ def _examined(name: str, judgement: Judgement, cause: str | None) -> Examined:
 
 
 def read(index: Index, span: tuple[int | None, int | None], evaluation: bool) -> Samples:
-    """The samples of an index, those that count."""
+    """The samples of an index, those that count; with those of evaluations beside the ones that are trained on."""
     from rollbook.viewer.index import COUNTS
 
     first, last = span
@@ -153,7 +153,8 @@ def read(index: Index, span: tuple[int | None, int | None], evaluation: bool) ->
     columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
     mixed = index.query("SELECT 1 FROM samples WHERE evaluation = ? LIMIT 1", [int(not evaluation)])
     apart = "" if not mixed else "evaluation" if evaluation else "not evaluation"
-    return Samples(dict(zip(COLUMNS, columns, strict=True)), apart)
+    evaluations = read(index, span, True) if mixed and not evaluation else None
+    return Samples(dict(zip(COLUMNS, columns, strict=True)), apart, evaluations)
 
 
 _SPAN = re.compile(r"\s*(\d+)?\s*(?:(-|\.\.|:)\s*(\d+)?)?\s*")

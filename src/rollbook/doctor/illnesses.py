@@ -60,6 +60,17 @@ _ROWS = (
         rewards.collapse,
     ),
     Illness(
+        "evaluation-falls",
+        "Held-out reward falls",
+        "The policy does worse on prompts that it is not trained on than it did in an earlier evaluation.",
+        "The mean reward of the last evaluation against the best earlier one, paired by prompt: the fall must be above "
+        "a share of the range of rewards and above `certainty` standard errors.",
+        ("evaluation_fall", "certainty", "groups"),
+        "Go back to the best checkpoint; look for overfitting, reward hacking or too large a learning rate.",
+        rewards.evaluation_falls,
+        evaluation=False,
+    ),
+    Illness(
         "reward-saturation",
         "Reward saturation",
         "Nearly all samples have the top reward: there is nothing left to learn, or the reward is easy to please.",
@@ -104,6 +115,15 @@ _ROWS = (
         policy.length_explosion,
     ),
     Illness(
+        "truncation",
+        "Samples cut off at a limit",
+        "Most responses or episodes end at a limit of tokens or turns: the model never gets to its answer.",
+        "The share of recent samples that were truncated.",
+        ("truncation", "certainty"),
+        "Raise the limit, check the end-of-text token and stop strings, or penalize length.",
+        behaviour.truncation,
+    ),
+    Illness(
         "truncation-rewarded",
         "Truncation that is rewarded",
         "Answers that were cut off at a limit have a good reward: the policy learns never to end.",
@@ -125,10 +145,11 @@ _ROWS = (
     Illness(
         "duplicates",
         "Duplicate samples",
-        "Several runs of a step have the same response, token for token: the batch is smaller than it looks.",
-        "The share of responses that could be left out without losing a different one, among those of "
-        "`duplicate_tokens` or more; records made from others (`parent`) do not count.",
-        ("duplicates", "duplicate_tokens"),
+        "Several samples of a group have the same response, token for token: the batch is smaller than it looks.",
+        "The share of responses that could be left out without losing a different one. Only responses with "
+        "`duplicate_tokens` or more tokens of the model's own can be duplicates; records made from others (`parent`) "
+        "do not count. Severity is low if most of the copies have a good reward.",
+        ("duplicates", "duplicate_tokens", "good_reward"),
         "Give each sample its own seed; look for records that are written twice; raise the temperature.",
         behaviour.duplicates,
         evaluation=False,
@@ -171,7 +192,8 @@ _ROWS = (
         "Reward that follows length alone",
         "Within a group the longer (or shorter) answer nearly always has the higher reward.",
         "Somers' d between reward and length, over pairs of samples of one group with different rewards, its lower "
-        "bound with groups as units. Truncated samples are left out.",
+        "bound with groups as units, and the same with pairs weighed by the difference of their rewards. Truncated "
+        "samples are left out.",
         ("length_reward", "certainty"),
         "Take length out of the reward, or compare answers of equal length.",
         parts.reward_follows_length,
@@ -262,6 +284,7 @@ def _longer_wins(samples: Samples, t: Thresholds, cause: Finding) -> bool:
 EXPLAINED: Mapping[str, Mapping[str, Condition]] = {
     "zero-variance": dict.fromkeys(("reward-saturation", "reward-collapse", "entropy-collapse", "duplicates"), _always),
     "duplicates": {"entropy-collapse": _always},
+    "truncation": {"repetition-loops": _always},
     "length-explosion": {
         "repetition-loops": _not_without_loops,
         "truncation-rewarded": _not_without_truncated,

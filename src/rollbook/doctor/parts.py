@@ -36,8 +36,11 @@ def reward_follows_length(samples: Samples, t: Thresholds) -> Judgement:
     size = order(found_pairs, samples.reward[places], samples.tokens[places])
     if (few := _few(size, t)) is not None:
         return unknown(few)
-    if not _clear(abs(size.d), size.error, t.length_reward, t):
-        return fine(f"the order of rewards within a group is that of lengths by d = {size.d:.2f}")
+    if not _clear(abs(size.d), size.error, t.length_reward, t) or abs(size.weighted) < t.length_reward:
+        return fine(
+            f"the order of rewards within a group is that of lengths by d = {size.d:.2f}, "
+            f"{size.weighted:.2f} where pairs count by the difference of their rewards"
+        )
     longer = size.d > 0
     middle = np.zeros(len(samples))
     middle[places] = _centred(samples.blocks[places], samples.tokens[places])

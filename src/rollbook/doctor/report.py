@@ -56,7 +56,9 @@ def lines(diagnosis: Diagnosis, *, width: int = 100, verbose: bool = False) -> l
             made.append(f"  look at: {' '.join(ids)}{more}")
     by = {status: [each for each in diagnosis.examined if each.status == status] for status in _STATUSES}
     if not diagnosis.findings:
-        made += ["", f"Nothing is wrong: {diagnosis.judged} of {len(diagnosis.examined)} illnesses were judged."]
+        left = len(diagnosis.examined) - diagnosis.judged
+        beside = f"; {left} could not be made" if left else ""
+        made += ["", f"No problem found by {diagnosis.judged} of {len(diagnosis.examined)} checks{beside}."]
     if by["explained"]:
         made += ["", "Explained by the above:"]
         made += [f"  {each.illness}: {plain(each.why)}" for each in by["explained"]]

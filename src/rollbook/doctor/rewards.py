@@ -11,21 +11,24 @@ import numpy as np
 
 from rollbook.doctor.findings import Finding, Judgement, Severity, amount, exact, fine, found, percent, unknown
 from rollbook.doctor.samples import Samples
-from rollbook.doctor.statistics import Floats, Ints, Series, at_least
+from rollbook.doctor.statistics import Floats, Ints, Mask, Series, at_least
 from rollbook.doctor.thresholds import Thresholds
 
 _SOLVED = (
-    "These prompts are solved: sample harder ones (or weigh prompts by how often they fail), and drop groups of one "
-    "reward before training (dynamic sampling), so that the batch is filled with groups that teach."
+    "Where all samples are right, the prompts are solved: sample harder ones (or weigh prompts by how often they "
+    "fail), and drop groups of one reward before training (dynamic sampling), so that the batch is filled with groups "
+    "that teach."
 )
 _UNSOLVED = (
-    "These prompts are too hard: begin with easier ones, take more samples per prompt or a higher temperature, give "
-    "credit for parts of an answer, and check that the grader accepts a right one."
+    "Where all samples are wrong, the prompts are too hard: begin with easier ones, take more samples per prompt or a "
+    "higher temperature, give credit for parts of an answer, and check that the grader accepts a right one."
 )
 _ALIKE = (
-    "The reward does not tell these answers apart: make it finer (credit for parts, or a model's score beside the "
-    "rule), and drop groups of one reward before training (dynamic sampling)."
+    "Where all samples get the same reward in between, it does not tell the answers apart: make it finer (credit for "
+    "parts, or a model's score beside the rule), and drop groups of one reward before training (dynamic sampling)."
 )
+_ADVISED = 0.25
+"""Advice is given for each kind of group that is at least so large a share of those without variance."""
 
 
 def zero_variance(samples: Samples, t: Thresholds) -> Judgement:
@@ -55,8 +58,8 @@ def zero_variance(samples: Samples, t: Thresholds) -> Judgement:
     after = ""
     if given_up > 0.9:
         severity, after = "low", " They were dropped before training: this costs generation, not gradient."
-    most = max(solved, unsolved, alike)
-    advice = _SOLVED if solved == most else _UNSOLVED if unsolved == most else _ALIKE
+    kinds = sorted([(solved, _SOLVED), (unsolved, _UNSOLVED), (alike, _ALIKE)], key=lambda kind: -kind[0])
+    advice = " ".join(text for count, text in kinds if count >= _ADVISED * int(flat.sum()))
     first, last = samples.span(member)
     return found(
         Finding(
@@ -154,6 +157,55 @@ def _error(samples: Samples, series: Series, per_window: float, w: int) -> float
     jumps = np.abs(np.diff(series.values))
     from_steps = 1.4826 * float(np.median(jumps)) / math.sqrt(2) * math.sqrt(2 / w)
     return math.sqrt((from_groups**2 + from_steps**2) / 2)
+
+
+def evaluation_falls(samples: Samples, t: Thresholds) -> Judgement:
+    """The policy does worse on held-out prompts than it did before."""
+    held_out = samples.evaluations
+    if held_out is None:
+        return unknown("there are no evaluation records")
+    scored = held_out.there & np.isfinite(held_out.reward)
+    steps: list[int] = np.unique(held_out.step[scored]).tolist()
+    if len(steps) < 2:
+        return unknown(f"there are evaluations of {len(steps)} steps, two are needed")
+    means = {step: _prompt_means(held_out, scored & (held_out.step == step)) for step in steps}
+    best = max(steps[:-1], key=lambda step: float(np.mean(list(means[step].values()))))
+    last = steps[-1]
+    common = means[best].keys() & means[last].keys()
+    if len(common) < t.groups:
+        return unknown(f"{len(common)} prompts are in both evaluations, {t.groups} are needed")
+    falls = np.array([means[best][prompt] - means[last][prompt] for prompt in sorted(common)])
+    fall, error = float(falls.mean()), float(falls.std(ddof=1)) / math.sqrt(len(falls))
+    before, now = (float(np.mean([means[step][prompt] for prompt in common])) for step in (best, last))
+    span = held_out.high - held_out.low
+    if fall - t.certainty * error <= 0 or fall <= t.evaluation_fall * span:
+        return fine(f"held-out prompts get {amount(now)} at step {last}, at best {amount(before)} (step {best})")
+    ill = scored & (held_out.step == last)
+    return found(
+        Finding(
+            "evaluation-falls",
+            "high",
+            f"The reward of held-out prompts fell from {amount(before)} to {amount(now)}",
+            f"On {len(common)} prompts that were evaluated both times, the mean reward was {amount(before)} at step "
+            f"{best} and is {amount(now)} at step {last}: {amount(fall)} less, ± {amount(t.certainty * error)}. Ill "
+            f"above {percent(t.evaluation_fall)} of the range of rewards.",
+            f"Go back to the checkpoint of step {best}. If the training reward rose meanwhile, the policy overfits its "
+            "prompts or exploits the reward: read what it answers, take more or other prompts, or add a KL penalty. If "
+            "it fell too, lower the learning rate.",
+            (best, last),
+            held_out.evidence(ill, -held_out.reward, apart=True),
+            int(ill.sum()),
+            f"evaluation and step = {last}",
+            fall / span,
+        )
+    )
+
+
+def _prompt_means(samples: Samples, mask: Mask) -> dict[int, float]:
+    """The mean reward of each prompt."""
+    prompts, place = np.unique(samples.prompt[mask], return_inverse=True)
+    means = np.bincount(place, samples.reward[mask]) / np.bincount(place)
+    return dict(zip(prompts.tolist(), means.tolist(), strict=True))
 
 
 def saturation(samples: Samples, t: Thresholds) -> Judgement:

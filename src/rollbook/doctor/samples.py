@@ -24,7 +24,7 @@ NUMBERS = (
     *("entropy", "logprob", "kl", "mismatch", "nans", "repetition", "loop_at"),
 )
 WHOLE = ("step", "run", "scored")
-TEXTS = ("uid", "gid", "status", "state", "gone", "kept", "parent", "parts", "digest")
+TEXTS = ("uid", "gid", "status", "state", "gone", "kept", "parent", "parts", "digest", "prompt")
 COLUMNS = (*TEXTS, *WHOLE, *NUMBERS)
 """The columns of the index's table `samples` that the doctor reads."""
 
@@ -57,9 +57,13 @@ class Samples:
     (2, [1.0, nan], [False, False])
     """
 
-    def __init__(self, columns: Mapping[str, Sequence[Any]], apart: str = "") -> None:
-        """`apart`: what a filter must say beside, because the index has other records too."""
+    def __init__(
+        self, columns: Mapping[str, Sequence[Any]], apart: str = "", evaluations: Samples | None = None
+    ) -> None:
+        """`apart`: what a filter must say beside, because the index has other records too. `evaluations`: the
+        evaluation records of the same run."""
         n = len(columns["uid"])
+        self.evaluations = evaluations
         self._apart = apart
         empty = [None] * n
         texts = {name: columns.get(name, empty) for name in TEXTS}
@@ -72,6 +76,8 @@ class Samples:
         self.run: Ints = np.array(columns["run"], np.int64)
         self.group, self.gids = coded(texts["gid"])
         self.digest, _ = coded(texts["digest"])
+        self.prompt, _ = coded(texts["prompt"])
+        """[N] the same number for the same prompt, in whatever step"""
         # What was removed to save room has its numbers still; what failed never had any.
         self.there: Mask = np.array([not gone for gone in texts["gone"]], bool) | (numbers["length"] > 0)
         # What a saver kept for what it shows says nothing about shares.

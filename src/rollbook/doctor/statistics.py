@@ -164,6 +164,8 @@ class Order:
     blocks: int
     """Blocks with at least one such pair."""
     pairs: int
+    weighted: float = 0.0
+    """The same as `d` with each pair weighed by how far its rewards differ: the order of large differences counts."""
 
 
 def order(found: Pairs, reward: Floats, other: Floats) -> Order:
@@ -189,7 +191,9 @@ def order(found: Pairs, reward: Floats, other: Floats) -> Order:
     # The error of a ratio of sums over independent blocks.
     spread = float(((sums - d * weights) ** 2).sum()) * k / max(k - 1, 1)
     error = float(np.sqrt(spread)) / float(weights.sum()) if k > 1 else float("inf")
-    return Order(d, error, float((agree != 0).mean()), k, int(use.sum()))
+    sizes = np.abs(up[use])
+    weighted = float((agree * sizes).sum() / sizes.sum())
+    return Order(d, error, float((agree != 0).mean()), k, int(use.sum()), weighted)
 
 
 def parts_of(total: Floats, columns: dict[str, Floats]) -> dict[str, float] | None:

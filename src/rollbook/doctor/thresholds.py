@@ -64,6 +64,9 @@ class Thresholds:
     """How near to the run's top reward is "at the top", as a share of the range from lowest to highest."""
     good_reward: float = 0.8
     """Where in the range of rewards (1st to 99th percentile) a sample counts as rewarded."""
+    truncation: float = 0.5
+    """Share of recent samples that were cut off at a limit of tokens or turns. Runs that learn to think longer reach
+    0.2 to 0.3."""
     truncation_rewarded: float = 0.1
     """Share of truncated samples that are rewarded: an answer that was cut off is seldom right."""
     length_reward: float = 0.75
@@ -78,6 +81,9 @@ class Thresholds:
     part must differ to count as one that varies."""
     advantage_mean: float = 0.1
     """Mean advantage, in standard deviations of it. Estimators with a baseline centre it at 0."""
+
+    evaluation_fall: float = 0.05
+    """How far the mean reward of held-out prompts may be below its best, as a share of the range of rewards."""
 
     # The policy.
 
@@ -109,7 +115,7 @@ class Thresholds:
     loop_share: float = 0.5
     """Share of a response that must be repetition for the sample to count as a loop."""
     duplicates: float = 0.1
-    """Share of samples whose response is, token for token, one that its step already has."""
+    """Share of samples whose response is, token for token, one that its group already has."""
     duplicate_tokens: int = 16
     """Responses shorter than this are alike by chance, and are not counted."""
     nan_records: float = 0.0

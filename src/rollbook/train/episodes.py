@@ -365,8 +365,15 @@ class EpisodeMaker(NaiveExperienceMaker):
         with self._bar("episodes", len(runs)) as bar:
             live = [run for run in runs if not run.over]
             bar.advance(len(runs) - len(live))
+            first = True
             while live:
                 samples = act_all([run.episode for run in live if run.episode is not None])
+                if first and all(sample.finish_reason == "length" for sample in samples):
+                    advise(
+                        f"episodes: all {len(samples)} first turns were cut off at max_tokens={sampling.max_tokens}; "
+                        "raise sampling.max_tokens"
+                    )
+                first = False
                 waiting = [run for run, sample in zip(live, samples, strict=True) if self._goes_on(run, sample)]
                 self._ask(waiting, _respond, each)
                 left = [run for run in live if not run.over]

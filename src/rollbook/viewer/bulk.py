@@ -82,7 +82,7 @@ class Bulk:
             row.update(numbers)
         for row, reward in zip(rows, physical.numbers(columns["reward"]) if "reward" in columns else (), strict=False):
             row["nans"] += reward is not None and reward != reward
-        self._tokens(columns, rows)
+        self._tokens(columns, rows, mask)
         self._texts(columns, rows, mask)
         return rows
 
@@ -140,7 +140,7 @@ class Bulk:
 
     # --- what each row has of its own ---------------------------------------------------------------------------
 
-    def _tokens(self, columns: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
+    def _tokens(self, columns: Mapping[str, Any], rows: list[dict[str, Any]], mask: _Mask) -> None:
         tokens, chosen = columns.get("tokens"), columns.get("chosen")
         prompts = physical.numbers(columns["prompt_length"])
         for i, row in enumerate(rows):
@@ -149,8 +149,8 @@ class Bulk:
             response = ids[prompts[i] :]
             if not len(response) and isinstance(chosen, Ragged):
                 response = _row(chosen, i)
-            share, loop = measures.repetition(response)
-            row.update(prompt=prompt_hash(prompt), digest=measures.digest_of(response), repetition=share, loop_at=loop)
+            share, loop, digest = measures.own_tokens(response, mask.row(i, len(response)))
+            row.update(prompt=prompt_hash(prompt), digest=digest, repetition=share, loop_at=loop)
             row["ids"] = prompt, response
 
     def _texts(self, columns: Mapping[str, Any], rows: list[dict[str, Any]], mask: _Mask) -> None:
@@ -232,6 +232,12 @@ class _Mask:
         used[np.flatnonzero(chosen)[fits]] = True
         made[np.repeat(fits, sizes)] = self.bits[np.repeat(used, lengths)]
         return made
+
+    def row(self, i: int, size: int) -> NDArray[np.bool_]:
+        """[size] The mask of one record; all True where it has none of that size."""
+        if self.column is None or self.column.lengths[i] != size or not self.column.present[i]:
+            return np.ones(size, dtype=np.bool_)
+        return self.bits[self.offsets[i] : self.offsets[i + 1]]
 
     def turns(self, i: int) -> int:
         """How often the model speaks, by the mask: stretches of trained tokens with what a tool or a user says between

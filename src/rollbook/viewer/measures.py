@@ -93,6 +93,25 @@ def _loop(ids: NDArray[Any], grams: NDArray[np.uint64]) -> tuple[int, int] | Non
     return best
 
 
+def own_tokens(response: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[float, int | None, int | None]:
+    """Measure repetition, the start of a final loop and the digest over the tokens that the model chose.
+
+    Tool output and other masked tokens repeat for reasons of their own. A response without any such token is measured
+    as it is.
+
+    >>> read_file = [7, 8, 9] * 20
+    >>> own_tokens(np.array([1, 2, *read_file, 3]), np.array([True, True, *[False] * 60, True]))[:2]
+    (0.0, None)
+    """
+    chosen = np.flatnonzero(mask)
+    if not len(chosen) or len(chosen) == len(response):
+        share, loop = repetition(response)
+        return share, loop, digest_of(response)
+    own = response[chosen]
+    share, loop = repetition(own)
+    return share, None if loop is None else int(chosen[loop]), digest_of(own)
+
+
 def digest_of(ids: NDArray[Any]) -> int | None:
     """63 bits that two equal responses share; `None` for an empty one."""
     if not len(ids):
@@ -227,7 +246,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
     else:
         response = ids[start:]
     trained = document.mask & (np.arange(length) >= start)
-    share, loop = repetition(response)
+    share, loop, digest = own_tokens(response, document.mask[start:])
     prompt_text = document.text[: document.prompt_end] if document.prompt_text is None else document.prompt_text
     said = document.text[document.prompt_end :] if document.response_text is None else document.response_text
     versions = None if document.versions is None else document.versions[trained & (document.versions >= 0)]
@@ -280,7 +299,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
         "turns": len(turns),
         "tool_calls": max(called, answered),
         "images": len(document.pictures),
-        "digest": digest_of(response),
+        "digest": digest,
         "opening": asked_in(document.messages) or opening_of(prompt_text),
         "closing": closing_of(said),
         "kept": document.kept,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rollbook.doctor.thresholds import Thresholds
 from rollbook.viewer.statistics import quantiles
 
 LOOP = 0.5
@@ -25,7 +26,7 @@ MISMATCH = 1.0
 """From which distance of the trainer's log-prob to the engine's on, at any token, a group is marked."""
 METRICS = ("reward", "length", "entropy", "kl", "mismatch", "lag", "advantage")
 """What a step's summary has quantiles of; `length` is that of responses."""
-DUPLICATE_TOKENS = 16
+DUPLICATE_TOKENS = Thresholds().duplicate_tokens
 """A shorter response is not counted as a duplicate: right answers of a few tokens are the same."""
 SHARES = ("truncated", "duplicates", "stale", "loops", "masked", "errors", "nans")
 
