@@ -41,7 +41,8 @@ def lines(diagnosis: Diagnosis, *, width: int = 100, verbose: bool = False) -> l
     span = "" if diagnosis.steps is None else f", steps {diagnosis.steps[0]} to {diagnosis.steps[1]}"
     kind = "evaluation records" if diagnosis.evaluation else "records"
     beside = f" ({diagnosis.left_out:,} that were kept for what they show are left out)" if diagnosis.left_out else ""
-    made = [f"{plain(diagnosis.source) or 'run'}: {diagnosis.records:,} {kind}{span}{beside}"]
+    checks = f"; {diagnosis.judged} of {len(diagnosis.examined)} checks could be made"
+    made = [f"{plain(diagnosis.source) or 'run'}: {diagnosis.records:,} {kind}{span}{beside}{checks}"]
     for each in diagnosis.findings:
         first, last = each.steps
         where = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -56,9 +57,7 @@ def lines(diagnosis: Diagnosis, *, width: int = 100, verbose: bool = False) -> l
             made.append(f"  look at: {' '.join(ids)}{more}")
     by = {status: [each for each in diagnosis.examined if each.status == status] for status in _STATUSES}
     if not diagnosis.findings:
-        left = len(diagnosis.examined) - diagnosis.judged
-        beside = f"; {left} could not be made" if left else ""
-        made += ["", f"No problem found by {diagnosis.judged} of {len(diagnosis.examined)} checks{beside}."]
+        made += ["", f"No problem found by {diagnosis.judged} of {len(diagnosis.examined)} checks."]
     if by["explained"]:
         made += ["", "Explained by the above:"]
         made += [f"  {each.illness}: {plain(each.why)}" for each in by["explained"]]
