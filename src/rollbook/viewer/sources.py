@@ -21,6 +21,7 @@ from rollbook.book.opening import LEDGER
 from rollbook.book.opening import open as open_book
 from rollbook.book.reading import numbers_of
 from rollbook.fields import FIELDS
+from rollbook.paths import check_regular
 from rollbook.ragged import Ragged
 from rollbook.viewer.bulk import columns_of
 from rollbook.viewer.following import Follower
@@ -214,6 +215,7 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None) -
     place = Path(os.path.expanduser(address))
     if not os.path.lexists(place):
         raise FileNotFoundError(f"path: there is nothing at {address!r}")
+    check_regular(place)
     if place.name == LEDGER and place.is_file():
         place = place.parent
     if (place / LEDGER).exists():
