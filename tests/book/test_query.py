@@ -187,7 +187,7 @@ def test_a_name_that_is_not_there_gets_the_names_that_are() -> None:
         QueryError, match=r"(?s)Table with name experience does not exist.*the tables are: experiences, e"
     ):
         run("from experience", sources)
-    with pytest.raises(QueryError, match=r'(?s)"rewards" not found.*columns of experiences: eid, task, step, reward'):
+    with pytest.raises(QueryError, match=r'(?s)"rewards" not found.*columns of experiences, events: eid, task'):
         run("select rewards from experiences", sources)
     with pytest.raises(QueryError, match="syntax error"):
         run("selec 1", sources)

@@ -319,7 +319,10 @@ def _explain(error: BaseException, sources: Mapping[str, Source], limit: int) ->
     if "Table with name" in text:
         return f"{text}\nthe tables are: {', '.join(sources) or 'none'}"
     if text.startswith("Binder Error") and "olumn" in text:
-        return "\n".join([text, *(f"columns of {name}: {', '.join(s.schema.names)}" for name, s in sources.items())])
+        tables: dict[str, list[str]] = {}
+        for name, source in sources.items():
+            tables.setdefault(", ".join(source.schema.names), []).append(name)
+        return "\n".join([text, *(f"columns of {', '.join(names)}: {columns}" for columns, names in tables.items())])
     return text
 
 

@@ -117,7 +117,7 @@ COMMANDS: dict[str, str] = {
     "view": "Open the web viewer on a run.",
     "doctor": "Say what is wrong with a run, and what to do; status 0: nothing, 1: something, 2: unreadable.",
     "diff": "Compare two spans of steps, or two runs: distributions, phrases, prompts solved and broken.",
-    "sql": "Ask a question in SQL, of experiences, events, work, leases, revisions ...",
+    "sql": "Run a SQL query over training, evaluations, metrics, events, work, leases ...",
     "history": "Tell everything that happened to one record.",
     "export": "Write records to a file or folder, or as one HTML page.",
     "import": "Bring the records of a file or folder into a book, which is made if it is new.",
@@ -216,7 +216,9 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--words", metavar="ID", nargs=2, help="compare two trajectories word by word instead")
 
     made = command("sql", "looking:sql")
-    made.add_argument("query", metavar="QUERY", help='such as "select tid, avg(reward) from experiences group by 1"')
+    made.add_argument(
+        "query", metavar="QUERY", help='such as "select train_step, avg(reward) from training group by 1"'
+    )
     made.add_argument("--seconds", type=float, default=60.0, help="how long it may take (60)")
     made.add_argument("--memory", default="1GB", help="how much memory it may take (1GB)")
 

@@ -18,9 +18,9 @@ from rollbook.book.book import TRAIN
 from rollbook.book.errors import BookError
 from rollbook.book.ledger import Transaction, chunks, parsed
 from rollbook.errors import WireError
+from rollbook.ids import step_of
 from rollbook.viewer import measures
 from rollbook.viewer.bulk import READ, Bulk, columns_of
-from rollbook.viewer.documents import step_of
 from rollbook.viewer.index import VOID, Index
 from rollbook.viewer.records import Reader
 
