@@ -92,7 +92,7 @@ def _page(options: argparse.Namespace) -> int:
 
     if bool(options.id) == bool(options.where):
         raise ValueError("export: an HTML page shows trajectories: expected --id ID (one or more), or --where FILTER")
-    with opened(options.path, options.tokenizer) as run:
+    with opened(options.path, options.tokenizer, ids=options.id or None) as run:
         chosen: dict[str, Any] = {"filter": options.where}
         if options.id:
             groups = [i for i in options.id if run.index.query("SELECT 1 FROM samples WHERE gid = ? LIMIT 1", [i])]
