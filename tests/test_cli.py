@@ -96,8 +96,32 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder.parent / "broken" / "ledger.sqlite").write_bytes(b"not a database, and longer than sixteen bytes")
     status, out, _ = run(capsys, "ls", folder.parent)
     assert status == 0
-    assert [line.split()[:3] for line in out.splitlines()][::2] == [["book", "records", "trained"], ["demo", "4", "1"]]
+    assert [line.split()[:3] for line in out.splitlines()][::2] == [["run", "steps", "records"], ["demo", "0", "4"]]
     assert "damaged" in out
+
+
+def test_ls_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("first", "sweep/second"):
+        with rollbook.open(tmp_path / name / "book") as book:
+            for step in (9, 10):
+                book.append([record(step, i, suffix="s", batch=step, reward=i / 2) for i in range(step - 7)])
+            book.append(record("e", suffix="s", batch="eval-10", reward=0.25), evaluation=True)
+            book.log(10, {"loss": 1.0})
+            book.checkpoint("ten")
+            book.append(record(11, suffix="s", batch=11, reward=9.0))
+            book.rewind("ten", later="drop")
+    (tmp_path / "third").mkdir()
+    status, out, _ = run(capsys, "ls", tmp_path)
+    assert status == 0
+    assert [line.split()[:5] for line in out.splitlines()] == [
+        ["run", "steps", "records", "last", "reward"],
+        ["first", "10", "5", "0.5", "0.25"],
+        ["sweep/second", "10", "5", "0.5", "0.25"],
+    ]
+    assert run(capsys, "ls", tmp_path / "first") == run(capsys, "ls", tmp_path / "first" / "book")
+    told = json.loads(run(capsys, "ls", tmp_path / "first", "--json")[1])
+    assert (told["steps"], told["records"], told["reward"], told["evaluation_reward"]) == (10, 5, 0.5, 0.25)
+    assert json.loads(run(capsys, "ls", tmp_path, "--json")[1])[0] == {"name": "first", **told}
 
 
 def test_check_and_repair(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

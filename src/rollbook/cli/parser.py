@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     main(["ls", folder])
-    no books here
+    no runs or books here
     0
     """
     options = build().parse_args(_joined(sys.argv[1:] if arguments is None else list(arguments)))
@@ -112,7 +112,7 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
 COMMANDS: dict[str, str] = {
     "train": "Train a model by reinforcement, or from given answers; without CONFIG, a demonstration.",
     "replay": "Compute a step of a run again from its book and checkpoints, and compare; status 1: it differs.",
-    "ls": "List what a book holds, or the books in a folder.",
+    "ls": "List what a run or a book holds, or the runs in a folder.",
     "show": "Show a run, a step, a group or one trajectory, its tokens coloured.",
     "view": "Open the web viewer on a run.",
     "doctor": "Say what is wrong with a run, and what to do; status 0: nothing, 1: something, 2: unreadable.",
@@ -163,7 +163,7 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="another choice: algorithm.estimator=rloo, ...")
     made.add_argument("--step", metavar="N", type=_whole(1), required=True, help="the step to compute again")
 
-    made = command("ls", "looking:ls", path="a book, a folder of books, or saved rollouts")
+    made = command("ls", "looking:ls", path="a run, a book, a folder of runs, or saved rollouts")
     made.add_argument("--where", metavar="FILTER", help='list samples: such as "reward < 0.2 and truncated"')
     made.add_argument("--sort", metavar="COLUMNS", help="list samples in this order: such as -reward,length")
     made.add_argument("--limit", metavar="N", type=_whole(1), help="list so many samples (50)")
