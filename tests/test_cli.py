@@ -100,8 +100,32 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder.parent / "broken" / "ledger.sqlite").write_bytes(b"not a database, and longer than sixteen bytes")
     status, out, _ = run(capsys, "ls", folder.parent)
     assert status == 0
-    assert [line.split()[:3] for line in out.splitlines()][::2] == [["book", "records", "trained"], ["demo", "4", "1"]]
+    assert [line.split()[:3] for line in out.splitlines()][::2] == [["run", "steps", "records"], ["demo", "0", "4"]]
     assert "damaged" in out
+
+
+def test_ls_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("first", "sweep/second"):
+        with rollbook.open(tmp_path / name / "book") as book:
+            for step in (9, 10):
+                book.append([record(step, i, suffix="s", batch=step, reward=i / 2) for i in range(step - 7)])
+            book.append(record("e", suffix="s", batch="eval-10", reward=0.25), evaluation=True)
+            book.log(10, {"loss": 1.0})
+            book.checkpoint("ten")
+            book.append(record(11, suffix="s", batch=11, reward=9.0))
+            book.rewind("ten", later="drop")
+    (tmp_path / "third").mkdir()
+    status, out, _ = run(capsys, "ls", tmp_path)
+    assert status == 0
+    assert [line.split()[:5] for line in out.splitlines()] == [
+        ["run", "steps", "records", "last", "reward"],
+        ["first", "10", "5", "0.5", "0.25"],
+        ["sweep/second", "10", "5", "0.5", "0.25"],
+    ]
+    assert run(capsys, "ls", tmp_path / "first") == run(capsys, "ls", tmp_path / "first" / "book")
+    told = json.loads(run(capsys, "ls", tmp_path / "first", "--json")[1])
+    assert (told["steps"], told["records"], told["reward"], told["evaluation_reward"]) == (10, 5, 0.5, 0.25)
+    assert json.loads(run(capsys, "ls", tmp_path, "--json")[1])[0] == {"name": "first", **told}
 
 
 def test_check_and_repair(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,6 +203,51 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     with out.open("a") as file:
         file.write("{broken\n")
     assert run(capsys, "import", tmp_path / "other", out)[0] == 2
+
+
+def test_what_is_no_file_is_refused_before_it_is_opened(folder: Path, tmp_path: Path) -> None:
+    # In a child, since what opens a pipe waits for ever.
+    script = """
+import sys
+from rollbook.cli import main
+from rollbook.experiences import Experiences
+from rollbook.train.sources import read
+book, pipe, new = sys.argv[1:]
+for command in (["import", new, pipe], ["import", new, pipe, "--format", "jsonl"],
+                ["export", book, pipe, "--overwrite"], ["show", pipe], ["ls", pipe],
+                ["doctor", pipe], ["diff", book, pipe], ["train", pipe],
+                ["export", book, pipe, "--overwrite", "--format", "html", "--where", "reward > 0"]):
+    assert main(command) == 2, command
+for opens in (Experiences.from_parquet, lambda path: list(read(path))):
+    try:
+        opens(pipe)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+"""
+    pipe, new = tmp_path / "in.jsonl", tmp_path / "new"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-c", script, str(folder), str(pipe), str(new)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = done.stderr.splitlines()
+    assert (done.returncode, len(said)) == (0, 11), done.stderr
+    assert all(line.endswith(f"{pipe}: is a named pipe, expected a regular file or a folder") for line in said)
+    assert pipe.is_fifo()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "runs"], "nothing was made"
+
+
+def test_an_import_that_fails_leaves_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    assert run(capsys, "export", folder, rows)[0] == 0
+    rows.write_text(rows.read_text() + "{broken\n")
+    assert run(capsys, "import", tmp_path / "deep" / "new", rows)[0] == 2
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["rows.jsonl", "runs"]
+    status, _, err = run(capsys, "import", tmp_path / "runs", rows)
+    assert (status, err) == (
+        2,
+        f"rollbook import: {tmp_path / 'runs'}: exists and is not a book, expected a book or a new folder\n",
+    )
+    assert run(capsys, "import", tmp_path / "deep" / "new", rows, "--skip")[0] == 0
+    assert run(capsys, "ls", tmp_path / "deep" / "new", "--json")[0] == 0
 
 
 def test_compact(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

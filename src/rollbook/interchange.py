@@ -19,6 +19,7 @@ from rollbook.errors import WireError
 from rollbook.experiences import Experiences
 from rollbook.fields import DTYPES, FIELDS, Field, owner
 from rollbook.ids import EID
+from rollbook.paths import check_regular
 
 
 def to_table(many: Experiences, portable: bool, typed: bool = True) -> pa.Table:
@@ -204,6 +205,7 @@ def read_parquet(path: str | os.PathLike[str]) -> Experiences:
     """The records of a Parquet file; `WireError` if it is damaged or its columns are not those of records."""
     import pyarrow.parquet as pq
 
+    check_regular(path)
     try:
         with pq.ParquetFile(os.fspath(path)) as file:
             table = file.read()

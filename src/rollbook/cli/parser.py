@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     main(["ls", folder])
-    no books here
+    no runs or books here
     0
     """
     words = _joined(sys.argv[1:] if arguments is None else list(arguments))
@@ -132,12 +132,12 @@ COMMANDS: dict[str, str] = {
     "train": "Train a model by reinforcement, or from given answers; without CONFIG, a demonstration.",
     "eval": "Evaluate a model on the held-out prompts of a configuration, or of a run and its last checkpoint.",
     "replay": "Compute a step of a run again from its book and checkpoints, and compare; status 1: it differs.",
-    "ls": "List what a book holds, or the books in a folder.",
+    "ls": "List what a run or a book holds, or the runs in a folder.",
     "show": "Show a run, a step, a group or one trajectory, its tokens coloured.",
     "view": "Open the web viewer on a run.",
     "doctor": "Say what is wrong with a run, and what to do; status 0: nothing, 1: something, 2: unreadable.",
     "diff": "Compare two spans of steps, or two runs: distributions, phrases, prompts solved and broken.",
-    "sql": "Ask a question in SQL, of experiences, events, work, leases, revisions ...",
+    "sql": "Run a SQL query over training, evaluations, metrics, events, work, leases ...",
     "history": "Tell everything that happened to one record.",
     "export": "Write records to a file or folder, or as one HTML page.",
     "import": "Bring the records of a file or folder into a book, which is made if it is new.",
@@ -194,7 +194,7 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--step", metavar="N", type=_whole(1), required=True, help="the step to compute again")
     made.add_argument("--trust", action="store_true", help="run the code that the run's config names")
 
-    made = command("ls", "looking:ls", path="a book, a folder of books, or saved rollouts")
+    made = command("ls", "looking:ls", path="a run, a book, a folder of runs, or saved rollouts")
     made.add_argument("--where", metavar="FILTER", help='list samples: such as "reward < 0.2 and truncated"')
     made.add_argument("--sort", metavar="COLUMNS", help="list samples in this order: such as -reward,length")
     made.add_argument("--limit", metavar="N", type=_whole(1), help="list so many samples (50)")
@@ -247,7 +247,9 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--words", metavar="ID", nargs=2, help="compare two trajectories word by word instead")
 
     made = command("sql", "looking:sql")
-    made.add_argument("query", metavar="QUERY", help='such as "select tid, avg(reward) from experiences group by 1"')
+    made.add_argument(
+        "query", metavar="QUERY", help='such as "select train_step, avg(reward) from training group by 1"'
+    )
     made.add_argument("--seconds", type=float, default=60.0, help="how long it may take (60)")
     made.add_argument("--memory", default="1GB", help="how much memory it may take (1GB)")
 

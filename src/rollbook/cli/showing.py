@@ -43,9 +43,12 @@ def show(options: argparse.Namespace) -> int:
         from rollbook.algorithms.registry import near
 
         raise ValueError(f"--lens: got {options.lens!r}, which is none{near(options.lens, [*LENSES, 'off'])}")
-    with opened(options.path, options.tokenizer) as run:
-        if options.what is not None and options.step is not None:
-            raise ValueError(f"show: got {options.what!r} and --step {options.step}, expected one of them")
+    if options.what is not None and options.step is not None:
+        raise ValueError(f"show: got {options.what!r} and --step {options.step}, expected one of them")
+    ids = None if options.what is None else [options.what]
+    step = options.step
+    spans = None if step is None else (lambda source: [(step, step)])
+    with opened(options.path, options.tokenizer, ids=ids, spans=spans) as run:
         alone = [f"--{name}" for name in ("raw", "tokens", "lens") if getattr(options, name)]
         groups = "SELECT 1 FROM samples WHERE gid = ? LIMIT 1"
         if alone and (options.what is None or run.index.query(groups, [options.what])):
@@ -134,7 +137,8 @@ def _step(run: Opened, options: argparse.Namespace) -> int:
 def _group(run: Opened, options: argparse.Namespace) -> int:
     found = run.answers.group(options.what)
     if options.json:
-        print_json(found)
+        # What stands beside it is not read.
+        print_json({name: each for name, each in found.items() if name not in ("previous", "next", "timeline")})
         return OK
     print(styled(printable(found["gid"]), "bold"), f"· step {found['step']} · {len(found['rows'])} samples")
     print(cut(printable(found["opening"]), 4 * columns()))

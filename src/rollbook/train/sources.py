@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rollbook.paths import check_regular
+
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _KINDS = (*_LINES, ".json", ".parquet")
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -59,6 +61,7 @@ def read(
 
 def _of_files(files: list[Path], columns: set[str] | None) -> Placed:
     for file in files:
+        check_regular(file)
         part = f"{file.name}, " if len(files) > 1 else ""
         rows = _parquet(file, columns) if file.suffix == ".parquet" else _json(file)
         for place, row in rows:
