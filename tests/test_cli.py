@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,47 @@ def test_ls_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(run(capsys, "ls", tmp_path, "--json")[1])[0] == {"name": "first", **told}
 
 
+def test_permission_denied_is_said() -> None:
+    script = """
+import os, shutil, sys
+import rollbook
+from rollbook.cli import main
+runs = sys.argv[1]
+demo = os.path.join(runs, "demo")
+unreadable, shut = os.path.join(runs, "unreadable"), os.path.join(runs, "shut")
+with rollbook.open(demo) as book:
+    book.append(rollbook.Experience(tokens=[1, 2, 3], reward=0.5))
+for path in (unreadable, shut):
+    shutil.copytree(demo, path)
+main(["compact", demo]); main(["sql", demo, "select 1"]); main(["show", demo])  # loads what the user below may not
+os.chmod(os.path.join(unreadable, "ledger.sqlite"), 0)
+os.chmod(os.path.join(demo, "ledger.sqlite"), 0o444)
+os.chmod(shut, 0)
+if os.geteuid() == 0:  # whom no permission stops
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sys.stdout.flush()
+for command in (["compact", demo], ["show", unreadable], ["sql", shut, "select 1"]):
+    assert main(command) == 2
+main(["ls", runs])
+"""
+    # Not in a folder of pytest, which is closed to others.
+    with tempfile.TemporaryDirectory(prefix="rollbook-") as runs:
+        os.chmod(runs, 0o755)
+        command = [sys.executable, "-c", script, runs]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        os.chmod(os.path.join(runs, "shut"), 0o755)
+    told = done.stderr.splitlines()
+    assert (done.returncode, len(told)) == (0, 3), done.stderr
+    for line, path in zip(told, ("demo/ledger.sqlite", "unreadable/ledger.sqlite", "shut/ledger.sqlite"), strict=True):
+        assert line.endswith(f"{runs}/{path}: permission denied"), line
+    listed = [line.split() for line in done.stdout.splitlines()[-3:]]
+    assert [(line[0], line[-2:] == ["permission", "denied"]) for line in listed] == [
+        ("demo", False),
+        ("shut", True),
+        ("unreadable", True),
+    ]
+
+
 def test_check_and_repair(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "check", folder)
     assert (status, out.splitlines()[-1].split(":")[0]) == (0, "ok")
@@ -246,7 +288,9 @@ def test_an_import_that_fails_leaves_nothing(folder: Path, tmp_path: Path, capsy
         2,
         f"rollbook import: {tmp_path / 'runs'}: exists and is not a book, expected a book or a new folder\n",
     )
-    assert run(capsys, "import", tmp_path / "deep" / "new", rows, "--skip")[0] == 0
+    status, _, err = run(capsys, "import", tmp_path / "deep" / "new", rows, "--skip")
+    assert status == 0
+    assert err.startswith("rollbook import: warning: import_: 1 rows of ") and len(err.splitlines()) == 1
     assert run(capsys, "ls", tmp_path / "deep" / "new", "--json")[0] == 0
 
 

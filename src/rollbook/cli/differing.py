@@ -26,6 +26,7 @@ from rollbook.cli.terminal import (
     styled,
     table,
     width,
+    wrapped,
 )
 
 
@@ -90,7 +91,7 @@ def _print(found: dict[str, Any]) -> None:
         first, last = side["steps"]
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         told = f"{printable(side['name'])}, {steps}: {side['n']:,} trajectories, {side['groups']:,} groups"
-        print(styled(name.upper(), "bold"), told)
+        print(wrapped(f"{styled(name.upper(), 'bold')} {told}", 2))
     rows = []
     for name, metric in found["metrics"].items():
         if metric is not None:
@@ -107,7 +108,7 @@ def _print(found: dict[str, Any]) -> None:
             rows.append([name, *sides, figure(metric["shift"]), figure(metric["ks"]), sure])
     print()
     names = ("", "p25 A", "B", "median A", "B", "p75 A", "B", "shift", "KS", "change")
-    for line in table(names, rows, right=range(1, 9)):
+    for line in table(names, rows, right=range(1, 9), optional=(8, 7, 1, 2, 5, 6)):
         print(line)
     rows = [[name, percent(each["a"]), percent(each["b"])] for name, each in found["shares"].items()]
     rows += [
@@ -126,11 +127,12 @@ def _print(found: dict[str, Any]) -> None:
         for line in table(("phrase", "in A", "in B", "goes with reward"), rows, right=(1, 2, 3)):
             print(line)
     prompts = found["prompts"]
-    print(
-        f"\n{prompts['common']:,} prompts are in both; solved from a mean reward of {figure(prompts['solved_from'])}: "
+    told = (
+        f"{prompts['common']:,} prompts are in both; solved from a mean reward of {figure(prompts['solved_from'])}: "
         f"{styled(str(prompts['solved_count']) + ' newly solved', 'green')}, "
         f"{styled(str(prompts['broken_count']) + ' newly broken', 'red')}"
     )
+    print(f"\n{wrapped(told)}")
     for name in ("newly_solved", "newly_broken"):
         for each in prompts[name]:
             sign = "+" if name == "newly_solved" else "-"
@@ -173,5 +175,5 @@ def _words(options: argparse.Namespace) -> int:
             if change[side]:
                 text = block(change[side])
                 made.append(styled(text, colour) if coloured() else f"[{sign}{text}{sign}]")
-    print("".join(made))
+    print("\n".join(map(wrapped, "".join(made).split("\n"))))
     return OK

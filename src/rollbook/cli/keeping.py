@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from rollbook.cli.opened import LEDGER, book_at
-from rollbook.cli.terminal import FOUND, OK, print_json, printable, size
+from rollbook.cli.terminal import FOUND, OK, print_json, printable, size, wrapped
 
 
 def check(options: argparse.Namespace) -> int:
@@ -36,10 +36,10 @@ def check(options: argparse.Namespace) -> int:
 
 def _print_report(report: Any) -> None:
     for each in report.repaired:
-        print(f"repaired  {each.kind}: {printable(each.where)}: {printable(each.what)}")
+        print(wrapped(f"repaired  {each.kind}: {printable(each.where)}: {printable(each.what)}", 10))
     remedies: dict[str, str] = {}
     for each in report.findings:
-        print(f"{each.severity:9} {each.kind}: {printable(each.where)}: {printable(each.what)}")
+        print(wrapped(f"{each.severity:9} {each.kind}: {printable(each.where)}: {printable(each.what)}", 10))
         remedies.setdefault(each.kind, each.remedy)
     for title, counts, listed in (
         ("repaired", report.repairs, report.repaired),
@@ -50,7 +50,7 @@ def _print_report(report: Any) -> None:
             if rest > 0:
                 print(f"{title}: {rest} more of kind {kind}")
     for kind, remedy in remedies.items():
-        print(f"help for {kind}: {remedy}")
+        print(wrapped(f"help for {kind}: {remedy}", 2))
     if report.aside is not None:
         print(f"as it was before: {report.aside}")
     looked = f"{report.records} records, {report.media} media, {report.segments} segments, {size(report.bytes)}"

@@ -6,7 +6,6 @@ Invariant: `ls` asks the ledger and nothing else; neither pyarrow nor torch nor 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 from rollbook.addresses import POSTGRES
 from rollbook.cli.opened import LEDGER, book_at
-from rollbook.cli.terminal import OK, figure, print_json, print_table, printable, size, styled, when
+from rollbook.cli.terminal import OK, figure, print_json, print_table, printable, size, styled, when, wrapped
 from rollbook.ids import step_of
 
 
@@ -33,7 +32,7 @@ def ls(options: argparse.Namespace) -> int:
             if shown is not None:
                 print(f"{name.replace('_', ' '):19}{printable(shown)}")
         if told["checkpoints"]:
-            print(f"{'checkpoints':19}{printable(', '.join(told['checkpoints']))}")
+            print(wrapped(f"{'checkpoints':19}{printable(', '.join(told['checkpoints']))}", 19))
         rows = [[each[name] for name in STATES] for each in told["consumers"]]
         if rows:
             print()
@@ -48,7 +47,8 @@ def ls(options: argparse.Namespace) -> int:
         try:
             found.append({"name": name, **_told(book)})
         except (ValueError, OSError) as error:
-            found.append({"name": name, "error": str(error)})
+            denied = isinstance(error, PermissionError)
+            found.append({"name": name, "error": "permission denied" if denied else str(error)})
     if not found and any(os.scandir(path)):
         try:
             return _rollouts(options)
@@ -83,8 +83,10 @@ def _runs(folder: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
         if os.path.lexists(os.path.join(book, LEDGER)):
             yield name, book
         elif depth > 1:
-            with contextlib.suppress(OSError):
+            try:
                 yield from ((f"{name}/{below}", found) for below, found in _runs(path, depth - 1))
+            except PermissionError:
+                yield name, path  # whose ledger cannot be opened either
 
 
 def _rollouts(options: argparse.Namespace) -> int:
@@ -106,7 +108,7 @@ def _rollouts(options: argparse.Namespace) -> int:
 
 def _samples(options: argparse.Namespace) -> int:
     from rollbook.cli.opened import opened
-    from rollbook.cli.terminal import table, tail
+    from rollbook.cli.samples import sample_table
 
     with opened(options.path) as run:
         order, most = options.sort or "n", options.limit or 50
@@ -114,16 +116,10 @@ def _samples(options: argparse.Namespace) -> int:
     if options.json:
         print_json(found["rows"])
         return OK
-    names = ("uid", "step", "reward", "advantage", "tokens", "entropy", "kl", "status", "state", "how it ends")
-    rows = []
-    for row in found["rows"]:
-        told = [printable(row["uid"]), str(row["step"]), figure(row["reward"]), figure(row["advantage"])]
-        told += [figure(row["response_tokens"]), figure(row["entropy"]), figure(row["kl"]), row["status"]]
-        rows.append([*told, row["state"], tail(printable(row["closing"] or ""))])
-    for line in table(names, rows, right=range(1, 7)):
+    for line in sample_table(found["rows"], ("step",)):
         print(line)
-    if found["total"] > len(rows):
-        print(styled(f"{len(rows)} of {found['total']:,}; --limit N shows more", "dim"))
+    if found["total"] > len(found["rows"]):
+        print(styled(f"{len(found['rows'])} of {found['total']:,}; --limit N shows more", "dim"))
     return OK
 
 
