@@ -142,6 +142,10 @@ with rollbook.open(demo) as book:
 for path in (unreadable, shut):
     shutil.copytree(demo, path)
 main(["compact", demo]); main(["sql", demo, "select 1"]); main(["show", demo])  # loads what the user below may not
+for path, _, names in os.walk(runs):  # books are their owner's alone
+    os.chmod(path, 0o755)
+    for name in names:
+        os.chmod(os.path.join(path, name), 0o644)
 os.chmod(os.path.join(unreadable, "ledger.sqlite"), 0)
 os.chmod(os.path.join(demo, "ledger.sqlite"), 0o444)
 os.chmod(shut, 0)
