@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -122,6 +123,12 @@ def questions(answers: Answers, steps: int) -> dict[str, Callable[[], Any]]:
     }
 
 
+def commands(answers: Answers, steps: int) -> dict[str, list[str]]:
+    """What `rollbook show` is asked for in a process of its own, which has no index yet."""
+    uid = answers.index.query("SELECT uid FROM samples WHERE step = ? LIMIT 1", (steps // 2,))[0][0]
+    return {"rollbook show RUN ID, from start to end": [uid], "rollbook show RUN --step N": ["--step", str(steps // 3)]}
+
+
 def timed(work: Callable[[], Any]) -> float:
     """Milliseconds of one call."""
     begun = time.perf_counter()
@@ -165,6 +172,13 @@ def report(count: int, rounds: int, seed: int, scratch: Path | None) -> dict[str
             print(f"{name}: {statistics.median(times[name]):.1f} ms", file=sys.stderr)
         idle = [timed(lambda: source.refresh(index)) for _ in range(rounds)]
         times["a look at a book in which nothing is new"] = idle
+        for name, arguments in commands(answers, count // STEP).items():
+            command = [sys.executable, "-m", "rollbook.cli", "show", str(folder / "book"), *arguments]
+            times[name] = [
+                timed(lambda command=command: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
+                for _ in range(rounds)
+            ]
+            print(f"{name}: {statistics.median(times[name]):.0f} ms", file=sys.stderr)
         answers.close()
         source.close()
         index.close()

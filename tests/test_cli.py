@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,77 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder.parent / "broken" / "ledger.sqlite").write_bytes(b"not a database, and longer than sixteen bytes")
     status, out, _ = run(capsys, "ls", folder.parent)
     assert status == 0
-    assert [line.split()[:3] for line in out.splitlines()][::2] == [["book", "records", "trained"], ["demo", "4", "1"]]
+    assert [line.split()[:3] for line in out.splitlines()][::2] == [["run", "steps", "records"], ["demo", "0", "4"]]
     assert "damaged" in out
+
+
+def test_ls_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("first", "sweep/second"):
+        with rollbook.open(tmp_path / name / "book") as book:
+            for step in (9, 10):
+                book.append([record(step, i, suffix="s", batch=step, reward=i / 2) for i in range(step - 7)])
+            book.append(record("e", suffix="s", batch="eval-10", reward=0.25), evaluation=True)
+            book.log(10, {"loss": 1.0})
+            book.checkpoint("ten")
+            book.append(record(11, suffix="s", batch=11, reward=9.0))
+            book.rewind("ten", later="drop")
+    (tmp_path / "third").mkdir()
+    status, out, _ = run(capsys, "ls", tmp_path)
+    assert status == 0
+    assert [line.split()[:5] for line in out.splitlines()] == [
+        ["run", "steps", "records", "last", "reward"],
+        ["first", "10", "5", "0.5", "0.25"],
+        ["sweep/second", "10", "5", "0.5", "0.25"],
+    ]
+    assert run(capsys, "ls", tmp_path / "first") == run(capsys, "ls", tmp_path / "first" / "book")
+    told = json.loads(run(capsys, "ls", tmp_path / "first", "--json")[1])
+    assert (told["steps"], told["records"], told["reward"], told["evaluation_reward"]) == (10, 5, 0.5, 0.25)
+    assert json.loads(run(capsys, "ls", tmp_path, "--json")[1])[0] == {"name": "first", **told}
+
+
+def test_permission_denied_is_said() -> None:
+    script = """
+import os, shutil, sys
+import rollbook
+from rollbook.cli import main
+runs = sys.argv[1]
+demo = os.path.join(runs, "demo")
+unreadable, shut = os.path.join(runs, "unreadable"), os.path.join(runs, "shut")
+with rollbook.open(demo) as book:
+    book.append(rollbook.Experience(tokens=[1, 2, 3], reward=0.5))
+for path in (unreadable, shut):
+    shutil.copytree(demo, path)
+main(["compact", demo]); main(["sql", demo, "select 1"]); main(["show", demo])  # loads what the user below may not
+for path, _, names in os.walk(runs):  # books are their owner's alone
+    os.chmod(path, 0o755)
+    for name in names:
+        os.chmod(os.path.join(path, name), 0o644)
+os.chmod(os.path.join(unreadable, "ledger.sqlite"), 0)
+os.chmod(os.path.join(demo, "ledger.sqlite"), 0o444)
+os.chmod(shut, 0)
+if os.geteuid() == 0:  # whom no permission stops
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sys.stdout.flush()
+for command in (["compact", demo], ["show", unreadable], ["sql", shut, "select 1"]):
+    assert main(command) == 2
+main(["ls", runs])
+"""
+    # Not in a folder of pytest, which is closed to others.
+    with tempfile.TemporaryDirectory(prefix="rollbook-") as runs:
+        os.chmod(runs, 0o755)
+        command = [sys.executable, "-c", script, runs]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        os.chmod(os.path.join(runs, "shut"), 0o755)
+    told = done.stderr.splitlines()
+    assert (done.returncode, len(told)) == (0, 3), done.stderr
+    for line, path in zip(told, ("demo/ledger.sqlite", "unreadable/ledger.sqlite", "shut/ledger.sqlite"), strict=True):
+        assert line.endswith(f"{runs}/{path}: permission denied"), line
+    listed = [line.split() for line in done.stdout.splitlines()[-3:]]
+    assert [(line[0], line[-2:] == ["permission", "denied"]) for line in listed] == [
+        ("demo", False),
+        ("shut", True),
+        ("unreadable", True),
+    ]
 
 
 def test_check_and_repair(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,6 +249,53 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     with out.open("a") as file:
         file.write("{broken\n")
     assert run(capsys, "import", tmp_path / "other", out)[0] == 2
+
+
+def test_what_is_no_file_is_refused_before_it_is_opened(folder: Path, tmp_path: Path) -> None:
+    # In a child, since what opens a pipe waits for ever.
+    script = """
+import sys
+from rollbook.cli import main
+from rollbook.experiences import Experiences
+from rollbook.train.sources import read
+book, pipe, new = sys.argv[1:]
+for command in (["import", new, pipe], ["import", new, pipe, "--format", "jsonl"],
+                ["export", book, pipe, "--overwrite"], ["show", pipe], ["ls", pipe],
+                ["doctor", pipe], ["diff", book, pipe], ["train", pipe],
+                ["export", book, pipe, "--overwrite", "--format", "html", "--where", "reward > 0"]):
+    assert main(command) == 2, command
+for opens in (Experiences.from_parquet, lambda path: list(read(path))):
+    try:
+        opens(pipe)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+"""
+    pipe, new = tmp_path / "in.jsonl", tmp_path / "new"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-c", script, str(folder), str(pipe), str(new)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = done.stderr.splitlines()
+    assert (done.returncode, len(said)) == (0, 11), done.stderr
+    assert all(line.endswith(f"{pipe}: is a named pipe, expected a regular file or a folder") for line in said)
+    assert pipe.is_fifo()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "runs"], "nothing was made"
+
+
+def test_an_import_that_fails_leaves_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    assert run(capsys, "export", folder, rows)[0] == 0
+    rows.write_text(rows.read_text() + "{broken\n")
+    assert run(capsys, "import", tmp_path / "deep" / "new", rows)[0] == 2
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["rows.jsonl", "runs"]
+    status, _, err = run(capsys, "import", tmp_path / "runs", rows)
+    assert (status, err) == (
+        2,
+        f"rollbook import: {tmp_path / 'runs'}: exists and is not a book, expected a book or a new folder\n",
+    )
+    status, _, err = run(capsys, "import", tmp_path / "deep" / "new", rows, "--skip")
+    assert status == 0
+    assert err.startswith("rollbook import: warning: import_: 1 rows of ") and len(err.splitlines()) == 1
+    assert run(capsys, "ls", tmp_path / "deep" / "new", "--json")[0] == 0
 
 
 def test_compact(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

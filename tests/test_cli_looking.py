@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -18,8 +19,11 @@ from typing import Any
 import pytest
 
 import rollbook
+from rollbook import progress
+from rollbook.book import reading
 from rollbook.cli import main, terminal
 from rollbook.cli.parser import COMMANDS
+from rollbook.viewer import bulk, following, sources
 from tests.viewer import story
 
 ESCAPE = re.compile("\x1b\\[[0-9;]*m")
@@ -58,7 +62,11 @@ def on_a_terminal(*arguments: str, **more: str) -> str:
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **more}
     environment.pop("NO_COLOR", None) if "NO_COLOR" not in more else None
     child = subprocess.Popen(
-        [sys.executable, "-m", "rollbook", *arguments], stdout=theirs, stderr=theirs, env=environment
+        # No terminal for what is said beside, such as a bar when the machine is slow.
+        [sys.executable, "-m", "rollbook", *arguments],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=environment,
     )
     os.close(theirs)
     kept = b""
@@ -74,7 +82,7 @@ def on_a_terminal(*arguments: str, **more: str) -> str:
             break
         kept += piece
     os.close(ours)
-    assert child.wait(60) == 0, kept.decode()
+    assert child.wait(60) == 0, child.communicate()[1].decode()
     return kept.decode()
 
 
@@ -110,6 +118,63 @@ def test_show_a_trajectory(run: str, capsys: pytest.CaptureFixture[str]) -> None
     assert raw.rstrip("\n").endswith(text.rstrip("\n"))
     whole = json.loads(said(capsys, "show", run, uid, "--json"))
     assert whole["tokens"] == record.tokens.tolist() and whole["reward"] == record.reward
+
+
+def test_one_record_or_one_step_is_read_alone(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    frames: set[Any] = set()
+    rows, views = bulk.Bulk.rows, reading.views
+
+    def count_rows(self: bulk.Bulk, columns: Any, count: int) -> Any:
+        measured.append(count)
+        return rows(self, columns, count)
+
+    def count_frames(book: Any, places: Any) -> Any:
+        frames.update(places)
+        return views(book, places)
+
+    monkeypatch.setattr(bulk.Bulk, "rows", count_rows)
+    monkeypatch.setattr(reading, "views", count_frames)
+
+    def read(*arguments: str) -> tuple[int, int]:
+        measured.clear()
+        frames.clear()
+        said(capsys, *arguments)
+        return sum(measured), len(frames)
+
+    assert read("show", run) >= (96, 8), "eight steps of three groups of four, a frame each"
+    out = str(tmp_path / "page.html")
+    for expected, command in (
+        ((4, 1), ["show", run, "3/10/1"]),
+        ((4, 1), ["show", run, "3/10"]),
+        ((12, 1), ["show", run, "--step", "3"]),
+        ((4, 1), ["export", run, out, "--id", "3/10/1"]),
+        ((8, 2), ["diff", run, "--words", "3/10/1", "4/12/0"]),
+        ((24, 2), ["diff", run, "--a", "2", "--b", "5"]),
+    ):
+        assert read(*command) == expected, command
+
+
+class Shown(progress.Progress):
+    """A bar that is drawn without a terminal too, after some seconds."""
+
+    def __init__(self, label: str, total: int, *, seconds: float, after: float) -> None:
+        assert after == 1.0
+        super().__init__(label, total, show=True, after=seconds)
+
+
+def test_reading_for_long_shows_a_bar(
+    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each look ends at once, as a long one does after half a second.
+    monkeypatch.setattr(following.Follower.refresh, "__defaults__", (0.0,))
+    for after, bars in ((1e-9, True), (60.0, False)):
+        monkeypatch.setattr(sources, "Progress", functools.partial(Shown, seconds=after))
+        assert main(["ls", run, "--where", "reward > 2"]) == 0
+        told = capsys.readouterr()
+        assert ("reading [" in told.err) is bars and "reading" not in told.out
 
 
 def test_tokens_are_listed_with_their_own_numbers(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +304,7 @@ def test_ls_of_rollouts_and_of_anything_else(odd: Path, capsys: pytest.CaptureFi
         told = json.loads(said(capsys, "ls", str(path), "--json"))
         assert told == {"kind": "verl", "records": 4, "evaluation": 0, "groups": 2, "steps": [1, 1]}
         assert "records        4" in said(capsys, "ls", str(path))
-    assert said(capsys, "ls", str(odd / "other")) == "no books here\n"
+    assert said(capsys, "ls", str(odd / "other")) == "no runs or books here\n"
     assert "no rollouts" in refused(capsys, "ls", str(odd / "other" / "notes.txt"))
     assert "no such folder or file" in refused(capsys, "ls", str(odd / "none"))
 
@@ -270,19 +335,38 @@ def test_an_error_names_the_command_once(run: str, odd: Path, capsys: pytest.Cap
         assert told.count(command) == 1, told
 
 
-def test_tables_fit_a_narrow_terminal(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    wide = said(capsys, "ls", run, "--where", "step = 3")
-    for arguments in (
+def test_a_narrow_terminal_breaks_no_word(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = [
         ["show", run],
         ["show", run, "--step", "3"],
+        ["show", run, "3/10"],
+        ["show", run, "3/10/1"],
+        ["ls", run],
+        ["ls", run, "--where", "step = 3"],
+        ["diff", run, "--texts", "0"],
+        ["doctor", run, "--fail-on", "never"],
         ["sql", run, "select uid, prompt_text, reward from experiences limit 9"],
         ["doctor", run, "--thresholds"],
-    ):
-        lines = on_a_terminal(*arguments, COLUMNS="80", NO_COLOR="1").splitlines()
-        assert max(map(terminal.width, lines)) <= 80, arguments
-    narrow = on_a_terminal("ls", run, "--where", "step = 3", COLUMNS="80", NO_COLOR="1")
-    # Ids and numbers are whole.
-    assert [line.split()[:4] for line in narrow.splitlines()] == [line.split()[:4] for line in wide.splitlines()]
+    ]
+    wide = [said(capsys, *command) for command in commands]
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    narrow = [said(capsys, *command) for command in commands]
+    for command, whole, text in zip(commands, wide, narrow, strict=True):
+        assert max(map(terminal.width, text.splitlines())) <= 80, command
+        words = set(whole.split())
+        for word in text.split():
+            # Long words without a space are cut, and ids go without their last part where they take the room.
+            known = word.strip("…") in words or any(each.startswith(f"{word}/") for each in words)
+            assert known or word in ("not", "shown:") or len(word) >= 14, (command, word)
+    samples = [[line for line in text.splitlines() if line.startswith("3/10/")] for text in (wide[2], narrow[2])]
+    assert len(samples[0]) == 4
+    for one, other in zip(*samples, strict=True):
+        assert other.split()[0] == one.split()[0] and other.split()[-1] == one.split()[-1], "how it ends, to its end"
+    assert "· turn 1 ·" in narrow[3] and "turn 0" not in narrow[3]
 
 
 def test_options_of_one_trajectory_need_one(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -447,6 +531,7 @@ def test_the_nearest_name_is_offered(arguments: list[str], near: str, capsys: py
         (["doctor", "x", "--fail-on", "all"], "all"),
         (["ls", "x", "--limit", "0"], "got '0', expected a whole number from 1 on"),
         (["show", "x", "--step", "-1"], "got '-1', expected a whole number from 0 on"),
+        (["show", "x", "--step", "9" * 23], f"got '{'9' * 23}', expected a whole number from 0 to {2**63 - 1}"),
         (["diff", "x", "--texts", "few"], "got 'few', expected a whole number from 0 on"),
         (["view", "x", "--port", "70000"], "got '70000', expected a whole number from 0 to 65535"),
     ],

@@ -159,7 +159,7 @@ def test_book_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(code, scope)
     assert scope["rewound"].acks == 3 and scope["book"].counts().adds_up
     assert len(scope["twin"]) == len(scope["copy"]) == len(scope["book"])
-    assert (tmp_path / "runs" / "demo" / "ledger.sqlite").exists()
+    assert (tmp_path / "runs" / "first" / "ledger.sqlite").exists()
     for name in ("book", "twin", "copy"):
         scope[name].close()
 

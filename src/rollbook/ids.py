@@ -15,6 +15,7 @@ MAX_BITS = 1024
 """Of a batch or task that is a number; Python refuses to print one of several thousand digits."""
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 _ESCAPE = re.compile(r"%(25|2F)")
+_LAST_NUMBER = re.compile(r"([0-9]{1,15})$")
 
 
 def _suffix() -> str:
@@ -159,3 +160,22 @@ def _check_text(name: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"EID.{name}: got {value!r}, expected valid Unicode: {error.reason}") from None
+
+
+def step_of(batch: int | str, version: int | None) -> int:
+    """Return the training step of a record.
+
+    Args:
+        batch: The `batch` of its id; `eval-40` is an evaluation after step 40.
+        version: The oldest policy version of its tokens, if it is known.
+
+    Returns:
+        The number that the batch ends in, else the version, else 0.
+
+    >>> step_of(137, None), step_of("train/137", 5), step_of("warmup", 5), step_of("", None)
+    (137, 137, 5, 0)
+    """
+    match = _LAST_NUMBER.search(str(batch))
+    if match:
+        return int(match[1])
+    return 0 if version is None else max(int(version), 0)

@@ -19,6 +19,7 @@ from rollbook.errors import WireError
 from rollbook.experiences import Experiences
 from rollbook.fields import DTYPES, FIELDS, Field, owner
 from rollbook.ids import EID
+from rollbook.paths import check_regular
 from rollbook.wire import DEFAULT_LIMITS, Limits
 
 
@@ -206,6 +207,7 @@ def write_parquet(many: Experiences, path: str | os.PathLike[str], compression: 
 
 def read_parquet(path: str | os.PathLike[str], limits: Limits = DEFAULT_LIMITS) -> Experiences:
     """The records of a Parquet file; `WireError` if it is damaged or its columns are not those of records."""
+    check_regular(path)
     parts = list(parquet.batches(path, 1 << 16, limits=limits))
     return from_table(pa.Table.from_batches(parts)) if parts else Experiences()
 

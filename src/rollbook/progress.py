@@ -17,24 +17,37 @@ from typing import Any, TextIO
 class Progress:
     """A bar on a terminal, redrawn at most ten times a second; silent anywhere else, or with `show=False`.
 
+    `after`: drawn only if the work takes longer than so many seconds, and erased at the end.
+
     >>> with Progress("scoring", 3) as bar:  # not a terminal: nothing is shown
     ...     bar.advance(2)
     >>> bar.done
     2
     """
 
-    def __init__(self, label: str, total: int, *, show: bool | None = None, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        *,
+        show: bool | None = None,
+        stream: TextIO | None = None,
+        after: float = 0.0,
+    ) -> None:
         self.label, self.total, self.done = label, total, 0
         self.stream = stream if stream is not None else sys.stderr
         self.show = self.stream.isatty() if show is None else show
         self._begun = time.monotonic()
+        self._after = after
         self._drawn = 0.0
 
     def advance(self, by: int = 1) -> None:
         """So much more is done."""
         self.done += by
         now = time.monotonic()
-        if self.show and (now - self._drawn > 0.1 or self.done >= self.total):
+        if not self.show or (self._after and (now - self._begun < self._after or self.done >= self.total)):
+            return
+        if now - self._drawn > 0.1 or self.done >= self.total:
             self._drawn = now
             self._draw(now)
 
@@ -50,8 +63,8 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.show and self.done:
-            self.stream.write("\n")
+        if self._drawn:
+            self.stream.write("\r\x1b[K" if self._after else "\n")
             self.stream.flush()
 
 

@@ -10,9 +10,11 @@ from rollbook.book import Book
 from rollbook.book.schema import TABLES
 
 
-def record(task: int | str = "", run: int = 0, *, step: int = 0, suffix: str = "", **fields: Any) -> Experience:
+def record(
+    task: int | str = "", run: int = 0, *, step: int = 0, suffix: str = "", batch: int | str = 0, **fields: Any
+) -> Experience:
     """A record of five tokens; without a task its id is a default one."""
-    eid = EID(batch=0, task=task, run=run, step=step, suffix=suffix) if task != "" else EID(suffix=suffix)
+    eid = EID(batch=batch, task=task, run=run, step=step, suffix=suffix) if task != "" else EID(suffix=suffix)
     return Experience(eid=eid, tokens=[1, 2, 3, 4, 5], prompt_length=2, **fields)
 
 

@@ -266,6 +266,36 @@ def test_sql_joins_records_with_the_ledger(url: str) -> None:
         assert waited >= 0
 
 
+def test_sql_counts_steps_and_hides_what_was_rewound(url: str) -> None:
+    def made(batch: int | str, count: int) -> list[Experience]:
+        return [
+            Experience(eid=EID(batch=batch, run=i, suffix="s"), tokens=[1, 2], policy_versions=7) for i in range(count)
+        ]
+
+    with rollbook.open(url) as book:
+        book.append([*made(2, 1), *made(10, 2), *made("warmup", 1)])
+        book.append(made("eval-10", 3), evaluation=True)
+        book.log(2, {"loss": 0.5, "kl": math.nan})
+        saved = book.checkpoint()
+        book.append(made(11, 2))
+        book.append(made("eval-11", 1), evaluation=True)
+        book.log(11, {"loss": 0.25})
+        book.rewind(saved, later="drop")
+        book.append(made(11, 1))
+        steps = "select train_step, count(*), sum(len(tokens)) from {} group by 1 order by 1"
+        assert book.sql(steps.format("training")).rows() == [(2, 1, 2), (7, 1, 2), (10, 2, 4), (11, 1, 2)]
+        assert book.sql(steps.format("evaluations")).rows() == [(10, 3, 6)]
+        assert book.sql("select count(*), sum(len(tokens)) from experiences").rows() == [(8, 16)]
+        assert book.sql("select count(*), count(gone), sum(len(tokens)) from all_experiences").rows() == [(11, 3, 16)]
+        assert (
+            book.sql("select typeof(train_step), batch from training where train_step = 10").rows()
+            == [("BIGINT", "10")] * 2
+        )
+        found = book.sql("select * from metrics where not isnan(value)")
+        assert (found.columns, found.rows()) == (["train_step", "name", "value"], [(2, "loss", 0.5)])
+        assert book.sql("select name from metrics where isnan(value)").rows() == [("kl",)]
+
+
 def test_sql_as_arrow_pandas_and_polars(url: str) -> None:
     with filled(url) as book:
         query = "select run, reward from experiences order by run"
@@ -291,7 +321,7 @@ def test_sql_only_reads(eight: Book) -> None:
 def test_sql_of_an_empty_book(url: str) -> None:
     with rollbook.open(url) as book:
         assert book.sql("select count(*), avg(reward), max(len(tokens)) from experiences").rows() == [(0, None, None)]
-        for name in ("events", "work", "leases", "revisions", "checkpoints", "media", "ledger"):
+        for name in ("training", "metrics", "events", "work", "leases", "revisions", "checkpoints", "media", "ledger"):
             assert book.sql(f"select * from {name}").rows() == []
 
 

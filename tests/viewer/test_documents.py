@@ -19,8 +19,9 @@ from PIL import Image
 
 import rollbook
 from rollbook import EID, Experience, Experiences, freeform
+from rollbook.ids import step_of
 from rollbook.rollout import Prompt, Sample
-from rollbook.viewer.documents import LENSES, Trajectory, derive, prompt_hash, step_of
+from rollbook.viewer.documents import LENSES, Trajectory, derive, prompt_hash
 from rollbook.viewer.frames import decode, encode
 from rollbook.viewer.pictures import Album, Looked
 from rollbook.viewer.plain import plain

@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rollbook.experience import Experience
 from rollbook.experiences import Experiences
+from rollbook.paths import check_regular
 from rollbook.wire import HEADER_BYTES, WireError, decode, read_header
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -382,6 +383,7 @@ class _FileFrame:
 
 
 def _frames(path: Path) -> Iterator[_FileFrame]:
+    check_regular(path)
     size = path.stat().st_size
     at = 0
     with open(path, "rb") as file:

@@ -187,6 +187,8 @@ class SQLiteLedger:
                     timeout=BUSY_SECONDS,
                 )
             except (OSError, sqlite3.OperationalError) as error:
+                if self.path.exists() and not os.access(self.path, os.R_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from None
                 raise NotABook(f"{self.path}: the ledger cannot be opened: {error}") from None
         try:
             # Names of functions in a stranger's schema (views, triggers, indices) are not called.
@@ -222,6 +224,12 @@ class SQLiteLedger:
         if isinstance(error, sqlite3.OperationalError):
             if self.read_only and "readonly" in text:
                 return NotABook(f"{self.path}: a write was broken off there ({text}); open it for writing once")
+            if self.path is not None and "readonly" in text:
+                for path in (self.path, self.path.parent):
+                    if not os.access(path, os.W_OK):
+                        # The system says so of a disk that is mounted to be read alone, too.
+                        code = errno.EACCES if os.statvfs(path).f_flag & os.ST_RDONLY == 0 else errno.EROFS
+                        return OSError(code, os.strerror(code), str(path))
             for said, code in (("disk is full", errno.ENOSPC), ("disk I/O", errno.EIO), ("readonly", errno.EROFS)):
                 if said in text:
                     return OSError(code, text, str(self.path))
@@ -309,7 +317,10 @@ class SQLiteLedger:
         connection = self._current()
         if self.path is not None and not self.read_only:
             with self._lock:
-                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                try:
+                    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                except sqlite3.DatabaseError as error:
+                    raise self._explained(error) from error
 
     def close(self) -> None:
         """Close the connection; what was committed is safe in any case."""

@@ -42,7 +42,7 @@ def open(
 ) -> Book:
     """Open a book, or make it.
 
-    `url` is a folder (`runs/demo`), `memory:`, or `postgresql://user@host/database` (`?schema=NAME` for more than one
+    `url` is a folder (`runs/first`), `memory:`, or `postgresql://user@host/database` (`?schema=NAME` for more than one
     book in a database); the password comes from `PGPASSWORD` or `~/.pgpass`, or stands in the URL, and is never shown.
     `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
     its fingerprint): a book takes records of one tokenizer, and keeps its vocabulary, so that its texts can be shown

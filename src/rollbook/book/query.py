@@ -7,6 +7,7 @@ object; it changes nothing; when `run` returns or raises, it has stopped.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import threading
@@ -105,7 +106,7 @@ def run(
         raise QueryError(f"sources: got {', '.join(sources)}, of which two are one name in SQL")
 
     tables: dict[str, _Table] = {}
-    with _connection(limit, threads) as connection, _Watch(connection, seconds) as watch:
+    with _closing(tables), _connection(limit, threads) as connection, _Watch(connection, seconds) as watch:
         try:
             _check_reads(query, connection)
             tables.update((name, _Table(name, source, watch)) for name, source in sources.items())
@@ -237,7 +238,7 @@ class _Watch:
 
     def __init__(self, connection: Any, seconds: float) -> None:
         self.expired = False
-        self._connection = connection
+        self._connection: Any = connection
         self._seconds = seconds
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -264,9 +265,11 @@ class _Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The thread sees this soon; to wait for it would take longer than most queries.
+        # The thread sees this soon; to wait for it would take longer than most queries. It keeps no connection that
+        # DuckDB would report as leaked if the interpreter exits before.
         with self._lock:
             self._done.set()
+            self._connection = None
 
 
 # --- what may run -----------------------------------------------------------------------------------------------
@@ -316,11 +319,33 @@ def _explain(error: BaseException, sources: Mapping[str, Source], limit: int) ->
     if "Table with name" in text:
         return f"{text}\nthe tables are: {', '.join(sources) or 'none'}"
     if text.startswith("Binder Error") and "olumn" in text:
-        return "\n".join([text, *(f"columns of {name}: {', '.join(s.schema.names)}" for name, s in sources.items())])
+        tables: dict[str, list[str]] = {}
+        for name, source in sources.items():
+            tables.setdefault(", ".join(source.schema.names), []).append(name)
+        return "\n".join([text, *(f"columns of {', '.join(names)}: {columns}" for columns, names in tables.items())])
     return text
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
+
+
+class _Scan:
+    """A started scan in the place of the scanner that DuckDB asks a dataset for."""
+
+    def __init__(self, reader: pa.RecordBatchReader) -> None:
+        self.reader = reader
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        return self.reader
+
+
+@contextmanager
+def _closing(tables: Mapping[str, _Table]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for table in tables.values():
+            table.close()
 
 
 class _Table(ds.InMemoryDataset):  # type: ignore[misc]
@@ -339,8 +364,10 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         self.failure: BaseException | None = None
         self.loaded: dict[str, pa.ChunkedArray] = {}
         self.lock = threading.Lock()
+        self.readers: list[pa.RecordBatchReader] = []
+        self.closed = False
 
-    def scanner(self, columns: list[str] | None = None, filter: Any = None, **options: Any) -> ds.Scanner:
+    def scanner(self, columns: list[str] | None = None, filter: Any = None, **options: Any) -> _Scan:
         """The rows that pass the filter, of these columns (default: all), as DuckDB calls for them."""
         wanted = self.offered.names if columns is None else columns
         needed = [*wanted, *self._only_in(filter, wanted)]
@@ -353,7 +380,20 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             raise
         table = pa.table([self.loaded[name] for name in needed], names=needed)
         reader = pa.RecordBatchReader.from_batches(table.schema, self._pieces(table))
-        return ds.Scanner.from_batches(reader, columns=wanted, filter=filter, batch_readahead=4)
+        scanner = ds.Scanner.from_batches(reader, columns=wanted, filter=filter, batch_readahead=4)
+        self.readers.append(scanner.to_reader())
+        return _Scan(self.readers[-1])
+
+    def close(self) -> None:
+        """Wait until no thread of Arrow's will ask for another piece.
+
+        They read ahead, also after a query that needed no more rows; one that asks while the interpreter exits aborts
+        the process.
+        """
+        self.closed = True
+        for reader in self.readers:
+            with contextlib.suppress(pa.ArrowException, OSError, QueryError):
+                reader.close()  # reads what is left, which is at most what was read ahead
 
     def _only_in(self, filter: Any, wanted: list[str]) -> list[str]:
         """The columns that the filter reads beside those that are wanted."""
@@ -393,6 +433,8 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         """
         rows = max(64, min(65536, _LARGE_PIECE * table.num_rows // max(table.nbytes, 1)))
         for start in range(0, table.num_rows, rows):
+            if self.closed:
+                return
             self.watch.check()
             yield from table.slice(start, rows).combine_chunks().to_batches()
 

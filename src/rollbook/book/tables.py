@@ -6,6 +6,7 @@ names are loaded. Nothing here can be written to.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import pyarrow as pa
 
 from rollbook.book import kinds, query, schema, selecting
 from rollbook.book.sql_columns import Result, unify
-from rollbook.ids import EID
+from rollbook.ids import EID, step_of
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -72,23 +73,42 @@ class LedgerTable:
         return pa.Table.from_arrays(arrays, names=columns)
 
 
+_KEPT = "(gone IS NULL OR gone <> 'rewound')"
+RECORDS = {
+    "experiences": _KEPT,
+    "training": f"{_KEPT} AND evaluation = 0",
+    "evaluations": f"{_KEPT} AND evaluation = 1",
+    "all_experiences": "1 = 1",
+}
+"""The tables of records, each with the condition that its rows meet; `all_experiences` has also those that a rewind
+took back."""
+
+
 class RecordsTable:
-    """Every record that was admitted, as it is now, whether or not its bytes are still there."""
+    """Records as they are now, whether or not their bytes are still there."""
 
     def __init__(self, book: Book) -> None:
         self.book = book
+        self.condition = RECORDS["experiences"]
         with book.ledger.read() as tx:
             self.last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0]
             noted = tx.all("SELECT name, type FROM columns ORDER BY name, type")
         told = {
             "seq": pa.int64(),
             "uid": pa.large_string(),
+            "train_step": pa.int64(),
             "tid": pa.large_string(),
             "rid": pa.large_string(),
             **selecting.LEDGER_TYPES,
         }
         self.frames = {name: kind for name, kind in kinds.schema_of(noted).items() if name not in told}
         self.schema = pa.schema([*told.items(), *self.frames.items()])
+
+    def where(self, condition: str) -> RecordsTable:
+        """The same table with the records that meet another condition."""
+        table = copy.copy(self)
+        table.condition = condition
+        return table
 
     def load(self, columns: list[str]) -> pa.Table:
         """These columns; frames are read only if one of them is not the ledger's."""
@@ -115,7 +135,8 @@ class RecordsTable:
         while True:
             with self.book.ledger.read() as tx:
                 found = tx.all(
-                    "SELECT seq, segment, start FROM records WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT 10000",
+                    "SELECT seq, segment, start FROM records "
+                    f"WHERE seq > ? AND seq <= ? AND {self.condition} ORDER BY seq LIMIT 10000",
                     (last, self.last),
                 )
             if not found:
@@ -128,23 +149,52 @@ class RecordsTable:
                 yield [row[0] for row in run], place[0] is not None
 
     def _from_ledger(self, columns: list[str], seqs: list[int]) -> dict[str, pa.Array]:
-        names = [name for name in columns if name not in ("tid", "rid")]
-        extra = [name for name in ("batch", "task", "run") if name not in names] if len(names) < len(columns) else []
+        computed = {name: needs for name, needs in _COMPUTED.items() if name in columns}
+        names = [name for name in columns if name not in computed]
+        needed = [name for needs in computed.values() for name in needs]
         with self.book.ledger.read() as tx:
-            arrays = selecting.ledger_arrays(tx, [*names, *extra], seqs)
+            arrays = selecting.ledger_arrays(tx, list(dict.fromkeys([*names, *needed])), seqs)
+        if "train_step" in columns:
+            pairs = zip(*(arrays[name].to_pylist() for name in _COMPUTED["train_step"]), strict=True)
+            arrays["train_step"] = pa.array([step_of(batch, version) for batch, version in pairs], pa.int64())
         if "tid" in columns or "rid" in columns:
-            parts = (arrays[name].to_pylist() for name in ("batch", "task", "run"))
+            parts = (arrays[name].to_pylist() for name in _COMPUTED["tid"])
             ids = [EID(batch, task, run, 0, "") for batch, task, run in zip(*parts, strict=True)]
             arrays["tid"] = pa.array([eid.tid for eid in ids], pa.large_string())
             arrays["rid"] = pa.array([eid.rid for eid in ids], pa.large_string())
         return arrays
 
 
+_COMPUTED = {
+    "train_step": ("batch", "version_min"),
+    "tid": ("batch", "task", "run"),
+    "rid": ("batch", "task", "run"),
+}
+"""Columns that are computed from others of the ledger."""
+
+
+class MetricsTable:
+    """What `Book.log` was given: a row for each name of each training step, without what was rewound."""
+
+    schema = pa.schema([("train_step", pa.int64()), ("name", pa.large_string()), ("value", pa.float64())])
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+
+    def load(self, columns: list[str]) -> pa.Table:
+        """These columns, in the order of the steps."""
+        rows = [(step, name, value) for step, values in self.book.metrics() for name, value in values.items()]
+        arrays = [pa.array([row[i] for row in rows], field.type) for i, field in enumerate(self.schema)]
+        return pa.Table.from_arrays(arrays, schema=self.schema).select(columns)
+
+
 def sources(book: Book) -> dict[str, query.Source]:
     """The tables of a book by name."""
-    found: dict[str, query.Source] = {name: LedgerTable(book, name) for name in SHOWN}
+    records = RecordsTable(book)
+    found: dict[str, query.Source] = {name: records.where(condition) for name, condition in RECORDS.items()}
+    found["metrics"] = MetricsTable(book)
+    found |= {name: LedgerTable(book, name) for name in SHOWN}
     found["ledger"] = found["events"]
-    found["experiences"] = RecordsTable(book)
     return found
 
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from rollbook.cli.opened import Opened, opened, uid_of
@@ -25,25 +26,28 @@ from rollbook.cli.terminal import (
     styled,
     table,
     width,
+    wrapped,
 )
 
 
 def diff(options: argparse.Namespace) -> int:
     """Compare what the command names."""
-    from rollbook.viewer.comparing import Side, compare, span
+    from rollbook.viewer.comparing import Side, compare
 
+    if options.words is not None:
+        return _words(options)
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(opened(options.path))
-        other = one if options.other is None else stack.enter_context(opened(options.other))
-        if options.words is not None:
-            return _words(one, other, options)
-        spans: list[tuple[int | None, int | None]] = [(None, None), (None, None)]
         if options.other is None:
-            spans = list(_quarters(one, options))
-        for i, asked in enumerate((options.a, options.b)):
-            if asked is not None:
-                spans[i] = span(asked)
-        sides = [Side(run.source, run.index, *each) for run, each in zip((one, other), spans, strict=True)]
+            one = other = stack.enter_context(
+                opened(options.path, spans=lambda source: _spans(options, source.steps()))
+            )
+        else:
+            one = stack.enter_context(opened(options.path, spans=lambda source: _spans(options)[:1]))
+            other = stack.enter_context(opened(options.other, spans=lambda source: _spans(options)[1:]))
+        sides = [
+            Side(run.source, run.index, *each)
+            for run, each in zip((one, other), _spans(options, _steps(one)), strict=True)
+        ]
         found = compare(*sides, texts=options.texts, limit=options.limit, solved=options.solved)
     for name, asked, run in (("a", options.a, one), ("b", options.b, other)):
         if not found[name]["n"]:
@@ -57,14 +61,28 @@ def diff(options: argparse.Namespace) -> int:
     return OK
 
 
-def _quarters(run: Opened, options: argparse.Namespace) -> Any:
-    """The first and the last quarter of a run's steps, where none are named."""
-    rows = run.index.query("SELECT DISTINCT step FROM samples WHERE evaluation = 0 ORDER BY step")
-    steps = [row[0] for row in rows]
-    if len(steps) < 2 and (options.a is None or options.b is None):
-        raise ValueError(f"diff: the run has {len(steps)} steps, expected two or more, or another run to compare with")
-    size = max(1, len(steps) // 4)
-    return ((steps[0], steps[size - 1]), (steps[-size], steps[-1])) if steps else ((None, None), (None, None))
+def _spans(options: argparse.Namespace, steps: Sequence[int] = ()) -> list[tuple[int | None, int | None]]:
+    """The steps of both sides, where they are not named: of two runs all, of one its first and its last quarter."""
+    from rollbook.viewer.comparing import span
+
+    named = [None if text is None else span(text) for text in (options.a, options.b)]
+    others: list[tuple[int | None, int | None]] = [(None, None), (None, None)]
+    if options.other is None and None in named:
+        if len(steps) < 2:
+            raise ValueError(
+                f"diff: the run has {len(steps)} steps, expected two or more, or another run to compare with"
+            )
+        size = max(1, len(steps) // 4)
+        others = [(steps[0], steps[size - 1]), (steps[-size], steps[-1])]
+    return [each or other for each, other in zip(named, others, strict=True)]
+
+
+def _steps(run: Opened) -> list[int]:
+    from rollbook.viewer.sources import BookSource
+
+    if isinstance(run.source, BookSource):
+        return run.source.steps()
+    return [step for (step,) in run.index.query("SELECT DISTINCT step FROM samples WHERE evaluation = 0 ORDER BY step")]
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -73,7 +91,7 @@ def _print(found: dict[str, Any]) -> None:
         first, last = side["steps"]
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         told = f"{printable(side['name'])}, {steps}: {side['n']:,} trajectories, {side['groups']:,} groups"
-        print(styled(name.upper(), "bold"), told)
+        print(wrapped(f"{styled(name.upper(), 'bold')} {told}", 2))
     metrics = {name: metric for name, metric in found["metrics"].items() if metric is not None}
     rows = [
         [
@@ -87,14 +105,16 @@ def _print(found: dict[str, Any]) -> None:
         for name, metric in metrics.items()
     ]
     print()
-    for line in table(("mean, 95%", "A", "B", "change", "KS", ""), rows, right=range(1, 5)):
+    for line in table(("mean, 95%", "A", "B", "change", "KS", ""), rows, right=range(1, 5), optional=(4,)):
         print(line)
     rows = [
         [name, *(figure((metric[side] or {}).get(each)) for each in ("p25", "p50", "p75") for side in ("a", "b"))]
         for name, metric in metrics.items()
     ]
     print()
-    for line in table(("quantiles", "p25 A", "B", "median A", "B", "p75 A", "B"), rows, right=range(1, 7)):
+    for line in table(
+        ("quantiles", "p25 A", "B", "median A", "B", "p75 A", "B"), rows, right=range(1, 7), optional=(1, 2, 5, 6)
+    ):
         print(line)
     rows = [[name, percent(each["a"]), percent(each["b"])] for name, each in found["shares"].items()]
     groups = found["prompts"]["groups"]
@@ -120,10 +140,11 @@ def _print(found: dict[str, Any]) -> None:
             print(line)
     prompts = found["prompts"]
     better, worse = f"{prompts['solved_count']:,} more solved", f"{prompts['broken_count']:,} less solved"
-    print(
-        f"\n{prompts['common']:,} prompts are in both; a sample is solved from a reward of "
+    told = (
+        f"{prompts['common']:,} prompts are in both; a sample is solved from a reward of "
         f"{figure(prompts['solved_from'])}: {styled(better, 'green')}, {styled(worse, 'red')}"
     )
+    print(f"\n{wrapped(told)}")
     for sign, rows in (("+", prompts["newly_solved"]), ("-", prompts["newly_broken"])):
         for each in rows:
             tags = f"{each['solved_a']} → {each['solved_b']}"
@@ -155,11 +176,14 @@ def _sure(chance: float | None) -> str:
 # --- two trajectories -----------------------------------------------------------------------------------------------
 
 
-def _words(one: Opened, other: Opened, options: argparse.Namespace) -> int:
+def _words(options: argparse.Namespace) -> int:
     from rollbook.viewer.comparing import responses
 
-    uids = [uid_of(run.index, what) for run, what in zip((one, other), options.words, strict=True)]
-    texts = [next(iter(responses(run.source, [uid])))[1] for run, uid in zip((one, other), uids, strict=True)]
+    uids, texts = [], []
+    for path, name in zip((options.path, options.other or options.path), options.words, strict=True):
+        with opened(path, ids=[name]) as run:
+            uids.append(uid_of(run.index, name))
+            texts.append(next(iter(responses(run.source, uids[-1:])))[1])
     pieces = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in texts]
     changes: list[dict[str, str]] = []
     for kind, a, b, c, d in difflib.SequenceMatcher(None, pieces[0], pieces[1], autojunk=False).get_opcodes():
@@ -183,5 +207,5 @@ def _words(one: Opened, other: Opened, options: argparse.Namespace) -> int:
             if change[side]:
                 text = block(change[side])
                 made.append(styled(text, colour) if coloured() else f"[{sign}{text}{sign}]")
-    print("".join(made))
+    print("\n".join(map(wrapped, "".join(made).split("\n"))))
     return OK

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from typing import Any
 
-from rollbook.cli.opened import book_at
-from rollbook.cli.terminal import FOUND, OK, print_json, printable, size
+from rollbook.cli.opened import LEDGER, book_at
+from rollbook.cli.terminal import FOUND, OK, print_json, printable, size, wrapped
 
 
 def check(options: argparse.Namespace) -> int:
@@ -35,10 +36,10 @@ def check(options: argparse.Namespace) -> int:
 
 def _print_report(report: Any) -> None:
     for each in report.repaired:
-        print(f"repaired  {each.kind}: {printable(each.where)}: {printable(each.what)}")
+        print(wrapped(f"repaired  {each.kind}: {printable(each.where)}: {printable(each.what)}", 10))
     remedies: dict[str, str] = {}
     for each in report.findings:
-        print(f"{each.severity:9} {each.kind}: {printable(each.where)}: {printable(each.what)}")
+        print(wrapped(f"{each.severity:9} {each.kind}: {printable(each.where)}: {printable(each.what)}", 10))
         remedies.setdefault(each.kind, each.remedy)
     for title, counts, listed in (
         ("repaired", report.repairs, report.repaired),
@@ -49,7 +50,7 @@ def _print_report(report: Any) -> None:
             if rest > 0:
                 print(f"{title}: {rest} more of kind {kind}")
     for kind, remedy in remedies.items():
-        print(f"help for {kind}: {remedy}")
+        print(wrapped(f"help for {kind}: {remedy}", 2))
     if report.aside is not None:
         print(f"as it was before: {report.aside}")
     looked = f"{report.records} records, {report.media} media, {report.segments} segments, {size(report.bytes)}"
@@ -91,7 +92,7 @@ def _page(options: argparse.Namespace) -> int:
 
     if bool(options.id) == bool(options.where):
         raise ValueError("export: an HTML page shows trajectories: expected --id ID (one or more), or --where FILTER")
-    with opened(options.path, options.tokenizer) as run:
+    with opened(options.path, options.tokenizer, ids=options.id or None) as run:
         chosen: dict[str, Any] = {"filter": options.where}
         if options.id:
             groups = [i for i in options.id if run.index.query("SELECT 1 FROM samples WHERE gid = ? LIMIT 1", [i])]
@@ -121,14 +122,46 @@ def _page(options: argparse.Namespace) -> int:
 
 
 def import_(options: argparse.Namespace) -> int:
-    import rollbook
-
     if not os.path.lexists(options.source):
         raise FileNotFoundError(f"{options.source}: there is no such file")
+    path = book_at(options.path)
+    folder = os.path.abspath(os.path.expanduser(path))
+    if path == "memory:" or "://" in path or os.path.lexists(os.path.join(folder, LEDGER)):
+        done = _import_into(path, options)
+    elif os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+        raise FileExistsError(f"{path}: exists and is not a book, expected a book or a new folder")
+    else:
+        done = _import_as(folder, options)
+    if options.json:
+        print_json({name: getattr(done, name) for name in done.__slots__})
+    else:
+        print(f"admitted {done.admitted} records; {done.known} were known, of which {done.revised} got new fields")
+    return OK
+
+
+def _import_as(folder: str, options: argparse.Namespace) -> Any:
+    """Import into a new book, which appears when all of it is there."""
+    above = os.path.dirname(folder)
+    while not os.path.isdir(above):
+        above = os.path.dirname(above)
+    partial = os.path.join(above, f".{os.path.basename(folder)}.{os.urandom(8).hex()}.importing")
+    try:
+        done = _import_into(partial, options)
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return done
+
+
+def _import_into(path: str, options: argparse.Namespace) -> Any:
+    import rollbook
+
     more = {name: getattr(options, name) for name in ("table", "tokenizer") if getattr(options, name) is not None}
-    with rollbook.open(book_at(options.path)) as book:
+    with rollbook.open(path) as book:
         try:
-            done = book.import_(
+            return book.import_(
                 options.source,
                 format=options.format,
                 evaluation=options.evaluation,
@@ -139,11 +172,6 @@ def import_(options: argparse.Namespace) -> int:
             if options.tokenizer is None and str(error).startswith("tokenizer: got None"):
                 raise ValueError(f"{error}: --tokenizer PATH") from error
             raise
-    if options.json:
-        print_json({name: getattr(done, name) for name in done.__slots__})
-    else:
-        print(f"admitted {done.admitted} records; {done.known} were known, of which {done.revised} got new fields")
-    return OK
 
 
 def compact(options: argparse.Namespace) -> int:

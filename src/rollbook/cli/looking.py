@@ -8,29 +8,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from rollbook.addresses import POSTGRES
-from rollbook.cli.opened import book_at
-from rollbook.cli.terminal import OK, print_json, print_table, printable, size, styled, when
+from rollbook.cli.opened import LEDGER, book_at
+from rollbook.cli.terminal import OK, figure, print_json, print_table, printable, size, styled, when, wrapped
+from rollbook.ids import step_of
 
 
 def ls(options: argparse.Namespace) -> int:
-    """List a book's contents, the books of a folder, or the samples that meet a condition."""
+    """List a book's contents, the runs of a folder, or the samples that meet a condition."""
     if any(given is not None for given in (options.where, options.sort, options.limit)):
         return _samples(options)
-    path = options.path if _is_shared(options.path) else os.path.expanduser(options.path)
-    if _is_shared(path) or os.path.lexists(os.path.join(path, "ledger.sqlite")):
+    path = options.path if _is_shared(options.path) else book_at(os.path.expanduser(options.path))
+    if _is_shared(path) or os.path.lexists(os.path.join(path, LEDGER)):
         told = _told(path)
         if options.json:
             print_json(told)
             return OK
-        for name in ("records", "evaluation", "policy_version", "segments", "bytes", "made"):
+        for name in (*_SUMMARY, "policy_version", "segments", "bytes", "made"):
             shown = size(told[name]) if name == "bytes" and told[name] is not None else told[name]
             if shown is not None:
-                print(f"{name.replace('_', ' '):15}{printable(shown)}")
+                print(f"{name.replace('_', ' '):19}{printable(shown)}")
         if told["checkpoints"]:
-            print(f"{'checkpoints':15}{printable(', '.join(told['checkpoints']))}")
+            print(wrapped(f"{'checkpoints':19}{printable(', '.join(told['checkpoints']))}", 19))
         rows = [[each[name] for name in STATES] for each in told["consumers"]]
         if rows:
             print()
@@ -41,12 +43,12 @@ def ls(options: argparse.Namespace) -> int:
             raise FileNotFoundError(f"{path}: there is no such folder or file")
         return _rollouts(options)
     found = []
-    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-        if entry.is_dir(follow_symlinks=False) and os.path.lexists(os.path.join(entry.path, "ledger.sqlite")):
-            try:
-                found.append({"name": entry.name, **_told(entry.path)})
-            except (ValueError, OSError) as error:
-                found.append({"name": entry.name, "error": str(error)})
+    for name, book in _runs(path):
+        try:
+            found.append({"name": name, **_told(book)})
+        except (ValueError, OSError) as error:
+            denied = isinstance(error, PermissionError)
+            found.append({"name": name, "error": "permission denied" if denied else str(error)})
     if not found and any(os.scandir(path)):
         try:
             return _rollouts(options)
@@ -55,11 +57,36 @@ def ls(options: argparse.Namespace) -> int:
     if options.json:
         print_json(found)
     elif not found:
-        print("no books here")
+        print("no runs or books here")
     else:
-        rows = [[each["name"], each.get("records"), _trained(each), each.get("error")] for each in found]
-        print_table(("book", "records", "trained", ""), rows)
+        names = ("steps", "records", "reward", "evaluation_reward", "written")
+        rows = [
+            [each["name"], *(figure(each.get(name)) for name in names[:-1]), each.get("error") or each.get("written")]
+            for each in found
+        ]
+        print_table(("run", "steps", "records", "last reward", "evaluation", "written"), rows, right=range(1, 5))
     return OK
+
+
+_DEPTH = 3
+"""How many levels below a folder runs are looked for."""
+_SUMMARY = ("steps", "records", "evaluation", "reward", "evaluation_reward", "written")
+
+
+def _runs(folder: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
+    """The name and the book of each run in a folder, by name; links are not followed."""
+    with os.scandir(folder) as entries:
+        inside = sorted(each.name for each in entries if each.is_dir(follow_symlinks=False) and each.name[0] != ".")
+    for name in inside:
+        path = os.path.join(folder, name)
+        book = book_at(path)
+        if os.path.lexists(os.path.join(book, LEDGER)):
+            yield name, book
+        elif depth > 1:
+            try:
+                yield from ((f"{name}/{below}", found) for below, found in _runs(path, depth - 1))
+            except PermissionError:
+                yield name, path  # whose ledger cannot be opened either
 
 
 def _rollouts(options: argparse.Namespace) -> int:
@@ -81,7 +108,7 @@ def _rollouts(options: argparse.Namespace) -> int:
 
 def _samples(options: argparse.Namespace) -> int:
     from rollbook.cli.opened import opened
-    from rollbook.cli.terminal import figure, table, tail
+    from rollbook.cli.samples import sample_table
 
     with opened(options.path) as run:
         order, most = options.sort or "n", options.limit or 50
@@ -89,24 +116,14 @@ def _samples(options: argparse.Namespace) -> int:
     if options.json:
         print_json(found["rows"])
         return OK
-    names = ("uid", "step", "reward", "advantage", "tokens", "entropy", "kl", "status", "state", "how it ends")
-    rows = []
-    for row in found["rows"]:
-        told = [printable(row["uid"]), str(row["step"]), figure(row["reward"]), figure(row["advantage"])]
-        told += [figure(row["response_tokens"]), figure(row["entropy"]), figure(row["kl"]), row["status"]]
-        rows.append([*told, row["state"], tail(printable(row["closing"] or ""))])
-    for line in table(names, rows, right=range(1, 7)):
+    for line in sample_table(found["rows"], ("step",)):
         print(line)
-    if found["total"] > len(rows):
-        print(styled(f"{len(rows)} of {found['total']:,}; --limit N shows more", "dim"))
+    if found["total"] > len(found["rows"]):
+        print(styled(f"{len(found['rows'])} of {found['total']:,}; --limit N shows more", "dim"))
     return OK
 
 
 STATES = ("consumer", "waiting", "leased", "trained", "dropped")
-
-
-def _trained(told: dict[str, Any]) -> int | None:
-    return told["consumers"][0]["trained"] if told.get("consumers") else None
 
 
 def _is_shared(path: str) -> bool:
@@ -148,12 +165,25 @@ def _from_ledger(ledger: Any) -> dict[str, Any]:
             tallies = tx.all("SELECT consumer, state, SUM(n) FROM tallies GROUP BY 1, 2")
             names = tx.all("SELECT id, name FROM consumers ORDER BY id LIMIT 1000")
             points = [name for (name,) in tx.all("SELECT name FROM checkpoints ORDER BY event LIMIT 1000")]
+            logged = tx.all("SELECT step FROM events WHERE seq IS NULL AND kind = 'metrics' ORDER BY id DESC LIMIT 1")
+            written = tx.all("SELECT time FROM events ORDER BY id DESC LIMIT 1")
+            rewound: dict[int, int] = {}
+            if tx.all("SELECT 1 FROM events WHERE seq IS NULL AND kind = 'rewound' LIMIT 1"):
+                rewound = dict(
+                    tx.all("SELECT evaluation, COUNT(*) FROM records WHERE gone = 'rewound' GROUP BY evaluation")
+                )
+            step, reward = _last(tx, 0)
+            evaluation_reward = _last(tx, 1)[1]
     except sqlite3.Error as error:
         raise ValueError(f"the ledger cannot be read: {error}; `rollbook check` says more") from None
     count = {(consumer, state): n for consumer, state, n in tallies}
     return {
-        "records": count.get((0, "admitted"), 0),
-        "evaluation": count.get((0, "evaluation"), 0),
+        "steps": logged[0][0] if logged else step,
+        "records": count.get((0, "admitted"), 0) - rewound.get(0, 0),
+        "evaluation": count.get((0, "evaluation"), 0) - rewound.get(1, 0),
+        "reward": reward,
+        "evaluation_reward": evaluation_reward,
+        "written": when(written[0][0]) if written else None,
         "policy_version": meta.get("policy_version"),
         "made": when(meta.get("made")),
         "checkpoints": [str(name) for name in points],
@@ -166,6 +196,16 @@ def _from_ledger(ledger: Any) -> dict[str, Any]:
             for number, name in names
         ],
     }
+
+
+def _last(tx: Any, evaluation: int) -> tuple[int | None, float | None]:
+    """The training step and the mean reward of the last records, for training or for evaluation."""
+    kept = f"evaluation = {evaluation} AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+    rows = tx.all(f"SELECT batch, version_min FROM records WHERE {kept} ORDER BY seq DESC LIMIT 1")
+    if not rows:
+        return None, None
+    mean = tx.one(f"SELECT AVG(reward) FROM records WHERE batch = ? AND {kept}", (rows[0][0],))[0]
+    return step_of(*rows[0]), mean
 
 
 def sql(options: argparse.Namespace) -> int:

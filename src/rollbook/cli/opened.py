@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ LEDGER = "ledger.sqlite"
 if TYPE_CHECKING:
     from rollbook.viewer.answers import Answers
     from rollbook.viewer.index import Index
-    from rollbook.viewer.sources import Source
+    from rollbook.viewer.sources import BookSource, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,31 @@ def book_at(path: str) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: str, tokenizer: str | None = None) -> Iterator[Opened]:
-    """Open a run and index all of it."""
+def opened(
+    path: str,
+    tokenizer: str | None = None,
+    *,
+    ids: Sequence[str] | None = None,
+    spans: Callable[[BookSource], Sequence[tuple[int | None, int | None]]] | None = None,
+) -> Iterator[Opened]:
+    """Open a run and index it.
+
+    Args:
+        path: What `open_source` opens.
+        tokenizer: The path of a tokenizer, for records without text.
+        ids: Index only the groups of these records or groups, where the run is a book.
+        spans: Index only the training steps that it returns, where the run is a book.
+    """
     from rollbook.viewer.answers import Answers
     from rollbook.viewer.index import Index
-    from rollbook.viewer.sources import load, open_source
+    from rollbook.viewer.sources import BookSource, load, open_source
 
     with contextlib.closing(open_source(path, tokenizer=tokenizer)) as source, Index() as index:
+        if isinstance(source, BookSource):
+            if ids is not None:
+                source.seqs = source.seqs_of(ids)
+            elif spans is not None:
+                source.seqs = source.seqs_in(spans(source))
         load(source, index)
         yield Opened(source, index, Answers(source, index))
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shutil
+import sqlite3
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rollbook.cli.terminal import OK, UNREADABLE, WHEN, printable, use_colour
+from rollbook.cli.terminal import OK, UNREADABLE, WHEN, printable, use_colour, wrapped
 from rollbook.errors import explain_missing
 
 BOOK = "a book: its folder, or postgresql://..."
@@ -26,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     main(["ls", folder])
-    no books here
+    no runs or books here
     0
     """
     words = _joined(sys.argv[1:] if arguments is None else list(arguments))
@@ -37,20 +40,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     use_colour(options.color)
     module, _, name = options.run.partition(":")
     try:
-        status: int = getattr(importlib.import_module(f"rollbook.cli.{module}"), name)(options)
-        sys.stdout.flush()
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: _say(options, f"warning: {message}")
+            status: int = getattr(importlib.import_module(f"rollbook.cli.{module}"), name)(options)
+            sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read it has enough; Python would complain again when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, KeyError, ImportError, TimeoutError) as error:
+    except (ValueError, OSError, KeyError, ImportError, OverflowError, sqlite3.Error) as error:
         if isinstance(error, ModuleNotFoundError):
             error = explain_missing("this command", error)
-        said = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-        said = _without_secrets(said, vars(options).values())
-        print(f"rollbook {options.command}: {_one_line(said.removeprefix(f'{options.command}: '))}", file=sys.stderr)
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            text = f"{os.fsdecode(error.filename)}: {error.strerror[0].lower()}{error.strerror[1:]}"
+        else:
+            text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        _say(options, text)
         return UNREADABLE
     return status
 
@@ -64,6 +71,16 @@ def _without_secrets(text: str, arguments: Iterable[Any]) -> str:
             if isinstance(address, str) and address:
                 text = text.replace(address, redacted(address))
     return text
+
+
+def _say(options: argparse.Namespace, text: str) -> None:
+    """Print one line on the standard error, broken at words where that is a terminal."""
+    command, text = options.command, _without_secrets(text, vars(options).values())
+    text = f"rollbook {command}: {_one_line(text.removeprefix(f'{command}: '))}"
+    if sys.stderr.isatty():
+        limit = max(40, shutil.get_terminal_size().columns)
+        text = "\n".join(wrapped(line, 2, limit=limit) for line in text.split("\n"))
+    print(text, file=sys.stderr)
 
 
 def _joined(arguments: list[str]) -> list[str]:
@@ -112,16 +129,16 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
 
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """What makes a whole number of an option's text, from `least` on."""
+def _whole(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    """What makes a whole number of an option's text, from `least` to `most`: what a ledger can hold."""
 
     def made(text: str) -> int:
         try:
             found = int(text)
         except ValueError:
             found = least - 1
-        if found < least or (most is not None and found > most):
-            span = f"from {least} on" if most is None else f"from {least} to {most}"
+        if not least <= found <= most:
+            span = f"from {least} on" if found < least and most == 2**63 - 1 else f"from {least} to {most}"
             raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number {span}")
         return found
 
@@ -132,12 +149,12 @@ COMMANDS: dict[str, str] = {
     "train": "Train a model by reinforcement, or from given answers; without CONFIG, a demonstration.",
     "eval": "Evaluate a model on the held-out prompts of a configuration, or of a run and its last checkpoint.",
     "replay": "Compute a step of a run again from its book and checkpoints, and compare; status 1: it differs.",
-    "ls": "List what a book holds, or the books in a folder.",
+    "ls": "List what a run or a book holds, or the runs in a folder.",
     "show": "Show a run, a step, a group or one trajectory, its tokens coloured.",
     "view": "Open the web viewer on a run.",
     "doctor": "Say what is wrong with a run, and what to do; status 0: nothing, 1: something, 2: unreadable.",
     "diff": "Compare two spans of steps, or two runs: distributions, phrases, prompts solved and broken.",
-    "sql": "Ask a question in SQL, of experiences, events, work, leases, revisions ...",
+    "sql": "Run a SQL query over training, evaluations, metrics, events, work, leases ...",
     "history": "Tell everything that happened to one record.",
     "export": "Write records to a file or folder, or as one HTML page.",
     "import": "Bring the records of a file or folder into a book, which is made if it is new.",
@@ -194,7 +211,7 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--step", metavar="N", type=_whole(1), required=True, help="the step to compute again")
     made.add_argument("--trust", action="store_true", help="run the code that the run's config names")
 
-    made = command("ls", "looking:ls", path="a book, a folder of books, or saved rollouts")
+    made = command("ls", "looking:ls", path="a run, a book, a folder of runs, or saved rollouts")
     made.add_argument("--where", metavar="FILTER", help='list samples: such as "reward < 0.2 and truncated"')
     made.add_argument("--sort", metavar="COLUMNS", help="list samples in this order: such as -reward,length")
     made.add_argument("--limit", metavar="N", type=_whole(1), help="list so many samples (50)")
@@ -247,7 +264,9 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--words", metavar="ID", nargs=2, help="compare two trajectories word by word instead")
 
     made = command("sql", "looking:sql")
-    made.add_argument("query", metavar="QUERY", help='such as "select tid, avg(reward) from experiences group by 1"')
+    made.add_argument(
+        "query", metavar="QUERY", help='such as "select train_step, avg(reward) from training group by 1"'
+    )
     made.add_argument("--seconds", type=float, default=60.0, help="how long it may take (60)")
     made.add_argument("--memory", default="1GB", help="how much memory it may take (1GB)")
 

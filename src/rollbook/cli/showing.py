@@ -6,6 +6,7 @@ Invariant: every token is shown once and in its place, whatever is in it; colour
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.cli.opened import Opened, opened, uid_of
+from rollbook.cli.samples import sample_table
 from rollbook.cli.terminal import (
     OK,
     block,
+    broken,
     coloured,
     columns,
     cut,
@@ -27,7 +30,7 @@ from rollbook.cli.terminal import (
     spark,
     styled,
     table,
-    tail,
+    wrapped,
 )
 from rollbook.viewer.documents import LENSES, Picture, Trajectory
 
@@ -43,9 +46,12 @@ def show(options: argparse.Namespace) -> int:
         from rollbook.algorithms.registry import near
 
         raise ValueError(f"--lens: got {options.lens!r}, which is none{near(options.lens, [*LENSES, 'off'])}")
-    with opened(options.path, options.tokenizer) as run:
-        if options.what is not None and options.step is not None:
-            raise ValueError(f"show: got {options.what!r} and --step {options.step}, expected one of them")
+    if options.what is not None and options.step is not None:
+        raise ValueError(f"show: got {options.what!r} and --step {options.step}, expected one of them")
+    ids = None if options.what is None else [options.what]
+    step = options.step
+    spans = None if step is None else (lambda source: [(step, step)])
+    with opened(options.path, options.tokenizer, ids=ids, spans=spans) as run:
         alone = [f"--{name}" for name in ("raw", "tokens", "lens") if getattr(options, name)]
         groups = "SELECT 1 FROM samples WHERE gid = ? LIMIT 1"
         if alone and (options.what is None or run.index.query(groups, [options.what])):
@@ -89,7 +95,7 @@ def _run(run: Opened, options: argparse.Namespace) -> int:
         row += [percent(each[name]) for name in ("zero_variance", "truncated", "loops")]
         rows.append(row)
     print()
-    for line in table(names, rows, right=range(len(names))):
+    for line in table(names, rows, right=range(len(names)), optional=(10, 7, 6, 3, 4)):
         print(line)
     if len(steps) > 200:
         print(f"and {len(steps) - 200} earlier steps")
@@ -125,7 +131,7 @@ def _step(run: Opened, options: argparse.Namespace) -> int:
     print(
         styled(f"step {options.step}", "bold"), f"· {found['total']} groups; ■ a reward above {figure((top + low) / 2)}"
     )
-    for line in table(names, rows, right=(1, 3, 4, 5, 6)):
+    for line in table(names, rows, right=(1, 3, 4, 5, 6), optional=(6, 5, 4)):
         print(line)
     print(styled("\nrollbook show PATH GROUP lists a group's samples", "dim"))
     return OK
@@ -134,24 +140,13 @@ def _step(run: Opened, options: argparse.Namespace) -> int:
 def _group(run: Opened, options: argparse.Namespace) -> int:
     found = run.answers.group(options.what)
     if options.json:
-        print_json(found)
+        # What stands beside it is not read.
+        print_json({name: each for name, each in found.items() if name not in ("previous", "next", "timeline")})
         return OK
     print(styled(printable(found["gid"]), "bold"), f"· step {found['step']} · {len(found['rows'])} samples")
-    print(cut(printable(found["opening"]), 4 * columns()))
-    rows = []
-    for row in found["rows"]:
-        told = [printable(row["uid"]), figure(row["reward"]), figure(row["advantage"]), str(row["response_tokens"])]
-        told += [
-            figure(row["entropy"]),
-            figure(row["kl"]),
-            row["status"],
-            row["state"],
-            tail(printable(row["closing"] or "")),
-        ]
-        rows.append(told)
-    names = ("uid", "reward", "advantage", "tokens", "entropy", "kl", "status", "state", "how it ends")
+    print(wrapped(cut(printable(found["opening"]), 4 * columns())))
     print()
-    for line in table(names, rows, right=(1, 2, 3, 4, 5)):
+    for line in sample_table(found["rows"]):
         print(line)
     print(styled("\nrollbook show PATH UID shows a trajectory", "dim"))
     return OK
@@ -175,20 +170,22 @@ def _trajectory(run: Opened, uid: str, options: argparse.Namespace) -> int:
     scale = next((each["scale"] for each in told["lenses"] if each["id"] == name), None)
     buckets = None if scale is None or name is None else _buckets(one.arrays[name], name, scale)
     if name is not None and scale is not None:
-        print(f"{'lens':12}{name}: {LENSES[name].help} {_legend(scale, name)}")
+        print(wrapped(f"{'lens':12}{name}: {LENSES[name].help}", 12))
+        print(f"{'':12}{_legend(scale, name)}")
     elif why:
-        print(f"{'lens':12}{why}")
+        print(wrapped(f"{'lens':12}{why}", 12))
     kind = "diverging" if scale is not None and scale["kind"] == "diverging" else "sequential"
     if options.raw:
         print()
         print(_painted(one, 0, one.tokens, buckets, kind))
         return OK
+    wide = dataclasses.replace(one, text=broken(one.text))
     for segment in one.segments:
-        marks = [f"turn {segment.turn}", f"{segment.stop - segment.start} tokens"]
+        marks = [f"turn {segment.turn + 1}", f"{segment.stop - segment.start} tokens"]
         marks += [segment.kind] * (segment.kind != "text") + [segment.name] * bool(segment.name)
         marks += [] if segment.trained else ["not trained on"]
         print(f"\n{styled(segment.role, 'bold')} {styled('· ' + printable(' · '.join(marks)), 'dim')}")
-        print(_painted(one, segment.start, segment.stop, buckets, kind))
+        print(_painted(wide, segment.start, segment.stop, buckets, kind))
     return OK
 
 
@@ -209,11 +206,11 @@ def _header(one: Trajectory, names: Sequence[str]) -> Iterator[str]:
     }
     for name, value in lines.items():
         if value is not None and value != "":
-            yield f"{name:12}{printable(value)}"
-    for note in one.notes:
-        yield styled(f"note        {printable(note)}", "yellow")
-    if one.tokenized == "ids":
-        yield styled("note        no tokenizer is known here: --tokenizer PATH names one; these are ids", "yellow")
+            yield wrapped(f"{name:12}{printable(value)}", 12)
+    notes = [printable(note) for note in one.notes]
+    notes += ["no tokenizer is known here: --tokenizer PATH names one; these are ids"] * (one.tokenized == "ids")
+    for note in notes:
+        yield styled(wrapped(f"note        {note}", 12), "yellow")
 
 
 def _picture(one: Picture) -> str:

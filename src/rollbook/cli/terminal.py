@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -20,6 +21,7 @@ OK, FOUND, UNREADABLE = 0, 1, 2
 WHEN = ("auto", "always", "never")
 _NAMED = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 _when = "auto"
+_STYLE = re.compile("\x1b\\[[0-9;]*m")
 
 
 def use_colour(when: str) -> None:
@@ -105,29 +107,67 @@ def width(text: str) -> int:
 
 
 def cut(text: str, columns: int) -> str:
-    """The beginning of a text that fits.
+    """The beginning of a text that fits, up to a space where there is one.
 
-    >>> cut("a long one", 6)
-    'a lon…'
+    >>> cut("a long one", 8), cut("uninterrupted", 6)
+    ('a long…', 'unint…')
     """
     if width(text) <= columns:
         return text
-    kept, used = [], 1
-    for each in text:
+    end, used = 0, 1
+    for end, each in enumerate(text):  # noqa: B007
         used += width(each)
         if used > columns:
             break
-        kept.append(each)
-    return "".join(kept) + "…"
+    space = end if text[end] == " " else text.rfind(" ", 0, end)
+    return text[: space if space > 0 else end].rstrip() + "…"
 
 
 def tail(text: str, columns: int = 60) -> str:
     """The end of a text, on one line.
 
-    >>> tail("one two three", 6)
-    '…three'
+    >>> tail("one two three", 6), tail("one two three", 10)
+    ('…three', '…two three')
     """
     return text if width(text) <= columns else "…" + cut(text[::-1], columns)[:-1][::-1]
+
+
+def wrapped(text: str, indent: int = 0, *, limit: int | None = None) -> str:
+    """A line as lines that fit the terminal, broken at spaces; those after the first are indented.
+
+    >>> print(wrapped("tokens  14 of the prompt", 8, limit=18))
+    tokens  14 of the
+            prompt
+    """
+    limit = columns() if limit is None else limit
+    lines = [""]
+    for word in re.findall(r" *[^ ]+", text):
+        if lines[-1].strip() and width(_STYLE.sub("", lines[-1] + word)) > limit:
+            lines.append(" " * indent + word.lstrip(" "))
+        else:
+            lines[-1] += word
+    return "\n".join(lines)
+
+
+def broken(text: str) -> str:
+    """A text with new lines for some of its spaces, so that no line is wider than the terminal where that can be.
+
+    Each character stays in its place, for whoever counts them.
+    """
+    limit, made, start = columns(), list(text), 0
+    used, space = 0, -1
+    for at, each in enumerate(text):
+        if each == "\n":
+            used, space = 0, -1
+            continue
+        if each == " ":
+            space, start = at, used
+        used += width(block(each))
+        if used > limit and space >= 0:
+            made[space] = "\n"
+            used -= start + 1
+            space = -1
+    return "".join(made)
 
 
 def columns() -> int:
@@ -220,34 +260,79 @@ def _strict(value: Any) -> Any:
     return value
 
 
-_NARROWEST = 8
-"""A column of texts is not cut further."""
+_LONGEST_WORD = 16
+"""A column of texts is as wide as its longest word, up to this."""
 
 
 def print_table(names: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()) -> None:
-    """A table of any values (see `table`). `right`: the columns that stand at the right."""
+    """A table of any values (see `table`); columns that do not fit are named below it.
+
+    `right`: the columns that stand at the right.
+    """
     lines = [[printable(value) for value in row] for row in rows]
-    for line in table(names, lines, right=right):
+    hidden = _hidden(names, lines, right, range(len(names) - 1, 0, -1))
+    for line in table(names, lines, right=right, optional=range(len(names) - 1, 0, -1)):
         print(line)
+    if hidden:
+        print(styled(wrapped(f"not shown: {', '.join(names[i] for i in sorted(hidden))}; --json has them"), "dim"))
 
 
-def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
-    """The lines of a table of texts that are safe to print; where the terminal is too narrow, the longest texts are
-    cut, but never numbers (`right`) or the first column, which names the row."""
-    widths = [max(width(line[i]) for line in (names, *rows)) for i in range(len(names))]
-    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= columns() else 1
-    over = sum(widths) + gap * (len(widths) - 1) - columns()
-    texts = [i for i in range(1, len(widths)) if i not in right]
-    while over > 0 and (widest := max(texts, key=widths.__getitem__, default=0)) and widths[widest] > _NARROWEST:
-        others = max((widths[i] for i in texts if i != widest), default=0)
-        less = min(over, max(1, widths[widest] - max(others, _NARROWEST)))
-        widths[widest] -= less
-        over -= less
+def table(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[int] = (),
+    ends: Sequence[int] = (),
+    optional: Sequence[int] = (),
+) -> Iterator[str]:
+    """The lines of a table of texts that are safe to print.
+
+    Where the terminal is too narrow, the longest texts are cut, but never numbers (`right`) or the first column, which
+    names the row; where that is not enough, columns are left out.
+
+    Args:
+        names: The columns' names.
+        rows: Their cells.
+        right: The columns that stand at the right.
+        ends: The columns of texts whose end is shown rather than their beginning.
+        optional: The columns that may be left out, the first first; before these, those of them that say nothing.
+    """
+    hidden = _hidden(names, rows, right, optional)
+    shown = [i for i in range(len(names)) if i not in hidden]
+    widths = {i: max(width(line[i]) for line in (names, *rows)) for i in shown}
+    gap = 2 if sum(widths.values()) + 2 * (len(widths) - 1) <= columns() else 1
+    over = sum(widths.values()) + gap * (len(widths) - 1) - columns()
+    least = {i: _least(i, names, rows) for i in shown[1:] if i not in right}
+    while over > 0 and (wide := [i for i in least if widths[i] > least[i]]):
+        widest = max(wide, key=widths.__getitem__)
+        widths[widest] -= 1
+        over -= 1
     for number, line in enumerate((names, *rows)):
         cells = []
-        for i, (wide, cell) in enumerate(zip(widths, line, strict=True)):
-            shown = cut(cell, wide)
-            space = " " * (wide - width(shown))
-            cells.append(space + shown if i in right else shown + space)
+        for i in shown:
+            cell = (tail if i in ends else cut)(line[i], widths[i])
+            space = " " * (widths[i] - width(cell))
+            cells.append(space + cell if i in right else cell + space)
         text = (" " * gap).join(cells).rstrip()
         yield styled(text, "bold") if number == 0 else text
+
+
+def _least(i: int, names: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """How wide a column of texts is at least."""
+    longest = max((width(word) for row in rows for word in row[i].split(" ")), default=0)
+    return max(width(names[i]), min(longest, _LONGEST_WORD))
+
+
+def _hidden(
+    names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int], optional: Sequence[int]
+) -> set[int]:
+    """The columns that are left out for the others to fit."""
+    widths = [max(width(line[i]) for line in (names, *rows)) for i in range(len(names))]
+    needed = [wide if i == 0 or i in right else min(wide, _least(i, names, rows)) for i, wide in enumerate(widths)]
+    empty = [i for i in optional if all(row[i] in ("", "-") for row in rows)]
+    hidden: set[int] = set()
+    for i in (*empty, *optional):
+        if sum(needed[j] + 1 for j in range(len(names)) if j not in hidden) - 1 <= columns():
+            break
+        hidden.add(i)
+    return hidden

@@ -9,7 +9,7 @@ import argparse
 import os
 from typing import Any
 
-from rollbook.cli.terminal import OK, columns, print_json, printable, styled, table
+from rollbook.cli.terminal import OK, columns, print_json, printable, styled, table, wrapped
 
 _STYLES = {"high": "red", "medium": "yellow", "low": "blue"}
 
@@ -53,9 +53,10 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         for line in lines(diagnosis, width=min(columns(), 120), verbose=options.verbose):
             first = line.split(" ", 1)[0]
-            print(styled(line, "bold", _STYLES[first]) if first in _STYLES else line)
+            text = wrapped(line, len(line) - len(line.lstrip(" ")) + 2)
+            print(styled(text, "bold", _STYLES[first]) if first in _STYLES else text)
         if not diagnosis.records and not options.evaluation:
-            print("\nThere are no records for training here; --evaluation examines those for evaluation.")
+            print(wrapped("\nThere are no records for training here; --evaluation examines those for evaluation."))
     return diagnosis.status(options.fail_on)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollbook.paths import check_regular
 from rollbook.rollout.pictures import MARKS, data_url, inner, load_image, load_picture, source
 from rollbook.rollout.types import Prompt
 
@@ -152,6 +153,7 @@ def _bytes(name: str, given: Any, expected: str) -> bytes:
     if isinstance(given, (bytes, bytearray, memoryview)):
         return bytes(given)
     if isinstance(given, (str, os.PathLike)):
+        check_regular(given)
         try:
             return Path(given).read_bytes()
         except OSError as error:

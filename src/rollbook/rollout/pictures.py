@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from rollbook.paths import check_regular
+
 SOURCES = ("image", "bytes", "path", "url", "image_url", "video")
 """Where a mapping, or a part of a message, may have an image or a video. Bytes come before a path: datasets of images
 give both, and the path is then a name without a file."""
@@ -80,6 +82,7 @@ def encoded(name: str, given: Any) -> bytes | None:
     """
     given = _held(name, given)
     if isinstance(given, Path):
+        check_regular(given)
         try:
             return given.read_bytes()
         except OSError as error:

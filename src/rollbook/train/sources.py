@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.book.transfer.rows import MAX_ROW_BYTES
+from rollbook.paths import check_regular
 
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _KINDS = (*_LINES, ".json", ".parquet")
@@ -61,6 +62,7 @@ def read(
 
 def _of_files(files: list[Path], columns: set[str] | None) -> Placed:
     for file in files:
+        check_regular(file)
         part = f"{file.name}, " if len(files) > 1 else ""
         rows = _parquet(file, columns) if file.suffix == ".parquet" else _json(file)
         for place, row in rows:

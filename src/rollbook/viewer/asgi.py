@@ -33,7 +33,7 @@ def asgi_app(
     tokenizer: Any = None,
     annotate: bool = False,
 ) -> AsgiViewer:
-    """An application that shows `path`. `uvicorn my_module:app` serves it, where `app = asgi_app("runs/demo", ...)`.
+    """An application that shows `path`. `uvicorn my_module:app` serves it, where `app = asgi_app("runs/letters", ...)`.
 
     `token` None: whoever mounts it lets nobody in whom it should not. `port`: where the server listens, and
     `trusted_hosts`: the names under which browsers see it ("viewer.example", "viewer.example:8443"); a request for

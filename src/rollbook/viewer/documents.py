@@ -6,7 +6,6 @@ recorded is absent, never zero.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -221,20 +220,6 @@ LENSES: dict[str, Lens] = {
     )
 }
 """The lenses in the order of their keys. `version` shows `Trajectory.versions`; all others an array."""
-
-_NUMBER = re.compile(r"([0-9]{1,15})$")
-
-
-def step_of(batch: int | str, version: int | None) -> int:
-    """The training step of a record: the number its id's batch ends in, else its oldest policy version, else 0.
-
-    >>> step_of(137, None), step_of("train/137", 5), step_of("warmup", 5), step_of("", None)
-    (137, 137, 5, 0)
-    """
-    found = _NUMBER.search(str(batch))
-    if found:
-        return int(found[1])
-    return 0 if version is None else max(int(version), 0)
 
 
 def prompt_hash(ids: Any, text: str = "") -> str:

@@ -18,9 +18,9 @@ from rollbook.book.book import TRAIN
 from rollbook.book.errors import BookError
 from rollbook.book.ledger import Transaction, chunks, parsed
 from rollbook.errors import WireError
+from rollbook.ids import step_of
 from rollbook.viewer import measures
 from rollbook.viewer.bulk import READ, Bulk, columns_of
-from rollbook.viewer.documents import step_of
 from rollbook.viewer.index import VOID, Index
 from rollbook.viewer.records import Reader
 
@@ -54,6 +54,12 @@ _BLANK = {"opening": "", "closing": "", "parts": "{}", "kept": None, "measured":
 class Follower:
     """Keeps an index in step with one book.
 
+    Args:
+        book: The book to follow.
+        index: The index to fill.
+        reader: Reads the book's records.
+        seqs: The records to read, once, by number; by default all, and whatever comes later.
+
     >>> import rollbook
     >>> book = rollbook.open("memory:")
     >>> _ = book.append([rollbook.Experience(eid={"batch": 3, "task": 1}, tokens=[1, 2, 3], reward=1.0)])
@@ -66,8 +72,9 @@ class Follower:
     >>> index.close()
     """
 
-    def __init__(self, book: Book, index: Index, reader: Reader) -> None:
+    def __init__(self, book: Book, index: Index, reader: Reader, seqs: Sequence[int] | None = None) -> None:
         self.book = book
+        self._left = seqs
         self.index = index
         self.reader = reader
         self.problems: list[str] = []
@@ -103,9 +110,16 @@ class Follower:
                 # What happens from here on is met as events; all before is in the rows.
                 self._event = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
                 self._highs.read(tx, 0, self._event)
+                if self._left is not None:
+                    self._highs.read_records(tx)
             if not self._seq:  # also after a rewind, which may take all training back
                 trained = tx.one("SELECT SUM(n) FROM tallies WHERE consumer = ? AND state = 'trained'", (consumer,))
                 self._trains = bool(trained and trained[0])
+            if self._left is not None:
+                part, self._left = self._left[:AT_ONCE], self._left[AT_ONCE:]
+                rows = self._rows_of(tx, part, consumer)
+                self.index.put(rows)
+                return bool(rows)
             found = tx.all(
                 f"SELECT {_READ}, work.state, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
                 "AND work.seq = records.seq WHERE records.seq > ? ORDER BY records.seq LIMIT ?",
@@ -154,16 +168,7 @@ class Follower:
                 return [], None, last
             if seq is not None and seq <= self._seq and (whose in (None, consumer)):
                 kinds.setdefault(seq, set()).add(kind)
-        found: list[Any] = []
-        happened: list[Any] = []
-        for marks, part in chunks(sorted(kinds)):
-            found += tx.all(
-                f"SELECT {_READ}, work.state, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
-                f"AND work.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
-                (consumer, *part),
-            )
-            happened += tx.all(f"{_HAPPENED} seq IN ({marks}) ORDER BY id", part)
-        rows = self._rows(found, happened, consumer)
+        rows = self._rows_of(tx, sorted(kinds), consumer)
         other = {seq for seq, met in kinds.items() if not met.isdisjoint((*_CHANGES, *_GOES))}
         for row in rows:
             if row["n"] in other and row["gone"] is None:
@@ -178,6 +183,19 @@ class Follower:
             self._trains = True
             waiting = self.index.query("SELECT n FROM samples WHERE state IN ('waiting', 'leased')")
             self.index.put({"n": n, "lag": None, "moment": None} for (n,) in waiting)
+
+    def _rows_of(self, tx: Transaction, seqs: Sequence[int], consumer: int) -> list[dict[str, Any]]:
+        """Rows of `samples` of some records."""
+        found: list[Any] = []
+        happened: list[Any] = []
+        for marks, part in chunks(seqs):
+            found += tx.all(
+                f"SELECT {_READ}, work.state, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
+                f"AND work.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
+                (consumer, *part),
+            )
+            happened += tx.all(f"{_HAPPENED} seq IN ({marks}) ORDER BY id", part)
+        return self._rows(found, happened, consumer)
 
     def _rows(self, found: Iterable[Any], happened: Iterable[Any], consumer: int) -> list[dict[str, Any]]:
         """Rows of `samples`, as far as the ledger knows them."""
@@ -302,6 +320,21 @@ class _Highs:
         if version > self._top:
             self._top = version
             self._add(event, version, -1)
+
+    def read_records(self, tx: Transaction) -> None:
+        """The first record of each version, of which a few are among many records."""
+        firsts = tx.all(
+            "SELECT MIN(seq), version_max FROM records WHERE version_max IS NOT NULL GROUP BY version_max ORDER BY 1"
+        )
+        came: dict[int, int] = {}
+        for marks, part in chunks([seq for seq, _ in firsts]):
+            came |= {
+                seq: event
+                for event, seq, kind, *_ in tx.all(f"{_HAPPENED} seq IN ({marks}) ORDER BY id", part)
+                if kind in ("admitted", "recovered")
+            }
+        for seq, version in firsts:
+            self.see(came.get(seq, 0), version)
 
     def read(self, tx: Transaction, after: int, last: int) -> None:
         """What was announced, and what a rewind took back, among some events."""

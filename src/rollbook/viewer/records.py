@@ -23,9 +23,9 @@ from rollbook.columns import texts
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
 from rollbook.fields import DTYPES, FIELDS, owner
-from rollbook.ids import EID
+from rollbook.ids import EID, step_of
 from rollbook.ragged import Ragged, check_shape
-from rollbook.viewer.documents import Trajectory, derive, prompt_hash, step_of
+from rollbook.viewer.documents import Trajectory, derive, prompt_hash
 from rollbook.viewer.measures import declared_in, parts_of, status_of
 from rollbook.viewer.pictures import Album, Looked, Reference, place
 from rollbook.viewer.plain import plain

@@ -43,7 +43,7 @@ class Server:
     the path of a Unix socket, instead of an address. `host` other than this machine's loopback wants a `token`, or
     `unsafe_allow_unauthenticated`, with which everybody who can reach the port sees everything.
 
-    >>> Server("runs/demo", host="0.0.0.0")  # doctest: +ELLIPSIS
+    >>> Server("runs/letters", host="0.0.0.0")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     ValueError: host: got '0.0.0.0', which other machines can reach: expected a token with it ...

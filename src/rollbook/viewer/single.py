@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
 from rollbook.algorithms.registry import choice
+from rollbook.paths import check_regular
 from rollbook.viewer.bundle import page_script, page_style
 from rollbook.viewer.documents import KINDS, LENSES, ROLES, STATUSES, Trajectory
 from rollbook.viewer.frames import encode
@@ -139,6 +140,7 @@ def export_html(
 
 def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, **options: Any) -> Exported:
     """As `export_html`, written to `path`: all of it, or nothing changes there."""
+    check_regular(path)
     made = export_html(source, answers, **options)
     folder = os.path.dirname(os.path.abspath(os.fspath(path)))
     handle, name = tempfile.mkstemp(prefix=".rollbook-", suffix=".html", dir=folder)

@@ -17,11 +17,15 @@ from rollbook import columns as physical
 from rollbook.addresses import POSTGRES, redacted
 from rollbook.book.book import Book
 from rollbook.book.errors import BookError
+from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.naming import uids_of
 from rollbook.book.opening import LEDGER
 from rollbook.book.opening import open as open_book
 from rollbook.book.reading import numbers_of
 from rollbook.fields import FIELDS
+from rollbook.ids import step_of
+from rollbook.paths import check_regular
+from rollbook.progress import Progress
 from rollbook.ragged import Ragged
 from rollbook.viewer.bulk import columns_of
 from rollbook.viewer.following import Follower
@@ -96,6 +100,8 @@ class BookSource:
     """
 
     kind = "book"
+    seqs: list[int] | None = None
+    """The records that an index gets, by number; `None`: all, and whatever comes later."""
     _follower: Follower | None = None
 
     def __init__(self, book: Book, *, vocabulary: Vocabulary | None = None, name: str | None = None) -> None:
@@ -117,6 +123,51 @@ class BookSource:
         """The numbers that were logged for each step, as `Book.metrics`."""
         return self.book.metrics()
 
+    def seqs_of(self, ids: Sequence[str]) -> list[int]:
+        """The records of groups, or of the groups of records, by the whole id or its beginning.
+
+        Of a beginning that many ids have in common, the first few.
+        """
+        gids: dict[str, None] = {}
+        with self.book.ledger.read() as tx:
+            for name in ids:
+                if tx.all("SELECT 1 FROM records WHERE gid = ? LIMIT 1", (name,)):
+                    gids[name] = None
+                    continue
+                for start in (f"{name}/", name):
+                    found = tx.all(
+                        "SELECT gid FROM records WHERE uid >= ? AND uid < ? ORDER BY uid LIMIT 9",
+                        (start, f"{start}\U0010ffff"),
+                    )
+                    gids |= dict.fromkeys(gid for (gid,) in found)
+                    if found:
+                        break
+            return _seqs(tx, "gid", list(gids))
+
+    def steps(self) -> list[int]:
+        """The training steps that there are records for training of."""
+        with self.book.ledger.read() as tx:
+            found = tx.all(
+                "SELECT DISTINCT batch, version_min FROM records "
+                "WHERE evaluation = 0 AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+            )
+        return sorted({step_of(batch, version) for batch, version in found})
+
+    def seqs_in(self, spans: Sequence[tuple[int | None, int | None]]) -> list[int]:
+        """The records of the training steps in some spans, from the first to the last; `None`: without an end."""
+        with self.book.ledger.read() as tx:
+            batches = [batch for (batch,) in tx.all("SELECT DISTINCT batch FROM records")]
+            numbered = [batch for batch in batches if step_of(batch, None) == step_of(batch, 1)]
+            inside = [batch for batch in numbered if _within(step_of(batch, None), spans)]
+            seqs = _seqs(tx, "batch", inside)
+            for marks, part in chunks(sorted({*batches}.difference(numbered))):
+                seqs += [
+                    seq
+                    for seq, version in tx.all(f"SELECT seq, version_min FROM records WHERE batch IN ({marks})", part)
+                    if _within(step_of("", version), spans)
+                ]
+        return sorted(seqs)
+
     @property
     def problems(self) -> list[str]:
         """What could not be read, as far as it was tried."""
@@ -125,7 +176,7 @@ class BookSource:
     def refresh(self, index: Index) -> set[int] | None:
         """See `Source`; works for about half a second at a time."""
         if self._follower is None or self._follower.index is not index:
-            self._follower = Follower(self.book, index, self.reader)
+            self._follower = Follower(self.book, index, self.reader, self.seqs)
         return self._follower.refresh()
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
@@ -239,6 +290,18 @@ class StartingSource(BookSource):
             super().close()
 
 
+def _seqs(tx: Transaction, column: str, values: Sequence[str]) -> list[int]:
+    return sorted(
+        seq
+        for marks, part in chunks(values)
+        for (seq,) in tx.all(f"SELECT seq FROM records WHERE {column} IN ({marks})", part)
+    )
+
+
+def _within(step: int, spans: Sequence[tuple[int | None, int | None]]) -> bool:
+    return any((first is None or step >= first) and (last is None or step <= last) for first, last in spans)
+
+
 def named(url: str) -> str:
     """What a run is called: the last part of its address."""
     if "://" in url:
@@ -275,6 +338,7 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None, s
     place = Path(os.path.expanduser(address))
     if not os.path.lexists(place):
         raise FileNotFoundError(f"path: there is nothing at {redacted(address)!r}")
+    check_regular(place)
     if place.name == LEDGER and place.is_file():
         place = place.parent
     if (place / LEDGER).exists():
@@ -330,9 +394,11 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
 
 
 def load(source: Source, index: Index) -> None:
-    """Bring an index up to date with what a source has now."""
-    while source.refresh(index):
-        pass
+    """Bring an index up to date with what a source has now; a bar on a terminal says how far that is."""
+    with Progress("reading", 0, after=1.0) as bar:
+        while source.refresh(index):
+            bar.total, done = index.query("SELECT COUNT(*), COALESCE(SUM(measured), 0) FROM samples")[0]
+            bar.advance(done - bar.done)
     index.settle()
 
 

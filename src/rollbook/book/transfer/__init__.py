@@ -27,6 +27,7 @@ from rollbook.book.transfer.rows import MAX_ROW_BYTES, Errors, Report, Skipped, 
 from rollbook.book.transfer.trinity_sqlite import tables
 from rollbook.experiences import Experiences
 from rollbook.files import FOLDER, make_private
+from rollbook.paths import check_regular
 
 _READERS: dict[str, Callable[..., Iterator[Experiences]]] = {
     "parquet": native.read_parquet,
@@ -92,6 +93,8 @@ def read(
         raise ValueError(f"path: got a {type(path).__name__}, expected a path for format {name!r}")
     if isinstance(where, str) and not os.path.exists(where):
         raise FileNotFoundError(f"path: {where!r} does not exist")
+    if isinstance(where, str):
+        check_regular(where)
     choice("on_error", on_error, ("raise", "skip"))
     rows = whole_number("batch_rows", batch_rows, 1)
     reader = _READERS[name]
@@ -127,6 +130,7 @@ def write(
     _check(writer, name, options)
     if not switch("overwrite", overwrite) and os.path.lexists(final):
         raise FileExistsError(f"path: {final!r} exists; overwrite=True replaces it")
+    check_regular(final)
     if os.path.isdir(final) and not (name == "hf" and is_saved_dataset(final)):
         # Whatever is in it would go with it.
         raise FileExistsError(f"path: {final!r} is a folder and no saved dataset; it is not replaced")

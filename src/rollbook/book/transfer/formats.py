@@ -13,6 +13,7 @@ from rollbook.algorithms.registry import near
 from rollbook.book.transfer.rows import MAX_ROW_BYTES, files, json_object, lines
 from rollbook.book.transfer.trinity_sqlite import tables
 from rollbook.errors import WireError
+from rollbook.paths import check_regular
 from rollbook.trxp import MAGIC as TRXP
 from rollbook.wire import MAGIC as FRAME
 
@@ -70,6 +71,7 @@ def guess(path: Any) -> str:
             return "hf"
         raise ValueError(f"path: got a {type(path).__name__}, expected a path or a datasets.Dataset")
     name = os.fspath(path)
+    check_regular(name)
     if not os.path.isdir(name):
         return _of_file(name)
     if is_saved_dataset(name):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollbook.paths import check_regular
 from rollbook.train.config.kinds import ConfigError, Kind, Listing, Nullable, Section, Table, Text, section_in
 from rollbook.train.config.reading import Document, Place, argument, read_file
 from rollbook.train.config.schema import Config
@@ -55,6 +56,7 @@ def effective(config: str | Path | None = None, overrides: Sequence[str] = ()) -
 def _find(name: str | Path, beside: Path | None) -> Path:
     """The file that a name stands for: a path (relative to the folder `beside`), else a recipe's name."""
     path = Path(name).expanduser() if beside is None else beside / Path(name).expanduser()
+    check_regular(path)
     if path.suffix in _ENDINGS or path.is_file():
         if not path.is_file():
             raise ConfigError(str(path), "there is no such file")

@@ -22,9 +22,9 @@ Every key of `rollbook train`. This page is made from the code (`python -m rollb
 
 ```sh
 rollbook train                                       # the embedded recipe
-rollbook train my.yaml                               # a file: YAML or TOML
-rollbook train my.yaml optimizer.lr=1e-5 seed=3      # with changes
-rollbook train my.yaml --show-config                 # all of it, defaults included; itself a file that can be run
+rollbook train letters --show-config > my.yaml       # all of it, defaults included: itself a file that can be run
+rollbook train my.yaml --out runs/mine               # a file: YAML or TOML
+rollbook train my.yaml optimizer.lr=1e-4 seed=3 --out runs/slow      # with changes
 ```
 
 A file has the sections below, and only what differs from the defaults:

@@ -4,15 +4,16 @@
 import { count, el, empty, emptyState, number, plural, visible } from "../dom.js";
 
 const sqlExamples = [
-  ["Reward by step", "select batch::int as step, count(*) as n, round(avg(reward), 3) as reward,\n       round(avg(response_tokens), 1) as tokens\nfrom experiences\nwhere not evaluation\ngroup by all\norder by step desc"],
-  ["Truncated but rewarded", "select uid, gid, batch as step, round(reward, 3) as reward, response_tokens\nfrom experiences\nwhere finish_reason = 'length' and reward > 0.5\norder by reward desc"],
-  ["Parts of the reward", "select batch::int as step,\n       round(avg((metrics->>'accuracy')::double), 3) as accuracy,\n       round(avg((metrics->>'format')::double), 3) as format\nfrom experiences\ngroup by all\norder by step"],
-  ["Groups without spread", "select gid, count(*) as n, avg(reward) as reward\nfrom experiences\nwhere not evaluation\ngroup by gid\nhaving count(*) > 1 and max(reward) - min(reward) < 1e-6\norder by gid"],
+  ["Reward by step", "select train_step, count(*) as n, round(avg(reward), 3) as reward,\n       round(avg(response_tokens), 1) as tokens\nfrom training\ngroup by all\norder by train_step desc"],
+  ["Truncated but rewarded", "select uid, gid, train_step, round(reward, 3) as reward, response_tokens\nfrom experiences\nwhere finish_reason = 'length' and reward > 0.5\norder by reward desc"],
+  ["Parts of the reward", "select train_step,\n       round(avg((metrics->>'accuracy')::double), 3) as accuracy,\n       round(avg((metrics->>'format')::double), 3) as format\nfrom training\ngroup by all\norder by train_step"],
+  ["Groups without spread", "select gid, count(*) as n, avg(reward) as reward\nfrom training\ngroup by gid\nhaving count(*) > 1 and max(reward) - min(reward) < 1e-6\norder by gid"],
   ["Tokens of highest entropy", "select uid, unnest(entropy) as entropy, generate_subscripts(entropy, 1) - 1 as place\nfrom experiences\norder by entropy desc\nlimit 50"],
   ["What became of records", "select kind, reason, count(*) as n\nfrom ledger\ngroup by all\norder by n desc"],
 ];
 const sqlTables = [
-  ["experiences", "a row a record: uid, gid, batch, task, run, reward, response_tokens, finish_reason, metrics and info (JSON), tokens, logprobs, entropy and advantages (lists)"],
+  ["training, evaluations", "a row a record: uid, gid, train_step, task, run, reward, response_tokens, finish_reason, metrics and info (JSON), tokens, logprobs, entropy and advantages (lists)"],
+  ["metrics", "a row a number: train_step, name, value"],
   ["ledger", "a row an event: time, uid, kind, reason, consumer, step"],
   ["work", "how far each consumer is with each record"],
   ["leases", "who held what, and until when"],
