@@ -37,8 +37,6 @@ class Whole:
 
     def __init__(self, batches: Sequence[ExperienceBatch]) -> None:
         self.batches = list(batches)
-        if not self.batches:
-            raise ValueError("experiences: got none, expected at least one batch")
         self.sizes = [_count(batch) for batch in self.batches]
 
     @cached_property
@@ -63,6 +61,8 @@ class Whole:
             rows = _cut(value, spans)
             parts.append(rows.values)
             lengths += rows.lengths
+        if not parts:
+            return Rows(torch.zeros(0, dtype=torch.bool if name == "action_mask" else torch.float32), [])
         return Rows(torch.cat(parts), lengths)
 
     def of_each(self, find: Callable[[ExperienceBatch], Any]) -> Rows:
@@ -72,15 +72,30 @@ class Whole:
 
     def put(self, name: str, rows: Rows) -> None:
         """Give each batch its rows of a response-axis field (`extras.NAME` for one that a batch has no name for)."""
-        at = 0
+        for batch, value in zip(self.batches, self.laid_out(rows), strict=True):
+            _set_field(batch, name, value)
+
+    def laid_out(self, rows: Rows) -> list[Any]:
+        """A response-axis column as each batch has its own fields: (B, A), 0 on padding, or `Rows` of a packed one."""
+        parts: list[Any] = []
+        offsets, at = rows.offsets.tolist(), 0
         for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
-            lengths = rows.lengths[at : at + size]
-            offsets = rows.offsets
-            values = rows.values[int(offsets[at]) : int(offsets[at + size])]
-            home = _device(batch)
-            made: Any = Rows(values.to(home), lengths) if spans is None else spans.pad(values.to(home), 0)
-            _set_field(batch, name, made)
+            values = rows.values[offsets[at] : offsets[at + size]].to(_device(batch))
+            parts.append(Rows(values, rows.lengths[at : at + size]) if spans is None else spans.pad(values, 0))
             at += size
+        return parts
+
+    def gathered(self, name: str, parts: Sequence[Any]) -> Rows:
+        """The inverse of `laid_out`, for what a function `name` returned for each batch."""
+        columns = []
+        for i, (part, spans, size) in enumerate(zip(parts, self._spans, self.sizes, strict=True)):
+            if spans is None:
+                if not isinstance(part, list) or len(part) != size:
+                    raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected {size} 1-D tensors")
+            elif not isinstance(part, torch.Tensor) or part.shape != (size, spans.width):
+                raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected [{size}, {spans.width}]")
+            columns.append(_cut(part, spans))
+        return Rows(row for column in columns for row in column)
 
     # --- per row ------------------------------------------------------------------------------------------------
 
@@ -97,7 +112,7 @@ class Whole:
                     f"experiences[{i}].info[{key!r}]: got {len(part)} numbers, expected {self.sizes[i]}, one a sample"
                 )
             parts.append(part)
-        return torch.cat(parts)
+        return torch.cat(parts) if parts else torch.zeros(0)
 
     def put_numbers(self, key: str, values: torch.Tensor) -> None:
         """Give each batch its rows' numbers in `info`."""
@@ -106,7 +121,7 @@ class Whole:
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """[N] numbers cut as the rows are."""
-        return list(torch.split(values, self.sizes))
+        return list(torch.split(values, self.sizes)) if self.sizes else []
 
     def entries(self, key: str) -> list[Any] | None:
         """[N] What `info` holds for each row, `None` if no batch has it."""
@@ -144,6 +159,10 @@ class Whole:
         """[N] Which run each row is of; `None` without ids, where each row is one."""
         ids = self.ids()
         return None if ids is None else [run_id(eid) for eid in ids]
+
+
+def _described(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _cut(value: Any, spans: Spans | None) -> Rows:
