@@ -15,6 +15,7 @@ import torch
 
 from rollbook import items as buffer_items
 from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch
+from rollbook.buffer_item import peek
 from rollbook.jagged import Spans, lengths_of
 from rollbook.layouts import check_layout, packed, padded
 from rollbook.media import SHARED, Pool, carries_media
@@ -66,9 +67,10 @@ def split_experience_batch(
 ) -> list[BufferItem]:
     """One item for each sample of a batch, nothing lost, each on memory of its own.
 
-    Items of a padded batch are as wide as it is; `unpad=True` gives what `remove_padding_in_sequences` makes of them,
-    in one pass. One-element entries of `info` become Python numbers, dicts are split by key. Media with the same
-    content are one object in all items that are alive (or, with a `rollbook.media.Pool`, in all that came through it).
+    Items of a padded batch are as wide as it is (padding is read from the batch, what is attended is copied);
+    `unpad=True` gives what `remove_padding_in_sequences` makes of them. One-element entries of `info` become Python
+    numbers, dicts are split by key. Media with the same content are one object in all items that are alive (or, with a
+    `rollbook.media.Pool`, in all that came through it).
 
     >>> batch = ExperienceBatch(torch.tensor([[0, 7, 8], [4, 5, 6]]), torch.tensor([[-1.0], [-2.0]]), *[None] * 4,
     ...                         torch.tensor([[0, 1, 1], [1, 1, 1]]), None, {"reward": torch.tensor([1.0, 0.0])})
@@ -95,7 +97,7 @@ def remove_padding_in_sequences(items: Sequence[BufferItem]) -> list[BufferItem]
     >>> bare.sequences.tolist(), bare.action_mask.tolist()
     ([1, 2, 3], [1, 0, 1])
     """
-    return [buffer_items.unpadded_item(i, item) for i, item in enumerate(items)]
+    return buffer_items.without_padding(items)
 
 
 def make_experience_batch(
@@ -122,12 +124,12 @@ def make_experience_batch(
         if batch is not None:
             return batch
     else:
-        given = buffer_items.padding_removed(given)
+        given = list(buffer_items.padding_removed(given))
     sheet = buffer_items.sheet_of_items(given)
     if packing_samples:
         return packed(sheet)
     batch = padded(sheet, pad_token_id, layout)
-    starts = [item.__dict__.get("action_start", 0) for item in given]
+    starts = [peek(item.__dict__, "action_start") for item in given]
     if any(starts):
         # Items that were split with their padding still have it.
         batch.action_starts = torch.tensor(starts) + (0 if batch.action_starts is None else batch.action_starts)
@@ -206,39 +208,36 @@ class NaiveReplayBuffer:
     def normalize(self, attribute: str, strategy: Any = None) -> None:
         """Shift and scale a response-axis field to mean 0 and variance 1 over the actions of all samples.
 
-        Masked slots count for nothing and are left alone. `strategy.all_reduce(tensor, "sum")` joins the statistics of
-        all ranks.
+        Masked slots do not count, and become 0. `strategy.all_reduce(tensor, "sum")` joins the statistics of all ranks.
         """
-        values = []
+        rows, masks = [], []
         for i, item in enumerate(self.items):
-            value = getattr(item, attribute, None)
+            value = buffer_items.read(item, attribute)
             if not isinstance(value, torch.Tensor):
                 raise ValueError(
                     f"attribute: got {attribute!r}, expected a tensor that every item has; items[{i}] lacks it"
                 )
-            mask = item.action_mask
-            kept = torch.ones_like(value, dtype=torch.bool) if mask is None else mask.bool()
-            if kept.shape != value.shape:
+            mask = buffer_items.read(item, "action_mask")
+            mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask != 0
+            if mask.shape != value.shape:
                 raise ValueError(
                     f"attribute: got {attribute!r} with shape {list(value.shape)} in items[{i}], expected "
-                    f"{list(kept.shape)}, as its action_mask has"
+                    f"{list(mask.shape)}, as its action_mask has"
                 )
-            values.append((value, kept))
-        device = values[0][0].device if values else "cpu"
-        sums = torch.zeros(3, dtype=torch.float64, device=device)
-        for value, kept in values:
-            chosen = value[kept].double()
-            sums += torch.stack([chosen.sum(), (chosen * 0 + 1).sum(), chosen.square().sum()])
+            rows.append(value)
+            masks.append(mask)
+        values = torch.cat(rows).double() if rows else torch.zeros(0, dtype=torch.float64)
+        mask = torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool)
+        actions = values[mask]
+        sums = torch.stack([actions.sum(), mask.sum().double(), actions.square().sum()])
         if strategy is not None:
             sums = strategy.all_reduce(sums, "sum")
         total, count, squares = sums.tolist()
-        if not count:
-            return
-        mean = total / count
-        spread = max(squares / count - mean**2, 1e-8) ** -0.5
-        for item, (value, kept) in zip(self.items, values, strict=True):
-            changed = torch.where(kept, ((value.double() - mean) * spread).to(value.dtype), value)
-            setattr(item, attribute, changed)
+        mean = total / count if count else 0.0
+        scale = max(squares / count - mean**2, 1e-8) ** -0.5 if count else 0.0
+        normalized = torch.where(mask, (values - mean) * scale, 0.0)
+        parts = torch.split(normalized, [len(row) for row in rows]) if rows else ()
+        buffer_items.assign(self.items, attribute, [part.to(row.dtype) for part, row in zip(parts, rows, strict=True)])
 
     def clear(self) -> None:
         """Forget everything."""
