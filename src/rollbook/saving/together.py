@@ -44,7 +44,7 @@ class Rendezvous:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
-        store, group = _get_default_store(), dist.get_process_group_ranks(ranks.group)  # type: ignore[no-untyped-call]
+        store, group = _get_default_store(), dist.get_process_group_ranks(ranks.group)
         number = self._calls[prefix, step] = self._calls.get((prefix, step), -1) + 1
         named = repr((self.folder, prefix, step, number, group)).encode()
         key = f"rollbook/save/{hashlib.blake2b(named, digest_size=16).hexdigest()}"
