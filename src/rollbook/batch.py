@@ -136,12 +136,13 @@ class ExperienceBatch(Movable):
 
     def _own_origin(self) -> None:
         """Have an origin of one's own: of what `dataclasses.replace` changed, the other batch's says nothing."""
-        given = self.__dict__["origin"]
-        other = given.batch() if given.batch is not None else None
-        mine = self.__dict__["origin"] = given.copy()
-        for name, value in self.__dict__.items():
-            if other is not None and name != "origin" and other.__dict__.get(name) is not value:
-                mine.forget(name)
+        mine = self.__dict__["origin"]
+        if mine.batch is not None:
+            other = mine.batch()
+            mine = self.__dict__["origin"] = mine.copy()
+            for name, value in self.__dict__.items():
+                if other is not None and name != "origin" and other.__dict__.get(name) is not value:
+                    mine.forget(name)
         mine.batch = weakref.ref(self)
 
     @classmethod

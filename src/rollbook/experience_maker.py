@@ -347,25 +347,24 @@ class NaiveExperienceMaker:
     def _pass(self, batches: Sequence[Experience]) -> None:
         """Have the models say what they have to say of every token, and measure the KL."""
         with self._bar("log-probs", 1 if not self.passes.models else len(self.passes.models)) as bar:
-            self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
-        for batch in batches:
-            self._measure_kl(batch)
+            whole = self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
+        self._measure_kl(whole)
         for model in (self.actor, self.critic):
             if _trains(model):
                 model.train()
 
-    def _measure_kl(self, batch: Experience) -> None:
+    def _measure_kl(self, whole: Whole) -> None:
         """The KL of each token, 0 on what does not count, and its mean over each row's actions."""
-        ours, base, mask = batch.action_log_probs, batch.base_action_log_probs, batch.action_mask
+        mask = whole.rows("action_mask")
+        if mask is None:
+            raise ValueError("action_mask: got none, and no other response-axis field, expected one")
+        ours, base = whole.rows("action_log_probs"), whole.rows("base_action_log_probs")
         if ours is not None and base is not None:
-            kl = token_kl(ours, base, mask, estimator=self.config.kl_estimator)
-        elif isinstance(mask, Rows):
-            kl = mask.apply(lambda values: values.new_zeros(len(values), dtype=torch.float32))
+            kl: Rows = token_kl(ours, base, mask, estimator=self.config.kl_estimator)
         else:
-            kl = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        batch.kl = kl
-        means = [masked_mean(row, part) for row, part in zip(kl, mask, strict=True)]
-        batch.info = {"kl": torch.stack(means) if means else torch.zeros(0), **(batch.info or {})}
+            kl = mask.apply(torch.Tensor.float).apply(torch.zeros_like)
+        whole.put("kl", kl)
+        whole.put_numbers("kl", masked_mean(kl, mask, dim=-1))
 
     def process_experiences(
         self, experiences: Sequence[Experience], max_new_tokens: int | None = None

@@ -21,7 +21,7 @@ from rollbook.buffer_item import BufferItem, peek
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.info import collate_info, pick_info
 from rollbook.jagged import Column, Segments, blank, check_fill, concatenated, segments
-from rollbook.layouts import action_starts, checked, sheet_of_batch, still_absent, unpadded
+from rollbook.layouts import action_starts, checked, edges, sheet_of_batch, still_absent, unpadded
 from rollbook.media import SHARED, Pool
 from rollbook.ragged import promote
 from rollbook.sheet import SAMPLE_LISTS, Sheet, WideSheet, on_tokens, own_entry
@@ -36,8 +36,10 @@ def sheet_of_items(items: Sequence[Any]) -> Sheet:
     touched = set[str]().union(*states)
     sheet = _lying(states, touched) or _gathered(states)
 
+    detached = not any("_source" in state for state in states)
+
     def values(name: str) -> list[Any]:
-        return [peek(state, name) for state in states]
+        return [state[name] for state in states] if detached else [peek(state, name) for state in states]
 
     # Rows that nobody touched since their sheet was made are taken from its columns.
     sources = [state.get("_source") for state in states]
@@ -167,7 +169,10 @@ def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
 
 def _gathered(states: list[dict[str, Any]]) -> Sheet:
     """The sheet of items that each hold their own tensors."""
-    rows = {name: [_own_or_lying(state, name) for state in states] for name in BATCH_FIELDS}
+    if any("_source" in state for state in states):
+        rows = {name: [_own_or_lying(state, name) for state in states] for name in BATCH_FIELDS}
+    else:
+        rows = {name: [state[name] for state in states] for name in BATCH_FIELDS}
     extras = [peek(state, "extras") for state in states]
     for name in dict.fromkeys(name for one in extras for name in one or ()):
         rows[f"extras.{name}"] = [(one or {}).get(name) for one in extras]
@@ -200,33 +205,40 @@ def _own_or_lying(state: dict[str, Any], name: str) -> Any:
     return state[name] if source is None or name in state else source[0].view(name, source[1])
 
 
-def read(item: BufferItem, name: str) -> Any:
-    """An item's field, to be read only: a per-token one is not copied out of the sheet that the item was made from."""
-    return _own_or_lying(item.__dict__, name) if name in BATCH_FIELDS else getattr(item, name, None)
+def column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None:
+    """A per-token field of items that are all samples of their sheets, in order: the sheets' columns, to be read only;
+    `None` of other items."""
+    sheets = _whole_sheets(items, name)
+    if sheets is None or not all(isinstance(one.columns.get(name), torch.Tensor) for one in sheets):
+        return None
+    return [one.columns[name] for one in sheets]  # type: ignore[misc]
 
 
-def assign(items: Sequence[BufferItem], name: str, rows: list[torch.Tensor]) -> None:
-    """Give each item its own value of a per-token field, the lengths being those it had.
+def replace_column(items: Sequence[BufferItem], name: str, columns: Sequence[torch.Tensor]) -> None:
+    """Have other values in what `column` gave: the items move to copies of their sheets."""
+    sheets = _whole_sheets(items, name) or ()
+    at = iter(items)
+    for sheet, values in zip(sheets, columns, strict=True):
+        changed = dataclasses.replace(sheet, columns={**sheet.columns, name: values})
+        for i in range(len(sheet)):
+            next(at).__dict__["_source"] = changed, i
 
-    Items that are all samples of a sheet, in order, move to a copy of it with another column, so that batches are still
-    drawn from them in one go.
-    """
+
+def _whole_sheets(items: Sequence[BufferItem], name: str) -> list[Sheet] | None:
+    """The sheets that the items are all samples of, in order, if none has a value of its own for the field."""
+    sheets: list[Sheet] = []
     at = 0
     while at < len(items):
-        sheet, first = items[at].__dict__.get("_source", (None, None))
-        stop = at + (1 if sheet is None else len(sheet))
-        states = [item.__dict__ for item in items[at:stop]]
-        whole = first == 0 and all(
-            state.get("_source") == (sheet, i) and name not in state for i, state in enumerate(states)
-        )
-        if whole and len(states) == len(sheet) and sheet.regular:
-            changed = dataclasses.replace(sheet, columns={**sheet.columns, name: torch.cat(rows[at:stop])})
-            for i, state in enumerate(states):
-                state["_source"] = changed, i
-            at = stop
-        else:
-            setattr(items[at], name, rows[at].clone())
-            at += 1
+        sheet, _ = items[at].__dict__.get("_source", (None, 0))
+        if sheet is None or not sheet.regular:
+            return None
+        states = [item.__dict__ for item in items[at : at + len(sheet)]]
+        sources = [state.get("_source") for state in states]
+        if sources != [(sheet, i) for i in range(len(sheet))] or any(name in state for state in states):
+            return None
+        sheets.append(sheet)
+        at += len(sheet)
+    return sheets
 
 
 def _measured(name: str, rows: list[Any], known: list[int] | None) -> list[int] | None:
@@ -298,10 +310,14 @@ def column_of(name: str, rows: list[Any], sheet: Sheet) -> Column | None:
 
 def without_padding(items: Sequence[Any]) -> list[BufferItem]:
     """New items: what is attended of the tokens, and the response slots that speak of it."""
-    given = list(items)
-    bare = [_already_bare(i, item) for i, item in enumerate(given)]
-    if None not in bare:
-        return bare  # type: ignore[return-value]
+    given, bare = list(items), list[BufferItem]()
+    for i, item in enumerate(given):
+        new = _already_bare(i, item)
+        if new is None:
+            break
+        bare.append(new)
+    else:
+        return bare
     sheet = _narrowed(sheet_of_items(given), [peek(item.__dict__, "action_start") for item in given])
     sheet.keep_media(SHARED)
     return [BufferItem.of(sheet, i) for i in range(len(sheet))]
@@ -310,10 +326,10 @@ def without_padding(items: Sequence[Any]) -> list[BufferItem]:
 def _already_bare(i: int, item: Any) -> BufferItem | None:
     """The item without padding if a sheet has it: that of an item whose per-token fields nobody has read."""
     state = item.__dict__ if isinstance(item, BufferItem) else {}
-    if len(state) != 1:
-        check_item(i, item)
     if "_source" not in state or not _PER_TOKEN.isdisjoint(state):
         return None
+    if len(state) > 1:
+        check_item(i, item)
     sheet, row = state["_source"]
     new = BufferItem.of(sheet.bare if isinstance(sheet, WideSheet) else sheet, row)
     for name in state.keys() - {"_source"}:
@@ -363,13 +379,9 @@ def _attended(sheet: Sheet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if isinstance(column, torch.Tensor):
         rows = [row.cpu().numpy() for row in torch.split(column != 0, sheet.tokens.tolist())]
     elif isinstance(column, Segments):
-        rows = [array[i:j] != 0 for array, i, j in zip(column.arrays, column.starts, column.stops, strict=False)]
+        rows = [array[i:j] for array, i, j in zip(column.arrays, column.starts, column.stops, strict=False)]
     for i, row in enumerate(rows):
-        begin = int(row.argmax()) if len(row) else 0
-        if not len(row) or not row[begin]:
-            first[i] = len(row)
-        else:
-            first[i], last[i] = begin, len(row) - int(row[::-1].argmax())
+        first[i], last[i] = edges((row != 0).tobytes())
     return first, last
 
 
@@ -382,6 +394,8 @@ def _bare(item: Any) -> bool:
     if not isinstance(item, BufferItem):
         return True  # it is refused later, by name
     state = item.__dict__
+    if len(state) == 1 and "_source" in state and type(state["_source"][0]) is Sheet:
+        return True
     wide = isinstance(state.get("_source", (None,))[0], WideSheet)
     if "_source" in state and not wide and not state.keys() & {"attention_mask", "action_start"}:
         return True  # a sheet has no padding

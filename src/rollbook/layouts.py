@@ -208,6 +208,16 @@ def spans_of_rows(
     return lying, Spans(end - begin, begin, slots)
 
 
+def edges(flags: bytes) -> tuple[int, int]:
+    """Where the ones among zeros begin and end; both at the end if there is none.
+
+    >>> edges(bytes([0, 1, 0, 1, 0])), edges(bytes([0, 0]))
+    ((1, 4), (2, 2))
+    """
+    last = flags.rfind(1) + 1
+    return (flags.find(1), last) if last else (len(flags), len(flags))
+
+
 def _edges(mask: torch.Tensor) -> tuple[Lengths, Lengths, bool]:
     """[B] Where the attended part of each row begins and ends (both at its end if there is none), and whether all of
     these parts are known to be 1 throughout, which only large masks are looked at for."""
@@ -217,10 +227,7 @@ def _edges(mask: torch.Tensor) -> tuple[Lengths, Lengths, bool]:
     firsts, lasts = [], []
     for row in rows:
         attended = row != 0
-        flags = attended.tobytes()
-        first, last = flags.find(1), flags.rfind(1) + 1
-        if not last:
-            first = last = len(flags)
+        first, last = edges(attended.tobytes())
         firsts.append(first)
         lasts.append(last)
         if solid and last > first:

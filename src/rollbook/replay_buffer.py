@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
-import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rollbook import items as buffer_items
 from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch
 from rollbook.buffer_item import peek
-from rollbook.jagged import Spans, lengths_of
 from rollbook.layouts import check_layout, packed, padded
 from rollbook.media import SHARED, Pool, carries_media
 
@@ -52,11 +52,10 @@ def zero_pad_sequences(sequences: Sequence[torch.Tensor], side: str = "left") ->
         if not isinstance(row, torch.Tensor) or row.dim() != 1:
             shown = f"shape {list(row.shape)}" if isinstance(row, torch.Tensor) else type(row).__name__
             raise ValueError(f"sequences[{i}]: got {shown}, expected a 1-D tensor")
-    lengths = np.array(lengths_of(rows), dtype=np.int64)
-    width = int(lengths.max())
-    spans = Spans.right_aligned(lengths, width) if side == "left" else Spans(lengths, np.zeros_like(lengths), width)
     try:
-        return spans.pad(torch.cat(rows), 0)
+        dtype = reduce(torch.promote_types, {row.dtype for row in rows})
+        rows = [row if row.dtype == dtype else row.to(dtype) for row in rows]
+        return pad_sequence(rows, batch_first=True, padding_side=side)
     except RuntimeError as error:
         raise ValueError(f"sequences: they cannot be put into one tensor: {error}") from None
 
@@ -210,15 +209,38 @@ class NaiveReplayBuffer:
 
         Masked slots do not count, and become 0. `strategy.all_reduce(tensor, "sum")` joins the statistics of all ranks.
         """
+        values, masks = buffer_items.column(self.items, attribute), buffer_items.column(self.items, "action_mask")
+        in_columns = values is not None and masks is not None
+        if values is None or masks is None or any(a.shape != b.shape for a, b in zip(values, masks, strict=True)):
+            in_columns, (values, masks) = False, self._rows(attribute)
+        every = torch.cat(values).double() if values else torch.zeros(0, dtype=torch.float64)
+        masked = torch.cat(masks) == 0 if masks else torch.zeros(0, dtype=torch.bool)
+        every.masked_fill_(masked, 0)
+        sums = torch.stack([every.sum(), (~masked).sum().double(), torch.dot(every, every)])
+        if strategy is not None:
+            sums = strategy.all_reduce(sums, "sum")
+        total, count, squares = sums.tolist()
+        mean = total / count if count else 0.0
+        scale = max(squares / count - mean**2, 1e-8) ** -0.5 if count else 0.0
+        every.sub_(mean).mul_(scale).masked_fill_(masked, 0)
+        parts = torch.split(every, [one.shape[0] for one in values]) if values else ()
+        changed = [part.to(one.dtype, copy=True) for part, one in zip(parts, values, strict=True)]
+        if in_columns:
+            buffer_items.replace_column(self.items, attribute, changed)
+            return
+        for item, row in zip(self.items, changed, strict=True):
+            setattr(item, attribute, row)
+
+    def _rows(self, attribute: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A response-axis field and the action mask of each item, checked."""
         rows, masks = [], []
         for i, item in enumerate(self.items):
-            value = buffer_items.read(item, attribute)
+            value = getattr(item, attribute, None)
             if not isinstance(value, torch.Tensor):
                 raise ValueError(
                     f"attribute: got {attribute!r}, expected a tensor that every item has; items[{i}] lacks it"
                 )
-            mask = buffer_items.read(item, "action_mask")
-            mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask != 0
+            mask = torch.ones_like(value, dtype=torch.bool) if item.action_mask is None else item.action_mask
             if mask.shape != value.shape:
                 raise ValueError(
                     f"attribute: got {attribute!r} with shape {list(value.shape)} in items[{i}], expected "
@@ -226,18 +248,7 @@ class NaiveReplayBuffer:
                 )
             rows.append(value)
             masks.append(mask)
-        values = torch.cat(rows).double() if rows else torch.zeros(0, dtype=torch.float64)
-        mask = torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool)
-        actions = values[mask]
-        sums = torch.stack([actions.sum(), mask.sum().double(), actions.square().sum()])
-        if strategy is not None:
-            sums = strategy.all_reduce(sums, "sum")
-        total, count, squares = sums.tolist()
-        mean = total / count if count else 0.0
-        scale = max(squares / count - mean**2, 1e-8) ** -0.5 if count else 0.0
-        normalized = torch.where(mask, (values - mean) * scale, 0.0)
-        parts = torch.split(normalized, [len(row) for row in rows]) if rows else ()
-        buffer_items.assign(self.items, attribute, [part.to(row.dtype) for part, row in zip(parts, rows, strict=True)])
+        return rows, masks
 
     def clear(self) -> None:
         """Forget everything."""

@@ -6,7 +6,7 @@ in each batch as its own fields do, padded or packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -58,17 +58,16 @@ class Whole:
                 value = _all_true(batch)
             if value is None:
                 return None
-            rows = _cut(value, spans)
-            parts.append(rows.values)
-            lengths += rows.lengths
+            values, own_lengths = _cut(value, spans)
+            parts.append(values)
+            lengths += own_lengths
         if not parts:
             return Rows(torch.zeros(0, dtype=torch.bool if name == "action_mask" else torch.float32), [])
         return Rows(torch.cat(parts), lengths)
 
     def of_each(self, find: Callable[[ExperienceBatch], Any]) -> Rows:
         """All rows of what a function finds of each batch: (B, A), or `Rows` of a packed one."""
-        found = [_cut(find(batch), spans) for batch, spans in zip(self.batches, self._spans, strict=True)]
-        return Rows(row for part in found for row in part)
+        return _joined(_cut(find(batch), spans) for batch, spans in zip(self.batches, self._spans, strict=True))
 
     def put(self, name: str, rows: Rows) -> None:
         """Give each batch its rows of a response-axis field (`extras.NAME` for one that a batch has no name for)."""
@@ -95,7 +94,7 @@ class Whole:
             elif not isinstance(part, torch.Tensor) or part.shape != (size, spans.width):
                 raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected [{size}, {spans.width}]")
             columns.append(_cut(part, spans))
-        return Rows(row for column in columns for row in column)
+        return _joined(columns)
 
     # --- per row ------------------------------------------------------------------------------------------------
 
@@ -165,12 +164,18 @@ def _described(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _cut(value: Any, spans: Spans | None) -> Rows:
-    """A response-axis field of one batch as rows on the CPU, without padding."""
+def _cut(value: Any, spans: Spans | None) -> tuple[torch.Tensor, list[int]]:
+    """A response-axis field of one batch without padding, on the CPU: its rows end to end, and their lengths."""
     if spans is not None:
-        return Rows(spans.unpad(value.detach().cpu()), spans.lengths.tolist())
+        return spans.unpad(value.detach().cpu()), spans.lengths.tolist()
     rows = value if isinstance(value, Rows) else Rows(value)
-    return rows.apply(lambda values: values.detach().cpu())
+    return rows.values.detach().cpu(), rows.lengths
+
+
+def _joined(parts: Iterable[tuple[torch.Tensor, list[int]]]) -> Rows:
+    columns = list(parts)
+    values = [values for values, _ in columns]
+    return Rows(torch.cat(values) if values else torch.zeros(0), [n for _, lengths in columns for n in lengths])
 
 
 def _count(batch: ExperienceBatch) -> int:
