@@ -26,6 +26,7 @@ from benchmarks.workload import RESPONSE_MAX, RESPONSE_MEDIAN, RESPONSE_SIGMA, W
 from rollbook.algorithms import estimate, scan
 from rollbook.algorithms.advantages import gae, grpo
 from rollbook.experience import Experience
+from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.jagged import Rows
 
 SHAPES = ((128, 8192), (32, 2048))
@@ -42,6 +43,7 @@ GRPO_ASSIGNED = "grpo, from columns, and assigned to them"
 GRPO_SCORES = "grpo, scores of rows alone"
 GRPO_ROWS = "grpo, from a list of records"
 
+MAKER = NaiveExperienceMaker(None, None, None, None, None, 1, None)
 Pair = tuple[Any, Any]
 
 
@@ -121,6 +123,18 @@ def ours(tokens: Tokens) -> Pair:
     return found.advantages, found.returns
 
 
+def inherited(tokens: Tokens) -> Pair:
+    """By LightRFT's name."""
+    found: Pair = MAKER.get_advantages_and_returns(tokens.values, tokens.rewards, tokens.mask, GAMMA, LAM)
+    return found
+
+
+def inherited_int(tokens: Tokens) -> Pair:
+    """By LightRFT's name, with a mask of numbers."""
+    found: Pair = MAKER.get_advantages_and_returns(tokens.values, tokens.rewards, tokens.mask.long(), GAMMA, LAM)
+    return found
+
+
 def ours_packed(given: tuple[Rows, Rows]) -> Pair:
     found = gae(*given, gamma=GAMMA, lam=LAM)
     return found.advantages, found.returns
@@ -145,11 +159,14 @@ def run_gae(
     theirs, mine = f"LightRFT's loop, {what}", f"GAE, {what}"
     plain, packed = f"GAE without numba, {what}", f"GAE packed, {what}"
     numpy_, scipy_ = f"numpy, time-major, {what}", f"scipy lfilter, {what}"
+    by_name, by_name_int = f"get_advantages_and_returns, {what}", f"get_advantages_and_returns, int64 mask, {what}"
     copy = f"copy of the two outputs, {what}"
     outputs = torch.empty_like(tokens.values), torch.empty_like(tokens.values)
     contenders = [
         Contender(theirs, lightrft, lambda: tokens),
         Contender(mine, ours, lambda: tokens),
+        Contender(by_name, inherited, lambda: tokens),
+        Contender(by_name_int, inherited_int, lambda: tokens),
         Contender(packed, ours_packed, tokens.packed),
         Contender(plain, ours_plain, lambda: tokens),
         Contender(numpy_, time_major, lambda: tokens),
@@ -178,6 +195,8 @@ def run_gae(
     comparisons = [
         Comparison(mine, mine, theirs, target=target),
         Comparison(mine, mine, copy, bound=True),
+        Comparison(by_name, by_name, theirs),
+        Comparison(by_name_int, by_name_int, theirs),
         Comparison(often + mine, often + mine, often + theirs),
         Comparison(packed, packed, theirs, target=target),
         Comparison(plain, plain, theirs),

@@ -139,6 +139,12 @@ def make_experience_batch(items: Sequence[Item], packing_samples: bool = False) 
     return Batch(info=info, **columns)
 
 
+def end_to_end(batch: Batch) -> dict[str, Tensor]:
+    """What its trainer makes of a packed batch: one tensor for each field that is a list."""
+    columns = {name: getattr(batch, name) for name in TENSORS}
+    return {name: torch.cat(rows) for name, rows in columns.items() if isinstance(rows, list)}
+
+
 class ReplayBuffer:
     """Split and unpadded items in a list; a sample is drawn without replacement and batched."""
 
@@ -163,3 +169,131 @@ class ReplayBuffer:
     def sample(self) -> Batch:
         """`sample_batch_size` items at random, as a batch."""
         return make_experience_batch(self._random.sample(self.items, self.sample_batch_size), self.packing_samples)
+
+    def normalize(self, attribute: str, strategy: Any = None) -> None:
+        """Mean and deviation over all items end to end (its sum runs over masked slots too), then item by item."""
+        rows = [getattr(item, attribute) for item in self.items]
+        values = torch.cat(rows).float()
+        mask = torch.cat([item.action_mask for item in self.items])
+        mean = values.sum() / mask.sum()
+        scale = ((values - mean).pow(2) * mask).sum().div(mask.sum()).clamp(min=1e-8).rsqrt()
+        for item, row in zip(self.items, rows, strict=True):
+            setattr(item, attribute, (row - mean) * scale)
+
+
+# --- the maker and what is beside it ----------------------------------------------------------------------------------
+
+
+def to(tensor: Any, device: Any) -> Any:
+    """Tensors, and lists of them."""
+    return [to(one, device) for one in tensor] if isinstance(tensor, list) else tensor.to(device)
+
+
+def to_device(batch: Batch, device: Any) -> None:
+    """Move all but base log-probs and `info`, in place."""
+    for name in TENSORS:
+        value = getattr(batch, name)
+        if name != "base_action_log_probs" and value is not None:
+            setattr(batch, name, to(value, device))
+
+
+def is_vl_experience(batch: Any) -> bool:
+    """By an attribute of the class."""
+    return hasattr(batch, "pixel_values")
+
+
+def clip_filter_like_weight_func(rewards: Tensor, clip_eps: float = 3.0, lamda: float = 1.0) -> Tensor:
+    """Groups whose rewards are equal weigh `lamda`, the others as if there were as many as all."""
+    flat = rewards.std(dim=-1) == 0
+    groups, degenerate = len(rewards), int(flat.sum())
+    if degenerate == groups:
+        return torch.ones_like(rewards)
+    weights = torch.full_like(rewards, min(groups / (groups - degenerate), clip_eps))
+    weights[flat] = lamda
+    return weights
+
+
+def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor, ratio: float) -> Tensor:
+    """Row by row, the top k of the masked entropies."""
+    marked = torch.zeros_like(entropy)
+    masked = entropy * action_mask
+    for i in range(len(entropy)):
+        k = max(1, int(action_mask[i].sum() * ratio))
+        marked[i, torch.topk(masked[i], k).indices] = 1
+    return marked
+
+
+@dataclass
+class Maker:
+    """The steps of its naive maker, one micro-batch, with RLOO over groups by place and KL in the reward."""
+
+    actor: Any
+    initial_model: Any
+    critic: Any
+    reward_model: Any
+    group: int
+    kl_coef: float = 0.01
+
+    def get_advantages_and_returns(
+        self, values: Tensor, rewards: Tensor, action_mask: Tensor, gamma: float, lambd: float
+    ) -> tuple[Tensor, Tensor]:
+        """A Python loop over time on columns of the matrix; masked slots are zeroed first."""
+        values, rewards = action_mask * values, action_mask * rewards
+        width = rewards.size(1)
+        carried: Any = 0
+        backwards = []
+        for t in range(width - 1, -1, -1):
+            following: Any = values[:, t + 1] if t + 1 < width else 0.0
+            carried = rewards[:, t] + gamma * following - values[:, t] + gamma * lambd * carried
+            backwards.append(carried)
+        advantages = torch.stack(backwards[::-1], dim=1)
+        return advantages.detach(), advantages + values
+
+    def get_cumulative_returns(self, rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
+        """The same kind of loop, written into a matrix of zeros."""
+        rewards = action_mask * rewards
+        returns = torch.zeros_like(rewards)
+        carried: Any = torch.zeros(rewards.size(0))
+        for t in range(rewards.size(1) - 1, -1, -1):
+            carried = rewards[:, t] + gamma * carried
+            returns[:, t] = carried
+        return returns
+
+    def make_experience(self, samples: Any) -> Batch:
+        """Every model asked once, the KL of tokens masked, and its mean over each row."""
+        inputs = samples.sequences, samples.num_actions, samples.attention_mask
+        ours, base = self.actor(*inputs), self.initial_model(*inputs)
+        values = self.critic(samples.sequences, samples.attention_mask, samples.num_actions)
+        reward = self.reward_model(samples.sequences, samples.attention_mask)
+        kl = (ours.float() - base.float()) * samples.action_mask
+        info = {
+            "kl": (kl * samples.action_mask).sum(-1) / samples.action_mask.sum(-1),
+            "reward": reward,
+            "response_length": samples.response_length,
+            "total_length": samples.total_length,
+            "num_actions": samples.num_actions,
+        }
+        batch = Batch(
+            samples.sequences, ours, base, values, None, None, samples.attention_mask, samples.action_mask, info
+        )
+        batch.kl = kl  # type: ignore[attr-defined]
+        return batch
+
+    def process_experiences(self, batches: list[Batch]) -> tuple[list[Batch], list[Tensor]]:
+        """RLOO over groups by place."""
+        rewards = torch.cat([batch.info["reward"] for batch in batches]).reshape(-1, self.group)
+        baseline = (rewards.sum(-1, keepdim=True) - rewards) / (self.group - 1)
+        return batches, list((rewards - baseline).flatten().chunk(len(batches)))
+
+    def estimated(self, samples: Any, gamma: float) -> Batch:
+        """The rewards on the last action less the KL, returns, and advantages as a copy of them."""
+        (batch,), (reward,) = self.process_experiences([self.make_experience(samples)])
+        mask = batch.action_mask
+        last = mask.size(1) - 1 - mask.long().fliplr().argmax(dim=1, keepdim=True)
+        kl = batch.kl  # type: ignore[attr-defined]
+        placed = torch.zeros_like(kl).scatter_(1, last, reward.unsqueeze(1).to(kl.dtype))
+        token_rewards = placed - self.kl_coef * kl
+        batch.returns = self.get_cumulative_returns(token_rewards, mask, gamma)
+        batch.advantages = batch.returns.clone()
+        batch.info["return"] = token_rewards.sum(-1)
+        return batch

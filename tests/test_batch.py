@@ -132,7 +132,7 @@ labels pad_len references""")
         (ExperienceVL, BATCH_VL_ORDER, 1, ExperienceBatch),
         (BufferItem, ITEM_ORDER, 9, BufferItem),
         (BufferItemVL, ITEM_VL_ORDER, 1, BufferItem),
-        (Samples, SAMPLES_ORDER, 10, Samples),
+        (Samples, SAMPLES_ORDER, 9, Samples),
     ],
     ids=["Experience", "ExperienceVL", "BufferItem", "BufferItemVL", "Samples"],
 )

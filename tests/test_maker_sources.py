@@ -14,6 +14,7 @@ import torch
 from rollbook.experience_maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
 from rollbook.making.whole import Whole
 from rollbook.models import Actor
+from rollbook.replay_buffer import make_experience_batch, split_experience_batch
 from rollbook.rollout import Line, ScriptedEngine
 from tests import tiny
 from tests.rewards.server import nobody, serve
@@ -347,6 +348,109 @@ def test_a_subclass_has_the_last_word() -> None:
     assert [row[0].item() for row in Whole(batches).rows("advantages") or ()] == [
         100 * (length + 1) for length in LENGTHS
     ]
+
+
+class Filtering(NaiveExperienceMaker):
+    """Drops the first sample of the rollout and triples the other rewards."""
+
+    def process_experiences(self, experiences: Any) -> Any:  # LightRFT's signature
+        kept, rewards = super().process_experiences(experiences)
+        items = [item for one in kept for item in split_experience_batch(one, unpad=True)][1:]
+        return [make_experience_batch(items)], [3 * torch.cat(rewards)[1:]]
+
+
+def test_process_experiences_may_filter_and_change_rewards_before_the_clip() -> None:
+    config = {"advantage_estimator": "reinforce", "reward_clip_range": (0.0, 12.0), "micro_rollout_batch_size": 3}
+    made = maker(model=Seen(), cls=Filtering, config=config)
+    (batch,) = made.make_experience_list(["ab", "c"])
+    assert [row[0].item() for row in Whole([batch]).rows("returns") or ()] == [12.0, 9.0, 9.0]
+    assert batch.info["reward_clip_frac"].tolist() == [1.0, 0.0, 0.0]
+    assert batch.info["reward"].tolist() == LENGTHS[1:]
+    assert made.metrics["rollout/samples"] == 4 and made.metrics["reward/mean"] == sum(LENGTHS) / 4
+
+    records = made.make_records(["ab", "c"])
+    assert [(row.eid.task, row.eid.run, row.reward) for row in records] == [(0, 1, 5.0), (1, 0, 3.0), (1, 1, 3.0)]
+    assert [row.response_text for row in records] == TEXTS[1:]
+
+
+def test_process_experiences_may_keep_nothing() -> None:
+    class Nothing(NaiveExperienceMaker):
+        def process_experiences(self, experiences: Any) -> Any:
+            return [], []
+
+    for estimator in ("rloo", "reinforce", "group_norm", "cpgd"):
+        config = {"advantage_estimator": estimator, "advantages_norm": True, "advantage_clip": 1.0, "reward_clip": 1.0}
+        made = maker(model=Seen(), cls=Nothing, config=config)
+        assert made.make_experience_list(["ab", "c"]) == [] and len(made.make_records(["ab", "c"])) == 0
+
+
+def test_rewards_that_do_not_fit_the_experiences_are_named() -> None:
+    class Short(NaiveExperienceMaker):
+        def process_experiences(self, experiences: Any) -> Any:
+            return experiences, [torch.ones(1) for _ in experiences]
+
+    with pytest.raises(ValueError, match=r"process_experiences: got rewards of sizes \[1\], expected \[4\]"):
+        maker(model=Seen(), cls=Short).make_experience_list(["ab", "c"])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("estimator", ["gae", "ppo", "reinforce", "rloo"])
+def test_overridden_recursions_are_called_for_each_batch(estimator: str, packing: bool) -> None:
+    class Doubling(NaiveExperienceMaker):
+        calls = 0
+
+        def get_cumulative_returns(self, rewards: Any, action_mask: Any, gamma: float) -> Any:
+            self.calls += 1
+            assert gamma == 0.5
+            return doubled(super().get_cumulative_returns(rewards, action_mask, gamma))
+
+        def get_advantages_and_returns(
+            self, values: Any, rewards: Any, action_mask: Any, gamma: float, lambd: float
+        ) -> Any:
+            self.calls += 1
+            assert (gamma, lambd) == (0.5, 0.25)
+            return tuple(map(doubled, super().get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)))
+
+    def doubled(found: Any) -> Any:
+        return 2 * found if isinstance(found, torch.Tensor) else [2 * row for row in found]
+
+    def critic(sequences: Any, num_actions: Any, attention_mask: Any = None, **_: Any) -> torch.Tensor:
+        return torch.full((1, sum(num_actions)) if packing else (len(sequences), num_actions), 0.5)
+
+    config = MakerConfig(
+        n_samples_per_prompt=2, advantage_estimator=estimator, micro_rollout_batch_size=3, packing_samples=packing
+    )
+    found = {}
+    for cls in (NaiveExperienceMaker, Doubling):
+        made = cls(
+            None, critic if estimator in ("gae", "ppo") else None, Seen(), None, tiny.bytes_(), 16, None, config=config,
+            engine=ScriptedEngine(TOKENS, tokenizer=tiny.bytes_()),
+        )  # fmt: skip
+        batches = made.make_experience_list(["ab", "c"], gamma=0.5, lambd=0.25)
+        found[cls] = [torch.cat(list(Whole(batches).rows(name) or ())) for name in ("advantages", "returns")]
+    assert made.calls == 2
+    (advantages, returns), (own, own_returns) = found[NaiveExperienceMaker], found[Doubling]
+    # ppo whitens: twice the advantages are the same ones then.
+    torch.testing.assert_close(own, advantages if estimator == "ppo" else 2 * advantages)
+    torch.testing.assert_close(own_returns, 2 * returns)
+
+
+def test_an_override_of_the_wrong_shape_is_named() -> None:
+    made = maker(model=Seen())
+    made.get_cumulative_returns = lambda rewards, action_mask, gamma: rewards.sum(1)
+    with pytest.raises(ValueError, match=r"get_cumulative_returns: got shape \[4\] for batch 0, expected \[4, 3\]"):
+        made.make_experience_list(["ab", "c"])
+
+
+def test_an_overridden_tokenize_fn_reads_the_prompts() -> None:
+    class Upper(NaiveExperienceMaker):
+        def tokenize_fn(self, texts: Any, max_length: int, padding: bool = True, device: Any = None) -> Any:
+            return super().tokenize_fn([text.upper() for text in texts], max_length, padding, device)
+
+    actor = Actor(tiny.llama(len(tiny.bytes_())), tokenizer=tiny.bytes_())
+    made = Upper(actor, None, None, None, tiny.bytes_(), 16, None, reward_fn=lambda response: 1.0)
+    (samples,) = made.generate_samples(["ab"], max_new_tokens=2)
+    assert samples.prompts == ["ab"] and tiny.bytes_().decode(samples.sequences[0, :2]) == "AB"
 
 
 def test_strategies_with_more_than_we_know() -> None:

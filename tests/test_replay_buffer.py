@@ -354,7 +354,7 @@ def test_normalize_counts_actions_alone() -> None:
     """Upstream mixed a sum over all slots with a count over actions, and gave -1.02, 0.96, -0.98."""
     buffer = buffer_with([[1.0, 100.0, 3.0]], [[1, 0, 1]])
     buffer.normalize("advantages", None)
-    assert buffer[0].advantages.tolist() == [-1, 100, 1]
+    assert buffer[0].advantages.tolist() == [-1, 0, 1]
 
 
 def test_normalize_over_all_samples() -> None:
@@ -366,12 +366,23 @@ def test_normalize_over_all_samples() -> None:
     expected = (chosen - chosen.mean()) / chosen.std()
     got = torch.cat([item.advantages[item.action_mask.bool()] for item in buffer])
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6)
-    assert buffer[1].advantages[1] == 50
+    assert buffer[1].advantages[1] == 0
     assert all(item.advantages.dtype == torch.float32 for item in buffer)
     for item, old in zip(buffer, before, strict=True):
         item.advantages = old.advantages
         assert item == old, "nothing else is changed"
     assert make_experience_batch(buffer.items).advantages[3, -1] == 6
+
+
+def test_normalize_changes_no_item_outside_the_buffer() -> None:
+    filled = buffer_with([[1.0, 3.0], [5.0, 7.0]], [[True, True]] * 2)
+    items = split_experience_batch(make_experience_batch(filled.items))
+    buffer = NaiveReplayBuffer(1)
+    buffer.items = remove_padding_in_sequences(items)
+    others = remove_padding_in_sequences(items)
+    buffer.normalize("advantages")
+    assert buffer[1].advantages.tolist() != [5, 7]
+    assert others[1].advantages.tolist() == items[1].advantages.tolist() == [5, 7]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -387,7 +398,7 @@ def test_normalize_without_spread_or_actions() -> None:
     assert [item.advantages.tolist() for item in constant] == [[0, 0], [0]]
     masked = buffer_with([[5.0, 7.0]], [[False, False]])
     masked.normalize("advantages")
-    assert masked[0].advantages.tolist() == [5, 7]
+    assert masked[0].advantages.tolist() == [0, 0]
     unmasked = buffer_with([[1.0, 3.0], [1.0, 3.0]], [None, None])
     unmasked.normalize("advantages")
     assert [item.advantages.tolist() for item in unmasked] == [[-1, 1], [-1, 1]]
@@ -435,7 +446,7 @@ def test_normalize_over_ranks_is_that_of_one() -> None:
         thread.join()
     got = [item.advantages for shard in shards[:2] for item in shard]
     assert all(torch.equal(a, b.advantages) for a, b in zip(got, whole, strict=True))
-    assert shards[2][0].advantages.tolist() == [9]
+    assert shards[2][0].advantages.tolist() == [0]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -498,6 +509,35 @@ def test_items_share_nothing_with_each_other(unpad: bool) -> None:
     again.labels[0]["x"].append(3)
     again.ids[0].run = 8
     assert items[0].info["deep"]["a"] == items[0].labels["x"] == [1, 2] and items[0].eid.run == 7
+
+
+def test_unpadding_takes_what_was_read_or_set_before() -> None:
+    """Items of one batch, untouched or not, in any order and number, are the same without their padding."""
+    batch = long_batch()
+    expected = split_experience_batch(batch, unpad=True)
+    items = split_experience_batch(batch)
+    assert remove_padding_in_sequences(items) == expected
+    assert remove_padding_in_sequences(items[::-2]) == expected[::-2]
+    for name in ("action_mask", "info", "attention_mask", "returns"):
+        assert all(getattr(item, name) is not None for item in items)
+        assert remove_padding_in_sequences(items) == expected
+    items[2].info["reward"], items[3].advantages = 7.0, torch.zeros(3000)
+    bare = remove_padding_in_sequences(items)
+    assert bare[2].info["reward"] == 7.0 and not bare[3].advantages.any() and len(bare[3].advantages) == 20
+    items[2].info["reward"] = 8.0
+    assert bare[2].info["reward"] == 7.0 and bare[4] == expected[4]
+    assert remove_padding_in_sequences([item.detach() for item in split_experience_batch(batch)]) == expected
+
+
+def test_padding_that_says_something_is_read_from_the_batch() -> None:
+    batch = long_batch()
+    items, expected = split_experience_batch(batch), batch.advantages.clone()
+    assert torch.equal(items[1].advantages, expected[1]) and expected[1, 100:].any()
+    batch.advantages.zero_()
+    batch.sequences.numpy()[:] = 0
+    assert torch.equal(items[2].advantages[:20], expected[2, :20])
+    assert torch.equal(items[2].advantages[20:], expected[2, -1:].expand(2980))
+    assert items[2].sequences[40:70].all()
 
 
 def test_items_pin_no_padded_batch() -> None:

@@ -137,12 +137,13 @@ class ExperienceBatch(Movable):
 
     def _own_origin(self) -> None:
         """Have an origin of one's own: of what `dataclasses.replace` changed, the other batch's says nothing."""
-        given = self.__dict__["origin"]
-        other = given.batch() if given.batch is not None else None
-        mine = self.__dict__["origin"] = given.copy()
-        for name, value in self.__dict__.items():
-            if other is not None and name != "origin" and other.__dict__.get(name) is not value:
-                mine.forget(name)
+        mine = self.__dict__["origin"]
+        if mine.batch is not None:
+            other = mine.batch()
+            mine = self.__dict__["origin"] = mine.copy()
+            for name, value in self.__dict__.items():
+                if other is not None and name != "origin" and other.__dict__.get(name) is not value:
+                    mine.forget(name)
         mine.batch = weakref.ref(self)
 
     @classmethod
@@ -164,7 +165,8 @@ class ExperienceBatch(Movable):
     def __len__(self) -> int:
         if self.sequences is None:
             raise ValueError("sequences: got None, expected token ids")
-        return len(self.sequences)
+        tensor = isinstance(self.sequences, torch.Tensor)
+        return int(self.sequences.shape[0]) if tensor else len(self.sequences)  # several times as fast as len(tensor)
 
     @property
     def layout(self) -> str:
@@ -349,7 +351,7 @@ class Samples(Movable):
     `ids` [B]: `EID`s of samples that come without.
 
     >>> packed = Samples(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 1, 2]]), None, [1, 1], [2, 1], None, None,
-    ...                  ["a", "b"], None, None)
+    ...                  ["a", "b"], None)
     >>> packed.packed_seq_lens
     tensor([2, 1])
     """
@@ -363,7 +365,7 @@ class Samples(Movable):
     total_length: Any
     prompts: list[Any] | None
     labels: list[Any] | None
-    pad_len: int | None
+    pad_len: int | None = None
     references: list[Any] | None = None
     rollouts: list[Any] | None = None
     ids: list[EID] | None = None

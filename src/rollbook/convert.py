@@ -76,6 +76,8 @@ def as_tensor(field: Field, value: Any) -> torch.Tensor:
 
 def own(value: Any, tensors: bool = False) -> Any:
     """A copy of the containers and arrays in `value`, of the same types; of the tensors too if asked for."""
+    if tensors and isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_() if value.requires_grad else value.clone()
     if isinstance(value, dict):
         mapping = {} if type(value) is dict else copy.copy(value)
         for key, item in value.items():
@@ -90,8 +92,6 @@ def own(value: Any, tensors: bool = False) -> Any:
         return items
     if isinstance(value, (np.ndarray, set, bytearray)):
         return value.copy()
-    if tensors and isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
     return value
 
 

@@ -60,6 +60,10 @@ class NaiveExperienceMaker:
     - `config`: a `MakerConfig`, in place of `strategy.args`. `engine`: another engine to sample with, such as a server.
       `processor`: of a vision-language model. `teacher`: a model whose log-probs distillation wants.
 
+    Methods of a subclass are used wherever a call needs them: `tokenize_fn`, `generate_samples`, `make_experience`,
+    `process_experiences`, `get_cumulative_returns` (estimators over rows, `reinforce`) and `get_advantages_and_returns`
+    (`gae`, `ppo`), the last two once per batch.
+
     `metrics` has what the last call of `make_experience_list` measured: seconds, tokens and tokens per second of each
     stage, counts of what was treated specially, and means over the rollout.
 
@@ -252,16 +256,30 @@ class NaiveExperienceMaker:
         )
         self._max_new_tokens = sampling.max_tokens
         named = self._named(prompts)
+        asked = self._tokenized(named) if self._overrides("tokenize_fn") else named
         order = [one.eid.replace(run=one.eid.run + k).rid for one in named for k in range(sampling.n) if one.eid]
         found: dict[str, Sample] = {}
         with self._bar("rollout", len(order)) as bar:
-            for sample in engine.stream(named, sampling):
+            for sample in engine.stream(asked, sampling):
                 found[sample.eid.rid] = sample
                 bar.advance()
         rollouts = [found[rid] for rid in order]
+        if asked is not named:  # samples keep the text that their prompt was given as
+            rollouts = [one.replace(prompt=named[i // sampling.n]) for i, one in enumerate(rollouts)]
         if rollouts and all(one.failed for one in rollouts):
             advise(f"rollout: all {len(rollouts)} samples failed; the first: {rollouts[0].error}")
         return [self._collected(part) for part in _chunks(rollouts, self.config.micro_rollout_batch_size)]
+
+    def _tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Plain texts as the token ids that `tokenize_fn` gives them; chats and prompts with media as they are."""
+
+        def tokenized(prompt: Prompt) -> Prompt:
+            if prompt.text is None or prompt.images or prompt.videos:
+                return prompt
+            (token_ids,) = self.tokenize_fn([prompt.text], self.prompt_max_len, padding=False)["input_ids"]
+            return prompt.replace(text=None, token_ids=token_ids)
+
+        return [tokenized(prompt) for prompt in prompts]
 
     def _collected(self, rollouts: list[Sample]) -> Samples:
         pad = getattr(self.tokenizer, "pad_token_id", None)
@@ -344,36 +362,38 @@ class NaiveExperienceMaker:
     def _pass(self, batches: Sequence[Experience]) -> None:
         """Have the models say what they have to say of every token, and measure the KL."""
         with self._bar("log-probs", 1 if not self.passes.models else len(self.passes.models)) as bar:
-            self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
-        for batch in batches:
-            self._measure_kl(batch)
+            whole = self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
+        self._measure_kl(whole)
         for model in (self.actor, self.critic):
             if _trains(model):
                 model.train()
 
-    def _measure_kl(self, batch: Experience) -> None:
+    def _measure_kl(self, whole: Whole) -> None:
         """The KL of each token, 0 on what does not count, and its mean over each row's actions."""
-        ours, base, mask = batch.action_log_probs, batch.base_action_log_probs, batch.action_mask
+        mask = whole.rows("action_mask")
+        if mask is None:
+            raise ValueError("action_mask: got none, and no other response-axis field, expected one")
+        ours, base = whole.rows("action_log_probs"), whole.rows("base_action_log_probs")
         if base is None and self.kl_coef > 0:
             advise(f"kl_controller: got {self.kl_coef:g}, and no initial_model: there is no KL penalty")
         if ours is not None and base is not None:
-            kl = token_kl(ours, base, mask, estimator=self.config.kl_estimator)
-        elif isinstance(mask, Rows):
-            kl = mask.apply(lambda values: values.new_zeros(len(values), dtype=torch.float32))
+            kl: Rows = token_kl(ours, base, mask, estimator=self.config.kl_estimator)
         else:
-            kl = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        batch.kl = kl
-        means = [masked_mean(row, part) for row, part in zip(kl, mask, strict=True)]
-        batch.info = {"kl": torch.stack(means) if means else torch.zeros(0), **(batch.info or {})}
+            kl = mask.apply(torch.Tensor.float).apply(torch.zeros_like)
+        whole.put("kl", kl)
+        whole.put_numbers("kl", masked_mean(kl, mask, dim=-1))
 
     def process_experiences(
         self, experiences: Sequence[Experience], max_new_tokens: int | None = None
     ) -> tuple[list[Experience], list[torch.Tensor]]:
-        """The experiences as they are, and for each the rewards (B,) that go on its rows' last actions: shaped, and
-        compared within groups if that is what the estimator does.
+        """Return the experiences, and for each the rewards (B,) that go on its rows' last actions: shaped, and compared
+        within groups if that is what the estimator does. A missing reward is NaN.
 
         Groups are those of the rows' ids; rows without ids are grouped by place, `n_samples_per_prompt` after one
         another. `max_new_tokens` is what an overlong buffer counts from: unless given, that of the last rollout.
+
+        A subclass may override this: `make_experience_list` goes on with the experiences and rewards it returns, which
+        may be fewer, smaller or in another order, and clips the rewards afterwards.
         """
         for i, one in enumerate(experiences):
             if not isinstance(one, Experience):
@@ -426,7 +446,7 @@ class NaiveExperienceMaker:
         remax = self.config.advantage_estimator == "remax"
         greedy = self._greedy_rewards(all_prompts, generate_kwargs) if remax else None
         samples = self._samples = self.generate_samples(all_prompts, **generate_kwargs)
-        if type(self).make_experience is NaiveExperienceMaker.make_experience:
+        if not self._overrides("make_experience"):
             # A record is dear beside the rest of a short sample: batches and `make_records` have the same.
             self._rows = [[one.to_experience() for one in part.rollouts or ()] for part in samples]
             experiences = self._experiences(samples, self._rows)
@@ -434,8 +454,10 @@ class NaiveExperienceMaker:
             self._rows = None
             experiences = [self.make_experience(part) for part in samples]
         if greedy is not None:
-            runs = sum(map(len, experiences)) // len(greedy)
-            Whole(experiences).put_numbers("reward_baseline", greedy.repeat_interleave(runs))
+            whole = Whole(experiences)
+            baselines = dict(enumerate(greedy.values())) if whole.ids() is None else greedy
+            groups = whole.groups(len(whole) // len(greedy))
+            whole.put_numbers("reward_baseline", torch.tensor([baselines[group] for group in groups]))
         failed = sum(one.failed for part in samples for one in part.rollouts or ())
         return self._estimated(experiences, failed, generate_kwargs)
 
@@ -446,16 +468,27 @@ class NaiveExperienceMaker:
         gamma = generate_kwargs.get("gamma", self.config.gamma)
         lambd = generate_kwargs.get("lambd", self.config.lambd)
         self._scored = None
-        experiences, rewards = self.process_experiences(experiences)
+        rollout = Whole(experiences)
+        kept, rewards = self.process_experiences(experiences)
+        experiences = list(kept)
         with self._stages("advantages"):
             whole = Whole(experiences)
             found = estimating.finish(
-                whole, self._shaped(rewards), self.config, kl_coef=self._kl_coef(), gamma=gamma, lambd=lambd
+                whole,
+                self._shaped(whole, list(rewards)),
+                self.config,
+                kl_coef=self._kl_coef(),
+                gamma=gamma,
+                lambd=lambd,
+                recursions=estimating.Recursions(
+                    self.get_cumulative_returns if self._overrides("get_cumulative_returns") else None,
+                    self.get_advantages_and_returns if self._overrides("get_advantages_and_returns") else None,
+                ),
             )
         for batch in experiences:
             batch.kl = None
             batch.info = {name: value for name, value in (batch.info or {}).items() if name != "num_actions"}
-        self.metrics = self._summary(whole, failed, found)
+        self.metrics = self._summary(rollout, failed, found)
         if self.config.packing_samples:
             return [batch.pack() for batch in experiences]
         return experiences
@@ -485,19 +518,30 @@ class NaiveExperienceMaker:
         rows = None if made is None else [row for part in made for row in part]
         return records_of([one for part in self._samples for one in part.rollouts or ()], whole, rows)
 
-    def _greedy_rewards(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """ReMax's baseline of each prompt: the reward of its likeliest response."""
+    def _overrides(self, method: str) -> bool:
+        """Whether a subclass, or an assignment to this object, replaces a method."""
+        return getattr(getattr(self, method), "__func__", None) is not getattr(NaiveExperienceMaker, method)
+
+    def _greedy_rewards(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> dict[Any, float]:
+        """ReMax's baseline of each group, by its id: the reward of its prompt's likeliest response."""
         greedy = self._rollout(all_prompts, {**generate_kwargs, "do_sample": False}, 1)
         batches = [batch_of(samples) for samples in greedy]
         self.scorer.score(greedy, batches)
-        return Whole(batches).numbers("reward")
+        whole = Whole(batches)
+        return dict(zip(whole.groups(1), whole.numbers("reward").tolist(), strict=True))
 
-    def _shaped(self, rewards: Sequence[torch.Tensor]) -> estimating.Scored:
-        """What `process_experiences` said of the rewards; a subclass's own has the last word."""
-        given = torch.cat([part.detach().float().cpu().reshape(-1) for part in rewards])
+    def _shaped(self, whole: Whole, rewards: Sequence[Any]) -> estimating.Scored:
+        """What `process_experiences` returned, checked; `whole` are its experiences."""
+        parts = [torch.as_tensor(part, dtype=torch.float32).detach().cpu().reshape(-1) for part in rewards]
+        if [len(part) for part in parts] != whole.sizes:
+            raise ValueError(
+                f"process_experiences: got rewards of sizes {[len(part) for part in parts]}, expected {whole.sizes}, "
+                "one reward for each sample of each experience"
+            )
+        shaped = torch.cat(parts) if parts else torch.zeros(0)
         if self._scored is None:
-            return estimating.Scored(given)
-        return dataclasses.replace(self._scored, rewards=given)
+            return estimating.Scored(shaped)
+        return dataclasses.replace(self._scored, rewards=shaped)
 
     def _kl_coef(self) -> float:
         given = getattr(self.kl_ctl, "value", self.kl_ctl)

@@ -223,7 +223,7 @@ def check_info(info: Any, count: int, path: Path = ()) -> None:
     if isinstance(info, dict):
         for key, value in info.items():
             check_info(value, count, (*path, key))
-    elif isinstance(info, torch.Tensor) and info.dim() and len(info) != count:
+    elif isinstance(info, torch.Tensor) and info.dim() and info.shape[0] != count:
         name = "".join(f"[{key!r}]" for key in path)
         raise ValueError(f"info{name}: got {len(info)} entries, expected {count}, one for each sample")
 

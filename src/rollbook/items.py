@@ -6,6 +6,7 @@ taken as it is now. Items of a batch share nothing with it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter
@@ -13,17 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rollbook.batch import ExperienceBatch, Origin, token_fields
-from rollbook.buffer_item import ITEM_FIELDS, BufferItem, peek
-from rollbook.convert import own
+from rollbook.batch import ExperienceBatch, Origin
+from rollbook.buffer_item import BufferItem, peek
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.info import collate_info, pick_info
-from rollbook.jagged import Column, Segments, blank, check_fill, segments, unbind_copy
-from rollbook.layouts import action_starts, checked, sheet_of_batch, whole_sheet, widths
+from rollbook.jagged import Column, Segments, blank, check_fill, concatenated, segments
+from rollbook.layouts import action_starts, checked, edges, sheet_of_batch, still_absent, unpadded
 from rollbook.media import SHARED, Pool, count_media
 from rollbook.ragged import promote
-from rollbook.sheet import SAMPLE_LISTS, Sheet, on_tokens, own_entry
+from rollbook.sheet import SAMPLE_LISTS, Sheet, WideSheet, on_tokens, own_entry
 
 
 def sheet_of_items(items: Sequence[Any]) -> Sheet:
@@ -35,8 +36,10 @@ def sheet_of_items(items: Sequence[Any]) -> Sheet:
     touched = set[str]().union(*states)
     sheet = _lying(states, touched) or _gathered(states)
 
+    detached = not any("_source" in state for state in states)
+
     def values(name: str) -> list[Any]:
-        return [peek(state, name) for state in states]
+        return [state[name] for state in states] if detached else [peek(state, name) for state in states]
 
     # Rows that nobody touched since their sheet was made are taken from its columns.
     sources = [state.get("_source") for state in states]
@@ -168,7 +171,10 @@ def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
 
 def _gathered(states: list[dict[str, Any]]) -> Sheet:
     """The sheet of items that each hold their own tensors."""
-    rows = {name: [peek(state, name) for state in states] for name in BATCH_FIELDS}
+    if any("_source" in state for state in states):
+        rows = {name: [_own_or_lying(state, name) for state in states] for name in BATCH_FIELDS}
+    else:
+        rows = {name: [state[name] for state in states] for name in BATCH_FIELDS}
     extras = [peek(state, "extras") for state in states]
     for name in dict.fromkeys(name for one in extras for name in one or ()):
         rows[f"extras.{name}"] = [(one or {}).get(name) for one in extras]
@@ -190,9 +196,51 @@ def _gathered(states: list[dict[str, Any]]) -> Sheet:
     for name, found in rows.items():
         sheet.columns[name] = column_of(name, found, sheet)
     for i, state in enumerate(states):
-        for name in state.get("implied", ()):
+        for name in peek(state, "implied"):
             sheet.origin.absent[name] = sheet.origin.absent.get(name, frozenset()) | {i}
     return sheet
+
+
+def _own_or_lying(state: dict[str, Any], name: str) -> Any:
+    """A per-token field of an item with this state, to be read only."""
+    source = state.get("_source")
+    return state[name] if source is None or name in state else source[0].view(name, source[1])
+
+
+def column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None:
+    """A per-token field of items that are all samples of their sheets, in order: the sheets' columns, to be read only;
+    `None` of other items."""
+    sheets = _whole_sheets(items, name)
+    if sheets is None or not all(isinstance(one.columns.get(name), torch.Tensor) for one in sheets):
+        return None
+    return [one.columns[name] for one in sheets]  # type: ignore[misc]
+
+
+def replace_column(items: Sequence[BufferItem], name: str, columns: Sequence[torch.Tensor]) -> None:
+    """Have other values in what `column` gave: the items move to copies of their sheets."""
+    sheets = _whole_sheets(items, name) or ()
+    at = iter(items)
+    for sheet, values in zip(sheets, columns, strict=True):
+        changed = dataclasses.replace(sheet, columns={**sheet.columns, name: values})
+        for i in range(len(sheet)):
+            next(at).__dict__["_source"] = changed, i
+
+
+def _whole_sheets(items: Sequence[BufferItem], name: str) -> list[Sheet] | None:
+    """The sheets that the items are all samples of, in order, if none has a value of its own for the field."""
+    sheets: list[Sheet] = []
+    at = 0
+    while at < len(items):
+        sheet, _ = items[at].__dict__.get("_source", (None, 0))
+        if sheet is None or not sheet.regular:
+            return None
+        states = [item.__dict__ for item in items[at : at + len(sheet)]]
+        sources = [state.get("_source") for state in states]
+        if sources != [(sheet, i) for i in range(len(sheet))] or any(name in state for state in states):
+            return None
+        sheets.append(sheet)
+        at += len(sheet)
+    return sheets
 
 
 def _measured(name: str, rows: list[Any], known: list[int] | None) -> list[int] | None:
@@ -262,74 +310,100 @@ def column_of(name: str, rows: list[Any], sheet: Sheet) -> Column | None:
 # --- items without their padding ----------------------------------------------------------------------------------
 
 
-def unpadded_item(i: int, item: BufferItem) -> BufferItem:
-    """A new item: what is attended of the tokens, and the response slots that speak of it."""
-    check_item(i, item)
-    source = item.__dict__.get("_source")
-    if source is not None and len(item.__dict__) == 1:
-        return BufferItem.of(*source)
-    rows = {name: row for name, row in token_fields(item) if row is not None}
-    if "sequences" not in rows:
-        raise ValueError(f"items[{i}].sequences: got None, expected token ids")
-    sizes: dict[bool, int] = {}
-    for name, row in rows.items():
-        _check_row(name, i, row)
-        expected = sizes.setdefault(on_tokens(name), len(row))
-        if len(row) != expected:
-            raise ValueError(
-                f"items[{i}].{name}: got {len(row)} entries, expected {expected}, as its other fields have"
-            )
-    width, slots = sizes[True], sizes.get(False, 0)
-    if slots > width:
-        raise ValueError(f"items[{i}]: got {slots} response slots, expected at most its {width} tokens")
-    if item.action_start > slots:
-        raise ValueError(f"items[{i}].action_start: got {item.action_start}, expected 0 to {slots}")
-    first, last = _attended(item.attention_mask, width)
-    begin = max(item.action_start, first - (width - slots))
-    end = max(min(slots, last - (width - slots)), begin)
-    cut = {
-        name: (row[first:last] if on_tokens(name) else row[begin:end]).detach().clone() for name, row in rows.items()
-    }
-    given = {name: peek(item.__dict__, name) for name in ITEM_FIELDS if name not in BATCH_FIELDS} | {
-        name: cut.get(name) for name in BATCH_FIELDS
-    }
-    given |= {name: None for name in item.implied if name not in cut or bool((cut[name] == 1).all())}
-    extras = {name.removeprefix("extras."): row for name, row in cut.items() if name not in BATCH_FIELDS}
-    given |= {name: own_entry(batch_name, given[name]) for batch_name, name in SAMPLE_LISTS.items()}
-    given |= {name: SHARED.keep(given[name]) for name in (*BATCH_MEDIA, "raw_images")}
-    given |= {
-        "extras": extras or None,
-        "info": own(item.info, tensors=True),
-        "media": item.media and {name: SHARED.keep(one) for name, one in item.media.items()},
-        "action_start": 0,
-    }
-    return BufferItem(**given | {"implied": frozenset()})
+def without_padding(items: Sequence[Any]) -> list[BufferItem]:
+    """New items: what is attended of the tokens, and the response slots that speak of it."""
+    given, bare = list(items), list[BufferItem]()
+    for i, item in enumerate(given):
+        new = _already_bare(i, item)
+        if new is None:
+            break
+        bare.append(new)
+    else:
+        return bare
+    sheet = _narrowed(sheet_of_items(given), [peek(item.__dict__, "action_start") for item in given])
+    sheet.keep_media(SHARED)
+    return [BufferItem.of(sheet, i) for i in range(len(sheet))]
 
 
-def _attended(mask: torch.Tensor | None, width: int) -> tuple[int, int]:
-    """Where the attended part of a row begins, and where it ends (both `width` if there is none)."""
-    if mask is None:
-        return 0, width
-    kept = (mask.detach() != 0).cpu().numpy()
-    if not kept.any():
-        return width, width
-    return int(kept.argmax()), width - int(kept[::-1].argmax())
+def _already_bare(i: int, item: Any) -> BufferItem | None:
+    """The item without padding if a sheet has it: that of an item whose per-token fields nobody has read."""
+    state = item.__dict__ if isinstance(item, BufferItem) else {}
+    if "_source" not in state or not _PER_TOKEN.isdisjoint(state):
+        return None
+    if len(state) > 1:
+        check_item(i, item)
+    sheet, row = state["_source"]
+    new = BufferItem.of(sheet.bare if isinstance(sheet, WideSheet) else sheet, row)
+    for name in state.keys() - {"_source"}:
+        value = state[name]
+        if name == "media":
+            new.media = value and {key: SHARED.keep(one) for key, one in value.items()}
+        else:
+            setattr(new, name, SHARED.keep(value) if name in _MEDIA else own_entry(name, value))
+    return new
 
 
-def padding_removed(items: Sequence[Any]) -> list[Any]:
-    """The items themselves where they have no padding, new ones without it where they have."""
-    return [item if _bare(item) else unpadded_item(i, item) for i, item in enumerate(items)]
+_PER_TOKEN = frozenset((*BATCH_FIELDS, "extras", "action_start", "implied"))
+_MEDIA = (*BATCH_MEDIA, "raw_images")
+
+
+def _narrowed(sheet: Sheet, starts: list[int]) -> Sheet:
+    """A sheet without the padding that its rows still have; each row's own response slots begin at `starts`."""
+    over = np.flatnonzero(np.array(starts, dtype=np.int64) > sheet.responses)
+    if over.size:
+        i = int(over[0])
+        raise ValueError(f"items[{i}].action_start: got {starts[i]}, expected 0 to {sheet.responses[i]}")
+    first, last = _attended(sheet)
+    prompts = sheet.tokens - sheet.responses
+    begin = np.maximum(starts, first - prompts)
+    end = np.maximum(np.minimum(sheet.responses, last - prompts), begin)
+    columns: dict[str, Any] = {}
+    for name, column in sheet.columns.items():
+        low, high = (first, last) if on_tokens(name) else (begin, end)
+        if isinstance(column, torch.Tensor):
+            parts = torch.split(column, sheet.lengths(name).tolist())
+            columns[name] = torch.cat([part[i:j] for part, i, j in zip(parts, low, high, strict=True)])
+        elif isinstance(column, Segments):
+            at = np.array(column.starts, dtype=np.int64)
+            narrow = column._replace(starts=(at + low).tolist(), stops=(at + high).tolist())
+            columns[name] = concatenated(narrow, high - low)
+    rest = {"info": sheet.info, "lists": sheet.lists, "media": sheet.media, "device": sheet.device}
+    narrowed = Sheet(last - first, end - begin, sheet.origin, columns, **rest)
+    still_absent(narrowed)
+    return narrowed
+
+
+def _attended(sheet: Sheet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[B] Where the attended part of each row begins, and where it ends (both its length if there is none)."""
+    first, last = np.zeros_like(sheet.tokens), sheet.tokens.copy()
+    column = sheet.columns.get("attention_mask")
+    rows: list[Any] = []
+    if isinstance(column, torch.Tensor):
+        rows = [row.cpu().numpy() for row in torch.split(column != 0, sheet.tokens.tolist())]
+    elif isinstance(column, Segments):
+        rows = [array[i:j] for array, i, j in zip(column.arrays, column.starts, column.stops, strict=False)]
+    for i, row in enumerate(rows):
+        first[i], last[i] = edges((row != 0).tobytes())
+    return first, last
+
+
+def padding_removed(items: Sequence[Any]) -> Sequence[Any]:
+    """The items themselves if they have no padding, new ones without it if some have."""
+    return items if all(map(_bare, items)) else without_padding(items)
 
 
 def _bare(item: Any) -> bool:
     if not isinstance(item, BufferItem):
         return True  # it is refused later, by name
     state = item.__dict__
-    if "_source" in state and not state.keys() & {"attention_mask", "action_start"}:
+    if len(state) == 1 and "_source" in state and type(state["_source"][0]) is Sheet:
+        return True
+    wide = isinstance(state.get("_source", (None,))[0], WideSheet)
+    if "_source" in state and not wide and not state.keys() & {"attention_mask", "action_start"}:
         return True  # a sheet has no padding
-    mask = item.attention_mask
+    mask = _own_or_lying(state, "attention_mask")
     padded_mask = isinstance(mask, torch.Tensor) and bool(mask.numel()) and not (mask[0] and mask[-1])
-    return not (item.action_start or padded_mask)
+    return not (peek(state, "action_start") or padded_mask)
 
 
 # --- to items -----------------------------------------------------------------------------------------------------
@@ -358,36 +432,10 @@ def let_go(items: Sequence[BufferItem]) -> None:
 
 
 def padded_items_of_batch(batch: ExperienceBatch, pool: Pool) -> list[BufferItem]:
-    """The samples of a padded batch as wide as it is, each on memory of its own."""
+    """The samples of a padded batch as wide as it is; what is attended is copied."""
     values = checked(batch)
-    count, (width, slots) = len(batch), widths(values)
-    starts = action_starts(batch, slots).tolist()
-    sheet = whole_sheet(batch, np.full(count, width, dtype=np.int64), np.full(count, slots, dtype=np.int64))
-    sheet.keep_media(pool)
-    absent, rows = sheet.origin.absent, dict[str, Any]()
-    implied: list[set[str]] = [set() for _ in range(count)]
-    for name, value in values.items():
-        if value is None:
-            continue
-        rows[name] = unbind_copy(value) if count else []
-        if name in sheet.origin.dtypes:
-            kinds = sheet.origin.dtypes[name]
-            rows[name] = [row.to(kind) for row, kind in zip(rows[name], kinds, strict=True)]
-        for i in absent.get(name, ()):
-            if name in BATCH_FIELDS and BATCH_FIELDS[name].absent:
-                implied[i].add(name)  # as long as there is padding, the mask tells it from the rest
-            elif not rows[name][i].any():  # nothing was written there since
-                rows[name][i] = None
-    items = []
-    for i in range(count):
-        item = BufferItem.of(sheet, i)
-        for name in BATCH_FIELDS:
-            item.__dict__[name] = rows[name][i] if name in rows else None
-        extras = {
-            n.removeprefix("extras."): r[i] for n, r in rows.items() if n not in BATCH_FIELDS and r[i] is not None
-        }
-        item.__dict__["extras"] = extras or None
-        item.__dict__["action_start"] = starts[i]
-        item.__dict__["implied"] = frozenset(implied[i])
-        items.append(item.detach())
-    return items
+    bare, spans = unpadded(batch, values, in_one=True)
+    bare.keep_media(pool)
+    starts = action_starts(batch, spans[1].width).tolist()
+    wide = WideSheet.of(values, batch.origin.copy(), bare, spans, starts)
+    return [BufferItem.of(wide, i) for i in range(len(wide))]

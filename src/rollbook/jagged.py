@@ -165,16 +165,23 @@ class Spans:
             row[at:to] = array[start:stop]
         return out
 
-    def unpad(self, padded: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """(total, ...) What `pad` was given; in `out`, if there is one."""
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """(total, ...) What `pad` was given."""
         if _must_gather(padded):
             return padded[self._index(padded.device)[1]]
-        if out is None:
-            out = empty((int(self.offsets[-1]), *padded.shape[2:]), padded.dtype)
-        if len(out):
-            rows = zip(memory(padded), self._places, strict=True)
-            np.concatenate([row[at:to] for row, (at, to) in rows], out=memory(out))
-        return out
+        return self.unpad_all([padded])[0]
+
+    def unpad_all(self, matrices: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """(total, ...) each: what `pad` was given for matrices of one type and trailing shape on the host, copied into
+        one piece of memory, which is sooner had than many."""
+        total, first = int(self.offsets[-1]), matrices[0]
+        out = empty((total * len(matrices), *first.shape[2:]), first.dtype)
+        if not total:
+            return [out] * len(matrices)
+        places = self._places
+        parts = [row[at:to] for one in matrices for row, (at, to) in zip(memory(one), places, strict=True)]
+        np.concatenate(parts, out=memory(out))
+        return torch.split(out, total) if len(matrices) > 1 else [out]
 
     def mask(self, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
         """[B, width] One where a row lies, zero on padding."""
@@ -275,11 +282,6 @@ def segments(rows: Sequence[torch.Tensor]) -> Column:
         return torch.cat(list(rows))
     arrays = list(map(torch.Tensor.numpy if model.dtype in NUMPY else memory, rows))
     return Segments(arrays, [0] * len(rows), list(map(len, arrays)), model.dtype, tuple(model.shape[1:]))
-
-
-def lengths_of(rows: Sequence[torch.Tensor]) -> list[int]:
-    """How long each row is (numel is several times as fast as len, and the same thing in one dimension)."""
-    return [row.numel() if row.dim() == 1 else len(row) for row in rows]
 
 
 def unbind_copy(tensor: torch.Tensor) -> list[Any]:

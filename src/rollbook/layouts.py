@@ -7,7 +7,6 @@ the response slots that speak of it. A field that does not agree with the others
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,14 @@ from rollbook.batch import ExperienceBatch, Origin, token_fields
 from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS, FIELDS
 from rollbook.info import check_info
-from rollbook.jagged import Column, Rows, Spans, concatenated
+from rollbook.jagged import NUMPY, Column, Rows, Spans, concatenated, memory
 from rollbook.media import divided, joined, sample_list
 from rollbook.ragged import offsets_of
-from rollbook.recycle import empty
 from rollbook.sheet import SAMPLE_LISTS, Lengths, Sheet, constant, on_tokens
 
 LAYOUTS = ("left", "prompt_left_response_right")
-_ALIGNED = 64
-_ROWS = 8
-"""How many rows of a mask are looked at together: as many as a processor's cache holds."""
+_LARGE_MASK = 1 << 17
+"""A mask with more entries is worth a look whether it needs to be copied."""
 
 
 # --- from batches -------------------------------------------------------------------------------------------------
@@ -47,25 +44,36 @@ def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> Sheet:
             elif value is not None:
                 value = torch.cat(value) if value else torch.empty(0, dtype=torch.int64)
             sheet.columns[name] = value
-        _still_absent(sheet)
+        still_absent(sheet)
         return sheet
-    width, slots = widths(values)
+    return unpadded(batch, values, in_one)[0]
+
+
+def unpadded(batch: ExperienceBatch, values: dict[str, Any], in_one: bool) -> tuple[Sheet, tuple[Spans, Spans]]:
+    """The sheet of a padded batch with the fields `values`, and where its tokens and response slots lie there."""
+    width = int(values["sequences"].shape[1])
+    slots = next((int(one.shape[1]) for name, one in values.items() if one is not None and not on_tokens(name)), 0)
     lying, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
     sheet = whole_sheet(batch, lying.lengths, acting.lengths)
-    room = _Block(values, lying, acting) if in_one else None
+    together: dict[Any, list[str]] = {}
     for name, value in values.items():
-        if value is not None:
-            if name == "attention_mask" and lying.solid:
-                value = constant(1, int(lying.lengths.sum()), value.dtype, value.device)
-            else:
-                spans = lying if on_tokens(name) else acting
-                value = spans.unpad(value, None if room is None else room.take(value, spans))
-        sheet.columns[name] = value
-    _still_absent(sheet)
-    return sheet
+        spans = lying if on_tokens(name) else acting
+        if value is None:
+            sheet.columns[name] = None
+        elif name == "attention_mask" and lying.solid:
+            sheet.columns[name] = constant(1, int(lying.lengths.sum()), value.dtype, value.device)
+        elif not in_one or value.device.type != "cpu" or value.requires_grad:
+            sheet.columns[name] = spans.unpad(value)
+        else:
+            sheet.columns[name] = None  # in the order of the fields
+            together.setdefault((spans, value.dtype, value.shape[2:]), []).append(name)
+    for (spans, *_), names in together.items():
+        sheet.columns |= zip(names, spans.unpad_all([values[name] for name in names]), strict=True)
+    still_absent(sheet)
+    return sheet, (lying, acting)
 
 
-def _still_absent(sheet: Sheet) -> None:
+def still_absent(sheet: Sheet) -> None:
     """Of the rows that lack a field, forget those that were written to since; a mask that every row lacks, and that
     only told padding from the rest, goes."""
     for name, rows in list(sheet.origin.absent.items()):
@@ -81,33 +89,6 @@ def _still_absent(sheet: Sheet) -> None:
             sheet.columns[name] = None
         if not rows or len(rows) == len(sheet):
             del sheet.origin.absent[name]
-
-
-class _Block:
-    """Room for the columns of a sheet, in one piece."""
-
-    def __init__(self, values: dict[str, Any], lying: Spans, acting: Spans) -> None:
-        size = 0
-        for name, value in values.items():
-            if value is not None and not _apart(value) and not (name == "attention_mask" and lying.solid):
-                rows = int((lying if on_tokens(name) else acting).offsets[-1])
-                size += rows * value[0, :1].numel() * value.element_size() + _ALIGNED if len(value) else 0
-        self.memory = empty((size,), torch.uint8)
-        self.at = -self.memory.data_ptr() % _ALIGNED
-
-    def take(self, value: torch.Tensor, spans: Spans) -> torch.Tensor | None:
-        """The next piece, for the column of `value`."""
-        shape = (int(spans.offsets[-1]), *value.shape[2:])
-        size = prod(shape) * value.element_size()
-        if _apart(value) or not size:
-            return None
-        piece = self.memory[self.at : self.at + size]
-        self.at += -(-size // _ALIGNED) * _ALIGNED
-        return piece.view(value.dtype).reshape(shape)
-
-
-def _apart(value: torch.Tensor) -> bool:
-    return value.device.type != "cpu" or value.requires_grad
 
 
 def whole_sheet(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> Sheet:
@@ -132,6 +113,9 @@ def checked(batch: ExperienceBatch) -> dict[str, Any]:
             raise ValueError(f"{name}: got {type(getattr(batch, name)).__name__}, expected a dict")
     values: dict[str, Any] = dict(token_fields(batch))
     is_packed = batch.layout == "packed"
+    if isinstance(batch.sequences, torch.Tensor):
+        _check_dims("sequences", batch.sequences, 2, "sequences")
+    count = len(batch)
     kind: Any = list if is_packed else torch.Tensor
     for name, value in values.items():
         if value is None:
@@ -140,22 +124,22 @@ def checked(batch: ExperienceBatch) -> dict[str, Any]:
             expected = "a list of tensors" if is_packed else "a tensor"
             raise ValueError(f"{name}: got {type(value).__name__}, expected {expected}, as the batch is {batch.layout}")
         if is_packed:
-            _check_count(name, len(value), batch)
+            _check_count(name, len(value), count)
             for i, row in enumerate(value):
                 if not isinstance(row, torch.Tensor):
                     raise ValueError(f"{name}[{i}]: got {type(row).__name__}, expected a tensor")
                 _check_dims(f"{name}[{i}]", row, 1, name)
         else:
             _check_dims(name, value, 2, name)
-            _check_count(name, len(value), batch)
+            _check_count(name, value.shape[0], count)
     if not is_packed:
         widths(values)
     return values
 
 
-def _check_count(name: str, rows: int, batch: ExperienceBatch) -> None:
-    if rows != len(batch):
-        raise ValueError(f"{name}: got {rows} rows, expected {len(batch)}, as sequences has")
+def _check_count(name: str, rows: int, count: int) -> None:
+    if rows != count:
+        raise ValueError(f"{name}: got {rows} rows, expected {count}, as sequences has")
 
 
 def _check_dims(where: str, value: torch.Tensor, dims: int, name: str) -> None:
@@ -255,17 +239,10 @@ def spans_of_rows(
     with it; slots before `starts` are padding.
     """
     solid = False
-    edges = None if mask is None else _edges(mask, width - slots - 1) or _edges(mask, width - 1)
     if mask is None or not width:
         first, last = np.zeros(count, dtype=np.int64), np.full(count, width, dtype=np.int64)
-    elif edges is not None:
-        first, last, solid = edges
     else:
-        kept = (mask.detach() != 0).cpu().numpy()
-        first = kept.argmax(axis=1)
-        last = width - kept[:, ::-1].argmax(axis=1)
-        none = ~kept[np.arange(count), first]
-        first, last = np.where(none, width, first), np.where(none, width, last)
+        first, last, solid = _edges(mask)
     begin = np.maximum(starts, first - (width - slots))
     end = np.maximum(np.minimum(slots, last - (width - slots)), begin)
     lying = Spans(last - first, first, width)
@@ -273,46 +250,31 @@ def spans_of_rows(
     return lying, Spans(end - begin, begin, slots)
 
 
-def _edges(mask: torch.Tensor, anchor: int) -> tuple[Lengths, Lengths, bool] | None:
-    """[B] Where the attended part of each row begins and ends, and whether it is 1 throughout; `None` if this must be
-    found in another way.
+def edges(flags: bytes) -> tuple[int, int]:
+    """Where the ones among zeros begin and end; both at the end if there is none.
 
-    Found by bisection from a column that is attended in every row, as if each row had one run of ones; then proved, by
-    looking at every entry once: nothing outside is attended. Several times as fast as searching row by row.
+    >>> edges(bytes([0, 1, 0, 1, 0])), edges(bytes([0, 0]))
+    ((1, 4), (2, 2))
     """
-    if mask.device.type != "cpu" or mask.is_floating_point() or not mask.is_contiguous() or anchor < 0:
-        return None
-    entries = mask.detach().numpy()
-    count, width = entries.shape
-    if not count or not entries[:, anchor].all():
-        return None
-    row = np.arange(count)
-    on, off = np.full(count, anchor), np.full(count, width)
-    while (off - on > 1).any():
-        middle = (on + off) >> 1
-        hit = entries[row, middle] != 0
-        on, off = np.where(hit, middle, on), np.where(hit, off, middle)
-    last = off
-    on, off = np.full(count, anchor), np.full(count, -1)
-    while (on - off > 1).any():
-        middle = (on + off) >> 1
-        hit = (entries[row, np.maximum(middle, 0)] != 0) & (middle > off)
-        on, off = np.where(hit, middle, on), np.where(hit, off, middle)
-    solid = True
-    flat = entries.reshape(-1)
-    bounds = np.stack([row * width + on, row * width + last], axis=1).reshape(-1)
-    for start in range(0, count, _ROWS):
-        part = flat[start * width : (start + _ROWS) * width]
-        cuts = bounds[2 * start : 2 * (start + _ROWS)] - start * width
-        if cuts[-1] == len(part):
-            cuts = cuts[:-1]
-        any_bit = np.bitwise_or.reduceat(part, cuts)
-        every_bit = np.bitwise_and.reduceat(part, cuts)
-        gaps = np.diff(cuts, append=len(part))[1::2] > 0  # reduceat gives an entry even for nothing
-        if part[: cuts[0]].any() or any_bit[1::2][gaps].any():
-            return None
-        solid = solid and bool((any_bit[::2] == 1).all()) and bool((every_bit[::2] == 1).all())
-    return on, last, solid
+    last = flags.rfind(1) + 1
+    return (flags.find(1), last) if last else (len(flags), len(flags))
+
+
+def _edges(mask: torch.Tensor) -> tuple[Lengths, Lengths, bool]:
+    """[B] Where the attended part of each row begins and ends (both at its end if there is none), and whether all of
+    these parts are known to be 1 throughout, which only large masks are looked at for."""
+    exact = mask.device.type == "cpu" and mask.dtype in NUMPY
+    rows = memory(mask) if exact else (mask.detach() != 0).cpu().numpy()
+    solid = exact and mask.numel() > _LARGE_MASK and not mask.is_floating_point() and not mask.is_complex()
+    firsts, lasts = [], []
+    for row in rows:
+        attended = row != 0
+        first, last = edges(attended.tobytes())
+        firsts.append(first)
+        lasts.append(last)
+        if solid and last > first:
+            solid = np.count_nonzero(attended) == last - first and bool(np.bitwise_or.reduce(row[first:last]) == 1)
+    return np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64), solid
 
 
 # --- to batches ---------------------------------------------------------------------------------------------------

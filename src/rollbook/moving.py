@@ -25,9 +25,10 @@ def to(tensor: Any, device: Any) -> Any:
     >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
     device(type='meta')
     """
+    target = torch.device(device) if isinstance(device, (str, int)) else device
     return _each_tensor(
         tensor,
-        lambda one: one.to(device, non_blocking=one.is_pinned()),
+        lambda one: one if one.device == target else one.to(target, non_blocking=one.is_pinned()),
         lambda other: other.to_device(device) if isinstance(other, Movable) else other.to(device),
     )
 
@@ -92,8 +93,10 @@ class Movable:
 
     def _change(self, change: Any) -> Self:
         # Past __setattr__, which would take it for new content.
-        for one in dataclasses.fields(self):
-            self.__dict__[one.name] = change(getattr(self, one.name))
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if value is not None:
+                self.__dict__[name] = change(value)
         return self
 
     def __eq__(self, other: object) -> bool:

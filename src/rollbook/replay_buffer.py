@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
-
-import numpy as np
 
 from rollbook.errors import explain_missing
 
@@ -18,10 +17,11 @@ try:
     import torch
 except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
+from torch.nn.utils.rnn import pad_sequence
 
 from rollbook import items as buffer_items
 from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch
-from rollbook.jagged import Spans, lengths_of
+from rollbook.buffer_item import peek
 from rollbook.layouts import check_layout, packed, padded
 from rollbook.media import SHARED, Pool, carries_media
 
@@ -57,11 +57,10 @@ def zero_pad_sequences(sequences: Sequence[torch.Tensor], side: str = "left") ->
         if not isinstance(row, torch.Tensor) or row.dim() != 1:
             shown = f"shape {list(row.shape)}" if isinstance(row, torch.Tensor) else type(row).__name__
             raise ValueError(f"sequences[{i}]: got {shown}, expected a 1-D tensor")
-    lengths = np.array(lengths_of(rows), dtype=np.int64)
-    width = int(lengths.max())
-    spans = Spans.right_aligned(lengths, width) if side == "left" else Spans(lengths, np.zeros_like(lengths), width)
     try:
-        return spans.pad(torch.cat(rows), 0)
+        dtype = reduce(torch.promote_types, {row.dtype for row in rows})
+        rows = [row if row.dtype == dtype else row.to(dtype) for row in rows]
+        return pad_sequence(rows, batch_first=True, padding_side=side)
     except RuntimeError as error:
         raise ValueError(f"sequences: they cannot be put into one tensor: {error}") from None
 
@@ -72,9 +71,10 @@ def split_experience_batch(
 ) -> list[BufferItem]:
     """One item for each sample of a batch, nothing lost, each on memory of its own.
 
-    Items of a padded batch are as wide as it is; `unpad=True` gives what `remove_padding_in_sequences` makes of them,
-    in one pass. One-element entries of `info` become Python numbers, dicts are split by key. Media with the same
-    content are one object in all items that are alive (or, with a `rollbook.media.Pool`, in all that came through it).
+    Items of a padded batch are as wide as it is (padding is read from the batch, what is attended is copied);
+    `unpad=True` gives what `remove_padding_in_sequences` makes of them. One-element entries of `info` become Python
+    numbers, dicts are split by key. Media with the same content are one object in all items that are alive (or, with a
+    `rollbook.media.Pool`, in all that came through it).
 
     >>> batch = ExperienceBatch(torch.tensor([[0, 7, 8], [4, 5, 6]]), torch.tensor([[-1.0], [-2.0]]), *[None] * 4,
     ...                         torch.tensor([[0, 1, 1], [1, 1, 1]]), None, {"reward": torch.tensor([1.0, 0.0])})
@@ -101,7 +101,7 @@ def remove_padding_in_sequences(items: Sequence[BufferItem]) -> list[BufferItem]
     >>> bare.sequences.tolist(), bare.action_mask.tolist()
     ([1, 2, 3], [1, 0, 1])
     """
-    return [buffer_items.unpadded_item(i, item) for i, item in enumerate(items)]
+    return buffer_items.without_padding(items)
 
 
 def make_experience_batch(
@@ -129,12 +129,12 @@ def make_experience_batch(
         if batch is not None:
             return batch
     else:
-        given = buffer_items.padding_removed(given)
+        given = list(buffer_items.padding_removed(given))
     sheet = buffer_items.sheet_of_items(given)
     if packing_samples:
         return packed(sheet)
     batch = padded(sheet, pad_token_id, layout)
-    starts = [item.__dict__.get("action_start", 0) for item in given]
+    starts = [peek(item.__dict__, "action_start") for item in given]
     if any(starts):
         # Items that were split with their padding still have it.
         batch.action_starts = torch.tensor(starts) + (0 if batch.action_starts is None else batch.action_starts)
@@ -213,39 +213,48 @@ class NaiveReplayBuffer:
     def normalize(self, attribute: str, strategy: Any = None) -> None:
         """Shift and scale a response-axis field to mean 0 and variance 1 over the actions of all samples.
 
-        Masked slots count for nothing and are left alone. `strategy.all_reduce(tensor, "sum")` joins the statistics of
-        all ranks.
+        Masked slots do not count, and become 0. `strategy.all_reduce(tensor, "sum")` joins the statistics of all ranks.
         """
-        values = []
+        values, masks = buffer_items.column(self.items, attribute), buffer_items.column(self.items, "action_mask")
+        in_columns = values is not None and masks is not None
+        if values is None or masks is None or any(a.shape != b.shape for a, b in zip(values, masks, strict=True)):
+            in_columns, (values, masks) = False, self._rows(attribute)
+        every = torch.cat(values).double() if values else torch.zeros(0, dtype=torch.float64)
+        masked = torch.cat(masks) == 0 if masks else torch.zeros(0, dtype=torch.bool)
+        every.masked_fill_(masked, 0)
+        sums = torch.stack([every.sum(), (~masked).sum().double(), torch.dot(every, every)])
+        if strategy is not None:
+            sums = strategy.all_reduce(sums, "sum")
+        total, count, squares = sums.tolist()
+        mean = total / count if count else 0.0
+        scale = max(squares / count - mean**2, 1e-8) ** -0.5 if count else 0.0
+        every.sub_(mean).mul_(scale).masked_fill_(masked, 0)
+        parts = torch.split(every, [one.shape[0] for one in values]) if values else ()
+        changed = [part.to(one.dtype, copy=True) for part, one in zip(parts, values, strict=True)]
+        if in_columns:
+            buffer_items.replace_column(self.items, attribute, changed)
+            return
+        for item, row in zip(self.items, changed, strict=True):
+            setattr(item, attribute, row)
+
+    def _rows(self, attribute: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A response-axis field and the action mask of each item, checked."""
+        rows, masks = [], []
         for i, item in enumerate(self.items):
             value = getattr(item, attribute, None)
             if not isinstance(value, torch.Tensor):
                 raise ValueError(
                     f"attribute: got {attribute!r}, expected a tensor that every item has; items[{i}] lacks it"
                 )
-            mask = item.action_mask
-            kept = torch.ones_like(value, dtype=torch.bool) if mask is None else mask.bool()
-            if kept.shape != value.shape:
+            mask = torch.ones_like(value, dtype=torch.bool) if item.action_mask is None else item.action_mask
+            if mask.shape != value.shape:
                 raise ValueError(
                     f"attribute: got {attribute!r} with shape {list(value.shape)} in items[{i}], expected "
-                    f"{list(kept.shape)}, as its action_mask has"
+                    f"{list(mask.shape)}, as its action_mask has"
                 )
-            values.append((value, kept))
-        device = values[0][0].device if values else "cpu"
-        sums = torch.zeros(3, dtype=torch.float64, device=device)
-        for value, kept in values:
-            chosen = value[kept].double()
-            sums += torch.stack([chosen.sum(), (chosen * 0 + 1).sum(), chosen.square().sum()])
-        if strategy is not None:
-            sums = strategy.all_reduce(sums, "sum")
-        total, count, squares = sums.tolist()
-        if not count:
-            return
-        mean = total / count
-        spread = max(squares / count - mean**2, 1e-8) ** -0.5
-        for item, (value, kept) in zip(self.items, values, strict=True):
-            changed = torch.where(kept, ((value.double() - mean) * spread).to(value.dtype), value)
-            setattr(item, attribute, changed)
+            rows.append(value)
+            masks.append(mask)
+        return rows, masks
 
     def clear(self) -> None:
         """Forget everything."""

@@ -18,7 +18,7 @@ from rollbook.convert import own
 from rollbook.fields import BATCH_FIELDS
 from rollbook.ids import EID
 from rollbook.info import info_arrays, row_kinds, split_info
-from rollbook.jagged import Column, concatenated, memory
+from rollbook.jagged import NUMPY, Column, Spans, concatenated, memory
 from rollbook.moving import to
 from rollbook.ragged import Ragged, offsets_of
 
@@ -40,8 +40,10 @@ def own_entry(name: str, value: Any) -> Any:
 
 def on_tokens(name: str) -> bool:
     """Whether a per-token field runs over all tokens; if not, over the response."""
-    found = BATCH_FIELDS.get(name)
-    return found is not None and found.axis == "sequence"
+    return name in _ON_TOKENS
+
+
+_ON_TOKENS = frozenset(name for name, one in BATCH_FIELDS.items() if one.axis == "sequence")
 
 
 @dataclass(eq=False)
@@ -143,15 +145,23 @@ class Sheet:
         """What `pick_info` takes, if this `info` is plain."""
         return None if "info" in self.origin.absent else info_arrays(self.info, self.origin.info)
 
-    def row(self, name: str, i: int) -> torch.Tensor | None:
-        """A per-token field of sample i, copied; `None` if it has none."""
+    def view(self, name: str, i: int) -> torch.Tensor | None:
+        """A per-token field of sample i where it lies, to be read only; `None` if it has none."""
         column = self.columns.get(name)
         if column is None or i in self.origin.absent.get(name, ()):
             return None
         values = column if isinstance(column, torch.Tensor) else concatenated(column, self.lengths(name))
         bounds = self.bounds[on_tokens(name)]
-        row = values[bounds[i] : bounds[i + 1]].detach().clone(memory_format=torch.contiguous_format)
+        return self._typed(name, i, values[bounds[i] : bounds[i + 1]])
+
+    def _typed(self, name: str, i: int, row: torch.Tensor) -> torch.Tensor:
+        row = row.detach()
         return row.to(self.origin.dtypes[name][i]) if name in self.origin.dtypes else row
+
+    def row(self, name: str, i: int) -> torch.Tensor | None:
+        """A per-token field of sample i, copied; `None` if it has none."""
+        row = self.view(name, i)
+        return None if row is None else row.clone(memory_format=torch.contiguous_format)
 
     def value(self, name: str, i: int) -> Any:
         """What sample i has as an item's field."""
@@ -200,6 +210,88 @@ class Sheet:
         self.device = target
 
 
+class WideSheet(Sheet):
+    """The samples of a padded batch as wide as it is: what a split without unpadding gives.
+
+    What is attended is copied at once, into `bare`. Padding is read from the batch (`columns` are its own tensors, (B,
+    width, ...)) unless somebody has written into it; then a row is padded with what its first and last entries were.
+    """
+
+    bare: Sheet
+    """The same samples without padding."""
+    spans: tuple[Spans, Spans]
+    """Where in its rows the samples' tokens lie, and their response slots."""
+    starts: list[int]
+    """[B] Each sample's first response slot that is its own."""
+    versions: dict[str, int]
+    edges: dict[str, Any]
+
+    @property
+    def regular(self) -> bool:
+        """Its rows are read one by one."""
+        return False
+
+    @property
+    def plain(self) -> bool:
+        """Its rows are read one by one."""
+        return False
+
+    @classmethod
+    def of(
+        cls, values: dict[str, Any], origin: Origin, bare: Sheet, spans: tuple[Spans, Spans], starts: list[int]
+    ) -> WideSheet:
+        """The rows of padded fields, (B, width, ...), which `bare` has without padding: `spans` say where, as those of
+        `spans_of_rows` do."""
+        tokens, responses = (np.full(len(bare), one.width, dtype=np.int64) for one in spans)
+        wide = cls(tokens, responses, origin, values, bare.info, bare.lists, bare.media, bare.device)
+        wide.bare, wide.spans, wide.starts = bare, spans, starts
+        held = {name: value for name, value in values.items() if value is not None}
+        wide.versions = {name: _version(value) for name, value in held.items()}
+        wide.edges = {name: _edges(value) for name, value in held.items()}
+        return wide
+
+    def view(self, name: str, i: int) -> torch.Tensor | None:
+        """A per-token field of sample i, copied; `None` if it has none."""
+        column: Any = self.columns.get(name)
+        if column is None:
+            return None
+        on_sequence = on_tokens(name)
+        spans, start = self.spans[not on_sequence], self.bare.bounds[on_sequence][i]
+        begin, length = int(spans.starts[i]), int(spans.lengths[i])
+        row: torch.Tensor = column[i].detach().clone(memory_format=torch.contiguous_format)
+        if _version(column) != self.versions[name] and len(row):
+            ends = torch.as_tensor(self.edges[name][i])
+            row[:begin], row[begin + length :] = ends[0], ends[-1]
+        inside: Any = self.bare.columns.get(name)
+        row[begin : begin + length] = int(name in _MASKS) if inside is None else inside[start : start + length]
+        lacks = i in self.origin.absent.get(name, ()) and name not in _MASKS
+        return None if lacks and not row.any() else self._typed(name, i, row)
+
+    row = view
+
+    def value(self, name: str, i: int) -> Any:
+        """What sample i has as an item's field."""
+        if name == "action_start":
+            return self.starts[i]
+        if name == "implied":  # as long as there is padding, a mask tells it from the rest
+            return frozenset(mask for mask in _MASKS if i in self.origin.absent.get(mask, ()))
+        return super().value(name, i)
+
+
+def _edges(matrix: torch.Tensor) -> Any:
+    """(B, 1 or 2, ...) The first and the last column, copied."""
+    ends = slice(None, None, max(matrix.shape[1] - 1, 1))
+    if matrix.device.type == "cpu" and matrix.dtype in NUMPY:
+        return memory(matrix)[:, ends].copy()  # a third of the time
+    return matrix.detach()[:, ends].clone()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """A number that changes when a tensor is written to."""
+    return -1 if tensor.is_inference() else tensor._version  # there torch counts nothing
+
+
+_MASKS = tuple(name for name, one in BATCH_FIELDS.items() if one.absent)
 _LISTED = {item: batch for batch, item in SAMPLE_LISTS.items()}
 
 

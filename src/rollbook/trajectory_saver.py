@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
 
 from rollbook.algorithms.masks import high_entropy_mask
-from rollbook.algorithms.ranks import Ranks, check_ranks
+from rollbook.algorithms.ranks import ALONE, Ranks, check_ranks
 from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.progress import advise
 from rollbook.saving.background import Background
@@ -37,7 +37,7 @@ from rollbook.saving.plain import host
 from rollbook.saving.rendering import Measures, Renderer, measured, response_of, spread_of
 from rollbook.saving.repetition import REFLECTIONS, reflections, repeat_score
 from rollbook.saving.sample import Candidate, Sample
-from rollbook.saving.together import attempted, from_first, here, to_first
+from rollbook.saving.together import Rendezvous, attempted, from_first, here, to_first
 
 Stats = dict[str, float]
 _WAITING = 2
@@ -59,6 +59,8 @@ class TrajectorySaver:
     - `background`: write in a thread of its own; what finds two saves waiting is dropped and counted.
     - `ranks`: the processes that call together; by default those of `torch.distributed`, once it is initialised, and
       `rollbook.algorithms.ranks.ALONE` for a saver that only this process calls.
+    - `wait_seconds`: how long a save waits for all of them to call it. Then the first saves its own samples alone, and
+      the next save of that prefix does not wait; code that calls the saver on rank 0 only works.
 
     `errors`: the last errors, in words; `error_count`: how many there were; `dropped`: saves that found no room.
 
@@ -97,6 +99,7 @@ class TrajectorySaver:
         keep: str | Callable[[list[Candidate], int], Sequence[Any]] = "auto",
         background: bool = False,
         ranks: Ranks | None = None,
+        wait_seconds: float = 10.0,
     ) -> None:
         self.save_dir = Path(save_dir)
         self.tokenizer = tokenizer
@@ -110,6 +113,7 @@ class TrajectorySaver:
         if not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer: got {type(tokenizer).__name__}, expected an object with decode(ids)")
         self._given_ranks = None if ranks is None else check_ranks(ranks)
+        self._rendezvous = Rendezvous(str(self.save_dir), number("wait_seconds", wait_seconds, 0))
         self._worker = Background(_WAITING) if switch("background", background) else None
         self._pictures = Pictures(self.max_image_size)
         self._lock = threading.Lock()
@@ -148,11 +152,11 @@ class TrajectorySaver:
         - `experiences`: batches, buffer items and records, in any mix; text and vision.
         - `compute_stats`: means over the samples saved; with `"all"`, over every sample of every process.
 
-        Where there are several processes each must call it, with what samples it has, and the first writes them all,
-        one that several have once. Gives the file's path and the statistics, each `None` where there is none: nothing
-        to save, or not the first process. If anything went wrong, the statistics have `trajectory/save_errors`, asked
-        for or not. With `background=True` the file comes a little later, and the statistics are those of the last save
-        that is done.
+        Where there are several processes each calls it, with what samples it has, and the first writes them all, one
+        that several have once. If some do not call it within `wait_seconds`, the first writes its own. Gives the file's
+        path and the statistics, each `None` where there is none: nothing to save, or not the first process. If anything
+        went wrong, the statistics have `trajectory/save_errors`, asked for or not. With `background=True` the file
+        comes a little later, and the statistics are those of the last save that is done.
         """
         try:
             return self._save(
@@ -178,6 +182,10 @@ class TrajectorySaver:
         """Two rounds: a few numbers of every sample go to the first process, which chooses; then the chosen samples."""
         ranks = self._ranks
         problems: list[str] = []
+        if ranks is not ALONE and not self._met(ranks, prefix, step, problems):
+            if ranks.rank:
+                return None, None
+            ranks = ALONE
         mine = attempted(problems, Samples, experiences, step, ranks.rank)
         if mine is not None:
             problems += mine.problems
@@ -210,6 +218,16 @@ class TrajectorySaver:
             return self._left_to(self._worker, write, problems, prefix, step, bool(compute_stats))
         done, stats = write()
         return str(self._files.path(prefix, step)) if done else None, self._reported(stats, problems)
+
+    def _met(self, ranks: Ranks, prefix: str, step: int, problems: list[str]) -> bool:
+        """Whether every process takes part; what is missing in the file, if only some others do, is a problem."""
+        together, present = self._rendezvous.met(ranks, prefix, step)
+        if not together and len(present) > 1:
+            problems.append(
+                f"ranks {present} called save_trajectories within {self._rendezvous.seconds:g} s, and others did not: "
+                "only rank 0's samples are saved"
+            )
+        return together
 
     def _plan(self, told: list[tuple[Any, list[str]]], count: int, seed: str) -> _Plan | None:
         """What each process is to send; `None` if there is nothing."""

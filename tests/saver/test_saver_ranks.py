@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,30 @@ def scenes(rank: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def calls_of_some(rank: int, folder: str) -> dict[str, Any]:
+    """Saves that not every process calls, or one calls after the first has gone on."""
+    mine = rollout(6, 2)[6 * rank : 6 * rank + 6]
+    found: dict[str, Any] = {}
+    for name, caller in (("first only", 0), ("other only", 1)):
+        saver = TrajectorySaver(f"{folder}/{name}", TOKENIZER, wait_seconds=0.5)
+        if rank == caller:
+            start = time.monotonic()
+            found[name] = saver.save_trajectories(mine, 5, 100)
+            found[f"{name}, again"] = [time.monotonic() - start]
+            found[f"{name}, again"] += saver.save_trajectories(mine, 6, 100)
+            found[f"{name}, again"].append(time.monotonic() - start)
+    saver = TrajectorySaver(f"{folder}/late", TOKENIZER, wait_seconds=0.1)
+    if rank:
+        torch.distributed.barrier()
+    found["late"] = saver.save_trajectories(mine, 5, 100)
+    if not rank:
+        torch.distributed.barrier()
+    torch.distributed.barrier()
+    saver._rendezvous.seconds = 60.0
+    found["in time"] = saver.save_trajectories(mine, 6, 100)
+    return found
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
@@ -77,6 +102,7 @@ def worker(rank: int, folder: str) -> None:
             saver = TrajectorySaver(f"{folder}/{name}", TOKENIZER, **options)
             found[name] = saver.save_trajectories(step=5, **call)
             saver.flush()
+        found |= calls_of_some(rank, folder)
         Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
     finally:
         torch.distributed.destroy_process_group()
@@ -156,3 +182,22 @@ def test_images_of_every_process(told: Any) -> None:
 
 def test_a_process_by_itself(told: Any) -> None:
     assert [one["uid"] for one in saved(told, "alone")] == ALL[:6]
+
+
+def test_a_call_of_the_first_process_alone_saves_its_samples(told: Any) -> None:
+    first, _ = told[0]
+    assert [one["uid"] for one in read(first["first only"][0])] == ALL[:6] and first["first only"][1] is None
+    waited, path, stats, total = first["first only, again"]
+    assert [one["uid"] for one in read(path)] == ALL[:6] and stats is None
+    assert total - waited < waited, "the second call does not wait"
+
+
+def test_a_call_of_another_process_alone_returns(told: Any) -> None:
+    assert told[0][1]["other only"] == told[0][1]["other only, again"][1:3] == [None, None]
+    assert not list((told[1] / "other only").glob("*.json"))
+
+
+def test_a_process_that_comes_late_is_waited_for_the_next_time(told: Any) -> None:
+    first, other = told[0]
+    assert [one["uid"] for one in read(first["late"][0])] == ALL[:6] and other["late"] == [None, None]
+    assert [one["uid"] for one in read(first["in time"][0])] == ALL and other["in time"] == [None, None]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollbook.algorithms.layout import Layout, PerToken
 from rollbook.algorithms.registry import choice, number
+from rollbook.jagged import NUMPY, memory
 
 
 def high_entropy_mask(
@@ -53,7 +55,25 @@ def _marked(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
     """[of `shape`] The tokens that count and come first in their row when it is sorted by key, from the highest."""
     # In float64, as Python multiplies: 100 * 0.29 is a little less than 29, here as there.
     wanted = (layout.counts.to(torch.float64) * ratio).floor().clamp(min=1).to(torch.int64)
+    if layout.mask.device.type == "cpu" and keys.dtype in NUMPY:
+        return _by_row(layout, keys, wanted)
     return _by_order(layout, keys, wanted) if layout.packed else _by_least(layout, keys, wanted, ratio)
+
+
+def _by_row(layout: Layout, keys: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """On the host, row by row, among the tokens that count alone."""
+    marked = torch.zeros(layout.shape, dtype=torch.bool)
+    lengths = layout.row_lengths.tolist()
+    rows = (np.split(memory(one).reshape(-1), np.cumsum(lengths)[:-1]) for one in (marked, layout.mask, keys))
+    for flags, mask, values, count in zip(*rows, wanted.tolist(), strict=True):
+        slots = np.flatnonzero(mask)
+        if len(slots):
+            found = values[slots]
+            least = np.partition(found, len(found) - count)[len(found) - count]
+            above = slots[found > least]
+            flags[above] = True
+            flags[slots[found == least][: count - len(above)]] = True
+    return marked
 
 
 def _by_least(layout: Layout, keys: torch.Tensor, wanted: torch.Tensor, ratio: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ estimators that take rewards of tokens are given these; what shaping added to th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,14 +48,23 @@ class Scored:
     """What became of the rewards: one entry for each row of the rollout."""
 
     rewards: torch.Tensor
-    """[N] What goes on each row's last action."""
-    clip_fraction: torch.Tensor | None = None
-    """[N] 1 where the score was clipped; `None` if nothing is clipped."""
-    mask: Rows | None = None
-    """The tokens that the estimator keeps, where it leaves some out."""
+    """[N] What goes on each row's last action, before `finish` clips it."""
     metrics: dict[str, float] = field(default_factory=dict)
     scale: float = 1.0
     """The factor of the running norm, for token rewards."""
+
+
+@dataclass(frozen=True)
+class Recursions:
+    """Replacements for the recursions over tokens, by LightRFT's signatures; `None`: the built-in one.
+
+    Each is called once per batch, in the batch's own layout: (B, A) tensors if padded, `Rows` if packed.
+    """
+
+    returns: Callable[..., Any] | None = None
+    """`get_cumulative_returns(rewards, action_mask, gamma)`, for estimators over rows and `reinforce`."""
+    advantages: Callable[..., Any] | None = None
+    """`get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)`, for `gae` and `ppo`."""
 
 
 def over_rows(name: str) -> bool:
@@ -97,20 +106,23 @@ def score(
         normed = norm(rewards, ranks=ranks)
         rewards, metrics = normed.rewards, metrics | normed.report.to_metrics("running_norm")
         scale = 1 / norm.scale
-    mask = None
     if over_rows(config.advantage_estimator):
         found = _row_scores(whole, rewards, config, ranks)
         metrics |= found.report.to_metrics(ESTIMATORS[config.advantage_estimator].name)
-        rewards = found.advantages if found.scores is None else found.scores
-        rewards = torch.as_tensor(rewards, dtype=torch.float32)
-        mask = found.mask if isinstance(found.mask, Rows) else None
-    clipped = None
+        scores = torch.as_tensor(found.advantages if found.scores is None else found.scores, dtype=torch.float32)
+        rewards = torch.where(rewards.isnan(), torch.nan, scores)  # a missing reward stays missing
+    return Scored(rewards, metrics, scale)
+
+
+def _clipped(rewards: torch.Tensor, config: MakerConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[N] The rewards within the configured bounds, and 1 where that changed one; `None` without bounds."""
+    fraction = None
     for low, high in _bounds(config):
-        before = rewards
-        rewards = clip_rewards(rewards, low, high).rewards
-        changed = ((rewards != before) & ~before.isnan()).float()
-        clipped = changed if clipped is None else torch.maximum(clipped, changed)
-    return Scored(rewards, clipped, mask, metrics, scale)
+        clipped = clip_rewards(rewards, low, high).rewards
+        changed = ((clipped != rewards) & ~rewards.isnan()).float()
+        fraction = changed if fraction is None else torch.maximum(fraction, changed)
+        rewards = clipped
+    return rewards, fraction
 
 
 def _bounds(config: MakerConfig) -> list[tuple[float, float]]:
@@ -145,8 +157,6 @@ def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks:
     if entry.inputs.get("runs") and ids is None:
         given |= {"runs": list(range(len(whole))), "steps": [0] * len(whole)}
     given = {name: value for name, value in given.items() if value is not None and name in entry.inputs}
-    if "drop" in entry.options:
-        given["mask"] = whole.rows("action_mask")
     return _as_advantages(entry.name, entry.call(given, options))
 
 
@@ -191,21 +201,23 @@ def finish(
     kl_coef: float = 0.0,
     gamma: float = 1.0,
     lambd: float = 1.0,
+    recursions: Recursions | None = None,
 ) -> dict[str, float]:
     """Give each batch of a rollout its `advantages` and `returns`, and `info` what the steps have to say.
 
-    Adds `info["return"]` (the sum of a row's token rewards), `reward_clip_frac` and `advantage_clip_frac` where there
-    is a bound, and `filtered` where `dynamic_sampling` masks rows. Gives back metrics of the whole.
+    Rewards are clipped here, after whoever scored them. Adds `info["return"]` (the sum of a row's token rewards),
+    `reward_clip_frac` and `advantage_clip_frac` where there is a bound, and `filtered` where `dynamic_sampling` masks
+    rows. Gives back metrics of the whole.
     """
     ranks = ranks_here()
+    recursions = recursions or Recursions()
     entry = ESTIMATORS[config.advantage_estimator]
-    mask = scored.mask if scored.mask is not None else whole.rows("action_mask")
+    mask = whole.rows("action_mask")
     if mask is None:
         raise ValueError("action_mask: got none, and no other response-axis field, expected one")
     metrics = dict(scored.metrics)
-    known = torch.ones(len(whole), dtype=torch.bool)
-    if "rewards" in entry.inputs:
-        known = ~whole.numbers("reward").isnan()
+    rewards, clip_fraction = _clipped(scored.rewards, config)
+    known = ~rewards.isnan() if "rewards" in entry.inputs else torch.ones(len(whole), dtype=torch.bool)
     keep = torch.ones(len(whole), dtype=torch.bool)
     if config.dynamic_sampling:
         groups = whole.groups(config.n_samples_per_prompt, ranks)
@@ -216,7 +228,6 @@ def finish(
         metrics |= kept.report.to_metrics("dynamic_sampling")
     coef = 0.0 if config.use_kl_loss else max(kl_coef, 0.0)
     by_token = whole.token_rewards() if "token_rewards" in entry.inputs and not over_rows(entry.name) else None
-    rewards = scored.rewards
     if by_token is not None:
         rewards = torch.where(by_token[1], rewards - scored.scale * whole.numbers("reward"), rewards)
     # A list: of a tensor with as many rows as tokens nobody could say which it is of.
@@ -226,16 +237,22 @@ def finish(
     metrics |= report.to_metrics("reward") | {"reward/missing_reward": float((~known).sum())}
     if over_rows(entry.name):
         counted = _where(mask, known)  # of a row without a reward nothing is known, its KL or not
-        if entry.name == "reinforce_plus_plus_baseline":
+        baseline = entry.name == "reinforce_plus_plus_baseline"
+        options = {"whiten": False, "gamma": gamma, "ranks": ranks, **config.estimator_options}
+        if baseline and recursions.returns is None:
             # Its scores have the group's mean taken off already: without groups it does the rest.
-            options = {"whiten": False, "gamma": gamma, "ranks": ranks, **config.estimator_options}
             found = entry.call({"token_rewards": token_rewards, "mask": counted}, options)
-            advantages, returns, whitened = found.advantages, found.returns, bool(options["whiten"])
+            advantages, returns = found.advantages, found.returns
         else:
-            returns = cumulative_returns(token_rewards, counted, gamma=gamma)
-            advantages, whitened = returns.apply(torch.clone), False
+            returns = _returns_to_go(whole, token_rewards, counted, gamma, recursions)
+            advantages = returns.apply(torch.clone)
+            if baseline and options["whiten"]:
+                advantages = whiten(advantages, counted, ranks=ranks)
+        whitened = baseline and bool(options["whiten"])
     else:
-        found, whitened = _over_tokens(whole, scored, token_rewards, mask, config, coef, gamma, lambd, ranks)
+        found, whitened = _over_tokens(
+            whole, rewards, token_rewards, mask, config, coef, gamma, lambd, ranks, recursions
+        )
         advantages, returns = found.advantages, found.returns
         mask = found.mask if isinstance(found.mask, Rows) else mask
         counted = _where(mask, known)
@@ -248,12 +265,12 @@ def finish(
         advantages = clipped.advantages
         whole.put_numbers("advantage_clip_frac", clipped.fractions.cpu())
         metrics["advantage/clip_fraction"] = clipped.fraction
-    if scored.clip_fraction is not None:
-        whole.put_numbers("reward_clip_frac", scored.clip_fraction)
-        metrics["reward/clip_fraction"] = float(scored.clip_fraction.mean())
+    if clip_fraction is not None:
+        whole.put_numbers("reward_clip_frac", clip_fraction)
+        metrics["reward/clip_fraction"] = float(clip_fraction.mean())
     sums = [row.sum() for row in token_rewards]
     whole.put_numbers("return", torch.stack(sums) if sums else torch.zeros(0))
-    if scored.mask is not None or config.dynamic_sampling or not over_rows(entry.name):
+    if config.dynamic_sampling or not over_rows(entry.name):
         whole.put("action_mask", mask)
     whole.put("advantages", advantages)
     whole.put("returns", returns)
@@ -262,13 +279,51 @@ def finish(
 
 def _where(mask: Rows, keep: torch.Tensor) -> Rows:
     """A mask with some rows taken out."""
-    lengths = torch.tensor(mask.lengths)
+    lengths = torch.tensor(mask.lengths, dtype=torch.int64)
     return Rows(mask.values & torch.repeat_interleave(keep, lengths), mask.lengths)
+
+
+def _returns_to_go(whole: Whole, token_rewards: Rows, mask: Rows, gamma: float, recursions: Recursions) -> Rows:
+    if recursions.returns is None:
+        returns: Rows = cumulative_returns(token_rewards, mask, gamma=gamma)
+        return returns
+    arguments = zip(whole.laid_out(token_rewards), whole.laid_out(mask), strict=True)
+    return whole.gathered("get_cumulative_returns", [recursions.returns(*batch, gamma) for batch in arguments])
+
+
+def _replaced(
+    whole: Whole,
+    rewards: torch.Tensor,
+    token_rewards: Rows,
+    values: Rows | None,
+    mask: Rows,
+    options: Mapping[str, Any],
+    recursions: Recursions,
+) -> Advantages:
+    """The estimate of `gae` (with `values`) or `reinforce` by a replaced recursion, whitened and clipped as theirs."""
+    counted = _where(mask, ~rewards.isnan())
+    if values is not None and recursions.advantages is not None:
+        arguments = zip(*map(whole.laid_out, (values, token_rewards, counted)), strict=True)
+        pairs = [recursions.advantages(*batch, options["gamma"], options["lam"]) for batch in arguments]
+        advantages, returns = (
+            whole.gathered("get_advantages_and_returns", [pair[part] for pair in pairs]) for part in (0, 1)
+        )
+        # From a row without a reward the critic is to learn nothing.
+        unknown = _where(mask, rewards.isnan()).values
+        returns = returns.apply(lambda found: torch.where(unknown, values.values.to(found.dtype), found))
+    else:
+        returns = _returns_to_go(whole, token_rewards, counted, options["gamma"], recursions)
+        advantages = returns.apply(torch.clone)
+    if options.get("whiten"):
+        advantages = whiten(advantages, counted, **{name: options[name] for name in ("std", "eps", "ranks")})
+    if options.get("clip") is not None:
+        advantages = clip_advantages(advantages, counted, options["clip"]).advantages
+    return Advantages(advantages, returns)
 
 
 def _over_tokens(
     whole: Whole,
-    scored: Scored,
+    rewards: torch.Tensor,
     token_rewards: Rows,
     mask: Rows,
     config: MakerConfig,
@@ -276,6 +331,7 @@ def _over_tokens(
     gamma: float,
     lambd: float,
     ranks: Ranks,
+    recursions: Recursions,
 ) -> tuple[Advantages, bool]:
     """The estimators that look at tokens, and whether they whitened."""
     entry = ESTIMATORS[config.advantage_estimator]
@@ -287,7 +343,7 @@ def _over_tokens(
         options.setdefault("whiten", True)
     given: dict[str, Any] = {"mask": mask}
     makers: dict[str, Any] = {
-        "rewards": lambda: scored.rewards,
+        "rewards": lambda: rewards,
         "groups": lambda: whole.groups(config.n_samples_per_prompt, ranks),
         "runs": whole.runs,
         "steps": lambda: [eid.step for eid in whole.ids() or ()] or None,
@@ -300,7 +356,7 @@ def _over_tokens(
     makers |= {name: (lambda key=key: whole.entries(key)) for name, key in INFO_KEYS.items()}
     if "token_rewards" in entry.inputs:
         # Those of rows without a reward are 0 there, and must be known to be unknown: their rewards come as rewards.
-        known = ~scored.rewards.isnan()
+        known = ~rewards.isnan()
         makers["token_rewards"] = lambda: token_rewards
         makers["rewards"] = lambda: None if bool(known.all()) else torch.where(known, 0.0, torch.nan).tolist()
     elif coef > 0:
@@ -312,7 +368,13 @@ def _over_tokens(
         raise ValueError(f"{entry.name}: got no {missing[0]!r}, which it needs; {_advice(missing[0])}")
     if entry.name == "remax" and "baselines" not in given:
         raise ValueError(f"{entry.name}: got no baselines, which it needs; {_advice('baselines')}")
-    found = _as_advantages(entry.name, entry.call(given, options))
+    over_values = entry.name in ("gae", "ppo")
+    replaces = recursions.advantages if over_values else recursions.returns
+    if replaces is not None and (over_values or entry.name in ("reinforce", "reinforce_plus_plus")):
+        chosen = {**entry.options, **options}
+        found = _replaced(whole, rewards, token_rewards, given.get("values"), mask, chosen, recursions)
+    else:
+        found = _as_advantages(entry.name, entry.call(given, options))
     return found, bool(options.get("whiten", entry.options.get("whiten", False)))
 
 
@@ -329,4 +391,4 @@ def _advice(name: str) -> str:
     return _SOURCES.get(name) or f"put them into the prompts' info[{INFO_KEYS.get(name, name)!r}]"
 
 
-__all__ = ["Scored", "check", "finish", "over_rows", "ranks_here", "score"]
+__all__ = ["Recursions", "Scored", "check", "finish", "over_rows", "ranks_here", "score"]

@@ -72,15 +72,16 @@ class Passes:
         entropy: bool = False,
         stages: Stages | None = None,
         bar: Progress | None = None,
-    ) -> None:
+    ) -> Whole:
         """Fill in `action_log_probs` (and `action_entropy`), `base_action_log_probs`, `values` and
-        `extras["teacher_logprobs"]` of all batches. Without a policy its log-probs are the engine's."""
+        `extras["teacher_logprobs"]` of all batches, and give these back. Without a policy, log-probs are the engine's.
+        """
         whole = Whole(batches)
         stages = stages if stages is not None else Stages()
         mask = whole.rows("action_mask")
         if mask is None:
             raise ValueError("action_mask: got none, expected one in every batch")
-        joined = None
+        joined, tokens = None, _tokens(batches)
         for name, model in self.models.items():
             with stages(name) as stage:
                 if hasattr(type(model), "token_stats") or hasattr(type(model), "token_values"):
@@ -91,11 +92,12 @@ class Passes:
                 for field, rows in zip(_FIELDS[name], found, strict=False):
                     if rows is not None:
                         whole.put(field, _settled(field, rows, mask))
-                stage["tokens"] = _tokens(batches)
+                stage["tokens"] = tokens
             if bar is not None:
                 bar.advance()
         if "policy" not in self.models and (engine := whole.rows("extras.logprobs")) is not None:
             whole.put("action_log_probs", _settled("logprobs", engine, mask))
+        return whole
 
     def _planned(
         self, name: str, model: Any, joined: ExperienceBatch, entropy: bool, stage: dict[str, Any]

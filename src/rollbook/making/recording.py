@@ -29,8 +29,8 @@ _FIELDS = {
 
 
 def records_of(rollouts: Sequence[Sample], whole: Whole, made: Sequence[Experience] | None = None) -> Experiences:
-    """The records of an engine's samples, whose rows `whole` are. `made`: the samples' records as `to_experience` gives
-    them, if somebody has made them already; what was found out is put into these.
+    """The records of those of an engine's samples that `whole` still has, in its order. `made`: the samples' records as
+    `to_experience` gives them, if somebody has made them already; what was found out is put into these.
 
     >>> from rollbook.making.collecting import batch_of, samples_of
     >>> from rollbook.rollout import ScriptedEngine
@@ -40,14 +40,14 @@ def records_of(rollouts: Sequence[Sample], whole: Whole, made: Sequence[Experien
     >>> [(row.reward, row.advantages.tolist()) for row in records_of(rollouts, Whole([batch]))]
     [(1.0, [1.0, 1.0]), (0.0, [1.0, 1.0])]
     """
-    if len(rollouts) != len(whole):
-        raise ValueError(f"rollouts: got {len(rollouts)} samples, expected {len(whole)}, one for each row")
     return finished([one.to_experience() for one in rollouts] if made is None else made, whole)
 
 
 def finished(rows: Sequence[Experience], whole: Whole) -> Experiences:
-    """Records with what was found out about them: masks, rewards, log-probs, values, advantages. `whole` are their
-    batches, row by row.
+    """Records with what was found out about them: masks, rewards, log-probs, values, advantages.
+
+    `whole` has a row for each record, matched by id: a record without a row (filtered out) is left out, and the result
+    is in the order of `whole`. Rows without ids are matched by place.
 
     >>> record = Experience(tokens=[5, 7, 2], prompt_length=1)
     >>> batch = Experiences([record]).batch()
@@ -55,6 +55,9 @@ def finished(rows: Sequence[Experience], whole: Whole) -> Experiences:
     >>> finished([record], Whole([batch]))[0].values.tolist()
     [1.0, 1.0]
     """
+    rows = _matched(rows, whole)
+    if not rows:
+        return Experiences([])
     masks = whole.rows("action_mask")
     rows = [_masked(row, None if masks is None else masks[i]) for i, row in enumerate(rows)]
     for row, error in zip(rows, whole.entries("reward_error") or (), strict=False):
@@ -91,6 +94,21 @@ def with_reward(row: Experience, reward: float) -> Experience:
     token_rewards = row.token_level_reward.clone()
     token_rewards[actions[-1]] += change
     return row.replace(reward=reward, token_level_reward=token_rewards)
+
+
+def _matched(records: Sequence[Experience], whole: Whole) -> list[Experience]:
+    """[N] The record of each row."""
+    ids = whole.ids()
+    by_uid = {record.eid.uid: record for record in records}
+    uids = [] if ids is None else [eid.uid for eid in ids]
+    if ids is not None and by_uid.keys() >= set(uids) and len(by_uid) == len(records):
+        return [by_uid[uid] for uid in uids]
+    if len(records) != len(whole):
+        raise ValueError(
+            f"experiences: got {len(whole)} rows, expected {len(records)}, one for each sample, or rows with the "
+            "samples' ids"
+        )
+    return list(records)
 
 
 def _masked(row: Experience, mask: torch.Tensor | None) -> Experience:

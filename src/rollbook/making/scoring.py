@@ -187,6 +187,8 @@ class Scorer:
 
         The text of a response is what the model wrote; its ids are all of the response's, a tool's among them.
         """
+        if isinstance(self.source, Called):  # which is asked of the tokens in the batch
+            return [RewardInput(prompt="", response="") for _ in range(len(batch))]
         if samples.rollouts is not None:
             return [RewardInput.of(_readable(one, self.tokenizer), self.tokenizer) for one in samples.rollouts]
         made = []

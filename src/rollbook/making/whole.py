@@ -7,7 +7,7 @@ in each batch as its own fields do, padded or packed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -38,8 +38,6 @@ class Whole:
 
     def __init__(self, batches: Sequence[ExperienceBatch]) -> None:
         self.batches = list(batches)
-        if not self.batches:
-            raise ValueError("experiences: got none, expected at least one batch")
         self.sizes = [_count(batch) for batch in self.batches]
 
     @cached_property
@@ -61,9 +59,11 @@ class Whole:
                 value = _all_true(batch)
             if value is None:
                 return None
-            rows = _cut(value, spans)
-            parts.append(rows.values)
-            lengths += rows.lengths
+            values, own_lengths = _cut(value, spans)
+            parts.append(values)
+            lengths += own_lengths
+        if not parts:
+            return Rows(torch.zeros(0, dtype=torch.bool if name == "action_mask" else torch.float32), [])
         return Rows(torch.cat(parts), lengths)
 
     def token_rewards(self) -> tuple[Rows, torch.Tensor] | None:
@@ -75,29 +75,43 @@ class Whole:
         parts, lengths, has = [], list[int](), []
         for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
             value = _field(batch, name)
-            rows = _cut(_all_true(batch) if value is None else value, spans)
-            parts.append(torch.zeros(len(rows.values)) if value is None else rows.values.float())
-            lengths += rows.lengths
+            values, own_lengths = _cut(_all_true(batch) if value is None else value, spans)
+            parts.append(torch.zeros(len(values)) if value is None else values.float())
+            lengths += own_lengths
             absent = range(size) if value is None else batch.origin.absent.get(name, ())
             has += [row not in absent for row in range(size)]
         return Rows(torch.cat(parts), lengths), torch.tensor(has)
 
     def of_each(self, find: Callable[[ExperienceBatch], Any]) -> Rows:
         """All rows of what a function finds of each batch: (B, A), or `Rows` of a packed one."""
-        found = [_cut(find(batch), spans) for batch, spans in zip(self.batches, self._spans, strict=True)]
-        return Rows(row for part in found for row in part)
+        return _joined(_cut(find(batch), spans) for batch, spans in zip(self.batches, self._spans, strict=True))
 
     def put(self, name: str, rows: Rows) -> None:
         """Give each batch its rows of a response-axis field (`extras.NAME` for one that a batch has no name for)."""
-        at = 0
+        for batch, value in zip(self.batches, self.laid_out(rows), strict=True):
+            _set_field(batch, name, value)
+
+    def laid_out(self, rows: Rows) -> list[Any]:
+        """A response-axis column as each batch has its own fields: (B, A), 0 on padding, or `Rows` of a packed one."""
+        parts: list[Any] = []
+        offsets, at = rows.offsets.tolist(), 0
         for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
-            lengths = rows.lengths[at : at + size]
-            offsets = rows.offsets
-            values = rows.values[int(offsets[at]) : int(offsets[at + size])]
-            home = _device(batch)
-            made: Any = Rows(values.to(home), lengths) if spans is None else spans.pad(values.to(home), 0)
-            _set_field(batch, name, made)
+            values = rows.values[offsets[at] : offsets[at + size]].to(_device(batch))
+            parts.append(Rows(values, rows.lengths[at : at + size]) if spans is None else spans.pad(values, 0))
             at += size
+        return parts
+
+    def gathered(self, name: str, parts: Sequence[Any]) -> Rows:
+        """The inverse of `laid_out`, for what a function `name` returned for each batch."""
+        columns = []
+        for i, (part, spans, size) in enumerate(zip(parts, self._spans, self.sizes, strict=True)):
+            if spans is None:
+                if not isinstance(part, list) or len(part) != size:
+                    raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected {size} 1-D tensors")
+            elif not isinstance(part, torch.Tensor) or part.shape != (size, spans.width):
+                raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected [{size}, {spans.width}]")
+            columns.append(_cut(part, spans))
+        return _joined(columns)
 
     # --- per row ------------------------------------------------------------------------------------------------
 
@@ -116,7 +130,7 @@ class Whole:
                     f"experiences[{i}].info[{key!r}]: got {len(part)} numbers, expected {self.sizes[i]}, one a sample"
                 )
             parts.append(part)
-        return torch.cat(parts)
+        return torch.cat(parts) if parts else torch.zeros(0)
 
     def put_numbers(self, key: str, values: torch.Tensor) -> None:
         """Give each batch its rows' numbers in `info`."""
@@ -125,7 +139,7 @@ class Whole:
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """[N] numbers cut as the rows are."""
-        return list(torch.split(values, self.sizes))
+        return list(torch.split(values, self.sizes)) if self.sizes else []
 
     def entries(self, key: str) -> list[Any] | None:
         """[N] What `info` holds for each row, `None` if no batch has it."""
@@ -165,12 +179,22 @@ class Whole:
         return None if ids is None else [run_id(eid) for eid in ids]
 
 
-def _cut(value: Any, spans: Spans | None) -> Rows:
-    """A response-axis field of one batch as rows on the CPU, without padding."""
+def _described(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _cut(value: Any, spans: Spans | None) -> tuple[torch.Tensor, list[int]]:
+    """A response-axis field of one batch without padding, on the CPU: its rows end to end, and their lengths."""
     if spans is not None:
-        return Rows(spans.unpad(value.detach().cpu()), spans.lengths.tolist())
+        return spans.unpad(value.detach().cpu()), spans.lengths.tolist()
     rows = value if isinstance(value, Rows) else Rows(value)
-    return rows.apply(lambda values: values.detach().cpu())
+    return rows.values.detach().cpu(), rows.lengths
+
+
+def _joined(parts: Iterable[tuple[torch.Tensor, list[int]]]) -> Rows:
+    columns = list(parts)
+    values = [values for values, _ in columns]
+    return Rows(torch.cat(values) if values else torch.zeros(0), [n for _, lengths in columns for n in lengths])
 
 
 def _count(batch: ExperienceBatch) -> int:

@@ -76,11 +76,13 @@ class Samples:
             return OfRecords([(number, i) for i in range(len(one))], one.rows())
         if isinstance(one, (list, tuple)) and all(isinstance(row, Experience) for row in one):
             return OfRecords([(number, i) for i in range(len(one))], one)
+        if isinstance(one, BufferItem):
+            return OfItem(number, one)
         sequences: Any = getattr(one, "sequences", None)
         bare = isinstance(sequences, torch.Tensor) and sequences.dim() == 1
         if isinstance(one, ExperienceBatch):
             return OfBatch(number, dataclasses.replace(one, sequences=sequences[None]) if bare else one, self.problems)
-        if isinstance(one, BufferItem) or bare:
+        if bare:
             return OfItem(number, one)
         if isinstance(sequences, (list, torch.Tensor)):
             # A batch of LightRFT's own, or any object with its names.

@@ -1,0 +1,385 @@
+"""Every function that Rollbook takes over from LightRFT, beside LightRFT's technique, for a large and a small batch.
+
+Run as `python -m benchmarks.bench_inherited [--rounds 9] [--json PATH]` from the project root; the report also goes to
+`results/inherited.md` and `results/inherited.json`. Both sides get the same tensors, made anew for each call where a
+call changes them. Short calls are repeated within a round until both sides take some milliseconds. Models are functions
+that return ready tensors, so that what is timed of the maker is the maker. Every ratio is to be at least 1; `NOTES`
+says why some are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks import harness
+from benchmarks import lightrft_technique as technique
+from benchmarks.bench_batches import Rollout, make_rollout
+from benchmarks.harness import Comparison, Contender, Options, Report
+from benchmarks.workload import make_workload
+from rollbook import experience_maker, replay_buffer
+from rollbook.experience_maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
+from rollbook.replay_buffer import BufferItem, NaiveReplayBuffer
+from rollbook.trajectory_saver import create_high_entropy_mask
+
+SIZES = (512, 8)
+ROUNDS = 9
+GROUP = 8
+GAMMA, LAMBD = 0.99, 0.95
+NOTES = """\
+What is below 1, and why:
+
+- `split_experience_batch` by itself copies what is attended (LightRFT's items are views, which alias the batch and keep
+  it alive). With `remove_padding_in_sequences`, which then has nothing left to copy, it is faster.
+- `Experience(...)`, `BufferItem(...)`, `to_device` and `is_vl_experience` take microseconds on both sides; here there
+  are more fields, and every tensor is moved.
+- `clip_filter_like_weight_func` and `process_experiences` take less than a millisecond for a whole rollout; groups are
+  found by id, and missing rewards and constant groups are looked for and reported.
+- `make_experience` is timed with models that compute nothing: what they return is checked, and cut to the samples' own
+  tokens, a small part of any forward pass. With the advantages that follow it is faster.
+- Items whose fields were read before, packed batches, `normalize` and entropy marks of 8 samples: a fraction of a
+  millisecond a call on both sides. A packed batch comes with its fields end to end and `cu_seqlens`.
+"""
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A function: both sides' calls, what each is given, and how often it is called within a round."""
+
+    name: str
+    theirs: Callable[[Any], Any]
+    ours: Callable[[Any], Any]
+    their_input: Callable[[], Any]
+    our_input: Callable[[], Any]
+    calls: int = 1
+
+    def contenders(self, size: int) -> list[Contender]:
+        """Both sides for one batch size."""
+        return [
+            Contender(f"{side}: {self.name}, B={size}", _repeated(call, self.calls), _inputs(prepare, self.calls))
+            for side, call, prepare in (
+                ("LightRFT", self.theirs, self.their_input),
+                ("Rollbook", self.ours, self.our_input),
+            )
+        ]
+
+    def comparison(self, size: int) -> Comparison:
+        """The line of the table."""
+        label = f"{self.name}, B={size}"
+        return Comparison(label, f"Rollbook: {label}", f"LightRFT: {label}", target=1.0)
+
+
+def _repeated(call: Callable[[Any], Any], calls: int) -> Callable[[list[Any]], list[Any]]:
+    return lambda inputs: [call(one) for one in inputs[:calls]]
+
+
+def _inputs(prepare: Callable[[], Any], calls: int) -> Callable[[], list[Any]]:
+    return lambda: [prepare() for _ in range(calls)]
+
+
+# --- what makers are given ------------------------------------------------------------------------------------------
+
+
+def their_maker(fields: dict[str, torch.Tensor]) -> technique.Maker:
+    """A maker of LightRFT's kind whose models return ready tensors."""
+    return technique.Maker(
+        actor=lambda sequences, num_actions, attention_mask: fields["action_log_probs"],
+        initial_model=lambda sequences, num_actions, attention_mask: fields["base_action_log_probs"],
+        critic=lambda sequences, attention_mask, num_actions: fields["values"],
+        reward_model=lambda sequences, attention_mask: attention_mask.sum(1).float(),
+        group=GROUP,
+    )
+
+
+def our_maker(fields: dict[str, torch.Tensor], estimator: str = "rloo") -> NaiveExperienceMaker:
+    """Rollbook's maker with the same models."""
+    return NaiveExperienceMaker(
+        lambda sequences, num_actions, attention_mask: fields["action_log_probs"],
+        lambda sequences, num_actions, attention_mask: fields["values"],
+        lambda sequences, attention_mask: attention_mask.sum(1).float(),
+        lambda sequences, num_actions, attention_mask: fields["base_action_log_probs"],
+        SimpleNamespace(pad_token_id=0, eos_token_id=0),
+        1024,
+        0.01,
+        config=MakerConfig(n_samples_per_prompt=GROUP, advantage_estimator=estimator),
+    )
+
+
+def samples_of(rollout: Rollout) -> Samples:
+    """What `generate_samples` gives `make_experience`."""
+    fields, info = rollout.fields, rollout.info
+    count, slots = fields["action_mask"].shape
+    lengths = info["response_length"], info["total_length"]
+    return Samples(
+        fields["sequences"], fields["attention_mask"], fields["action_mask"], slots, None, *lengths, [""] * count, None
+    )
+
+
+# --- the functions --------------------------------------------------------------------------------------------------
+
+
+def pairs(rollout: Rollout, size: int) -> list[Pair]:
+    """Every function, for one batch size."""
+    fields, info = dict(rollout.fields), dict(rollout.info)
+    often = 4 if size > 64 else 64
+    few = 1 if size > 64 else 16
+    mask, rewards, values = fields["action_mask"], fields["returns"], fields["values"]
+    rows = [row[: int(length)] for row, length in zip(values, info["response_length"], strict=True)]
+    groups = torch.rand(max(size // GROUP, 1), GROUP)
+    makers = their_maker(fields), our_maker(fields)
+    samples = samples_of(rollout)
+    scored = {"reward": torch.rand(size)}
+    kept = {name: fields[name][0] for name in technique.TENSORS}
+
+    def split_theirs() -> list[technique.Item]:
+        return technique.split_experience_batch(rollout.theirs())
+
+    def bare_theirs() -> list[technique.Item]:
+        return technique.remove_padding_in_sequences(split_theirs())
+
+    def split_ours() -> list[BufferItem]:
+        return replay_buffer.split_experience_batch(rollout.ours())
+
+    def bare_ours() -> list[BufferItem]:
+        return replay_buffer.split_experience_batch(rollout.ours(), unpad=True)
+
+    def filled(kind: Any, batch: Any) -> Any:
+        buffer = kind(min(GROUP, size), seed=0)
+        buffer.append(batch)
+        return buffer
+
+    def normalized(kind: Any, batch: Any) -> Any:
+        buffer = filled(kind, batch)
+        buffer.normalize("advantages", None)
+        return buffer
+
+    def both(buffers: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        return (
+            lambda: buffers(technique.ReplayBuffer, rollout.theirs()),
+            lambda: buffers(NaiveReplayBuffer, rollout.ours()),
+        )
+
+    def no() -> None:
+        return None
+
+    return [
+        Pair(
+            "Experience(...)",
+            lambda _: technique.Batch(**fields, info=info),
+            lambda _: Experience(**fields, info=info),
+            no,
+            no,
+            64,
+        ),
+        Pair(
+            "BufferItem(...)",
+            lambda _: technique.Item(**kept, info=info),
+            lambda _: BufferItem(**kept, info=info),
+            no,
+            no,
+            64,
+        ),
+        Pair(
+            "Experience.to_device",
+            lambda batch: technique.to_device(batch, "cpu"),
+            lambda batch: batch.to_device("cpu"),
+            rollout.theirs,
+            rollout.ours,
+            64,
+        ),
+        Pair(
+            "to",
+            lambda given: technique.to(given, "cpu"),
+            lambda given: experience_maker.to(given, "cpu"),
+            lambda: list(values),
+            lambda: list(values),
+            few,
+        ),
+        Pair(
+            "clip_filter_like_weight_func",
+            technique.clip_filter_like_weight_func,
+            experience_maker.clip_filter_like_weight_func,
+            lambda: groups,
+            lambda: groups,
+            64,
+        ),
+        Pair(
+            "is_vl_experience",
+            technique.is_vl_experience,
+            replay_buffer.is_vl_experience,
+            rollout.theirs,
+            rollout.ours,
+            64,
+        ),
+        Pair(
+            "zero_pad_sequences",
+            technique.zero_pad_sequences,
+            replay_buffer.zero_pad_sequences,
+            lambda: rows,
+            lambda: rows,
+            few,
+        ),
+        Pair(
+            "split_experience_batch",
+            technique.split_experience_batch,
+            replay_buffer.split_experience_batch,
+            rollout.theirs,
+            rollout.ours,
+            few,
+        ),
+        Pair(
+            "remove_padding_in_sequences",
+            technique.remove_padding_in_sequences,
+            replay_buffer.remove_padding_in_sequences,
+            split_theirs,
+            split_ours,
+            few,
+        ),
+        Pair(
+            "remove_padding_in_sequences, items that were read",
+            technique.remove_padding_in_sequences,
+            replay_buffer.remove_padding_in_sequences,
+            split_theirs,
+            lambda: [item.detach() for item in split_ours()],
+            few,
+        ),
+        Pair(
+            "split_experience_batch, then remove_padding_in_sequences",
+            lambda batch: technique.remove_padding_in_sequences(technique.split_experience_batch(batch)),
+            lambda batch: replay_buffer.remove_padding_in_sequences(replay_buffer.split_experience_batch(batch)),
+            rollout.theirs,
+            rollout.ours,
+            few,
+        ),
+        Pair(
+            "make_experience_batch",
+            technique.make_experience_batch,
+            replay_buffer.make_experience_batch,
+            bare_theirs,
+            bare_ours,
+            few,
+        ),
+        Pair(
+            "make_experience_batch, items that were read",
+            technique.make_experience_batch,
+            replay_buffer.make_experience_batch,
+            bare_theirs,
+            lambda: [item.detach() for item in bare_ours()],
+            few,
+        ),
+        Pair(
+            "make_experience_batch, packing_samples, fields end to end",
+            lambda items: technique.end_to_end(technique.make_experience_batch(items, True)),
+            lambda items: replay_buffer.make_experience_batch(items, True),
+            bare_theirs,
+            bare_ours,
+            few,
+        ),
+        Pair(
+            "NaiveReplayBuffer.append",
+            lambda given: given[0].append(given[1]),
+            lambda given: given[0].append(given[1]),
+            lambda: (technique.ReplayBuffer(GROUP), rollout.theirs()),
+            lambda: (NaiveReplayBuffer(GROUP), rollout.ours()),
+            few,
+        ),
+        Pair(
+            "NaiveReplayBuffer.normalize",
+            lambda buffer: buffer.normalize("advantages", None),
+            lambda buffer: buffer.normalize("advantages", None),
+            *both(filled),
+            few,
+        ),
+        Pair(
+            f"NaiveReplayBuffer.sample, {GROUP} of them, after normalize",
+            lambda buffer: [buffer.sample() for _ in range(often)],
+            lambda buffer: [buffer.sample() for _ in range(often)],
+            *both(normalized),
+        ),
+        Pair(
+            "get_advantages_and_returns",
+            lambda _: makers[0].get_advantages_and_returns(values, rewards, mask, GAMMA, LAMBD),
+            lambda _: makers[1].get_advantages_and_returns(values, rewards, mask, GAMMA, LAMBD),
+            no,
+            no,
+        ),
+        Pair(
+            "get_advantages_and_returns, a mask of int64",
+            lambda given: makers[0].get_advantages_and_returns(values, rewards, given, GAMMA, LAMBD),
+            lambda given: makers[1].get_advantages_and_returns(values, rewards, given, GAMMA, LAMBD),
+            mask.long,
+            mask.long,
+        ),
+        Pair(
+            "get_cumulative_returns",
+            lambda _: makers[0].get_cumulative_returns(rewards, mask, GAMMA),
+            lambda _: makers[1].get_cumulative_returns(rewards, mask, GAMMA),
+            no,
+            no,
+        ),
+        Pair("make_experience", makers[0].make_experience, makers[1].make_experience, lambda: samples, lambda: samples),
+        Pair(
+            "process_experiences",
+            lambda one: makers[0].process_experiences([one]),
+            lambda one: makers[1].process_experiences([one]),
+            lambda: technique.Batch(**fields, info=dict(scored)),
+            lambda: Experience(**fields, info=dict(scored)),
+            often,
+        ),
+        Pair(
+            "make_experience, process_experiences, advantages",
+            lambda _: makers[0].estimated(samples, GAMMA),
+            lambda _: makers[1]._estimated([makers[1].make_experience(samples)], 0, {"gamma": GAMMA}),
+            no,
+            no,
+        ),
+        Pair(
+            "create_high_entropy_mask",
+            lambda _: technique.create_high_entropy_mask(fields["action_entropy"], mask, 0.2),
+            lambda _: create_high_entropy_mask(fields["action_entropy"], mask, 0.2),
+            no,
+            no,
+        ),
+    ]
+
+
+def run(options: Options) -> Report:
+    """The report."""
+    rounds = options.rounds or ROUNDS
+    contenders: list[Contender] = []
+    comparisons: list[Comparison] = []
+    workload = make_workload(max(SIZES), options.seed)
+    for size in SIZES:
+        rollout = make_rollout(workload.rows[:size], options.seed)
+        for pair in pairs(rollout, size):
+            contenders += pair.contenders(size)
+            comparisons.append(pair.comparison(size))
+    times = harness.measure(contenders, rounds, options.seed)
+    results = [times.compare(one) for one in comparisons]
+    lines = ["| function | B | ratio | spread | |", "|---|---|---|---|---|"]
+    for result in results:
+        name, size = result.comparison.label.rsplit(", B=", 1)
+        low, high = result.ratio_spread
+        verdict = "" if result.ratio >= 1 else "below 1"
+        lines.append(f"| {name} | {size} | x{result.ratio:.2f} | {low:.2f}-{high:.2f} | {verdict} |")
+    table = "\n".join(lines)
+    command = f"python -m benchmarks.bench_inherited --rounds {rounds}"
+    RESULTS.joinpath("inherited.md").write_text(
+        f"## Inherited functions beside LightRFT's technique\n\nMade by `{command}`: medians of the ratios within "
+        f"{rounds} interleaved rounds, one thread. Higher is better.\n\n{table}\n\n{NOTES}"
+    )
+    report = Report("Inherited functions", {"rounds": rounds, "sizes": SIZES}, times, results)
+    written = {"environment": harness.environment(), "results": [asdict(result) for result in results]}
+    RESULTS.joinpath("inherited.json").write_text(json.dumps(written, indent=1) + "\n")
+    return report
+
+
+if __name__ == "__main__":
+    harness.main(run)
