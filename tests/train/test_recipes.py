@@ -184,6 +184,14 @@ def test_every_recipe_runs_from_the_command_line(
     assert [one.step for one in saving.saved(tmp_path / "run")] == [0, 2]
     with rollbook.open(tmp_path / "run" / "book", mode="r") as book:
         assert [step for step, found in book.metrics() if "loss" in found or "critic/value_loss" in found] == [1, 2]
+    assert main(["show", f"{tmp_path}/run"]) == 0
+    table = [line.split() for line in capsys.readouterr().out.split("\n\n")[1].splitlines()]
+    updates = {"letters-dpo": ["loss", "margin", "accuracy", "grad"]}.get(recipe, ["loss", "grad"])
+    rewards = [] if recipe in ("letters-sft", "letters-dpo") else ["reward"]
+    assert [name for name in table[0] if name in {"reward", "margin", "accuracy", *updates}] == rewards + updates
+    assert [row[0] for row in table] == ["step", "2", "1"]
+    made = table[2:] if recipe == "letters-replay" else table[1:]  # its second step makes no records
+    assert not any("-" in row for row in made), table
 
 
 def test_recipes_say_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def uid_of(index: Index, what: str) -> str:
     """The uid that is meant: the whole of it, or a beginning that no other has."""
     if index.query("SELECT 1 FROM samples WHERE uid = ?", [what]):
         return what
-    # `137/12/3` is run 3 of a task before it is the beginning of run 30.
+    # `42/1089/6` is run 6 of a task before it is the beginning of run 60.
     for beginning in (f"{what}/", what):
         found = index.query(
             "SELECT uid FROM samples WHERE substr(uid, 1, ?) = ? ORDER BY n LIMIT 9", [len(beginning), beginning]

@@ -217,7 +217,7 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--limit", metavar="N", type=_whole(1), help="list so many samples (50)")
 
     made = command("show", "showing:show", path=RUN)
-    made.add_argument("what", metavar="ID", nargs="?", help="a uid or its beginning (137/12/3), a group (137/12)")
+    made.add_argument("what", metavar="ID", nargs="?", help="a uid or its beginning (42/1089/6), a group (42/1089)")
     made.add_argument("--step", metavar="N", type=_whole(0), help="show a step: its groups and their rewards")
     made.add_argument("--lens", "-l", metavar="NAME", help="what colours the tokens: entropy, logprob, kl, ... or off")
     made.add_argument("--raw", action="store_true", help="all tokens as the trainer saw them, in one piece")

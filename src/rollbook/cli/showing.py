@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.addresses import redacted
 from rollbook.cli.opened import Opened, opened, uid_of
 from rollbook.cli.samples import sample_table
 from rollbook.cli.terminal import (
@@ -32,6 +35,7 @@ from rollbook.cli.terminal import (
     table,
     wrapped,
 )
+from rollbook.train.display import UPDATE_COLUMNS
 from rollbook.viewer.documents import LENSES, Picture, Trajectory
 
 SEQUENTIAL = ((253, 231, 37), (122, 209, 81), (34, 168, 132), (42, 120, 142), (65, 68, 135), (68, 1, 84))
@@ -55,7 +59,7 @@ def show(options: argparse.Namespace) -> int:
         alone = [f"--{name}" for name in ("raw", "tokens", "lens") if getattr(options, name)]
         groups = "SELECT 1 FROM samples WHERE gid = ? LIMIT 1"
         if alone and (options.what is None or run.index.query(groups, [options.what])):
-            raise ValueError(f"{', '.join(alone)}: of one trajectory, expected its uid (137/12/3) or its beginning")
+            raise ValueError(f"{', '.join(alone)}: of one trajectory, expected its uid (42/1089/6) or its beginning")
         if options.what is not None:
             if run.index.query(groups, [options.what]):
                 return _group(run, options)
@@ -67,12 +71,15 @@ def show(options: argparse.Namespace) -> int:
 
 
 def _run(run: Opened, options: argparse.Namespace) -> int:
+    from rollbook.viewer.sources import BookSource
+
     told, steps = run.answers.run(), run.answers.steps()["steps"]
     only = not steps and bool(told["evaluation"])
     if only:
         steps = run.answers.steps(evaluation=True)["steps"]
+    logged = run.source.book.metrics() if isinstance(run.source, BookSource) else []
     if options.json:
-        print_json({"run": told, "steps": steps})
+        print_json({"run": told, "steps": steps, "metrics": [{"step": step, **values} for step, values in logged]})
         return OK
     kind = ", all for evaluation" if only else ""
     counts = f"{told['records']:,} trajectories, {told['groups']:,} groups{kind}"
@@ -80,27 +87,61 @@ def _run(run: Opened, options: argparse.Namespace) -> int:
     if not steps:
         print("there is nothing in it yet")
         return OK
-    for name in ("reward", "length", "entropy", "kl", "mismatch", "lag"):
-        means = [None if each[name] is None else each[name]["mean"] for each in steps]
-        if any(mean is not None for mean in means):
-            known = [mean for mean in means if mean is not None]
-            print(f"{name:10}{spark(_thinned(means, 60))}  {figure(known[0])} → {figure(known[-1])}")
-    names = ("step", "n", "reward", "p25", "p75", "length", "entropy", "kl", "0-var", "truncated", "loops")
-    rows = []
-    for each in reversed(steps[-200:]):
-        reward = each["reward"] or {}
-        row = [str(each["step"]), figure(each["n"])]
-        row += [figure(reward.get(name)) for name in ("mean", "p25", "p75")]
-        row += [figure((each[name] or {}).get("mean")) for name in ("length", "entropy", "kl")]
-        row += [percent(each[name]) for name in ("zero_variance", "truncated", "loops")]
-        rows.append(row)
+    rows = _rows(steps, logged)
+    for name in ("reward", *_UPDATES, "length", "entropy", "kl", "mismatch", "lag"):
+        values = [row[name] for row in rows]
+        known = [value for value in values if value is not None]
+        if known:
+            print(f"{name:10}{spark(_thinned(values, 60))}  {figure(known[0])} → {figure(known[-1])}")
+    names = [name for name in _COLUMNS if any(row[name] is not None for row in rows)]
+    cells = [[_cell(name, row[name]) for name in names] for row in reversed(rows[-200:])]
     print()
-    for line in table(names, rows, right=range(len(names)), optional=(10, 7, 6, 3, 4)):
+    optional = [names.index(name) for name in _FIRST_TO_GO if name in names]
+    for line in table(names, cells, right=range(len(names)), optional=optional):
         print(line)
-    if len(steps) > 200:
-        print(f"and {len(steps) - 200} earlier steps")
-    print(styled("\nrollbook show PATH --step N lists a step's groups", "dim"))
+    if len(rows) > 200:
+        print(f"and {len(rows) - 200} earlier steps")
+    _hint(options, f"--step {rows[-1]['step']}", "lists a step's groups")
     return OK
+
+
+_UPDATES = tuple(column.title for column in UPDATE_COLUMNS)
+_SHARES = {"0-var": "zero_variance", "truncated": "truncated", "loops": "loops"}
+_COLUMNS = ("step", "n", "reward", "p25", "p75", *_UPDATES, "length", "entropy", "kl", *_SHARES)
+_FIRST_TO_GO = ("loops", "kl", "p25", "p75", "grad", "entropy")
+
+
+def _rows(
+    steps: list[dict[str, Any]], logged: list[tuple[int, dict[str, float]]]
+) -> list[dict[str, float | int | None]]:
+    """Join what is known of each step: of its records, and of its updates."""
+    summaries = {summary["step"]: summary for summary in steps}
+    updates = {step: values for step, values in logged if UPDATE_COLUMNS[0].value(values) is not None}
+    rows = []
+    for step in sorted({*summaries, *updates}):
+        summary, values = summaries.get(step, {}), updates.get(step, {})
+        row = {"step": step, "n": summary.get("n")}
+        for name in ("reward", "length", "entropy", "kl", "mismatch", "lag"):
+            row[name] = (summary.get(name) or {}).get("mean")
+        row |= {name: (summary.get("reward") or {}).get(name) for name in ("p25", "p75")}
+        row |= {name: summary.get(key) for name, key in _SHARES.items()}
+        if row["reward"] is None:
+            row["0-var"] = None
+        row |= {column.title: column.value(values) for column in UPDATE_COLUMNS}
+        rows.append(row)
+    return rows
+
+
+def _cell(name: str, value: float | int | None) -> str:
+    if name in _UPDATES and value is not None and math.isnan(value):
+        return "nan"
+    return str(value) if name == "step" else percent(value) if name in _SHARES else figure(value)
+
+
+def _hint(options: argparse.Namespace, arguments: str, text: str) -> None:
+    """Print a command that shows more."""
+    path = shlex.quote(redacted(options.path))
+    print(styled(wrapped(f"\nrollbook show {printable(path)} {printable(arguments)} {text}"), "dim"))
 
 
 def _thinned(values: list[float | None], most: int) -> list[float | None]:
@@ -133,7 +174,7 @@ def _step(run: Opened, options: argparse.Namespace) -> int:
     )
     for line in table(names, rows, right=(1, 3, 4, 5, 6), optional=(6, 5, 4)):
         print(line)
-    print(styled("\nrollbook show PATH GROUP lists a group's samples", "dim"))
+    _hint(options, shlex.quote(found["rows"][0]["gid"]), "lists a group's samples")
     return OK
 
 
@@ -148,7 +189,7 @@ def _group(run: Opened, options: argparse.Namespace) -> int:
     print()
     for line in sample_table(found["rows"]):
         print(line)
-    print(styled("\nrollbook show PATH UID shows a trajectory", "dim"))
+    _hint(options, shlex.quote(found["rows"][0]["uid"].rpartition("/")[0]), "shows a trajectory")
     return OK
 
 

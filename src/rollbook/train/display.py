@@ -27,9 +27,15 @@ class Column(NamedTuple):
     width: int
     names: tuple[str, ...]
 
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the first of its metrics that was logged."""
+        return next((metrics[name] for name in self.names if name in metrics), None)
+
 
 _LENGTH = Column("length", 6, ("length", "rollout/response_length"))
 _LOSS = Column("loss", 8, ("loss", "critic/value_loss"))
+_MARGIN = Column("margin", 8, ("policy/reward_margin",))
+_ACCURACY = Column("accuracy", 8, ("policy/accuracy_mean",))
 _GRADIENT = Column("grad", 6, ("grad_norm", "critic/grad_norm"))
 _SPEED = Column("tok/s", 7, ("tokens_per_second", "rollout/tokens_per_second"))
 COLUMNS = (
@@ -43,15 +49,10 @@ COLUMNS = (
     _SPEED,
 )
 """Of a run with rewards; with the step and the time left they fill 80 columns."""
-SUPERVISED_COLUMNS = (
-    _LOSS,
-    Column("margin", 8, ("policy/reward_margin",)),
-    Column("accuracy", 8, ("policy/accuracy_mean",)),
-    _LENGTH,
-    _GRADIENT,
-    _SPEED,
-)
+SUPERVISED_COLUMNS = (_LOSS, _MARGIN, _ACCURACY, _LENGTH, _GRADIENT, _SPEED)
 """Of SFT and DPO; columns without a number in the first step are left out."""
+UPDATE_COLUMNS = (_LOSS, _MARGIN, _ACCURACY, _GRADIENT)
+"""Of the updates alone, which a run's records say nothing of."""
 _LEFT = 8
 ROWS = 20
 """How many rows of a run stay on a terminal: in between, the last one is written over."""
@@ -163,9 +164,7 @@ class Display:
     def _made(self, step: int, metrics: Mapping[str, float], now: float) -> str:
         place = str(step) if self.steps is None else f"{step}/{self.steps}"
         cells = [f"{place:>{self._step_width}}"]
-        for one in self._table:
-            value = next((metrics[name] for name in one.names if name in metrics), None)
-            cells.append(f"{_figure(value):>{one.width}}")
+        cells += [f"{_figure(one.value(metrics)):>{one.width}}" for one in self._table]
         return " ".join([*cells, f"{self._left(step, now):>{_LEFT}}"])
 
     @property
@@ -258,4 +257,4 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
     return ", ".join(said)
 
 
-__all__ = ["COLUMNS", "Column", "Display", "duration", "evaluation_line"]
+__all__ = ["COLUMNS", "UPDATE_COLUMNS", "Column", "Display", "duration", "evaluation_line"]
