@@ -160,8 +160,8 @@ class Ragged:
     tensor([1, 2, 3], dtype=torch.int32)
     >>> column.tensor(1) is None
     True
-    >>> column[1:].lengths.tolist(), column[::-1][0].tolist()
-    ([0, 1], [4])
+    >>> column[1:], column[1:].lengths.tolist(), column[::-1][0].tolist()
+    (Ragged(2 rows, 1 values of int32), [0, 1], [4])
     """
 
     __slots__ = ("_store", "codes", "dtype", "offsets", "valid")
@@ -226,7 +226,7 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __repr__(self) -> str:
-        return f"Ragged({len(self)} rows, {len(self.memory)} values of {self.dtype})"
+        return f"Ragged({len(self)} rows, {int(self.offsets[-1] - self.offsets[0])} values of {self.dtype})"
 
     @property
     def trailing(self) -> tuple[int, ...]:
@@ -334,7 +334,7 @@ class Ragged:
             start, stop, step = index.indices(len(self))
             if step == 1:
                 return self.slice(start, max(start, stop))
-            return self.take(np.arange(start, stop, step))
+            return self.take(np.array(range(start, stop, step), dtype=np.int64))  # a step may be of any size
         try:
             index = operator.index(index)
         except TypeError:

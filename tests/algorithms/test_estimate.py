@@ -137,6 +137,18 @@ def test_token_level_rewards_without_a_reward_and_beside_one_that_could_not_be_c
         assert found.report.count("missing reward") == 1
 
 
+def test_a_record_without_a_mask_beside_one_with_a_mask() -> None:
+    """Every token of it counts, as in a batch; but no model predicts the first token of one without a prompt."""
+    common: dict[str, Any] = {"reward": 1.0, "experience_type": "multi_turn"}
+    rows = [Experience(tokens=[1, 2, 3], prompt_length=length, **common) for length in (0, 1)]
+    rows.append(Experience(tokens=[1, 2, 3], action_mask=[True, False], **common))
+    found = [row.tolist() for row in estimate("reinforce", rows).advantages]
+    assert found == [[0, 1, 1], [1, 1], [1, 0]]
+    assert found == [
+        row.tolist() for row in estimate("reinforce", Experiences(rows).batch(packing_samples=True)).advantages
+    ]
+
+
 def test_token_level_rewards_win_over_the_reward() -> None:
     one = Experience(tokens=[1, 2, 3, 4], prompt_length=1, reward=9.0, token_level_reward=[0.25, 0.25, 0.5])
     assert estimate("reinforce", [one]).advantages[0].tolist() == [1.0, 0.75, 0.5]

@@ -540,6 +540,15 @@ def test_a_models_configuration_is_changed_or_replaced(tmp_path: Path) -> None:
     assert over(base, "model: m").model.config is None
 
 
+def test_steps_of_a_later_layer_drop_epochs(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("base: letters\nepochs: 2\n")
+    assert effective(file).epochs == 2
+    assert effective(file, ["epochs=3"]).epochs == 3
+    found = effective(file, ["steps=5"])
+    assert (found.steps, found.epochs) == (5, None)
+
+
 def test_recipes_are_bases_and_files_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "RECIPES", tmp_path / "recipes")
     (tmp_path / "recipes").mkdir()

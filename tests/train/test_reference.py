@@ -220,7 +220,7 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
 )
 def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: str) -> None:
     """Actor and critic in two minibatches: GAE, whitening, values that are clipped; KL in the loss or in the reward;
-    rewards at the end, by turn, by turn alone, and one that is missing."""
+    rewards at the end, by turn, by turn alone; one that is missing, and one of tokens that is."""
     how = How(kl_coef=0.05, lr=0.01, eps=EPS, grad_clip=0.5)
     slow = How(lr=0.003, eps=EPS, grad_clip=0.0, value_clip=0.1)
     model, trunk = llama(), llama(5).model
@@ -241,6 +241,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
     given[5].reward = math.nan
     rows = list(records(given))
     rows[12:] = [row.replace(reward=None) for row in rows[12:]]
+    rows[10] = rows[10].replace(token_level_reward=[math.nan if acts else 0.0 for acts in given[10].action])
     algorithm = Algorithm.of(
         "ppo",
         gamma=0.99,
@@ -261,14 +262,14 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
     seen = gradients(monkeypatch, learner.optimizer), gradients(monkeypatch, learner.critic_optimizer)
     learned = learner.learn(complete(rows, algorithm), step=1)
 
-    scored = [one for i, one in enumerate(given) if i != 5]
+    scored = [one for i, one in enumerate(given) if i not in (5, 10)]
     if kl_in == "reward":
         how.kl_coef = 0.0
         naive.gae(scored, 0.99, 0.95, kl_coef=0.05)
     else:
         naive.gae(scored, 0.99, 0.95)
     naive.whitened(scored)
-    assert learned.places[5] == {"left_out": "no reward"}
+    assert learned.places[5] == learned.places[10] == {"left_out": "no reward"}
     movers = [naive.optimizer_of(each, list(of.parameters())) for each, of in ((how, model), (slow, judge))]
     losses: list[tuple[float, float]] = []
     for k, rows in enumerate(minibatches(learned, 2)):

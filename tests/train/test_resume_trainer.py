@@ -287,7 +287,11 @@ def test_a_step_without_records_says_why(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="loss: step 1 trained on no records"):
         report["loss"]
     again.maker = None
-    with pytest.warns(UserWarning, match="step 1 trained on nothing: no records are waiting for consumer 'train'"):
+    nothing = "step 1 trained on nothing: "
+    with pytest.warns(UserWarning, match=nothing + "no records are waiting for consumer 'train'; 24 trained"):
+        again.step()
+    again.book.append([Experience(tokens=[1, 2], eid={"batch": "new", "task": 0}, group_size=2)])
+    with pytest.warns(UserWarning, match=nothing + "1 records are waiting .* their groups are incomplete"):
         again.step()
 
 

@@ -89,6 +89,8 @@ def test_the_kl_is_taken_off_the_reward_wherever_the_reference_is_given(where: s
         penalties = 2.0 * (row.policy_logprobs - row.ref_logprobs)
         expected = [float(score - penalties[i:].sum()) for i in range(len(penalties))]
         assert row.advantages.tolist() == pytest.approx(expected, abs=1e-4)
+    divergences = torch.cat([row.policy_logprobs - row.ref_logprobs for row in rows])
+    assert report["kl"] == pytest.approx(float(divergences.mean()), abs=1e-5)
 
 
 def test_a_penalty_without_a_reference_is_not_silent() -> None:

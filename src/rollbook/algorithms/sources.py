@@ -257,7 +257,8 @@ def _tokens(many: Experiences, name: str) -> Rows | Ragged | None:
 
 
 def _partly(many: Experiences, name: str) -> tuple[Rows | Ragged | None, list[int]]:
-    """A response-axis column, and the records that lack it; these have zeros in it. `None` if all lack it."""
+    """A response-axis column, and the records that lack it; these have zeros in it. `None` if all lack it. A mask that
+    some lack is True there."""
     column = many.column(name) if len(many) else None
     if isinstance(column, Ragged) and column.codes is None and column.valid is None:
         return column, []
@@ -265,8 +266,12 @@ def _partly(many: Experiences, name: str) -> tuple[Rows | Ragged | None, list[in
     absent = [i for i, value in enumerate(values) if value is None]
     if len(absent) == len(values):
         return None, absent
-    mask = many.values("action_mask")
-    return Rows([torch.zeros(len(m)) if v is None else v for v, m in zip(values, mask, strict=True)]), absent
+    lengths = np.maximum(many.token_lengths() - many.prompt_lengths(), 0).tolist()
+    given = zip(many.values("action_mask"), lengths, strict=True)
+    masks = [torch.ones(length, dtype=torch.bool) if mask is None else mask for mask, length in given]
+    if name == "action_mask":
+        return Rows(masks), []
+    return Rows([torch.zeros(len(m)) if v is None else v for v, m in zip(values, masks, strict=True)]), absent
 
 
 def _all_of(rows: Rows | Ragged | None) -> Rows | None:

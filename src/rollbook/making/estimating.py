@@ -83,6 +83,15 @@ def over_rows(name: str) -> bool:
     return "rewards" in inputs and "groups" in inputs and not by_token
 
 
+def takes_token_rewards(name: str) -> bool:
+    """Whether an estimator is given token rewards where a row has them.
+
+    >>> takes_token_rewards("gae"), takes_token_rewards("grpo"), takes_token_rewards("reinforce_plus_plus_baseline")
+    (True, False, False)
+    """
+    return "token_rewards" in ESTIMATORS[name].inputs and not over_rows(name)
+
+
 def score(
     whole: Whole, config: MakerConfig, norm: RunningNorm | None = None, max_new_tokens: int | None = None
 ) -> Scored:
@@ -227,7 +236,7 @@ def finish(
         whole.put_numbers("filtered", ~keep)
         metrics |= kept.report.to_metrics("dynamic_sampling")
     coef = 0.0 if config.use_kl_loss else max(kl_coef, 0.0)
-    by_token = whole.token_rewards() if "token_rewards" in entry.inputs and not over_rows(entry.name) else None
+    by_token = whole.token_rewards() if takes_token_rewards(entry.name) else None
     if by_token is not None:
         rewards = torch.where(by_token[1], rewards - scored.scale * whole.numbers("reward"), rewards)
     # A list: of a tensor with as many rows as tokens nobody could say which it is of.
@@ -391,4 +400,4 @@ def _advice(name: str) -> str:
     return _SOURCES.get(name) or f"put them into the prompts' info[{INFO_KEYS.get(name, name)!r}]"
 
 
-__all__ = ["Recursions", "Scored", "check", "finish", "over_rows", "ranks_here", "score"]
+__all__ = ["Recursions", "Scored", "check", "finish", "over_rows", "ranks_here", "score", "takes_token_rewards"]

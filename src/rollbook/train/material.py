@@ -22,6 +22,7 @@ from rollbook.algorithms.masks import high_entropy_mask
 from rollbook.collate import split_dpo_experience_to_single_turn
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.jagged import Rows
+from rollbook.making.estimating import takes_token_rewards
 from rollbook.records import mask_unpredicted
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import takes_rewards
@@ -80,7 +81,7 @@ class Material:
         if weights is not None:
             made._weigh([torch.full((n,), w) for n, w in zip(made.slots(), weights, strict=True)])
         if takes_rewards(algorithm):
-            made._leave_out_unrewarded()
+            made._leave_out_unrewarded(algorithm)
         made._need(algorithm)
         if algorithm.correction is not None:
             made._correct(algorithm, version)
@@ -213,11 +214,22 @@ class Material:
         made = [new.float() if old is None else old * new for old, new in zip(known, by, strict=True)]
         self.rows = self.rows.assign(loss_weights=made)
 
-    def _leave_out_unrewarded(self) -> None:
-        """Leave out rows whose reward is NaN or infinite. `None` is not: their advantages come from elsewhere."""
+    def _leave_out_unrewarded(self, algorithm: Algorithm) -> None:
+        """Leave out rows whose reward is NaN or infinite, or a token reward of theirs that the estimator takes. `None`
+        is not: their advantages come from elsewhere."""
         expert = [False] * len(self.rows) if self.expert is None else self.expert
-        rewards = enumerate(self.rows.values("reward"))
-        missing = [i for i, reward in rewards if reward is not None and not math.isfinite(reward) and not expert[i]]
+        missing = [
+            i
+            for i, reward in enumerate(self.rows.values("reward"))
+            if reward is not None and not math.isfinite(reward) and not expert[i]
+        ]
+        if algorithm.estimator is not None and takes_token_rewards(algorithm.estimator):
+            token_rewards = zip(self.rows.values("token_level_reward"), self._masked(), expert, strict=True)
+            missing += [
+                i
+                for i, (rewards, mask, of_expert) in enumerate(token_rewards)
+                if rewards is not None and not bool(rewards[mask].isfinite().all()) and not of_expert
+            ]
         self._leave_out(dict.fromkeys(missing, "no reward"))
 
     def _sift(self, drop_zero: bool) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rollbook.algorithms.filters import zero_variance
+from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.registry import number, whole_number
 from rollbook.algorithms.sources import row_rewards
 from rollbook.book.book import Book
@@ -25,8 +26,10 @@ from rollbook.book.leasing import Lease
 from rollbook.book.windows import reached
 from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.experiences import Experiences
+from rollbook.jagged import Rows
 from rollbook.progress import Stages, advise
 from rollbook.ragged import Ragged
+from rollbook.records import mask_unpredicted
 from rollbook.train import saving
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import check_maker, complete
@@ -226,6 +229,8 @@ class Trainer:
                 self._announce()
         metrics |= self._measured(own) | learned.metrics | stages.metrics()
         metrics |= self._paced(own, time.perf_counter() - begun)
+        if self.algorithm.kl_coef and self.algorithm.kl_in == "reward" and not self.algorithm.pairs:
+            metrics["kl"] = self._divergence(records[: len(own)])
         # Without a reference, how far the step itself moved.
         moved = metrics.get("policy/ppo_kl", metrics.get("policy/usual/ppo_kl"))
         if "kl" not in metrics and moved is not None:
@@ -263,7 +268,17 @@ class Trainer:
 
     def _warn_nothing_leased(self, step: int, metrics: Mapping[str, float], appended: int) -> None:
         if "made" not in metrics:
-            reason = f"no records are waiting for consumer {self.intake.consumer!r}"
+            counts = self.book.counts(self.intake.consumer)
+            reason = f"no records are waiting for consumer {counts.consumer!r}"
+            if counts.waiting:
+                reason = (
+                    f"{counts.waiting} records are waiting for consumer {counts.consumer!r}, but none can be leased: "
+                    "their groups are incomplete, or a limit of the book holds them back"
+                )
+            places = {"leased": counts.leased, "trained": counts.trained}
+            places |= {f"dropped ({why})": count for why, count in counts.dropped.items()}
+            listed = [f"{count} {place}" for place, count in places.items() if count]
+            reason += f"; {', '.join(listed)}" if listed else ""
         elif not appended:
             reason = (
                 f"the {metrics['made']:g} records it generated are in the book already, from an earlier run with this "
@@ -354,6 +369,15 @@ class Trainer:
         if oldest:
             made["staleness"] = float(self.done - 1 - np.mean(oldest))
         return made
+
+    def _divergence(self, records: Experiences) -> float:
+        """The mean over response tokens of the KL divergence that is taken off the reward."""
+        columns = mask_unpredicted(records)
+        policy, reference = Rows(columns.values("policy_logprobs")), Rows(columns.values("ref_logprobs"))
+        masks = zip(columns.values("action_mask"), policy, strict=True)
+        mask = Rows([torch.ones(len(row), dtype=torch.bool) if known is None else known for known, row in masks])
+        divergence = token_kl(policy, reference, mask, estimator=self.algorithm.kl_estimator)
+        return float(divergence.values[mask.values].mean()) if bool(mask.values.any()) else 0.0
 
     def _paced(self, own: Experiences, seconds: float) -> dict[str, float]:
         made = {"seconds": seconds, "tokens": float(own.token_lengths().sum())}

@@ -201,8 +201,8 @@ class Config:
     """The run's folder; null: runs/NAME."""
     seed: int = key(0, low=0, high=2**32 - 1)
     """What every random choice of the run is made from."""
-    steps: int = key(100, free=True, low=0, high=10**9)
-    """Steps of training, all in all, those before a resume included."""
+    steps: int = key(100, free=True, low=0, high=10**9, anew=("epochs",))
+    """Steps of training, all in all, those before a resume included. A change of them drops a file's `epochs`."""
     epochs: float | None = key(None, free=True, above=0, high=10**6)
     """Passes over the training data, in place of `steps`: it sets them by the number of rows and `batch.prompts`."""
     device: str = key("auto", free=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", what="auto, cpu, cuda, cuda:1 or mps")
