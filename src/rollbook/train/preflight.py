@@ -109,9 +109,9 @@ def _check_model_files(config: Config) -> None:
         return
     generation = None
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(words)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(words, trust_remote_code=False)
         if model.path is not None:
-            model_config = transformers.AutoConfig.from_pretrained(model.path)
+            model_config = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
             if Path(model.path, "generation_config.json").is_file() or not Path(model.path).exists():
                 generation = transformers.GenerationConfig.from_pretrained(model.path)
         else:
