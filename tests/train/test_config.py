@@ -652,6 +652,11 @@ SECRETS: dict[str, list[str]] = {
         "environment.function=a.py:b",
         "environment.options={search: {api_key: 'hunter2'}}",
     ],
+    "rewards.0.options.headers.Authorization.0": [
+        "rewards={remote: 'https://host/', options: {headers: {Authorization: ['hunter2']}}}"
+    ],
+    "model.options.hf_token": ["model.options={hf_token: 'hunter2'}"],
+    "model.options.place": ["model.options={place: 'host=db password=hunter2'}"],
 }
 
 
