@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 HIDDEN = "***"
 POSTGRES = ("postgresql://", "postgres://")
 _SCRAM = ("scram_client_key", "scram_server_key")
-_ONE_SLASH = re.compile(r"\s*[a-z][a-z0-9+.-]+:/(?!/).*[@?]", re.IGNORECASE | re.DOTALL)
+_ONE_SLASH = re.compile(r"\s*[a-z][a-z0-9+.-]+:/(?!/).*[:@?]", re.IGNORECASE | re.DOTALL)
 _ENCODE = "special characters in a user name or password are percent-encoded (%40 for @, %2F for /)"
 _WORDS = frozenset({"apikey", "authorization", "cookie", "credentials", "passphrase", "passwd", "password"})
 _KEYS = ("api_key", "access_key", "private_key", "secret_key")
