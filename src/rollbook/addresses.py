@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 HIDDEN = "***"
 POSTGRES = ("postgresql://", "postgres://")
 _SCRAM = ("scram_client_key", "scram_server_key")
+_ONE_SLASH = re.compile(r"\s*[a-z][a-z0-9+.-]+:/(?!/).*[:@?]", re.IGNORECASE | re.DOTALL)
 _ENCODE = "special characters in a user name or password are percent-encoded (%40 for @, %2F for /)"
 _WORDS = frozenset({"apikey", "authorization", "cookie", "credentials", "passphrase", "passwd", "password"})
-_ENDINGS = ("api_key", "access_key", "private_key", "secret_key", "_secret", "access_token", "auth_token")
+_KEYS = ("api_key", "access_key", "private_key", "secret_key")
+_ENDINGS = (*_KEYS, "_secret", "access_token", "api_token", "auth_token", "hf_token")
 _STRICT = frozenset({"auth", "secret", "session", "sig", "signature", "token"})
 
 
@@ -152,10 +155,14 @@ def redacted(address: str | os.PathLike[str]) -> str:
     'postgresql://ana:***@db1,db2:5433/runs?sslpassword=***&schema=demo'
     >>> redacted("https://token@host:8000/score?v=1"), redacted("host=db password='a b'"), redacted("runs/a=b")
     ('https://***@host:8000/score?v=***', 'host=db password=***', 'runs/a=b')
+    >>> redacted("postgresql:/ana:word@db/runs")
+    'postgresql://ana:***@db/runs'
     """
     text = os.fspath(address)
     if not isinstance(text, str):
         return HIDDEN
+    if _ONE_SLASH.match(text):  # mistyped, or made a path
+        text = text.replace(":/", "://", 1)
     if "::" in text and "://" in text:  # fsspec's chains: simplecache::s3://key:secret@bucket
         return "::".join(map(redacted, text.split("::")))
     try:
@@ -198,11 +205,13 @@ def _redacted_pairs(text: str) -> str:
 
 
 def url_secrets(text: str) -> dict[str, str]:
-    """The secrets that a URL holds, by what each is; empty for other texts.
+    """The secrets that a URL, or a `key=value` string of libpq's, holds, by what each is; empty for other texts.
 
     >>> url_secrets("https://ana:word@host/?token=x&v=1"), url_secrets("postgresql://ana@db/runs"), url_secrets("a b://c@d")
     ({'user info': 'ana:word', 'token': 'x'}, {}, {})
     """
+    if is_conninfo(text):
+        return {name: value for name, value in (_conninfo(text) or {}).items() if _is_hidden(name)}
     scheme = text.partition("://")[0]
     if "://" not in text or not scheme.replace("+", "").replace(":", "").isalnum():
         return {}

@@ -330,6 +330,7 @@ def everything(error: BaseException) -> str:
         "postgresql://ana:1/hunter2@127.0.0.1:1/runs",
         "postgresql://ana:hunter2%ZZ@127.0.0.1:1/runs",
         "postgresql://ana:hunter2",
+        "postgresql:/ana:hunter2@127.0.0.1/runs",
         "postgresql+psycopg://ana:hunter2@127.0.0.1/runs",
         "host=127.0.0.1 port=1 user=ana password=hunter2",
         "host=127.0.0.1 password='hunter2",
@@ -340,7 +341,8 @@ def test_no_error_shows_a_password(address: str, capsys: pytest.CaptureFixture[s
         rollbook.open(address)
     assert not any(part in everything(found.value) for part in HIDDEN)
     assert not any(part in redacted(address) for part in HIDDEN)
-    for command in (["ls", address], ["show", address], ["check", address], ["check", "--repair", address]):
+    commands = (["ls"], ["show"], ["check"], ["check", "--repair"], ["replay", "--step", "1"], ["eval"])
+    for command in ([*words, address] for words in commands):
         assert main(command) == 2
     told = capsys.readouterr()
     assert not any(part in told.out + told.err for part in HIDDEN)

@@ -323,7 +323,8 @@ for family, kind in ((1, 1), (2, 1), (10, 1), (16, 3), (17, 3), (38, 5), (40, 1)
     except OSError as error:
         assert error.errno == errno.EAFNOSUPPORT or family == 10, error
 libc = ctypes.CDLL(None, use_errno=True)
-for call in (lambda: libc.unshare(0x10000000), lambda: libc.shmget(0, 4096, 0o1600), lambda: libc.syscall(425, 1, 0)):
+for call in (lambda: libc.unshare(0x10000000), lambda: libc.shmget(0, 4096, 0o1600), lambda: libc.syscall(425, 1, 0),
+             lambda: libc.memfd_create(b"a", 0)):
     assert call() == -1 and ctypes.get_errno() == errno.EPERM, ctypes.get_errno()
 import multiprocessing, subprocess, threading
 thread = threading.Thread(target=print, args=("thread",))

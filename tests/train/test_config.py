@@ -267,6 +267,10 @@ BAD = {
     "data.overflow: got 'left' without max_prompt_tokens": {"data": {"overflow": "left"}},
     "rewards.1.function: is missing, expected one of function, recipe, remote, model":
         {"rewards": ["gsm8k", {"weight": 2}]},
+    "rewards.0.recipe.a: got 'os:system', expected [[type, key, weight], ...]":
+        {"rewards": {"recipe": {"a": "os:system"}}},
+    "rewards.0.recipe.a: got ['os:system'], expected [[type, key, weight], ...]":
+        {"rewards": {"recipe": {"a": ["os:system"]}}},
     "rewards.0.remote.0: got 'ftp://x', expected an http:// or https:// URL": {"rewards": {"remote": "ftp://x"}},
     "rewards: got the name 'a' twice": {"rewards": [{"function": "gsm8k", "name": "a"}, {"model": "m", "name": "a"}]},
     "algorithm.preset: got 'gprpo', expected one of ppo, grpo": {"algorithm": "gprpo"},
@@ -657,6 +661,11 @@ SECRETS: dict[str, list[str]] = {
         "environment.function=a.py:b",
         "environment.options={search: {api_key: 'hunter2'}}",
     ],
+    "rewards.0.options.headers.Authorization.0": [
+        "rewards={remote: 'https://host/', options: {headers: {Authorization: ['hunter2']}}}"
+    ],
+    "model.options.hf_token": ["model.options={hf_token: 'hunter2'}"],
+    "model.options.place": ["model.options={place: 'host=db password=hunter2'}"],
 }
 
 

@@ -395,6 +395,8 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
         "rewards.1.options.functions.sly": f"{evil}:leave",
         "rewards.2.function": "code_match",
         "intake.expert": "postgresql://nobody.invalid/db",
+        "tracking.trackers.0": f"{evil}:Leave",
+        "model.attention": "stranger/kernel",
     }
     given = effective(copy / "config.yaml").to_dict()
     given["model"] |= {"builder": named["model.builder"], "options": {"command": f"touch {canary}"}}
@@ -406,6 +408,8 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
         {"recipe": {"a": [["sly", 1.0]]}, "options": {"functions": {"sly": f"{evil}:leave"}}},
         {"function": "code_match"},
     ]
+    given["tracking"] |= {"trackers": [named["tracking.trackers.0"]]}
+    given["model"] |= {"attention": named["model.attention"]}
     given["intake"] |= {"expert": named["intake.expert"], "expert_share": 0.5}
     (copy / "config.yaml").write_text(shown(Config.of(given)))
     return named
@@ -417,6 +421,9 @@ def test_what_a_strangers_configuration_names_is_listed_and_not_run(
     canary = tmp_path / "canary"
     named = hostile(copy, canary)
     assert main(["replay", str(copy), "--step", "4"]) == 2
+    told = capsys.readouterr().err
+    assert all(f"{path}: {value}" in told for path, value in named.items()) and "--trust" in told
+    assert main(["eval", str(copy)]) == 2
     told = capsys.readouterr().err
     assert all(f"{path}: {value}" in told for path, value in named.items()) and "--trust" in told
     for command in (

@@ -606,7 +606,10 @@ class Book:
         return table(f"Book {self.url}{evaluation}", headers, rows)
 
     def __reduce__(self) -> Any:
-        """Pickle by reopening: the copy is another open book on the same records."""
+        """Pickle by reopening: the copy is another open book on the same records.
+
+        The pickle holds what `rollbook.open` was called with: a password in the address, too.
+        """
         if self.url == "memory:":
             raise TypeError("a book in memory cannot be pickled: open a folder or postgresql:// to share it")
         return _reopen, ("r" if self.read_only else "r+", dict(self.opened_with))

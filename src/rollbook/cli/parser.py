@@ -64,12 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _without_secrets(text: str, arguments: Iterable[Any]) -> str:
     """An error's text, where arguments that are addresses are shown without their secrets."""
+    from pathlib import Path
+
     from rollbook.addresses import redacted
 
     for argument in arguments:
         for address in argument if isinstance(argument, list) else [argument]:
             if isinstance(address, str) and address:
-                text = text.replace(address, redacted(address))
+                for shown in (address, str(Path(address))):
+                    text = text.replace(shown, redacted(shown))
     return text
 
 

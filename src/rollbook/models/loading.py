@@ -133,6 +133,10 @@ def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_imple
         inner = _from_name(str(base) if base.is_dir() else told, purpose, kind, attn_implementation)
         return load_adapter(inner, name)
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    for part in (config, *(getattr(config, inner, None) for inner in config.sub_configs)):
+        kernel = getattr(part, "_attn_implementation", None)
+        if kernel is not None and "/" in str(kernel):
+            raise ValueError(f"model: {name!r} names the attention {kernel!r}, which is code from the hub and not run")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     made: nn.Module = auto_class(config, purpose).from_pretrained(
         name, dtype="auto" if kind is None else kind, trust_remote_code=False, **options

@@ -75,14 +75,15 @@ UNIX, INET, INET6 = 1, 2, 10
 NUMBERS = {
     # audit's number, clone, socket, socketpair, pivot_root, then what is refused: unshare, setns, mount, umount2,
     # pivot_root, chroot; ptrace, process_vm_readv, process_vm_writev; what is shared by the whole kernel, and stays:
-    # keyctl, add_key, request_key, bpf, perf_event_open, userfaultfd, shmget, semget, msgget
+    # keyctl, add_key, request_key, bpf, perf_event_open, userfaultfd, shmget, semget, msgget; memory that no limit
+    # counts: memfd_create
     "x86_64": (0xC000003E, 56, 41, 53, 155, (272, 308, 165, 166, 155, 161, 101, 310, 311, 250, 248, 249, 321, 298, 323,
-                                             29, 64, 68)),
+                                             29, 64, 68, 319)),
     "aarch64": (0xC00000B7, 220, 198, 199, 41, (97, 268, 40, 39, 41, 51, 117, 270, 271, 219, 217, 218, 280, 241, 282,
-                                                194, 190, 186)),
+                                                194, 190, 186, 279)),
 }  # fmt: skip
-SAME_EVERYWHERE = (425, *range(428, 434), MOUNT_SETATTR)
-"""io_uring_setup, which makes sockets past a filter; open_tree to fspick and mount_setattr."""
+SAME_EVERYWHERE = (425, *range(428, 434), MOUNT_SETATTR, 447)
+"""io_uring_setup, which makes sockets past a filter; open_tree to fspick and mount_setattr; memfd_secret."""
 CLONE3 = 435
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

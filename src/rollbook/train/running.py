@@ -31,7 +31,7 @@ from rollbook.progress import advise
 from rollbook.train import building, preflight, saving
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.loading import effective
-from rollbook.train.config.schema import Config, differences
+from rollbook.train.config.schema import Config, Tracking, differences
 from rollbook.train.config.writing import shown
 from rollbook.train.data import Prompts
 from rollbook.train.display import Display, duration, shell_command
@@ -372,7 +372,7 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
     if config.rewards == () and not config.evaluation.rewards and config.environment.function is None:
         raise ConfigError("evaluation.rewards", "got none, expected what scores the answers")
     device = building.settle(config)
-    preflight.check(config)
+    preflight.check(dataclasses.replace(config, tracking=Tracking()))
     _, held = building.prompts_of(config)
     if held is None:
         raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")

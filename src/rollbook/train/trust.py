@@ -22,7 +22,7 @@ def check_trusted(folder: Path, config: Config, *, remote: bool = False) -> None
     Args:
         folder: The run's folder, for the message.
         config: The configuration that the folder holds.
-        remote: Whether servers that score rewards would be asked, too.
+        remote: Whether servers that sample or score would be asked, too.
 
     Raises:
         ValueError: It names some; the message lists every key and its value.
@@ -56,6 +56,11 @@ def foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]:
     for key, rewards in (("rewards", config.rewards), ("evaluation.rewards", config.evaluation.rewards)):
         for i, reward in enumerate(rewards):
             named |= {f"{key}.{i}.{name}": value for name, value in _of_reward(reward, remote)}
+    named |= {f"tracking.trackers.{i}": tracker for i, tracker in enumerate(config.tracking.trackers)}
+    if "/" in (config.model.attention or ""):
+        named["model.attention"] = str(config.model.attention)  # a kernel of the hub
+    if remote and config.engine.url is not None:
+        named["engine.url"] = config.engine.url
     expert = config.intake.expert
     if expert is not None and "://" in expert:
         # libpq offers the server of an address whatever password the environment holds.

@@ -273,6 +273,9 @@ class Reward:
         one_of(self, "function", "recipe", "remote", "model")
         if (self.function, self.recipe, self.remote, self.model) == (None, None, None, None):
             raise ConfigError("function", "is missing, expected one of function, recipe, remote, model")
+        for label, lines in (self.recipe or {}).items():
+            if not isinstance(lines, (list, tuple)) or not all(isinstance(line, (list, tuple)) for line in lines):
+                raise ConfigError(f"recipe.{label}", f"got {lines!r}, expected [[type, key, weight], ...]")
         if self.function is not None and not re.fullmatch(rf"{FUNCTION['pattern']}|[\w.-]+\.py|\w+", self.function):
             raise ConfigError(
                 "function", f"got {self.function!r}, expected a ready function's name, {FUNCTION['what']}"

@@ -36,7 +36,7 @@ def check_secrets(values: Mapping[str, Any]) -> None:
     rollbook.train.config.kinds.ConfigError: engine.options.headers.Authorization: got a secret as text, which
     config.yaml and --show-config would show, expected an environment variable: "${NAME}"
     """
-    _mapped(values, "", False, _checked)
+    _mapped(values, "", _checked)
 
 
 def expanded(value: Any, path: str) -> Any:
@@ -53,19 +53,25 @@ def expanded(value: Any, path: str) -> Any:
     >>> expanded({"url": "https://ana:${WORD}@host", "headers": {"X-Api-Key": "${WORD}"}, "text": "${WORD}"}, "options")
     {'url': 'https://ana:a%2Fb@host', 'headers': {'X-Api-Key': 'a/b'}, 'text': '${WORD}'}
     """
-    return _mapped(value, path, False, _expanded)
+    return _mapped(value, path, _expanded)
 
 
-def _mapped(value: Any, path: str, headers: bool, leaf: Leaf) -> Any:
+def _mapped(value: Any, path: str, leaf: Leaf, headers: bool = False, secret: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {
-            name: _mapped(each, f"{path}.{name}" if path else str(name), name == "headers" or headers, leaf)
+            name: _mapped(
+                each,
+                f"{path}.{name}" if path else str(name),
+                leaf,
+                name == "headers" or headers,
+                secret or is_secret_name(str(name), strict=headers),
+            )
             for name, each in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_mapped(each, f"{path}.{i}", headers, leaf) for i, each in enumerate(value)]
+        return [_mapped(each, f"{path}.{i}", leaf, headers, secret) for i, each in enumerate(value)]
     if isinstance(value, str) and value:
-        return leaf(path, value, is_secret_name(path.rpartition(".")[2], strict=headers))
+        return leaf(path, value, secret)
     return value
 
 
