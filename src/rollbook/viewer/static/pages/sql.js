@@ -12,7 +12,9 @@ const sqlExamples = [
   ["What became of records", "select kind, reason, count(*) as n\nfrom ledger\ngroup by all\norder by n desc"],
 ];
 const sqlTables = [
-  ["training, evaluations", "a row a record: uid, gid, train_step, task, run, reward, response_tokens, finish_reason, metrics and info (JSON), tokens, logprobs, entropy and advantages (lists)"],
+  ["experiences", "a row a record: uid, gid, train_step, task, run, reward, response_tokens, finish_reason, metrics and info (JSON), tokens, logprobs, entropy and advantages (lists)"],
+  ["training", "the records that are for training"],
+  ["evaluations", "the records that are for evaluation"],
   ["metrics", "a row a number: train_step, name, value"],
   ["ledger", "a row an event: time, uid, kind, reason, consumer, step"],
   ["work", "how far each consumer is with each record"],
