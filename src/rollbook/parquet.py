@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rollbook.errors import WireError
 from rollbook.wire import DEFAULT_LIMITS, FREE_BYTES, Limits
 
-FREE_ROWS, ROWS_PER_BYTE = 100_000, 4
+FREE_ROWS, ROWS_PER_BYTE = 250_000, 4
 """Rows that a file may have whatever its size, and beyond that for each of its bytes."""
 BATCH_BYTES = 256 << 20
 """What a batch may become before the entries of dictionaries are counted one by one."""
@@ -39,6 +39,7 @@ def batches(
     max_row_bytes: int | None = None,
     columns: Collection[str] | None = None,
     row_groups: Sequence[int] | None = None,
+    free_bytes: int = FREE_BYTES,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Iterator[pa.RecordBatch]:
     """Read a Parquet file in batches of at most `batch_rows` rows.
@@ -49,7 +50,8 @@ def batches(
         max_row_bytes: The largest row that is read, on average over a row group.
         columns: Names of the columns to read, by default all.
         row_groups: Numbers of the row groups to read, by default all.
-        limits: `max_ratio` is how many times its size a file may become once that is over 64 MiB.
+        free_bytes: What a file may become whatever its size, by default 64 MiB.
+        limits: `max_ratio` is how many times its size a file may become once that is over `free_bytes`.
 
     Raises:
         WireError: If the file is damaged, or goes beyond a limit.
@@ -67,7 +69,7 @@ def batches(
                 raise WireError(
                     f"{name}: {size} bytes state {rows} rows, over the limit of {ROWS_PER_BYTE} for each byte"
                 )
-            allowed = max(FREE_BYTES, size * limits.max_ratio)
+            allowed = max(free_bytes, size * limits.max_ratio)
             with open(name, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 leaves = _leaves(name, data, file, groups, set(names), max_row_bytes)
                 stated = sum(leaf.uncompressed + leaf.values * leaf.width for leaf in leaves)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import Experience, Experiences, WireError, parquet
+from rollbook.train import sources
 from rollbook.viewer.files.records import Arrow
 from rollbook.viewer.files.stores import dicts
 from tests.attacks.outcome import in_child
@@ -101,6 +102,15 @@ def test_small_parquet_files_that_become_large_are_refused(tmp_path: Path) -> No
     paths = bombs(tmp_path)
     assert all(path.stat().st_size < 100_000 for path in paths.values())
     assert in_child(READ, *map(str, paths.values())) == ""
+
+
+def test_repetitive_columns_are_read(tmp_path: Path) -> None:
+    count = 200_000
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"prompt": ["2+2="] * count, "source": ["train"] * count, "label": [1] * count}), path)
+    assert path.stat().st_size < 10_000 and sum(len(batch) for batch in parquet.batches(path, 4096)) == count
+    pq.write_table(pa.table({"prompt": ["You are an assistant. " * 60] * (count // 2)}), path)
+    assert sum(1 for _ in sources.read(path)) == count // 2
 
 
 def test_a_damaged_page_header_is_refused(tmp_path: Path) -> None:
