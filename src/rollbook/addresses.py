@@ -95,16 +95,16 @@ class PostgresAddress:
 
     def shown(self) -> str:
         """The address without its secrets."""
-        given = {name: HIDDEN if _is_hidden(name) else quote(value, safe="") for name, value in self.parameters.items()}
-        user, password = given.pop("user", ""), given.pop("password", "")
+        shown = {name: HIDDEN if _is_hidden(name) else quote(value, safe="") for name, value in self.parameters.items()}
+        user, password = shown.pop("user", ""), shown.pop("password", "")
         hosts, ports = (self.parameters.get(name, "").split(",") for name in ("host", "port"))
-        given.pop("host", None), given.pop("port", None)
+        shown.pop("host", None), shown.pop("port", None)
         ports = ports * len(hosts) if len(ports) == 1 else ports
         place = ",".join(
             _bracketed(host) + (f":{port}" if port else "") for host, port in zip(hosts, ports, strict=False)
         )
-        name = given.pop("dbname", "")
-        query = "&".join(f"{key}={value}" for key, value in given.items())
+        name = shown.pop("dbname", "")
+        query = "&".join(f"{key}={value}" for key, value in shown.items())
         query += ("&" if query else "") + f"schema={self.schema}" if self.schema != "rollbook" else ""
         who = f"{user}{f':{password}' if password else ''}@" if user or password else ""
         return f"postgresql://{who}{place}/{name}" + (f"?{query}" if query else "")
@@ -122,8 +122,8 @@ def _keywords() -> dict[str, bool]:
     except ImportError:
         raise ImportError("a book in PostgreSQL needs psycopg: pip install 'rollbook[postgres]'") from None
     return {
-        each.keyword.decode(): each.dispchar == b"*" or each.keyword.decode() in _SCRAM
-        for each in pq.Conninfo.get_defaults()
+        option.keyword.decode(): option.dispchar == b"*" or option.keyword.decode() in _SCRAM
+        for option in pq.Conninfo.get_defaults()
     }
 
 

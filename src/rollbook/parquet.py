@@ -63,7 +63,7 @@ def batches(
         with pq.ParquetFile(name) as file:
             size = os.path.getsize(name)
             groups = range(file.metadata.num_row_groups) if row_groups is None else row_groups
-            names = [each for each in file.schema_arrow.names if columns is None or each in columns]
+            names = [column for column in file.schema_arrow.names if columns is None or column in columns]
             rows = sum(file.metadata.row_group(i).num_rows for i in groups)
             if rows > max(FREE_ROWS, size * ROWS_PER_BYTE):
                 raise WireError(

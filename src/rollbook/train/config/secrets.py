@@ -69,7 +69,7 @@ def _mapped(value: Any, path: str, leaf: Leaf, headers: bool = False, secret: bo
             for name, each in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_mapped(each, f"{path}.{i}", leaf, headers, secret) for i, each in enumerate(value)]
+        return [_mapped(item, f"{path}.{i}", leaf, headers, secret) for i, item in enumerate(value)]
     if isinstance(value, str) and value:
         return leaf(path, value, secret)
     return value
@@ -77,12 +77,12 @@ def _mapped(value: Any, path: str, leaf: Leaf, headers: bool = False, secret: bo
 
 def _checked(path: str, text: str, secret: bool) -> str:
     try:
-        held = [text] if secret else list(url_secrets(text).values())
+        secrets = [text] if secret else list(url_secrets(text).values())
     except ImportError:
-        held = []  # without psycopg no book in PostgreSQL is opened
+        secrets = []  # without psycopg no book in PostgreSQL is opened
     except ValueError as error:
         raise ConfigError(path, str(error).removeprefix("url: ")) from None
-    if all(_VARIABLE.search(each) for each in held):
+    if all(_VARIABLE.search(part) for part in secrets):
         return text
     raise ConfigError(
         path,
