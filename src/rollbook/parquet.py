@@ -22,6 +22,8 @@ from rollbook.wire import DEFAULT_LIMITS, FREE_BYTES, Limits
 
 FREE_ROWS, ROWS_PER_BYTE = 250_000, 4
 """Rows that a file may have whatever its size, and beyond that for each of its bytes."""
+ROW_BYTES = 1024
+"""What a row may become whatever the file's size: columns that repeat take next to nothing."""
 BATCH_BYTES = 256 << 20
 """What a batch may become before the entries of dictionaries are counted one by one."""
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
@@ -39,7 +41,6 @@ def batches(
     max_row_bytes: int | None = None,
     columns: Collection[str] | None = None,
     row_groups: Sequence[int] | None = None,
-    free_bytes: int = FREE_BYTES,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Iterator[pa.RecordBatch]:
     """Read a Parquet file in batches of at most `batch_rows` rows.
@@ -50,8 +51,7 @@ def batches(
         max_row_bytes: The largest row that is read, on average over a row group.
         columns: Names of the columns to read, by default all.
         row_groups: Numbers of the row groups to read, by default all.
-        free_bytes: What a file may become whatever its size, by default 64 MiB.
-        limits: `max_ratio` is how many times its size a file may become once that is over `free_bytes`.
+        limits: `max_ratio` is how many times its size a file may become once that is over 64 MiB and 1 KiB a row.
 
     Raises:
         WireError: If the file is damaged, or goes beyond a limit.
@@ -69,7 +69,7 @@ def batches(
                 raise WireError(
                     f"{name}: {size} bytes state {rows} rows, over the limit of {ROWS_PER_BYTE} for each byte"
                 )
-            allowed = max(free_bytes, size * limits.max_ratio)
+            allowed = max(FREE_BYTES, rows * ROW_BYTES, size * limits.max_ratio)
             with open(name, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 leaves = _leaves(name, data, file, groups, set(names), max_row_bytes)
                 stated = sum(leaf.uncompressed + leaf.values * leaf.width for leaf in leaves)

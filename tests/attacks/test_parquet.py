@@ -109,7 +109,7 @@ def test_repetitive_columns_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"prompt": ["2+2="] * count, "source": ["train"] * count, "label": [1] * count}), path)
     assert path.stat().st_size < 10_000 and sum(len(batch) for batch in parquet.batches(path, 4096)) == count
-    pq.write_table(pa.table({"prompt": ["You are an assistant. " * 60] * (count // 2)}), path)
+    pq.write_table(pa.table({"prompt": ["You are an assistant. " * 40] * (count // 2)}), path)
     assert sum(1 for _ in sources.read(path)) == count // 2
 
 

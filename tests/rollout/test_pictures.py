@@ -176,3 +176,10 @@ def test_pictures_inside_of_messages(tmp_path: Path) -> None:
     assert record.messages[0] == {"role": "system", "content": "see"}
     assert parts == given and prompt.messages is not None and prompt.messages[1]["content"] is parts
     assert told({"role": "tool", "content": None}) == {"role": "tool", "content": None}
+
+
+def test_an_eps_file_is_not_run() -> None:
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n%%EndComments\nshowpage\n%%EOF\n"
+    with pytest.raises(ValueError, match="image: got an EPS file, expected an image of pixels"):
+        load_image("image", program)
+    assert recorded([program]) == [None]

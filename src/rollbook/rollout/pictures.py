@@ -111,6 +111,8 @@ def load_picture(name: str, given: Any) -> Any:
     try:
         made = given if raw is None else Image.open(io.BytesIO(raw))
         if isinstance(made, Image.Image):
+            if made.format == "EPS":  # a program, which Pillow has Ghostscript run
+                raise ValueError(f"{name}: got an EPS file, expected an image of pixels")
             made.load()  # a file that is cut is found out here
             return made
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:

@@ -19,8 +19,6 @@ from rollbook.paths import check_regular
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _KINDS = (*_LINES, ".json", ".parquet")
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
-FREE_BYTES = 256 << 20
-"""What a Parquet file of prompts may become whatever its size: columns repeat, and the user chose the file."""
 
 Placed = Iterator[tuple[str, Any]]
 
@@ -106,8 +104,7 @@ def _json_list(file: Path) -> list[Any] | None:
 def _parquet(file: Path, columns: set[str] | None) -> Placed:
     from rollbook import parquet
 
-    options: dict[str, Any] = {"max_row_bytes": MAX_ROW_BYTES, "columns": columns, "free_bytes": FREE_BYTES}
-    yield from _of_batches(parquet.batches(file, 1024, **options))
+    yield from _of_batches(parquet.batches(file, 1024, max_row_bytes=MAX_ROW_BYTES, columns=columns))
 
 
 def _of_batches(batches: Iterable[Any]) -> Placed:
