@@ -85,6 +85,14 @@ def test_a_book_shows_counts_and_pickles_by_reopening(tmp_path: Path, monkeypatc
         pickle.dumps(rollbook.open("memory:"))
 
 
+def test_a_runs_folder_opens_its_book(tmp_path: Path) -> None:
+    with rollbook.open(tmp_path / "run" / "book") as book:
+        book.append(records(4))
+    with rollbook.open(tmp_path / "run") as book:
+        assert len(book) == 4 and book.url.endswith("run/book")
+    assert not (tmp_path / "run" / "ledger.sqlite").exists()
+
+
 def test_a_lease_that_is_left_without_ack_warns() -> None:
     with rollbook.open("memory:") as book:
         book.append(records(4))

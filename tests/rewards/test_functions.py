@@ -392,7 +392,7 @@ def test_a_file_with_reward_func(tmp_path: Path) -> None:
     assert as_reward(f"{path}:other")(inputs).rewards == [-1.0, -1.0]
     with pytest.raises(ValueError, match=r"it has no function 'othr'; did you mean 'other'\?"):
         as_reward(f"{path}:othr")
-    with pytest.raises(ValueError, match="expected a .py file that is there"):
+    with pytest.raises(ValueError, match="expected a .py file; there is no /"):
         as_reward(str(tmp_path / "none.py"))
 
 

@@ -711,6 +711,11 @@ def test_the_command(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert told["steps"] == 1 and told["after"]["eval/prompts"] == 3 and "step-000001/model" in said.err
 
 
+def test_a_reward_that_always_fails_ends_the_warm_up(go: Go) -> None:
+    with pytest.raises(Fruitless, match="warm-up, step 5: no sample has a reward; the first: .*answer"):
+        go("warmup.steps=20", "warmup.until=0.5", f"rewards={ME}:broken")
+
+
 def test_epochs_set_the_steps(go: Go) -> None:
     ran = go("algorithm=sft", "epochs=1.5", "data.limit=8", "batch.prompts=4")
     assert ran.outcome.steps == 3 and all(len(steps) >= 1 for steps in ran.trained.values()) and len(ran.trained) == 12

@@ -42,8 +42,8 @@ def open(
 ) -> Book:
     """Open a book, or make it.
 
-    `url` is a folder (`runs/first`), `memory:`, or `postgresql://user@host/database` (`?schema=NAME` for more than one
-    book in a database); the password comes from `PGPASSWORD` or `~/.pgpass`, or stands in the URL, and is never shown.
+    `url` is a folder (`runs/first`; the folder of a run stands for its book), `memory:`, or
+    `postgresql://user@host/database` (`?schema=NAME` for more than one book in a database); the password comes from `PGPASSWORD` or `~/.pgpass`, or stands in the URL, and is never shown.
     `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
     its fingerprint): a book takes records of one tokenizer, and keeps its vocabulary, so that its texts can be shown
     without it. `quota`: the most bytes its data may take. `data`: for
@@ -86,6 +86,9 @@ def open(
         else:
             # Absolute: a program may change its folder while the book is open.
             folder = Path(os.path.abspath(os.path.expanduser(address)))
+            if not (folder / LEDGER).exists() and (folder / "book" / LEDGER).exists():
+                # A run's folder stands for its book, as on the command line: an empty book beside it would hide it.
+                folder, address = folder / "book", os.path.join(address, "book")
             ledger, shelf = _folder(folder, mode, segment_bytes, clock, disk or Disk())
     book = Book(address, ledger, shelf, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
     book.opened_with = {

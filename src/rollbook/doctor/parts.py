@@ -178,7 +178,7 @@ def _compared(samples: Samples, t: Thresholds, use: Mask) -> tuple[Ints, Pairs] 
     """Which samples are compared, and their pairs; or why there are none."""
     n = int(use.sum())
     if n < t.samples:
-        return f"only {n} recent samples are scored, {t.samples} are needed"
+        return f"only {n} recent samples can be compared, {t.samples} are needed"
     if samples.constant:
         return "rewards do not differ"
     places = np.flatnonzero(use)

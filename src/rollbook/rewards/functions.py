@@ -93,7 +93,9 @@ class FileFunction:
     def bare(self) -> Callable[..., Any]:
         """The function itself; the file is run once in each process."""
         if not self.path.endswith(".py") or not Path(self.path).is_file():
-            raise ValueError(f"reward file: got {self.path!r}, expected a .py file that is there")
+            raise ValueError(
+                f"reward file: got {self.path!r}, expected a .py file; there is no {Path(self.path).resolve()}"
+            )
         module = module_of_file(self.path)
         found: Any = vars(module).get(self.name)
         if not callable(found):

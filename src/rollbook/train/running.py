@@ -38,6 +38,7 @@ from rollbook.train.display import Display, duration, shell_command
 from rollbook.train.evaluating import Evaluation, difference, evaluate, evaluated
 from rollbook.train.tracking import LINES, WandB, trackers_of
 from rollbook.train.trainer import Report, Trainer
+from rollbook.train.trust import foreign_code
 from rollbook.train.warming import Warmed, warm_up
 
 CONFIG = "config.yaml"
@@ -77,6 +78,7 @@ class Run:
         self.began = time.monotonic()
         self._held = contextlib.ExitStack()
         self._prompts: tuple[Prompts, Prompts | None] | None = None
+        self._trainer: Trainer | None = None
 
     def say(self, text: str = "") -> None:
         """Print a line for whoever watches."""
@@ -175,7 +177,9 @@ class Run:
             except KeyboardInterrupt:
                 kept = saving.saved(self.folder)
                 where = f"from {kept[-1].path}" if kept else "from the beginning"
-                self.say(f"\ninterrupted; the same command goes on {where}")
+                lost = 0 if self._trainer is None or not kept else self._trainer.done - kept[-1].step
+                again = f", and does {lost} steps again (saving.every is {self.config.saving.every})" if lost else ""
+                self.say(f"\ninterrupted; the same command goes on {where}{again}")
                 raise
         if self.config.tracking.display:
             self.say("\n".join(summary(outcome, self.config)))
@@ -222,7 +226,7 @@ class Run:
                     f"got {str(self.folder)!r}, whose book has records of training and which has no checkpoint that "
                     "they go with, expected another, or overwrite: true",
                 )
-            trainer = building.trainer_of(config, models, prompts, reward, book)
+            trainer = self._trainer = building.trainer_of(config, models, prompts, reward, book)
             if trainer.resumed_from is not None:
                 if (
                     models.reference is not None
@@ -461,7 +465,8 @@ def summary(outcome: Outcome, config: Config) -> list[str]:
     program, folder = shell_command(), shlex.quote(str(outcome.folder))
     lines += [f"book      {outcome.book}", f"look      {program} view {folder}", f"          {program} doctor {folder}"]
     if outcome.steps:
-        lines.append(f"          {program} replay {folder} --step {outcome.steps}")
+        trust = " --trust" if foreign_code(config) else ""
+        lines.append(f"          {program} replay {folder} --step {outcome.steps}{trust}")
     return lines
 
 

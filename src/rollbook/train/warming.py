@@ -16,6 +16,10 @@ from rollbook.train.evaluating import evaluate
 from rollbook.train.learner import Batching, Learner
 from rollbook.train.optimizing import Optimizing
 from rollbook.train.supervised import SupervisedMaker
+from rollbook.train.trainer import Fruitless
+
+_ERRORS = ("error", "reward_error")
+"""Keys of a record's `info` that say why it has no reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,11 @@ def warm_up(
         loss, done = learner.learn(records, step=step).metrics["loss"], step
         look = check is not None and step % how.every == 0
         if look:
-            success = evaluate(actor.engine, check, reward, sampling=sampling, step=step, seed=seed).success
+            evaluation = evaluate(actor.engine, check, reward, sampling=sampling, step=step, seed=seed)
+            if evaluation.failed + evaluation.unscored == len(evaluation.records):
+                errors = (info[key] for info in evaluation.records.values("info") for key in _ERRORS if key in info)
+                raise Fruitless(f"warm-up, step {step}: no sample has a reward; the first: {next(errors, None)}")
+            success = evaluation.success
         if on_step is not None:
             on_step(step, loss, success if look else None)
         if how.until is not None and success is not None and success >= how.until:
