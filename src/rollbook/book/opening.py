@@ -43,7 +43,8 @@ def open(
     """Open a book, or make it.
 
     `url` is a folder (`runs/first`; the folder of a run stands for its book), `memory:`, or
-    `postgresql://user@host/database` (`?schema=NAME` for more than one book in a database); the password comes from `PGPASSWORD` or `~/.pgpass`, or stands in the URL, and is never shown.
+    `postgresql://user@host/database` (`?schema=NAME` for more than one book in a database); the password comes
+    from `PGPASSWORD` or `~/.pgpass`, or stands in the URL, and is never shown.
     `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
     its fingerprint): a book takes records of one tokenizer, and keeps its vocabulary, so that its texts can be shown
     without it. `quota`: the most bytes its data may take. `data`: for
