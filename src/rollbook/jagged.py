@@ -176,13 +176,16 @@ class Spans:
         """(total, ...) each: what `pad` was given for matrices of one type and trailing shape on the host, copied into
         one piece of memory, which is sooner had than many."""
         total, first = int(self.offsets[-1]), matrices[0]
-        out = empty((total * len(matrices), *first.shape[2:]), first.dtype)
         if not total:
-            return [out] * len(matrices)
+            return [empty((0, *first.shape[2:]), first.dtype)] * len(matrices)
         places = self._places
         parts = [row[at:to] for one in matrices for row, (at, to) in zip(memory(one), places, strict=True)]
-        np.concatenate(parts, out=memory(out))
-        return torch.split(out, total) if len(matrices) > 1 else [out]
+        if first.dtype in NUMPY and len(matrices) * total * prod(first.shape[2:]) * first.element_size() < LARGE:
+            out = torch.from_numpy(np.concatenate(parts))
+        else:
+            out = empty((total * len(matrices), *first.shape[2:]), first.dtype)
+            np.concatenate(parts, out=memory(out))
+        return out.split_with_sizes([total] * len(matrices)) if len(matrices) > 1 else [out]
 
     def mask(self, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
         """[B, width] One where a row lies, zero on padding."""

@@ -100,7 +100,9 @@ def whole_sheet(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> 
     for name in SAMPLE_LISTS:
         sheet.lists[name] = sample_list(name, getattr(batch, name), count)
     sheet.media = divided(batch)
-    sheet.device = batch.sequences[0].device if count else "cpu"
+    tokens_of_all = batch.sequences
+    if count:
+        sheet.device = (tokens_of_all if isinstance(tokens_of_all, torch.Tensor) else tokens_of_all[0]).device
     return sheet
 
 

@@ -90,7 +90,9 @@ class Movable:
     def to_device(self, device: Any) -> Self:
         """Move every tensor to `device`, in place; gives itself back."""
         tensor, other = _moves(device)
-        return self._change(lambda value: _each_tensor(value, tensor, other))
+        return self._change(
+            lambda value: tensor(value) if isinstance(value, torch.Tensor) else _each_tensor(value, tensor, other)
+        )
 
     def pin_memory(self) -> Self:
         """Page-lock every tensor, in place; gives itself back. Without an accelerator nothing happens."""

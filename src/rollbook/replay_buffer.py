@@ -229,11 +229,10 @@ class NaiveReplayBuffer:
         every = _end_to_end(values).to(torch.float64, copy=True)
         masked = _end_to_end(masks) == 0
         every.masked_fill_(masked, 0)
-        total, squares = every.sum(), torch.dot(every, every)
-        count = masked.numel() - int(masked.sum())
+        sums = [float(every.sum()), float(masked.numel() - int(masked.sum())), float(torch.dot(every, every))]
         if strategy is not None:
-            total, count, squares = strategy.all_reduce(torch.stack([total, total.new_tensor(count), squares]), "sum")
-        total, count, squares = float(total), float(count), float(squares)
+            sums = strategy.all_reduce(every.new_tensor(sums), "sum").tolist()
+        total, count, squares = sums
         mean = total / count if count else 0.0
         scale = max(squares / count - mean**2, 1e-8) ** -0.5 if count else 0.0
         every.sub_(mean).mul_(scale).masked_fill_(masked, 0)
