@@ -160,7 +160,7 @@ class ExperienceBatch(Movable):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__ and name != "origin":
             self.origin.forget(name)
-        super().__setattr__(name, value)
+        object.__setattr__(self, name, value)  # without `super()`, which takes longer
 
     def __len__(self) -> int:
         if self.sequences is None:

@@ -65,9 +65,10 @@ class Rows(list[torch.Tensor]):
             values = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         self.values: torch.Tensor = values  # type: ignore[assignment]
         self.lengths = list(map(int, lengths))
-        if sum(self.lengths) != len(self.values):
-            raise ValueError(f"rows: got {len(self.values)} values, expected {sum(self.lengths)}, the sum of lengths")
-        super().__init__(torch.split(self.values, self.lengths) if self.lengths else ())
+        total = self.values.shape[0]
+        if sum(self.lengths) != total:
+            raise ValueError(f"rows: got {total} values, expected {sum(self.lengths)}, the sum of lengths")
+        super().__init__(self.values.split_with_sizes(self.lengths) if self.lengths else ())
 
     @property
     def offsets(self) -> NDArray[np.int64]:
@@ -175,13 +176,16 @@ class Spans:
         """(total, ...) each: what `pad` was given for matrices of one type and trailing shape on the host, copied into
         one piece of memory, which is sooner had than many."""
         total, first = int(self.offsets[-1]), matrices[0]
-        out = empty((total * len(matrices), *first.shape[2:]), first.dtype)
         if not total:
-            return [out] * len(matrices)
+            return [empty((0, *first.shape[2:]), first.dtype)] * len(matrices)
         places = self._places
         parts = [row[at:to] for one in matrices for row, (at, to) in zip(memory(one), places, strict=True)]
-        np.concatenate(parts, out=memory(out))
-        return torch.split(out, total) if len(matrices) > 1 else [out]
+        if first.dtype in NUMPY and len(matrices) * total * prod(first.shape[2:]) * first.element_size() < LARGE:
+            out = torch.from_numpy(np.concatenate(parts))
+        else:
+            out = empty((total * len(matrices), *first.shape[2:]), first.dtype)
+            np.concatenate(parts, out=memory(out))
+        return out.split_with_sizes([total] * len(matrices)) if len(matrices) > 1 else [out]
 
     def mask(self, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
         """[B, width] One where a row lies, zero on padding."""
@@ -277,10 +281,16 @@ def concatenated(column: Column, lengths: NDArray[np.int64], out: torch.Tensor |
 def segments(rows: Sequence[torch.Tensor]) -> Column:
     """Rows that lie apart, as one column: where they lie if they can be read there, else copied together."""
     model = rows[0]
-    apart = model.element_size() not in _BITS or any(map(attrgetter("requires_grad"), rows))
-    if apart or set(map(attrgetter("device"), rows)) != {torch.device("cpu")}:
-        return torch.cat(list(rows))
-    arrays = list(map(torch.Tensor.numpy if model.dtype in NUMPY else memory, rows))
+    if model.dtype in NUMPY:
+        try:
+            arrays = list(map(torch.Tensor.numpy, rows))
+        except (RuntimeError, TypeError):  # a gradient must flow, or they are on a device
+            return torch.cat(list(rows))
+    else:
+        apart = model.element_size() not in _BITS or any(map(attrgetter("requires_grad"), rows))
+        if apart or not all(map(attrgetter("is_cpu"), rows)):
+            return torch.cat(list(rows))
+        arrays = list(map(memory, rows))
     return Segments(arrays, [0] * len(rows), list(map(len, arrays)), model.dtype, tuple(model.shape[1:]))
 
 

@@ -100,7 +100,9 @@ def whole_sheet(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> 
     for name in SAMPLE_LISTS:
         sheet.lists[name] = sample_list(name, getattr(batch, name), count)
     sheet.media = divided(batch)
-    sheet.device = batch.sequences[0].device if count else "cpu"
+    tokens_of_all = batch.sequences
+    if count:
+        sheet.device = (tokens_of_all if isinstance(tokens_of_all, torch.Tensor) else tokens_of_all[0]).device
     return sheet
 
 
@@ -204,16 +206,25 @@ def predicted_mask(batch: ExperienceBatch) -> Any:
         flat[first] = 0
         return Rows(flat, lengths)
     begin = batch.sequences.shape[1] - slots.shape[1]
-    if batch.attention_mask is None:
-        attended = torch.ones_like(batch.sequences, dtype=torch.bool)
-    else:
-        attended = batch.attention_mask != 0
-    alone = ~attended[:, :begin].any(-1) & attended.any(-1)
-    if not bool(alone.any()):
+    attended = torch.ones_like(batch.sequences) if batch.attention_mask is None else batch.attention_mask
+    # The response is looked at in rows without a prompt alone: of a long one there is much, and of such rows few.
+    alone = torch.nonzero(~_any_attended(attended[:, :begin])).squeeze(-1)
+    if not len(alone):
+        return mask
+    responses = attended[alone, begin:] != 0
+    has_tokens = responses.any(-1)
+    if not bool(has_tokens.any()):
         return mask
     cleared = torch.ones(slots.shape[:2], dtype=torch.bool, device=slots.device) if mask is None else mask.clone()
-    cleared[alone, attended[alone].int().argmax(-1) - begin] = 0
+    cleared[alone[has_tokens], responses[has_tokens].int().argmax(-1)] = 0
     return cleared
+
+
+def _any_attended(mask: torch.Tensor) -> torch.Tensor:
+    """[B] Whether a row of a mask has an entry that is not 0."""
+    if mask.device.type == "cpu" and mask.dtype in NUMPY:
+        return torch.from_numpy((memory(mask) != 0).any(-1))  # in a fraction of torch's time
+    return (mask != 0).any(-1)
 
 
 def _packed_lengths(batch: ExperienceBatch, values: dict[str, Any]) -> tuple[Lengths, Lengths]:

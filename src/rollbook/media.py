@@ -115,8 +115,11 @@ def is_picture(value: Any) -> bool:
 
 def carries_media(holder: Any) -> bool:
     """Whether a batch or an item has any pixels, grids, images or other media."""
-    values = [getattr(holder, name, None) for name in _MEDIA]
-    return any(value is not None and _any_content(value) for value in values)
+    for name in _MEDIA:
+        value = getattr(holder, name, None)
+        if value is not None and _any_content(value):
+            return True
+    return False
 
 
 _MEDIA = (*BATCH_MEDIA, "raw_images", "media")

@@ -25,9 +25,13 @@ def to(tensor: Any, device: Any) -> Any:
     >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
     device(type='meta')
     """
+    return _each_tensor(tensor, *_moves(device))
+
+
+def _moves(device: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """What takes a tensor to a device, and what takes anything else that can move."""
     target = torch.device(device) if isinstance(device, (str, int)) else device
-    return _each_tensor(
-        tensor,
+    return (
         lambda one: one if one.device == target else one.to(target, non_blocking=one.is_pinned()),
         lambda other: other.to_device(device) if isinstance(other, Movable) else other.to(device),
     )
@@ -85,7 +89,10 @@ class Movable:
 
     def to_device(self, device: Any) -> Self:
         """Move every tensor to `device`, in place; gives itself back."""
-        return self._change(lambda value: to(value, device))
+        tensor, other = _moves(device)
+        return self._change(
+            lambda value: tensor(value) if isinstance(value, torch.Tensor) else _each_tensor(value, tensor, other)
+        )
 
     def pin_memory(self) -> Self:
         """Page-lock every tensor, in place; gives itself back. Without an accelerator nothing happens."""

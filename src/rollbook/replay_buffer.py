@@ -124,11 +124,11 @@ def make_experience_batch(
     if not given:
         raise ValueError("items: got none, expected at least one")
     check_layout(layout)
-    if not packing_samples and layout == "left":
-        batch = buffer_items.drawn(given, pad_token_id)
+    if packing_samples or layout == "left":
+        batch = buffer_items.drawn(given, pad_token_id, packing_samples)
         if batch is not None:
             return batch
-    else:
+    if packing_samples or layout != "left":
         given = list(buffer_items.padding_removed(given))
     sheet = buffer_items.sheet_of_items(given)
     if packing_samples:
@@ -139,6 +139,12 @@ def make_experience_batch(
         # Items that were split with their padding still have it.
         batch.action_starts = torch.tensor(starts) + (0 if batch.action_starts is None else batch.action_starts)
     return batch
+
+
+def _end_to_end(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not parts:
+        return torch.zeros(0)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class NaiveReplayBuffer:
@@ -215,24 +221,25 @@ class NaiveReplayBuffer:
 
         Masked slots do not count, and become 0. `strategy.all_reduce(tensor, "sum")` joins the statistics of all ranks.
         """
-        values, masks = buffer_items.column(self.items, attribute), buffer_items.column(self.items, "action_mask")
-        in_columns = values is not None and masks is not None
-        if values is None or masks is None or any(a.shape != b.shape for a, b in zip(values, masks, strict=True)):
-            in_columns, (values, masks) = False, self._rows(attribute)
-        every = torch.cat(values).double() if values else torch.zeros(0, dtype=torch.float64)
-        masked = torch.cat(masks) == 0 if masks else torch.zeros(0, dtype=torch.bool)
+        sheets = buffer_items.whole_sheets(self.items, attribute, "action_mask")
+        values: list[Any] = [sheet.columns[attribute] for sheet in sheets or ()]
+        masks: list[Any] = [sheet.columns["action_mask"] for sheet in sheets or ()]
+        if sheets is None or any(a.shape != b.shape for a, b in zip(values, masks, strict=True)):
+            sheets, (values, masks) = None, self._rows(attribute)
+        every = _end_to_end(values).to(torch.float64, copy=True)
+        masked = _end_to_end(masks) == 0
         every.masked_fill_(masked, 0)
-        sums = torch.stack([every.sum(), (~masked).sum().double(), torch.dot(every, every)])
+        sums = [float(every.sum()), float(masked.numel() - int(masked.sum())), float(torch.dot(every, every))]
         if strategy is not None:
-            sums = strategy.all_reduce(sums, "sum")
-        total, count, squares = sums.tolist()
+            sums = strategy.all_reduce(every.new_tensor(sums), "sum").tolist()
+        total, count, squares = sums
         mean = total / count if count else 0.0
         scale = max(squares / count - mean**2, 1e-8) ** -0.5 if count else 0.0
         every.sub_(mean).mul_(scale).masked_fill_(masked, 0)
-        parts = torch.split(every, [one.shape[0] for one in values]) if values else ()
+        parts = every.split_with_sizes([one.shape[0] for one in values]) if values else ()
         changed = [part.to(one.dtype, copy=True) for part, one in zip(parts, values, strict=True)]
-        if in_columns:
-            buffer_items.replace_column(self.items, attribute, changed)
+        if sheets is not None:
+            buffer_items.replace_column(self.items, sheets, attribute, changed)
             return
         for item, row in zip(self.items, changed, strict=True):
             setattr(item, attribute, row)

@@ -114,7 +114,7 @@ class Sheet:
             return False
         masks = [name for name, one in BATCH_FIELDS.items() if one.absent]
         return all(self.columns.get(name) is not None for name in masks) and all(
-            torch.from_numpy(array[:0]).dtype == self.kinds[name][0] for name, array in self.arrays.items()
+            dtype is None or dtype in NUMPY for dtype, _ in self.kinds.values()
         )
 
     @cached_property

@@ -494,3 +494,15 @@ def test_ids_of_another_type_are_other_ids() -> None:
     first = grouped.rec(rewards, ["a"] * 3, ids=ids, drop="balance").report.which("dropped negative")
     again = grouped.rec(rewards[::-1], ["a"] * 3, ids=ids[::-1], drop="balance").report.which("dropped negative")
     assert [2 - i for i in again] == first
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opmd"])
+def test_rows_that_lie_group_by_group_are_scored_as_in_any_other_order(name: str) -> None:
+    rewards = torch.tensor([0.1, 0.7, 0.9, 0.3, 0.3, 0.3, 2.0, -1.0, 0.1], dtype=torch.float64)
+    groups, order = torch.arange(3).repeat_interleave(3), torch.tensor([8, 0, 4, 2, 6, 1, 3, 7, 5])
+    together = ESTIMATORS[name].function(rewards, groups)
+    apart = ESTIMATORS[name].function(rewards[order], groups[order])
+    assert together.scores[order].tolist() == apart.scores.tolist()
+    metrics = apart.report.to_metrics()
+    rewards.zero_()  # a report is made when it is read, of the rewards as they were
+    assert together.report.to_metrics() == pytest.approx(metrics, rel=1e-12)

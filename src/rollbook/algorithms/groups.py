@@ -7,7 +7,7 @@ group of equal rewards has a deviation of exactly 0, and deviates from its mean 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +36,7 @@ def as_rewards(name: str, rewards: PerRow) -> Floats:
     if isinstance(rewards, (str, bytes)) or not hasattr(rewards, "__iter__"):
         raise ValueError(f"{name}: got {rewards!r}, expected one number for each row")
     if isinstance(rewards, torch.Tensor):
-        found: Floats = rewards.detach().to("cpu", torch.float64).numpy()
+        found: Floats = rewards.detach().to("cpu", torch.float64, copy=True).numpy()  # reports are made later
     else:
         try:
             numeric = isinstance(rewards, np.ndarray) and rewards.dtype.kind in "fiub"
@@ -67,6 +67,10 @@ def as_ids(name: str, ids: Any, rows: int) -> Any:
 def numbered(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], list[Hashable]]:
     """[B] The number of each id, counted from 0 as they first appear, and the ids in that order."""
     if isinstance(ids, np.ndarray):
+        if (ids[:-1] <= ids[1:]).all():  # in order already
+            starts = np.ones(len(ids), dtype=np.bool_)
+            np.not_equal(ids[:-1], ids[1:], out=starts[1:])
+            return starts.cumsum() - 1, ids[starts].tolist()
         coded = pa.array(ids).dictionary_encode()
         return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), coded.dictionary.to_pylist()
     numbers: dict[Hashable, int] = {}
@@ -146,6 +150,14 @@ class Grouped:
         return len(self.run_group) == len(self.values)
 
     @cached_property
+    def block(self) -> int:
+        """The size of the groups if rows lie group by group, as many of each, all with a reward and a run of their own;
+        else 0."""
+        size = len(self.values) // max(len(self.keys), 1)
+        even = size and size * len(self.keys) == len(self.values) and self.row_is_run and self.valid.all()
+        return size if even and (self.index.reshape(-1, size) == np.arange(len(self.keys))[:, None]).all() else 0
+
+    @cached_property
     def run_values(self) -> Floats:
         """[runs] The reward of each run; NaN if none of its rows has one."""
         return self.values if self.row_is_run else self.over_runs(self.values)
@@ -167,12 +179,18 @@ class Grouped:
     @cached_property
     def count(self) -> NDArray[np.int64]:
         """[groups] How many runs with a reward each group has."""
+        if self.block:
+            return np.full(len(self.keys), self.block)
         return np.bincount(self.run_group[self.run_valid], minlength=len(self.keys)).astype(np.int64)
 
     @cached_property
     def _in_order(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """The runs with a reward, group by group from the least reward to the largest; where each group with any
         begins among them; and which groups those are."""
+        if self.block:
+            starts = np.arange(0, len(self.values), self.block)
+            order = self.values.reshape(-1, self.block).argsort(axis=1, kind="stable") + starts[:, None]
+            return order.reshape(-1), starts, np.arange(len(starts))
         known = np.flatnonzero(self.run_valid)
         order = known[np.lexsort((self.run_values[known], self.run_group[known]))]
         of = self.run_group[order]
@@ -190,6 +208,9 @@ class Grouped:
     @cached_property
     def ends(self) -> tuple[Floats, Floats]:
         """[groups] The least and the largest reward of a group's rows; infinite for a group without any."""
+        if self.block:
+            ascending = np.sort(self.values.reshape(-1, self.block), axis=1)
+            return ascending[:, 0], ascending[:, -1]
         if not self.row_is_run:
             return _ends(self.values[self.valid], self.index[self.valid], len(self.keys))
         order, starts, groups = self._in_order
@@ -212,6 +233,11 @@ class Grouped:
     @cached_property
     def mean(self) -> Floats:
         """[groups] The mean reward; of equal rewards exactly that reward; 0 if there is none."""
+        if self.block:
+            ascending = np.sort(self.values.reshape(-1, self.block), axis=1)
+            low, high = ascending[:, 0], ascending[:, -1]
+            starts = np.arange(0, len(self.values), self.block)
+            return np.where(low == high, low, np.add.reduceat(ascending.reshape(-1), starts) / self.block)
         low, high = self.ends
         return np.where(low == high, low, self._sums(self.run_values) / np.maximum(self.count, 1))
 
@@ -241,6 +267,8 @@ class Grouped:
 
     def of(self, per_group: Any) -> Any:
         """[all rows] Each row's group's number."""
+        if self.block:
+            return per_group.repeat(self.block)
         return per_group[self.index]
 
     def centred(self) -> Floats:
@@ -253,11 +281,13 @@ class Grouped:
 
     def filled(self, scores: Floats) -> Floats:
         """[all rows] Scores, with exactly 0 where there is no reward, and nowhere a minus before it."""
-        return np.where(self.valid, scores, 0.0) + 0.0
+        return (scores if self.block else np.where(self.valid, scores, 0.0)) + 0.0
 
     def alone(self, scores: Floats, singleton: str) -> Floats:
         """[all rows] Scores, with a lone row's as chosen: 0, or its `raw` reward."""
         choice("singleton", singleton, SINGLETON)
+        if self.block > 1:
+            return scores
         lone = self.filled(self.values) if singleton == "raw" else np.zeros(len(self.values))
         return np.where(self.of(self.singleton), lone, scores)
 
@@ -290,15 +320,21 @@ class Grouped:
 
     def scored(self, scores: Floats, mask: PerToken | None, report: Report | None = None) -> Advantages:
         """The estimate: each row's score on the tokens that count, or, without a mask, the scores themselves."""
-        tensor = torch.from_numpy(np.ascontiguousarray(scores[self.own])).to(self.device, self.dtype)
-        found = report or self.report()
-        beyond = ~np.isfinite(scores[self.own]) | ~torch.isfinite(tensor).cpu().numpy()
-        if beyond.any():  # rewards so large that their differences, or these in the result's type, are not finite
-            found = found.plus({"not finite": rows_where(beyond)})
-        return scored_tokens(tensor, mask, found)
+        mine = np.ascontiguousarray(scores[self.own])
+        if self.dtype == torch.float32:
+            with np.errstate(over="ignore"):
+                mine = mine.astype(np.float32)
+        finite = np.isfinite(mine)
+
+        def made() -> Report:
+            found = report or self.report()
+            # Rewards so large that their differences, or these in the result's type, are not finite.
+            return found if finite.all() else found.plus({"not finite": rows_where(~finite)})
+
+        return scored_tokens(torch.from_numpy(mine).to(self.device), mask, made)
 
 
-def scored_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report) -> Advantages:
+def scored_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report | Callable[[], Report]) -> Advantages:
     """One score for each row, (B,), put on its tokens that count."""
     if mask is None:
         return Advantages(scores.clone(), None, scores, None, report)

@@ -64,15 +64,20 @@ def _by_row(layout: Layout, keys: torch.Tensor, wanted: torch.Tensor) -> torch.T
     """On the host, row by row, among the tokens that count alone."""
     marked = torch.zeros(layout.shape, dtype=torch.bool)
     lengths = layout.row_lengths.tolist()
-    rows = (np.split(memory(one).reshape(-1), np.cumsum(lengths)[:-1]) for one in (marked, layout.mask, keys))
+    rows: Any = map(memory, (marked, layout.mask, keys))
+    if layout.packed:
+        rows = [np.split(one, np.cumsum(lengths)[:-1]) for one in rows]
     for flags, mask, values, count in zip(*rows, wanted.tolist(), strict=True):
         slots = np.flatnonzero(mask)
         if len(slots):
-            found = values[slots]
-            least = np.partition(found, len(found) - count)[len(found) - count]
-            above = slots[found > least]
-            flags[above] = True
-            flags[slots[found == least][: count - len(above)]] = True
+            first, last = slots[0], slots[-1] + 1
+            where = slice(first, last) if last - first == len(slots) else slots
+            candidates = values[where]
+            least = np.partition(candidates, len(slots) - count)[len(slots) - count]
+            highest = candidates > least
+            equal = np.flatnonzero(candidates == least)
+            highest[equal[: count - np.count_nonzero(highest)]] = True
+            flags[where] = highest
     return marked
 
 

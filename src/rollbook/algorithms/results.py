@@ -6,7 +6,7 @@ were given, by id; nothing is left out in silence.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,7 @@ class Advantages:
         returns: Any = None,
         scores: torch.Tensor | None = None,
         mask: Any = None,
-        report: Report | None = None,
+        report: Report | Callable[[], Report] | None = None,
     ) -> None:
         self.advantages = advantages
         """For each token, in the mask's layout: (B, A), `Rows` if it is packed, a `Ragged` column if it is one (as that
@@ -115,8 +115,14 @@ class Advantages:
         """[B] For estimators that score whole rows: the advantage of each, before it was put on its tokens."""
         self.mask = mask
         """The tokens to train on: the mask that was given, narrowed by estimators that leave some out."""
-        self.report = report or Report(0)
-        """What was treated in a way that is worth knowing."""
+        self._report = report or Report(0)
+
+    @property
+    def report(self) -> Report:
+        """What was treated in a way that is worth knowing; computed when it is first read."""
+        if not isinstance(self._report, Report):
+            self._report = self._report()
+        return self._report
 
     @property
     def returns(self) -> Any:

@@ -49,9 +49,17 @@ class Scored:
 
     rewards: torch.Tensor
     """[N] What goes on each row's last action, before `finish` clips it."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, Any] = field(default_factory=dict)
+    """By the prefix of its metrics, what each step gave back, with a `report`."""
     scale: float = 1.0
     """The factor of the running norm, for token rewards."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the steps report."""
+        return {
+            name: value for prefix, step in self.steps.items() for name, value in step.report.to_metrics(prefix).items()
+        }
 
 
 @dataclass(frozen=True)
@@ -98,29 +106,30 @@ def score(
     """The rewards of a rollout, shaped, and scored within their groups if that is what the estimator does."""
     ranks = ranks_here()
     rewards = whole.numbers("reward")
-    metrics: dict[str, float] = {}
+    steps: dict[str, Any] = {}
     scale = 1.0
     if config.overlong_buffer:
         if max_new_tokens is None:
             raise ValueError("max_new_tokens: got None, expected the longest response, for the overlong buffer")
-        shaped = shape_overlong(
+        shaped = steps["overlong"] = shape_overlong(
             rewards,
             whole.numbers("response_length"),
             max_length=max_new_tokens,
             buffer=config.overlong_buffer_len,
             factor=config.overlong_buffer_penalty_factor,
         )
-        rewards, metrics = shaped.rewards, metrics | shaped.report.to_metrics("overlong")
+        rewards = shaped.rewards
     if norm is not None:
-        normed = norm(rewards, ranks=ranks)
-        rewards, metrics = normed.rewards, metrics | normed.report.to_metrics("running_norm")
+        normed = steps["running_norm"] = norm(rewards, ranks=ranks)
+        rewards = normed.rewards
         scale = 1 / norm.scale
     if over_rows(config.advantage_estimator):
         found = _row_scores(whole, rewards, config, ranks)
-        metrics |= found.report.to_metrics(ESTIMATORS[config.advantage_estimator].name)
+        steps[ESTIMATORS[config.advantage_estimator].name] = found
         scores = torch.as_tensor(found.advantages if found.scores is None else found.scores, dtype=torch.float32)
-        rewards = torch.where(rewards.isnan(), torch.nan, scores)  # a missing reward stays missing
-    return Scored(rewards, metrics, scale)
+        missing = rewards.isnan()
+        rewards = torch.where(missing, torch.nan, scores) if missing.any() else scores  # it stays missing
+    return Scored(rewards, steps, scale)
 
 
 def _clipped(rewards: torch.Tensor, config: MakerConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -151,7 +160,8 @@ def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks:
         options.setdefault("ranks", ranks)
     ids = whole.ids()
     groups = whole.groups(config.n_samples_per_prompt, ranks)
-    if ranks is ALONE and len(set(groups)) == len(groups) > 1:
+    alone = config.n_samples_per_prompt == 1 if ids is None else len(set(groups)) == len(groups)
+    if ranks is ALONE and alone and len(groups) > 1:
         advise(
             f"{entry.name}: every group has one sample, and nothing to compare it with; n_samples_per_prompt is "
             f"{config.n_samples_per_prompt}"
@@ -159,7 +169,7 @@ def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks:
     given: dict[str, Any] = {
         "rewards": rewards,
         "groups": groups,
-        "runs": whole.runs(),
+        "runs": None if ids is None else whole.runs(),
         "ids": None if ids is None else [eid.uid for eid in ids],
         "steps": None if ids is None else [eid.step for eid in ids],
     }

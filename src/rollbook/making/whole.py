@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.sources import group_id, run_id
@@ -29,7 +31,7 @@ class Whole:
     ...     return ExperienceBatch(ones.long(), ones, *[None] * 4, ones.long(), ones.bool(),
     ...                            {"reward": torch.tensor(rewards)})
     >>> whole = Whole([batch([1.0, 0.0]), batch([2.0])])
-    >>> whole.numbers("reward").tolist(), whole.groups(per_group=3), len(whole.rows("action_log_probs"))
+    >>> whole.numbers("reward").tolist(), whole.groups(per_group=3).tolist(), len(whole.rows("action_log_probs"))
     ([1.0, 0.0, 2.0], [0, 0, 0], 3)
     >>> whole.put("advantages", Rows(torch.arange(6.0), [2, 2, 2]))
     >>> whole.batches[1].advantages
@@ -130,7 +132,7 @@ class Whole:
                     f"experiences[{i}].info[{key!r}]: got {len(part)} numbers, expected {self.sizes[i]}, one a sample"
                 )
             parts.append(part)
-        return torch.cat(parts) if parts else torch.zeros(0)
+        return parts[0].clone() if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0)
 
     def put_numbers(self, key: str, values: torch.Tensor) -> None:
         """Give each batch its rows' numbers in `info`."""
@@ -154,12 +156,12 @@ class Whole:
 
     def ids(self) -> list[EID] | None:
         """[N] The rows' ids, `None` unless every row has one."""
-        found = [
-            eid for batch, size in zip(self.batches, self.sizes, strict=True) for eid in batch.ids or [None] * size
-        ]
+        if any(size and not batch.ids for batch, size in zip(self.batches, self.sizes, strict=True)):
+            return None
+        found = [eid for batch in self.batches for eid in batch.ids or ()]
         return None if any(eid is None for eid in found) else found  # type: ignore[return-value]
 
-    def groups(self, per_group: int, ranks: Ranks = ALONE) -> list[Any]:
+    def groups(self, per_group: int, ranks: Ranks = ALONE) -> Sequence[Any] | NDArray[np.int64]:
         """[N] Which task each row is of: by id; rows without ids by place, `per_group` after one another, in each
         process apart."""
         ids = self.ids()
@@ -170,7 +172,7 @@ class Whole:
                 f"experiences: got {len(self)} samples without ids, expected a multiple of n_samples_per_prompt "
                 f"({per_group}), to group them by place"
             )
-        places = [row // per_group for row in range(len(self))]
+        places = np.arange(len(self) // per_group).repeat(per_group)
         return places if ranks is ALONE else [f"process {ranks.rank}, group {place}" for place in places]
 
     def runs(self) -> list[Any] | None:

@@ -106,10 +106,13 @@ def rloo(
     tensor([ 0.6667, -0.6667, -0.6667,  0.6667])
     """
     grouped = Grouped(rewards, groups, runs, ranks)
-    count = grouped.of(grouped.count)
-    of_run = np.where(grouped.valid, grouped.run_values[grouped.run], 0.0)
-    centred = np.where(grouped.of(grouped.constant), 0.0, of_run - grouped.of(grouped.mean))
-    scores = grouped.filled(centred * count / np.maximum(count - 1, 1) + (grouped.values - of_run))
+    if grouped.block:
+        scores = grouped.centred() * grouped.block / max(grouped.block - 1, 1)
+    else:
+        count = grouped.of(grouped.count)
+        of_run = np.where(grouped.valid, grouped.run_values[grouped.run], 0.0)
+        centred = np.where(grouped.of(grouped.constant), 0.0, of_run - grouped.of(grouped.mean))
+        scores = grouped.filled(centred * count / np.maximum(count - 1, 1) + (grouped.values - of_run))
     return grouped.scored(grouped.alone(scores, singleton), mask)
 
 
