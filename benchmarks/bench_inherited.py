@@ -35,16 +35,23 @@ GAMMA, LAMBD = 0.99, 0.95
 NOTES = """\
 What is below 1, and why:
 
-- `split_experience_batch` by itself copies what is attended (LightRFT's items are views, which alias the batch and keep
-  it alive). With `remove_padding_in_sequences`, which then has nothing left to copy, it is faster.
-- `Experience(...)`, `BufferItem(...)`, `to_device` and `is_vl_experience` take microseconds on both sides; here there
-  are more fields, and every tensor is moved.
-- `clip_filter_like_weight_func` and `process_experiences` take less than a millisecond for a whole rollout; groups are
-  found by id, and missing rewards and constant groups are looked for and reported.
-- `make_experience` is timed with models that compute nothing: what they return is checked, and cut to the samples' own
-  tokens, a small part of any forward pass. With the advantages that follow it is faster.
-- Items whose fields were read before, packed batches, `normalize` and entropy marks of 8 samples: a fraction of a
-  millisecond a call on both sides. A packed batch comes with its fields end to end and `cu_seqlens`.
+- `split_experience_batch` by itself reads the attention mask and copies what is attended (for 512 samples, 38 MB and
+  25 MB); LightRFT's items are views, which copy nothing, alias the batch and keep it alive. For 8 samples, checks and
+  one object per column take most of the time. `remove_padding_in_sequences` then has nothing left to copy: for 512
+  samples both together are faster, for 8 they take about as long.
+- `remove_padding_in_sequences` of items that were read copies them; LightRFT shortens views in place. For 8 samples,
+  collating `info` and checking every field take most of the time, and so they do in `make_experience_batch`.
+- `Experience(...)`, `BufferItem(...)`, `to_device` and `is_vl_experience` take microseconds. Here there are more
+  fields, an `Experience` notes each assignment, and every tensor is moved, those of `info` too.
+- `process_experiences` takes about 0.15 ms for 512 samples; LightRFT's six tensor operations take 0.03 ms. Groups are
+  numbered, rewards are sorted in float64 so that scores do not depend on the order, and missing rewards are looked for.
+- `make_experience` is timed with models that compute nothing. What they return is checked and cut to the samples' own
+  tokens, which takes 1.5 ms for 8 samples, mostly Python calls; for 512 it is near 1 and varies between runs. With the
+  advantages that follow it is faster.
+- A packed batch of 8 is timed on a buffer that was filled for this one call: a buffer looks at its columns when the
+  first batch is drawn. It comes as lists of rows and end to end, with `cu_seqlens`.
+- `append`, `normalize` and entropy marks of 8 samples take 0.1 to 0.5 ms on both sides, and their ratios vary from run
+  to run by more than a factor of 2. `normalize` computes its statistics in float64, over unmasked slots.
 """
 RESULTS = Path(__file__).parent / "results"
 
