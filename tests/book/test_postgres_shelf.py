@@ -228,7 +228,7 @@ def test_a_forked_child_has_a_connection_of_its_own(shelf: PostgresShelf) -> Non
     [place] = shelf.put([b"parent's"])
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    with shelf._turn():  # as if another thread were at work when the child is made
+    with shelf.ledger.connection():  # as if another thread were at work when the child is made
         child = context.Process(target=in_child, args=(shelf, place, answers))
         child.start()
     seen, theirs = answers.get(timeout=60)
@@ -252,8 +252,8 @@ def test_data_waits_for_no_disk_and_is_durable_with_the_ledgers_commit(crashing_
                     assert shelf.has(kept.segment)
                     tx.run("INSERT INTO orphans (segment, seen) VALUES (?, ?)", (kept.segment, tx.now))
                 [alone] = shelf.put([b"alone"])
-                assert shelf._connection is not None
-                assert shelf._connection.execute("SHOW synchronous_commit").fetchone() == ("on",)
+                with ledger.connection() as connection:
+                    assert connection.execute("SHOW synchronous_commit").fetchone() == ("on",)
                 crashing_postgres.kill()
                 crashing_postgres.restart()
                 assert bytes(shelf.get(kept)) == b"kept" * 1000

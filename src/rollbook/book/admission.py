@@ -273,14 +273,15 @@ def check_quota(book: Book, size: int) -> None:
     have = sum(book.shelf.segments().values())
     if have + size > book.quota and not make_room(book, size):  # type: ignore[operator]
         with book.ledger.read() as tx:
-            held = tx.all(
-                "SELECT consumers.name, SUM(tallies.n) FROM tallies JOIN consumers ON consumers.id = tallies.consumer "
-                "WHERE tallies.state IN ('waiting', 'cooling', 'leased') AND tallies.n > 0 GROUP BY 1 ORDER BY 1"
-            )
+            states = (work.WAITING, work.COOLING, work.LEASED)
+            counts = {
+                consumer.name: work.tally(tx, consumer, *states)[0] + inbox.size(tx, consumer.id)
+                for consumer in consumers.all_consumers(tx)
+            }
         raise QuotaExceeded(
             f"quota: the book has {sum(book.shelf.segments().values())} bytes and would get {size} more, expected at "
             f"most {book.quota}; nothing that could be removed was left"
-            + "".join(f"; consumer {name!r} is not done with {n} records" for name, n in held)
+            + "".join(f"; consumer {name!r} is not done with {n} records" for name, n in counts.items() if n)
         )
 
 

@@ -33,6 +33,14 @@ SHOWN = {
 `events`."""
 
 
+_WORK = (
+    "(SELECT seq, consumer, state, reason, rank, weight, version, uses, attempts, lease FROM work UNION ALL "
+    "SELECT records.seq, inbox.consumer, 'waiting', NULL, NULL, NULL, records.version_min, 0, 0, NULL FROM inbox "
+    "JOIN records ON records.seq BETWEEN inbox.first AND inbox.last AND records.evaluation = 0) AS work"
+)
+"""`work` with the records of inboxes, which wait and have no rank yet."""
+
+
 def _type(table: str, column: str) -> pa.DataType:
     if column in ("uid", "consumer"):
         return pa.large_string()
@@ -67,8 +75,9 @@ class LedgerTable:
             joins += f" LEFT JOIN consumers ON consumers.id = {name}.consumer"
         order = {"events": "id", "leases": "id", "checkpoints": "event", "media": "hash"}.get(name, "seq")
         asked = ", ".join(told.get(column, f"{name}.{column}") for column in columns)
+        source = _WORK if name == "work" else name
         with self.book.ledger.read() as tx:
-            found = tx.all(f"SELECT {asked} FROM {name}{joins} ORDER BY {name}.{order}")
+            found = tx.all(f"SELECT {asked} FROM {source}{joins} ORDER BY {name}.{order}")
         arrays = [pa.array([row[i] for row in found], self.schema.field(c).type) for i, c in enumerate(columns)]
         return pa.Table.from_arrays(arrays, names=columns)
 

@@ -163,6 +163,7 @@ def _from_ledger(ledger: Any) -> dict[str, Any]:
         with ledger.read() as tx:
             meta = dict(tx.all("SELECT key, value FROM meta WHERE key IN ('policy_version', 'made') LIMIT 2"))
             tallies = tx.all("SELECT consumer, state, SUM(n) FROM tallies GROUP BY 1, 2")
+            unseen = dict(tx.all("SELECT consumer, SUM(count) FROM inbox GROUP BY 1"))
             names = tx.all("SELECT id, name FROM consumers ORDER BY id LIMIT 1000")
             points = [name for (name,) in tx.all("SELECT name FROM checkpoints ORDER BY event LIMIT 1000")]
             logged = tx.all("SELECT step FROM events WHERE seq IS NULL AND kind = 'metrics' ORDER BY id DESC LIMIT 1")
@@ -190,7 +191,8 @@ def _from_ledger(ledger: Any) -> dict[str, Any]:
         "consumers": [
             {
                 "consumer": name,
-                "waiting": count.get((number, "waiting"), 0) + count.get((number, "cooling"), 0),
+                "waiting": sum(count.get((number, state), 0) for state in ("waiting", "cooling"))
+                + unseen.get(number, 0),
                 **{state: count.get((number, state), 0) for state in STATES[2:]},
             }
             for number, name in names

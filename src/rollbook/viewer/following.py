@@ -51,6 +51,11 @@ _ANEW = ("rewound", "repaired")
 _BLANK = {"opening": "", "closing": "", "parts": "{}", "kept": None, "measured": 1, "digest": None}
 
 
+def _state(consumer: int) -> str:
+    """The column of a record's state: what a consumer has no row for yet, in its inbox, waits."""
+    return "work.state" if consumer < 0 else "COALESCE(work.state, 'waiting')"
+
+
 class Follower:
     """Keeps an index in step with one book.
 
@@ -103,12 +108,14 @@ class Follower:
 
     def _look(self) -> bool:
         """Take one transaction's worth of new records or events; whether there was any."""
+        # A writer beside this one may commit smaller numbers later than larger ones: nothing is read beyond the bounds.
+        seqs, events = self.book.ledger.bounds()
         with self.book.ledger.read() as tx:
             train = consumers.find(tx, TRAIN)
             consumer = -1 if train is None else train.id
             if self._event is None:
                 # What happens from here on is met as events; all before is in the rows.
-                self._event = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
+                self._event = events
                 self._highs.read(tx, 0, self._event)
                 if self._left is not None:
                     self._highs.read_records(tx)
@@ -121,16 +128,16 @@ class Follower:
                 self.index.put(rows)
                 return bool(rows)
             found = tx.all(
-                f"SELECT {_READ}, work.state, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
-                "AND work.seq = records.seq WHERE records.seq > ? ORDER BY records.seq LIMIT ?",
-                (consumer, self._seq, AT_ONCE),
+                f"SELECT {_READ}, {_state(consumer)}, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
+                "AND work.seq = records.seq WHERE records.seq > ? AND records.seq <= ? ORDER BY records.seq LIMIT ?",
+                (consumer, self._seq, seqs, AT_ONCE),
             )
             if found:
                 bounds = (found[0][0], found[-1][0])
                 happened = tx.all(f"{_HAPPENED} seq >= ? AND seq <= ? ORDER BY id", bounds)
                 rows = self._rows(found, happened, consumer)
             else:
-                rows, changed, last = self._changes(tx, consumer)
+                rows, changed, last = self._changes(tx, consumer, events)
         if found:
             self.index.put(rows)
             self._seq = found[-1][0]
@@ -147,15 +154,18 @@ class Follower:
             self.index.keep("logged", self._logged)  # so that pages hear of it
         return True
 
-    def _changes(self, tx: Transaction, consumer: int) -> tuple[list[dict[str, Any]], list[int] | None, int]:
+    def _changes(
+        self, tx: Transaction, consumer: int, bound: int
+    ) -> tuple[list[dict[str, Any]], list[int] | None, int]:
         """Rows of the records that something happened to since the last event, those of them whose text changed
         (`None`: everything is to be read again), and the last event."""
         events = tx.all(
-            "SELECT id, kind, seq, consumer FROM events WHERE id > ? AND kind <> 'admitted' ORDER BY id LIMIT ?",
-            (self._event, AT_ONCE),
+            "SELECT id, kind, seq, consumer FROM events WHERE id > ? AND id <= ? AND kind <> 'admitted' "
+            "ORDER BY id LIMIT ?",
+            (self._event, bound, AT_ONCE),
         )
         if not events:
-            return [], [], tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
+            return [], [], bound
         last = events[-1][0]
         self._highs.read(tx, self._event or 0, last)
         kinds: dict[int, set[str]] = {}
@@ -190,7 +200,7 @@ class Follower:
         happened: list[Any] = []
         for marks, part in chunks(seqs):
             found += tx.all(
-                f"SELECT {_READ}, work.state, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
+                f"SELECT {_READ}, {_state(consumer)}, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
                 f"AND work.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
                 (consumer, *part),
             )
