@@ -16,7 +16,7 @@ import rollbook
 from rollbook.book.book import Book
 from tests.book.postgres import Server
 from tests.book.trials import __main__ as command
-from tests.book.trials import crash, server, tables
+from tests.book.trials import crash, tables
 from tests.book.trials.log import Log
 from tests.book.trials.records import Piece, made
 from tests.book.trials.verify import check
@@ -54,12 +54,6 @@ def test_every_record_is_acknowledged_once_in_postgresql(postgres_url: str) -> N
 
 def test_many_may_make_one_book_at_once() -> None:
     assert "in 8 books, 8 checks" in run("opening", "--rounds", "8")
-
-
-def test_a_server_that_dies_loses_nothing_that_was_acknowledged(crashing_postgres: Server) -> None:
-    report = server.trial(crashing_postgres, 3)
-    assert report.violations == [], report
-    assert report.records
 
 
 def test_a_server_that_restarts_between_two_calls_is_not_noticed(crashing_postgres: Server) -> None:

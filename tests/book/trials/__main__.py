@@ -47,13 +47,11 @@ def main() -> int:
         each.add_argument(
             "--url", default="folder", help="folder, postgresql, or postgresql://... of an empty database"
         )
-    one = trials.add_parser("server", help="kill the PostgreSQL server under a book")
-    one.add_argument("--kills", type=int, default=50)
     one = trials.add_parser("faults", help="restart the server, cut connections, pause processes")
     one.add_argument("--kind", choices=faults.KINDS, required=True)
     one.add_argument("--count", type=int, default=100)
     one.add_argument("--url", choices=("folder", "postgresql"), default="postgresql")
-    for name in ("crash", "concurrency", "server", "faults"):
+    for name in ("crash", "concurrency", "faults"):
         trials.choices[name].add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     report = run(asked)
@@ -63,12 +61,6 @@ def main() -> int:
 
 def run(asked: argparse.Namespace) -> Report:
     """The trial that is asked for."""
-    if asked.trial == "server":
-        from tests.book.postgres import Server
-        from tests.book.trials import server
-
-        with Server() as mine:
-            return server.trial(mine, asked.kills, seed=asked.seed)
     if asked.trial == "faults":
         with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as name:
             return disturbed(asked.kind, asked.url, asked.count, Path(name), asked.seed)

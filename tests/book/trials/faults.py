@@ -43,8 +43,7 @@ SECONDS = 1.0
 """How long a lease lives."""
 WRITERS = 3
 LONGEST = 120.0
-PROGRESS = 60.0
-"""How long the others may take to go on beside a process that is stopped inside a transaction."""
+"""How long a call may be repeated, the writers may take to go on after a fault, and the workers to come to an end."""
 
 Result = TypeVar("Result")
 
@@ -217,6 +216,19 @@ class Scene:
     def _fork(self, act: Callable[..., None], *arguments: Any) -> int:
         return fork(partial(act, *arguments, self.random.randrange(1 << 30)), self.logger.say)
 
+    def progress(self) -> None:
+        """Wait until the writers have appended a few pieces more, and records were acknowledged."""
+        before = self.logger.update().done.copy()
+        end = time.monotonic() + LONGEST
+        while not self.logger.state.errors:
+            now = self.logger.update().done
+            if now["append"] >= before["append"] + WRITERS and now["ack"] > before["ack"]:
+                return
+            if time.monotonic() > end:
+                self.report.violations.append(f"nothing was appended and acknowledged in {LONGEST:g} s")
+                return
+            time.sleep(0.02)
+
     def restart(self) -> None:
         how = self.random.choice(("fast", "immediate", "killed"))
         if how == "killed":
@@ -251,21 +263,13 @@ class Scene:
     def hold(self) -> None:
         """Stop a process inside a transaction until the others have appended a few pieces."""
         pid = self._fork(_hold, self.url, self.logger.say, self.written)
-        end = time.monotonic() + PROGRESS
+        end = time.monotonic() + LONGEST
         while os.waitpid(pid, os.WNOHANG | os.WUNTRACED)[0] == 0:
             if time.monotonic() > end:
                 self.report.violations.append("a worker did not stop inside a transaction")
                 break
             time.sleep(0.01)
-        before = self.logger.update().done["append"]
-        begun = time.monotonic()
-        while self.logger.update().done["append"] < before + WRITERS:
-            if time.monotonic() > begun + PROGRESS:
-                self.report.violations.append(
-                    f"a process that was stopped inside a transaction blocked the others for {PROGRESS:g} s"
-                )
-                break
-            time.sleep(0.1)
+        self.progress()
         os.kill(pid, signal.SIGCONT)
         self.writers.append(pid)
         self.report.kills["inside a transaction"] += 1
@@ -311,7 +315,8 @@ def trial(kind: str, url: str, count: int, folder: Path, *, server: Any = None, 
             disturb = (lambda: None) if kind == "proxy" else getattr(scene, kind)
             checks = 0
             while not report.violations:
-                time.sleep(0.1 + 0.2 * scene.random.random())
+                scene.progress()
+                time.sleep(0.2 * scene.random.random())
                 disturb()
                 log = logger.update()
                 report.violations += log.errors
@@ -324,7 +329,6 @@ def trial(kind: str, url: str, count: int, folder: Path, *, server: Any = None, 
                 if report.kills.total() // 25 > checks:
                     checks = report.kills.total() // 25
                     checked(url, logger, report, others=True, done=False, sample=80)
-            time.sleep(0.3)
             scene.finish()
         checked(url, logger, report, others=False, done=not report.violations, sample=None)
         log = logger.state
