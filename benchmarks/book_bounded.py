@@ -6,6 +6,7 @@ is the longest time that the call held the write lock, plus the time of an appen
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import shutil
 import tempfile
@@ -24,6 +25,8 @@ RECORDS = 1_000_000
 QUICK = 50_000
 PART = 2_000
 """Records of one append while the book is filled."""
+CREATE: dict[str, Any] = {"create": True} if "create" in inspect.signature(Book.consumer).parameters else {}
+"""Where a book makes consumers only on request, the request."""
 MOST = 250.0
 """Milliseconds that a call may keep an append waiting."""
 
@@ -107,6 +110,12 @@ class Probe:
         self.process.join()
 
 
+def first_lease(book: Book) -> None:
+    """Make a consumer group and lease from it."""
+    book.consumer("new", **CREATE)
+    book.lease(8, consumer="new").nack()
+
+
 def calls(book: Book, count: int) -> dict[str, Callable[[], object]]:
     """The calls, in an order in which each finds the book as large as it was filled."""
     listed = uids(count)
@@ -117,7 +126,7 @@ def calls(book: Book, count: int) -> dict[str, Callable[[], object]]:
 
     return {
         "nothing (half a second)": lambda: time.sleep(0.5),
-        "a new consumer's first lease": lambda: book.lease(8, consumer="new").nack(),
+        "a new consumer's first lease": lambda: first_lease(book),
         "the first lease by group": lambda: book.lease(1, by="group", consumer="grouped").nack(),
         "consumer(change=True): another sampler": lambda: book.consumer("changed", change=True, sampler=Uniform()),
         "announce: half of the records become stale": sweep,
@@ -127,9 +136,9 @@ def calls(book: Book, count: int) -> dict[str, Callable[[], object]]:
 
 def _open(url: str) -> Book:
     book = rollbook.open(url)
-    book.consumer("grouped")
-    book.consumer("changed")
-    book.consumer("stale", max_staleness=0)
+    book.consumer("grouped", **CREATE)
+    book.consumer("changed", **CREATE)
+    book.consumer("stale", **CREATE, max_staleness=0)
     return book
 
 

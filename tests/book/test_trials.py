@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import rollbook
 from rollbook.book.book import Book
 from tests.book.postgres import Server
 from tests.book.trials import __main__ as command
-from tests.book.trials import crash, tables
+from tests.book.trials import crash, faults, tables
 from tests.book.trials.log import Log
 from tests.book.trials.records import Piece, made
 from tests.book.trials.verify import check
@@ -289,6 +290,16 @@ def test_records_that_are_not_entered_yet_count_as_waiting(
 def test_the_check_finds_what_was_left_undone(told: tuple[str, Log]) -> None:
     url, log = told
     assert any("7 records were not acknowledged by critic" in text for text in check(url, log, done=True))
+
+
+def test_the_table_of_faults_names_tests_and_trials_that_exist() -> None:
+    page = (ROOT / "docs" / "book.md").read_text()
+    rows = page.partition("### What is promised under which fault\n")[2].partition("\n#")[0]
+    sources = "".join(path.read_text() for path in (ROOT / "tests" / "book").glob("test_*.py"))
+    names = re.findall(r"`(test_\w+)`", rows)
+    assert names
+    assert [name for name in names if f"def {name}(" not in sources] == []
+    assert set(re.findall(r"`faults --kind (\w+)`", rows)) <= set(faults.KINDS)
 
 
 def test_a_violation_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
