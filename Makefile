@@ -56,14 +56,20 @@ fuzz: $(STAMP)  ## mutated frames in child processes, with and without python -O
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=long $(PROPERTIES)
 
 SOAK_KILLS ?= 500
-soak: $(STAMP)  ## the book under crashes: processes killed at random and inside named windows, and many at once
+SOAK_FAULTS ?= 100
+soak: $(STAMP)  ## the book under faults: processes killed and paused, servers restarted, connections cut, many at once
 	$(BIN)/python -m tests.book.trials crash --kills $(SOAK_KILLS) --url folder
 	$(BIN)/python -m tests.book.trials crash --kills $(SOAK_KILLS) --url postgresql
 	$(BIN)/python -m tests.book.trials concurrency --url folder
 	$(BIN)/python -m tests.book.trials concurrency --url postgresql
 	$(BIN)/python -m tests.book.trials opening --url folder
 	$(BIN)/python -m tests.book.trials opening --url postgresql
-	$(BIN)/python -m tests.book.trials server
+	$(BIN)/python -m tests.book.trials faults --kind restart --count $(SOAK_FAULTS)
+	$(BIN)/python -m tests.book.trials faults --kind cut --count $(SOAK_FAULTS)
+	$(BIN)/python -m tests.book.trials faults --kind proxy --count $(SOAK_FAULTS)
+	$(BIN)/python -m tests.book.trials faults --kind pause --count $(SOAK_FAULTS) --url folder
+	$(BIN)/python -m tests.book.trials faults --kind pause --count $(SOAK_FAULTS)
+	$(BIN)/python -m tests.book.trials faults --kind hold --count 3
 
 COMPAT_PYTHON ?= python3.12
 COMPAT_TORCH ?= 2.11.0

@@ -1,7 +1,10 @@
 """The book: appending, reading back, leasing and a queue, beside Trinity-RFT's storage and what the disk allows.
 
-Run as `python -m benchmarks.bench_book [--rounds 5] [--json PATH]` from the project root, about three minutes; with
-`--million` also the ledger of a million records, two or three more. Books lie in the scratch folder, on its disk.
+Run as `python -m benchmarks.bench_book [--part peers] [--rounds 5] [--json PATH]` from the project root. The parts are
+`peers` (about three minutes), `million` (the ledger of a million records, two or three), `scale` (processes and batches
+beside a raw queue, three), `waiting` (appends beside waiting consumers) and `bounded` (the longest wait for a lock on a
+large book; `--quick` for a small one). `--save` puts the sections of the last three into results/book.md. Books lie in
+the scratch folder, on its disk.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -570,8 +574,51 @@ def run(options: Options) -> Report:
     return Report("The book", facts, times, [times.compare(c) for c in comparisons(SIZES, books.server is not None)])
 
 
-if __name__ == "__main__":
+SECTIONS = {
+    "scale": "The book: processes and batches beside a raw queue",
+    "waiting": "The book: appends beside waiting consumers",
+    "bounded": "The book: the longest wait for a lock",
+}
+RESULTS = Path(__file__).with_name("results") / "book.md"
+
+
+def section(part: str, options: Options, quick: bool) -> str:
+    """Measure a part that has a table of its own."""
+    from benchmarks import book_bounded, book_scale
+
+    if part == "bounded":
+        return book_bounded.bounded(options.scratch, quick)
+    measure = book_scale.scale if part == "scale" else book_scale.waiting
+    return measure(options.scratch, options.rounds, options.seed)
+
+
+def replaced(text: str, title: str, body: str) -> str:
+    """Replace the section `title` of a Markdown page, or add it at the end."""
+    section = f"## {title}\n\n{body.strip()}\n"
+    pattern = re.compile(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+    if pattern.search(text):
+        return pattern.sub(lambda _: section + "\n", text).rstrip() + "\n"
+    return f"{text.rstrip()}\n\n{section}"
+
+
+def main() -> None:
+    """Run the parts that are named."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--million", action="store_true")
+    parser.add_argument("--part", nargs="+", choices=("peers", "million", *SECTIONS), default=["peers"])
+    parser.add_argument("--quick", action="store_true", help="a small book for the part `bounded`")
+    parser.add_argument("--save", action="store_true", help="write the sections into results/book.md")
     chosen, sys.argv[1:] = parser.parse_known_args()
-    harness.main(run, *((million,) if chosen.million else ()))
+    options = harness.parse(__doc__)
+    for part in (name for name in chosen.part if name in SECTIONS):
+        harness.single_thread()
+        body = section(part, options, chosen.quick)
+        print(f"## {SECTIONS[part]}\n\n{body}", flush=True)
+        if chosen.save:
+            RESULTS.write_text(replaced(RESULTS.read_text(), SECTIONS[part], body))
+    reports = {"peers": run, "million": million}
+    if asked := [reports[name] for name in chosen.part if name in reports]:
+        harness.main(*asked)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +17,7 @@ import rollbook
 from rollbook.book.book import Book
 from tests.book.postgres import Server
 from tests.book.trials import __main__ as command
-from tests.book.trials import crash, server
+from tests.book.trials import crash, faults, tables
 from tests.book.trials.log import Log
 from tests.book.trials.records import Piece, made
 from tests.book.trials.verify import check
@@ -54,12 +57,6 @@ def test_many_may_make_one_book_at_once() -> None:
     assert "in 8 books, 8 checks" in run("opening", "--rounds", "8")
 
 
-def test_a_server_that_dies_loses_nothing_that_was_acknowledged(crashing_postgres: Server) -> None:
-    report = server.trial(crashing_postgres, 3)
-    assert report.violations == [], report
-    assert report.records
-
-
 def test_a_server_that_restarts_between_two_calls_is_not_noticed(crashing_postgres: Server) -> None:
     url = crashing_postgres.database()
     with rollbook.open(url) as book:
@@ -77,24 +74,32 @@ def test_a_server_that_restarts_between_two_calls_is_not_noticed(crashing_postgr
 # --- what the trials check can fail -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def told(tmp_path: Path) -> tuple[str, Log]:
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Log]:
     """A sound book of every kind of event, and what was said of it."""
-    url = str(tmp_path / "book")
+    folder = tmp_path_factory.mktemp("sound") / "book"
     log = Log()
-    worker = crash.Worker(url, log.feed, "w", 7)
+    worker = crash.Worker(str(folder), log.feed, "w", 7)
     with worker.opened() as book:
         for task in range(1, 6):
             worker.put(book, Piece("p", task, 2))
         worker.mine = [Piece("p", 2, 2)]
         worker.revise(book)
         for consumer in crash.CONSUMERS:
-            lease = book.lease(3, consumer=consumer)
+            lease = crash.leased(book, 3, "experience", consumer, log.feed)
             crash.acknowledge(lease, consumer, lease.uids, log.feed)
             book.lease(1, consumer=consumer).nack("not now")
             book.lease(1, consumer=consumer, seconds=100.0)
-    assert check(url, log) == []
-    return url, log
+        crash.leased(book, 2, "group", "critic", log.feed, seconds=100.0)
+    assert check(str(folder), log) == []
+    return folder, log
+
+
+@pytest.fixture
+def told(sound: tuple[Path, Log], tmp_path: Path) -> tuple[str, Log]:
+    """A copy of the sound book, to harm."""
+    shutil.copytree(sound[0], tmp_path / "book")
+    return str(tmp_path / "book"), copy.deepcopy(sound[1])
 
 
 def statement(*statements: str) -> Callable[[Book], None]:
@@ -120,6 +125,8 @@ def with_flipped_byte(book: Book) -> None:
     path.write_bytes(bytes(data))
 
 
+NACKED = (2, 3)
+"""The first lease of record 4 by train, given back, and the second."""
 TRAINED = "INSERT INTO events (time, kind, seq, consumer, lease) VALUES (1, 'trained', {}, 1, {})"
 HARM: dict[str, tuple[Callable[[Book], None], str]] = {
     "a lost record": (statement("DELETE FROM records WHERE seq = 3"), "p/2/0/0/t: its append returned, and it is not"),
@@ -178,6 +185,41 @@ HARM: dict[str, tuple[Callable[[Book], None], str]] = {
         statement("UPDATE leases SET state = 'acked' WHERE state = 'active' AND consumer = 1"),
         "which is acked",
     ),
+    "a lease that ended too early": (
+        statement("INSERT INTO events (time, kind, seq, consumer, lease) VALUES (1, 'expired', 4, 1, 3)"),
+        " s before the lease ended",
+    ),
+    "an acknowledgement after the lease had ended": (
+        statement("UPDATE leases SET expires = 1 WHERE state = 'acked' AND consumer = 1"),
+        "s after the lease had ended",
+    ),
+    "a fencing number that does not grow": (
+        statement("UPDATE events SET lease = {0} + {1} - lease WHERE lease IN ({0}, {1})".format(*NACKED)),
+        "its number is not larger than",
+    ),
+    "a lease of more records than it has": (
+        statement("UPDATE leases SET count = count + 1 WHERE id = 1"),
+        "lease 1: of 4 records, with 3 events",
+    ),
+    "a part of a group": (
+        statement("DELETE FROM events WHERE kind = 'leased' AND seq = 6 AND consumer = 2"),
+        "a part of group 'p/3', without ['p/3/1/0/t'], which waited",
+    ),
+    "a group that another lease holds": (
+        statement("UPDATE events SET seq = 3 WHERE kind = 'leased' AND seq = 5 AND consumer = 2"),
+        "group 'p/2', of which another lease held a record",
+    ),
+    "a stale record that was leased": (
+        statement(
+            "UPDATE consumers SET settings = replace(settings, '\"max_staleness\": null', '\"max_staleness\": 1')",
+            "INSERT INTO events (id, time, kind, detail) VALUES (0, 1, 'announced', '{\"version\": 3}')",
+        ),
+        "p/1/0/0/t of version 1 leased after version 3 was announced, at most 1 behind",
+    ),
+    "work on a record for evaluation": (
+        statement("UPDATE records SET evaluation = 1 WHERE seq = 9"),
+        "p/5/0/0/t: in the work of train, and not for training",
+    ),
     "a lost segment": (without_segment, "the ledger points to it, and it is not there"),
     "a flipped byte": (with_flipped_byte, "records cannot be read: Damaged"),
     "no ledger": (lambda book: Path(book.url, "ledger.sqlite").write_bytes(b"x" * 5000), "the book does not open"),
@@ -209,9 +251,55 @@ def test_the_check_finds_an_ack_that_counts_although_its_lease_was_lost(told: tu
     assert any(f"{uids[0]}: {consumer} heard that lease {fence} was lost" in text for text in check(url, log))
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("did lease train 1 experience 3 p/1/0/0/t p/1/1/0/t p/2/0/0/t", "lease 1: 2 workers heard of it"),
+        ("did lease critic 7 group 1 p/5/0/0/t", "lease 7: asked for 1 groups, got 2"),
+        ("did lease train 77 experience 1 p/1/0/0/t", "lease 77 of train: got ['p/1/0/0/t'], the ledger has []"),
+    ],
+)
+def test_the_check_finds_a_lease_that_a_worker_heard_otherwise(told: tuple[str, Log], line: str, expected: str) -> None:
+    url, log = told
+    log.feed(line)
+    found = check(url, log)
+    assert any(expected in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([(2, 9, 2)], None),
+        ([(2, 9, 2), (1, 9, 1)], "p/5/0/0/t: in the inbox of train and in its work"),
+        ([(2, 9, 2), (2, 10, 1)], "p/5/1/0/t: 2 times in the inbox of critic"),
+        ([(2, 9, 3)], "record 11: in the inbox of critic, and not in the book"),
+    ],
+)
+def test_records_that_are_not_entered_yet_count_as_waiting(
+    told: tuple[str, Log], monkeypatch: pytest.MonkeyPatch, entries: list[tuple[int, int, int]], expected: str | None
+) -> None:
+    url, log = told
+    state = tables.read(url)
+    state.work = [row for row in state.work if (row.consumer, row.seq) not in ((2, 9), (2, 10))]
+    state.inbox = [tables.Pending(*entry) for entry in entries]
+    monkeypatch.setattr(tables, "read", lambda url: state)
+    found = check(url, log)
+    assert found == [] if expected is None else any(expected in text for text in found), found
+
+
 def test_the_check_finds_what_was_left_undone(told: tuple[str, Log]) -> None:
     url, log = told
     assert any("7 records were not acknowledged by critic" in text for text in check(url, log, done=True))
+
+
+def test_the_table_of_faults_names_tests_and_trials_that_exist() -> None:
+    page = (ROOT / "docs" / "book.md").read_text()
+    rows = page.partition("### What is promised under which fault\n")[2].partition("\n#")[0]
+    sources = "".join(path.read_text() for path in (ROOT / "tests" / "book").glob("test_*.py"))
+    names = re.findall(r"`(test_\w+)`", rows)
+    assert names
+    assert [name for name in names if f"def {name}(" not in sources] == []
+    assert set(re.findall(r"`faults --kind (\w+)`", rows)) <= set(faults.KINDS)
 
 
 def test_a_violation_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.book.trials import concurrency, crash
+from tests.book.trials import concurrency, crash, faults
 from tests.book.trials.crash import Report
 
 
@@ -47,9 +47,11 @@ def main() -> int:
         each.add_argument(
             "--url", default="folder", help="folder, postgresql, or postgresql://... of an empty database"
         )
-    one = trials.add_parser("server", help="kill the PostgreSQL server under a book")
-    one.add_argument("--kills", type=int, default=50)
-    for name in ("crash", "concurrency", "server"):
+    one = trials.add_parser("faults", help="restart the server, cut connections, pause processes")
+    one.add_argument("--kind", choices=faults.KINDS, required=True)
+    one.add_argument("--count", type=int, default=100)
+    one.add_argument("--url", choices=("folder", "postgresql"), default="postgresql")
+    for name in ("crash", "concurrency", "faults"):
         trials.choices[name].add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     report = run(asked)
@@ -59,12 +61,9 @@ def main() -> int:
 
 def run(asked: argparse.Namespace) -> Report:
     """The trial that is asked for."""
-    if asked.trial == "server":
-        from tests.book.postgres import Server
-        from tests.book.trials import server
-
-        with Server() as mine:
-            return server.trial(mine, asked.kills, seed=asked.seed)
+    if asked.trial == "faults":
+        with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as name:
+            return disturbed(asked.kind, asked.url, asked.count, Path(name), asked.seed)
     with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as name, places(asked.url, Path(name)) as urls:
         kind = asked.url.partition(":")[0]
         title = f"{asked.trial} trial, {kind}"
@@ -73,6 +72,18 @@ def run(asked: argparse.Namespace) -> Report:
         if asked.trial == "concurrency":
             return concurrency.trial(urls(0), Path(name), pieces=asked.pieces, seed=asked.seed, title=title)
         return crash.trial(urls, asked.kills, Path(name), seed=asked.seed, title=title, synced=kind == "folder")
+
+
+def disturbed(kind: str, url: str, count: int, folder: Path, seed: int) -> Report:
+    """Run the fault trial in a folder, or on a server of its own."""
+    if url == "folder":
+        if kind in faults.SERVER:
+            raise SystemExit(f"--kind {kind}: needs --url postgresql")
+        return faults.trial(kind, str(folder / "book"), count, folder, seed=seed)
+    from tests.book.postgres import Server
+
+    with Server() as server:
+        return faults.trial(kind, server.database(), count, folder, server=server, seed=seed)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 import rollbook
 from rollbook.book import LeaseLost
 from rollbook.book.book import Book
-from tests.book.trials.crash import CONSUMERS, Report, acknowledge, checked, warm
+from tests.book.trials.crash import CONSUMERS, Report, acknowledge, checked, leased, warm
 from tests.book.trials.log import Logger, fork, kill, wait
 from tests.book.trials.records import Piece, digest, expected, made
 
@@ -62,7 +62,8 @@ def _consume(
     with _opened(url) as book:
         while True:
             over = ended.exists()
-            lease = book.lease(3 if by == "group" else 12, by=by, consumer=consumer, timeout=0.0 if over else 0.05)
+            count = 3 if by == "group" else 12
+            lease = leased(book, count, by, consumer, say, timeout=0.0 if over else 0.05)
             if not lease:
                 counts = book.counts(consumer)
                 if over and not counts.waiting + counts.leased:
@@ -76,10 +77,6 @@ def _consume(
                     piece = Piece(str(row.eid.batch), int(row.eid.task), row.group_size)
                     if digest(row) != expected(piece)[row.eid.run]:
                         raise AssertionError(f"{row.eid.uid}: leased, and not what was appended")
-                if by == "group" and len(lease) != sum(
-                    {(row.eid.batch, row.eid.task): row.group_size for row in lease.experiences.rows()}.values()
-                ):
-                    raise AssertionError(f"lease {lease.fence}: got a part of a group: {lease.uids}")
                 if fate == "die":
                     say("die holding a lease take")
                     os.kill(os.getpid(), signal.SIGKILL)

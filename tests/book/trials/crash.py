@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import rollbook
-from rollbook.book import LeaseLost, windows
+from rollbook.book import BookError, LeaseLost, windows
 from rollbook.book.book import Book
 from tests.book.trials import verify
 from tests.book.trials.log import Log, Logger, fork, kill, wait
@@ -39,6 +40,7 @@ class Report:
 
     title: str
     seconds: float = 0.0
+    unit: str = "kills"
     kills: Counter[str] = field(default_factory=Counter)
     inside: Counter[tuple[str, str]] = field(default_factory=Counter)
     done: Counter[str] = field(default_factory=Counter)
@@ -54,7 +56,7 @@ class Report:
         self.records += sum(piece.count for piece in log.appended)
 
     def __str__(self) -> str:
-        lines = [f"{self.title}: {sum(self.kills.values())} kills in {self.seconds:.1f} s"]
+        lines = [f"{self.title}: {sum(self.kills.values())} {self.unit} in {self.seconds:.1f} s"]
         for window, count in self.kills.items():
             inside = ", ".join(f"{doing} {n}" for (each, doing), n in sorted(self.inside.items()) if each == window)
             lines.append(f"  {window:<18} {count:>5}" + (f"  ({inside})" if inside else ""))
@@ -135,7 +137,7 @@ class Worker:
         """Lease some, look at them, and acknowledge all, some or none of them."""
         consumer = self.random.choice(CONSUMERS)
         by = "group" if consumer == "critic" and self.random.random() < 0.5 else "experience"
-        lease = book.lease(self.random.randint(1, 3 if by == "group" else 6), by=by, consumer=consumer)
+        lease = leased(book, self.random.randint(1, 3 if by == "group" else 6), by, consumer, self.say)
         if not lease:
             return
         choice = self.random.random()
@@ -186,7 +188,7 @@ class Worker:
                 if time.monotonic() > end:
                     raise AssertionError(f"not all could be leased: {[book.counts(c) for c in CONSUMERS]}")
                 for consumer in CONSUMERS:
-                    lease = book.lease(64, consumer=consumer, timeout=0.05, seconds=30.0)
+                    lease = leased(book, 64, "experience", consumer, self.say, timeout=0.05, seconds=30.0)
                     if lease:
                         acknowledge(lease, consumer, lease.uids, self.say)
             self.compact(book)
@@ -204,15 +206,37 @@ def warm() -> None:
         book.get(worker.mine[0].uids).rows()
 
 
-def acknowledge(lease: rollbook.book.Lease, consumer: str, uids: list[str], say: Callable[[str], None]) -> None:
-    """Acknowledge records, with a word before and one after."""
+def leased(
+    book: Book, count: int, by: str, consumer: str, say: Callable[[str], None], **options: Any
+) -> rollbook.book.Lease:
+    """Lease records and say which."""
+    lease = book.lease(count, by=by, consumer=consumer, **options)
+    if lease:
+        say(f"did lease {consumer} {lease.fence} {by} {count} {' '.join(lease.uids)}")
+    return lease
+
+
+def acknowledge(
+    lease: rollbook.book.Lease, consumer: str, uids: list[str], say: Callable[[str], None], *, patience: float = 0.0
+) -> None:
+    """Acknowledge records, with a word before and one after; a call that fails is repeated for `patience` seconds."""
     about = f"{consumer} {lease.fence} {' '.join(uids)}"
     say(f"try ack {about}")
-    try:
-        lease.ack(step=1, uids=uids)
-    except LeaseLost:
-        say(f"lost {about}")
-        raise
+    end = time.monotonic() + patience
+    while True:
+        try:
+            count = lease.ack(step=1, uids=uids)
+            break
+        except LeaseLost:
+            say(f"lost {about}")
+            raise
+        except BookError as error:
+            if time.monotonic() >= end:
+                raise
+            say(f"did fail {type(error).__name__}")
+            time.sleep(0.01)
+    if count != len(uids):
+        raise AssertionError(f"lease {lease.fence}: acknowledged {count} of {len(uids)} records")
     say(f"did ack {about}")
 
 

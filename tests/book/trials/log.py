@@ -4,6 +4,7 @@ A worker writes a line into a pipe, at once and whole: before a call ("try ...")
 line is in the pipe even if its writer is killed right behind it, and lines come out in the order they went in.
 
     try append PIECE             did append PIECE
+    did lease CONSUMER FENCE experience|group COUNT UID..
     try ack CONSUMER FENCE UID.. did ack CONSUMER FENCE UID..    lost CONSUMER FENCE UID..   (LeaseLost)
     try revise UID VALUE         did revise UID VALUE
     did nack | compact | refuse  die WINDOW WHILE     error TEXT
@@ -34,6 +35,8 @@ class Log:
         self.piece_of: dict[str, Piece] = {}
         self.acks_tried: dict[tuple[str, int, tuple[str, ...]], None] = {}
         self.acks: dict[tuple[str, int, tuple[str, ...]], None] = {}
+        self.leases: list[tuple[str, int, str, int, tuple[str, ...]]] = []
+        """Consumer, fence, by what, how many were asked for, and what came."""
         self.lost: dict[tuple[str, int, tuple[str, ...]], None] = {}
         self.rewards: dict[str, list[float]] = {}
         """What was to become of each reward, in order."""
@@ -68,6 +71,9 @@ class Log:
             piece = Piece.parse(about)
             (self.tried if word == "try" else self.appended)[piece] = None
             self.piece_of.update(dict.fromkeys(piece.uids, piece))
+        elif what == "lease":
+            consumer, fence, by, count, *uids = about.split(" ")
+            self.leases.append((consumer, int(fence), by, int(count), tuple(uids)))
         elif what == "ack":
             (self.acks_tried if word == "try" else self.acks)[_acknowledgement(about)] = None
         elif what == "revise":

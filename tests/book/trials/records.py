@@ -63,7 +63,7 @@ def _record(piece: Piece, run: int) -> Experience:
         logprobs=-numbers.random(length - prompt, dtype=np.float32),
         reward=first_reward(uid),
         messages=messages,
-        info={"nonce": uid},
+        info={"nonce": uid, "model_version": piece.task},
         group_size=piece.count,
     )
 
