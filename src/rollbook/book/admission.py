@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book import (
@@ -31,7 +31,8 @@ from rollbook.book.errors import BackPressure, BookError, Conflict, QuotaExceede
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import Place
 from rollbook.experiences import Experiences, from_rows
-from rollbook.wire import encode
+from rollbook.row_layout import RowLayout
+from rollbook.wire import decode, encode
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -67,17 +68,25 @@ class Appended:
 class Coming:
     """Records on their way in, with what the ledger will say of them."""
 
-    many: Experiences
+    many: Experiences | RowLayout
     digests: digests.Digests
     tags: Sequence[tags.Tags]
     evaluation: bool
-    lifted: attachments.Lifted | None = None
     frame: Any = None
     """Their bytes, if they were made already."""
+    blobs: Mapping[str, attachments.Blob] = field(default_factory=dict)
+    """With `frame`: the media that it refers to."""
+    uses: Sequence[tuple[str, ...]] = ()
+    """With `frame`: the media of each record; empty if there are none."""
 
     def take(self, indices: list[int]) -> Coming:
         kept = digests.Digests(*([column[i] for i in indices] for column in self.digests))
-        return Coming(self.many.take(indices), kept, [self.tags[i] for i in indices], self.evaluation)
+        return Coming(self.select(indices), kept, [self.tags[i] for i in indices], self.evaluation)
+
+    def select(self, indices: list[int]) -> Experiences:
+        """The records at `indices`, on memory of their own."""
+        many = decode(self.frame, verify=False) if isinstance(self.many, RowLayout) else self.many
+        return many.take(indices)
 
 
 class _Scratch(threading.local):
@@ -101,31 +110,45 @@ _scratch = _Scratch()
 
 def as_many(given: Any) -> Experiences:
     """One record, some, or columns, as columns."""
-    if isinstance(given, Experiences):
-        return given
+    return given if isinstance(given, Experiences) else from_rows(_rows(given), copy=False)
+
+
+def _rows(given: Any) -> list[Any]:
     from rollbook.experience import Experience
 
     if isinstance(given, Experience):
-        return from_rows([given], copy=False)
+        return [given]
     if isinstance(given, (str, bytes, dict)) or not isinstance(given, Iterable):
         raise ValueError(f"append: got {type(given).__name__}, expected an Experience, several, or Experiences")
-    return from_rows(list(given), copy=False)
+    return list(given)
+
+
+def _prepare(records: Experiences | list[Any], evaluation: bool) -> Coming:
+    """Encode records, and compute what the ledger will say of them."""
+    # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
+    # by this thread's next append: columns that the caller holds stay out of it.
+    many = None if isinstance(records, Experiences) else RowLayout.of(records)
+    if many is not None and not attachments.may_hold_media(many):
+        return _described(many, evaluation, encode(many, out=_scratch.of), {}, ())
+    columns = as_many(records)
+    lifted = attachments.lift(columns)
+    frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
+    return _described(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
+
+
+def _described(many: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> Coming:
+    named = identities.ids(many.columns["eid"])
+    return Coming(many, digests.digests(many, named), tags.tags(many, named), evaluation, *encoded)
 
 
 def append(
     book: Book, given: Any, *, evaluation: bool, author: str, timeout: float | None
 ) -> tuple[Appended, dict[str, str]]:
     """See `Book.append`; also, by id, which records were "admitted", too old as they came ("stale") or "revised"."""
-    many = as_many(given)
-    if not len(many):
+    records = given if isinstance(given, Experiences) else _rows(given)
+    if not records:
         return Appended(), {}
-    lifted = attachments.lift(many)
-    # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
-    # by this thread's next append: columns that the caller holds stay out of it.
-    frame = encode(lifted.stripped, out=_scratch.of, settle=many is not given)
-    named = identities.ids(many.columns["eid"])
-    coming = Coming(many, digests.digests(many, named), tags.tags(many, named), evaluation, lifted, frame)
-    coming, doubled = _once(coming)
+    coming, doubled = _once(_prepare(records, evaluation))
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         with book.ledger.read() as tx:
@@ -227,14 +250,16 @@ class Stored:
 
 
 def _store(book: Book, coming: Coming) -> Stored:
-    lifted = coming.lifted or attachments.lift(coming.many)
-    wanted = _unknown(book, list(lifted.blobs))
-    frame = encode(lifted.stripped) if coming.frame is None else coming.frame
-    size = len(frame) + sum(len(lifted.blobs[key].data) for key in wanted)
+    frame, blobs, uses = coming.frame, coming.blobs, coming.uses
+    if frame is None:
+        lifted = attachments.lift(as_many(coming.many))
+        frame, blobs, uses = encode(lifted.stripped), lifted.blobs, lifted.uses
+    unknown = _unknown(book, list(blobs))
+    parts = [frame, *(blobs[key].data for key in unknown)]
     if book.quota is not None:
-        check_quota(book, size)
-    places = book.shelf.put([frame, *(lifted.blobs[key].data for key in wanted)])
-    return Stored(places[0], dict(zip(wanted, places[1:], strict=True)), lifted.uses)
+        check_quota(book, sum(map(len, parts)))
+    places = book.shelf.put(parts)
+    return Stored(places[0], dict(zip(unknown, places[1:], strict=True)), uses)
 
 
 def _unknown(book: Book, hashes: list[str]) -> list[str]:
