@@ -30,7 +30,7 @@ from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import BackPressure, BookError, Conflict, QuotaExceeded
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import Place
-from rollbook.experiences import Experiences, from_rows
+from rollbook.experiences import Experiences, from_rows, uncollected
 from rollbook.row_layout import RowLayout
 from rollbook.wire import decode, encode
 
@@ -127,13 +127,14 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> Coming:
     """Encode records, and compute what the ledger will say of them."""
     # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
     # by this thread's next append: columns that the caller holds stay out of it.
-    many = None if isinstance(records, Experiences) else RowLayout.of(records)
-    if many is not None and not attachments.may_hold_media(many):
-        return _described(many, evaluation, encode(many, out=_scratch.of), {}, ())
-    columns = as_many(records)
-    lifted = attachments.lift(columns)
-    frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
-    return _described(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
+    with uncollected():
+        many = None if isinstance(records, Experiences) else RowLayout.of(records)
+        if many is not None and not attachments.may_hold_media(many):
+            return _described(many, evaluation, encode(many, out=_scratch.of), {}, ())
+        columns = as_many(records)
+        lifted = attachments.lift(columns)
+        frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
+        return _described(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
 
 
 def _described(many: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> Coming:
