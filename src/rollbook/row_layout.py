@@ -23,9 +23,12 @@ from rollbook.fields import DTYPES, FIELDS, Field
 from rollbook.ids import EID
 from rollbook.ragged import Ragged
 
+MOST_ROWS = 256
+MOST_BYTES = 4 << 20
+"""Of a body made here; the tensors of larger ones are gathered by two threads (see `rollbook.wire`)."""
 _NONE = type(None)
 _PLAIN_KINDS = {"number": {float, _NONE}, "integer": {int, _NONE}, "text": {str, _NONE}}
-_HELD = {"dict": {dict, _NONE}, "list": {list, tuple, _NONE}, "": None}
+_JSON_TYPES = {"dict": {dict, _NONE}, "list": {list, tuple, _NONE}, "": None}
 _TURNS = {"single_turn", "multi_turn"}
 _ZEROS = [bytes(n) for n in range(8)]
 _EMPTY = {dtype.storage: np.empty(0, dtype=dtype.storage) for dtype in DTYPES.values() if dtype.code}
@@ -95,11 +98,12 @@ class RowLayout:
         """The layout of `rows`, or `None` if they are not plain.
 
         Plain rows are single-turn or multi-turn records without a truncated prompt, whose tensors have one dimension
-        and, within a field, one type, and whose fields hold exactly the types that the constructor gives them.
+        and, within a field, one type, and whose fields hold exactly the types that the constructor gives them. There
+        are at most `MOST_ROWS`, and their body takes at most about `MOST_BYTES`.
         """
         from rollbook.experience import Experience
 
-        if not rows or set(map(type, rows)) != {Experience}:
+        if not 0 < len(rows) <= MOST_ROWS or set(map(type, rows)) != {Experience}:
             return None
         states = [row.__dict__ for row in rows]
         names = set[str]().union(*states)
@@ -191,6 +195,8 @@ class RowLayout:
         if padding:
             self._pieces.append(_ZEROS[padding])
         self._body += length + padding
+        if self._body > MOST_BYTES:
+            raise _NotPlainError
 
     def _node(self, count: int, values: Sequence[Any] | None = None, nulls: int = 0) -> None:
         """One Arrow array of `count` entries: its node and its bitmap, of which entries of `values` are not null."""
@@ -256,8 +262,8 @@ class RowLayout:
         self.columns[name] = parts
 
     def _add_json(self, field: Field, values: list[Any]) -> None:
-        held = _HELD[field.holds]
-        if held is not None and not set(map(type, values)) <= held:
+        allowed = _JSON_TYPES[field.holds]
+        if allowed is not None and not set(map(type, values)) <= allowed:
             raise _NotPlainError
         data: list[bytes | None] = []
         flat: list[dict[str, Any] | None] = []
@@ -325,10 +331,10 @@ class RowLayout:
                 raise _NotPlainError
         expected = {"response": response, "sequence": tokens}
         for name, lengths in self._lengths.items():
-            wanted = expected.get(FIELDS[name].axis, lengths)
-            if lengths != wanted:
+            right = expected.get(FIELDS[name].axis, lengths)
+            if lengths != right:
                 valid = columns[name].valid
-                if valid is None or any(map(ne, compress(lengths, valid), compress(wanted, valid))):
+                if valid is None or any(map(ne, compress(lengths, valid), compress(right, valid))):
                     raise _NotPlainError
 
     def _finish(self) -> None:

@@ -45,7 +45,7 @@ from rollbook.experiences import Experiences, from_rows
 from rollbook.fields import owner
 from rollbook.freeform import MAX_DEPTH
 from rollbook.ragged import Ragged, allocate, populate
-from rollbook.row_layout import RowLayout
+from rollbook.row_layout import MOST_BYTES, RowLayout
 
 if TYPE_CHECKING:
     from rollbook.experience import Experience
@@ -130,7 +130,7 @@ class _Layout:
             for piece in [b"".join(run)] if small else run:
                 jobs.append((piece, memory[at : at + len(piece)]))
                 at += len(piece)
-        if not self.pending or self.size < 4 << 20:
+        if not self.pending or self.size < MOST_BYTES:
             for piece, target in jobs:
                 self._copy(piece, target)
             return
