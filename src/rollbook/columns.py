@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -63,6 +63,41 @@ PLAIN_TYPES: dict[tuple[str, str], pa.DataType] = {
     ("tensor", "dtype"): pa.uint8(),
 }
 """The Arrow type of each (kind, side) but a tensor's main column, whose type follows its elements."""
+
+
+class Values:
+    """A column as Python values, where rows need no Arrow array (see `rollbook.row_layout`)."""
+
+    __slots__ = ("_values", "data", "flat")
+
+    def __init__(
+        self,
+        values: list[Any] | None,
+        data: list[bytes | None] | None = None,
+        flat: list[dict[str, Any] | None] | None = None,
+    ) -> None:
+        self._values = values
+        self.data = data
+        """The UTF-8 of each text, for columns of text and JSON."""
+        self.flat = flat
+        """For JSON: the dicts that loading the text would give again, where that is known."""
+
+    @property
+    def values(self) -> list[Any]:
+        """The value of each record: a number, a text, or the text of JSON."""
+        if self._values is None:
+            self._values = [None if text is None else text.decode() for text in self.data or ()]
+        return self._values
+
+
+class EidParts(NamedTuple):
+    """A column of ids as Python values; numbers among batches and tasks are text."""
+
+    batch: list[str]
+    task: list[str]
+    run: list[int]
+    step: list[int]
+    suffix: list[str]
 
 
 def encode(
@@ -176,14 +211,15 @@ def _plain(eid: EID) -> bool:
         type(eid.run) is type(eid.step) is int
         and 0 <= eid.run < 1 << 63
         and 0 <= eid.step < 1 << 63
-        and _plain_part(eid.batch)
-        and _plain_part(eid.task)
+        and plain_part(eid.batch)
+        and plain_part(eid.task)
         and type(eid.suffix) is str
         and eid.suffix.isascii()
     )
 
 
-def _plain_part(part: Any) -> bool:
+def plain_part(part: Any) -> bool:
+    """Whether a batch or task is such as needs no look by `EID.validate`."""
     return -(1 << 63) <= part < 1 << 63 if type(part) is int else type(part) is str and part.isascii()
 
 
@@ -215,7 +251,7 @@ def _encode_tensors(
 
     name = field.name
     rows = list(values)
-    if not odd and not field.trailing and (dtype := _uniform(rows)):
+    if not odd and not field.trailing and (dtype := uniform_dtype([row for row in rows if row is not None])):
         return {name: Ragged.from_tensors(rows, dtype, copy, uniform=True)}
     ones: dict[int, int] = {}
     others: dict[int, Any] = {}
@@ -257,11 +293,10 @@ def _encode_tensors(
     return columns
 
 
-def _uniform(rows: list[Any]) -> str | None:
+def uniform_dtype(present: list[Any]) -> str | None:
     """The one type of all rows, if they are one-dimensional tensors of it: what nearly every column is."""
     import torch
 
-    present = [row for row in rows if row is not None]
     try:
         if set(map(torch.Tensor.dim, present)) != {1}:
             return None
@@ -337,12 +372,16 @@ def _decode_main(field: Field, column: Column) -> list[Any]:
 
 def numbers(column: pa.Array) -> list[Any]:
     """A number column's values, `None` where there is none (only `to_pylist` tells NaN from null; it is slower)."""
+    if isinstance(column, Values):
+        return column.values
     values: list[Any] = column.to_pylist() if column.null_count else column.to_numpy().tolist()
     return values
 
 
 def texts(column: pa.Array) -> list[str | None]:
     """A text column's values (`to_numpy` makes the strings several times faster than `to_pylist`)."""
+    if isinstance(column, Values):
+        return column.values
     try:
         values: list[str | None] = column.to_numpy(zero_copy_only=False).tolist()
     except (pa.ArrowException, UnicodeDecodeError) as error:

@@ -335,6 +335,8 @@ def implied_mask(record: Experience) -> bool:
 def validate(record: Experience, where: str = "") -> None:
     """Raise `ValueError`, naming field, got and expected, if the record breaks a promise of the field table."""
     kind, length, prompt = record.experience_type, 0, record.prompt_length
+    if record.tokens is None:
+        raise ValueError(f"{where}tokens: got None, expected token ids")
     if not isinstance(prompt, int):
         raise ValueError(f"{where}prompt_length: got {prompt!r}, expected an int")
     if kind not in EXPERIENCE_TYPES:

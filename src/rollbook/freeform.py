@@ -68,16 +68,23 @@ class _CannotKeep(Exception):
 
 def dumps(value: Any, max_depth: int = MAX_DEPTH) -> str:
     """The JSON text of `value`; `ValueError` with the path of what cannot be kept."""
-    if type(value) is dict and set(map(type, value)) <= _STR and set(map(type, value.values())) <= _FLAT:
+    return dump_bytes(value, max_depth)[0].decode()
+
+
+def dump_bytes(value: Any, max_depth: int = MAX_DEPTH) -> tuple[bytes, bool]:
+    """`dumps` as UTF-8, and whether `value` is a flat dict that needs no tags: JSON's parser gives it back."""
+    if type(value) is dict and _STR.issuperset(map(type, value)) and _FLAT.issuperset(map(type, value.values())):
+        if not value:
+            return b"{}", True
         # A flat dict, what most are, is checked at the speed of C. A null may have been NaN: look again below.
         try:
             text = orjson.dumps(value)
         except TypeError:
             text = b"null"
         if b"null" not in text and (len(value) != 1 or not text.startswith(b'{"$')):
-            return text.decode()
+            return text, True
     try:
-        return orjson.dumps(_tag(value, max_depth)).decode()
+        return orjson.dumps(_tag(value, max_depth)), False
     except _CannotKeep as error:
         raise ValueError(f"${''.join(reversed(error.path))}: {error.message}") from None
 

@@ -332,6 +332,21 @@ def _check_batch(body: memoryview, start: int, wanted: tuple[int, int], count: i
     return data + size
 
 
+def batch_slots(body: memoryview) -> tuple[int, int, int, int, int]:
+    """Of a stream that Arrow wrote: where the record batch's buffers begin, and where its metadata has the number of
+    rows, the nodes, the buffers' places, and the number of bytes of all buffers."""
+    start = _message(body, 0, 0)[3]
+    flat, _, header, data = _message(body, start, 0)
+    slots = (
+        flat.slot(header, 0),
+        flat.vector(header, 1, 16)[0],
+        flat.vector(header, 2, 16)[0],
+        flat.slot(flat.root(), 3),
+    )
+    rows, nodes, buffers, size = (start + 8 + slot for slot in slots)
+    return data, rows, nodes, buffers, size
+
+
 def _counts(kind: pa.DataType) -> tuple[int, int]:
     """How many nodes and buffers an array of this type has, children included."""
     if pa.types.is_null(kind):

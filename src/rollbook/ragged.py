@@ -207,15 +207,18 @@ class Ragged:
         out = torch.from_numpy(memory)
         out = out if out.dtype == target else out.view(target)
         pending = self._store.pending or []
-        with torch.no_grad():
+        try:
+            torch.cat(pending, out=out)
+        except RuntimeError:
+            # Some need gradients, are on a device, or of another layout: asking each beforehand would cost all time.
             try:
-                torch.cat(pending, out=out)
-            except RuntimeError:
-                # Some are on a device, or of another layout: asking each beforehand would cost all columns time.
-                try:
-                    torch.cat([row.detach().to_dense().cpu() for row in pending], out=out)
-                except RuntimeError as error:
-                    raise ValueError(f"a tensor cannot be kept: {error}") from None
+                torch.cat([row.detach().to_dense().cpu() for row in pending], out=out)
+            except RuntimeError as error:
+                raise ValueError(f"a tensor cannot be kept: {error}") from None
+
+    def leave_pending(self, tensors: list[torch.Tensor]) -> None:
+        """Take tensors of the column's type as its values, to be copied by `copy_to` and then `settle`d."""
+        self._store.pending = tensors
 
     def settle(self, memory: NDArray[Any]) -> None:
         """Take an array to which the pending tensors were copied as the column's memory."""

@@ -41,10 +41,11 @@ from numpy.typing import NDArray
 from rollbook import arrow, ipc
 from rollbook.columns import check_depth
 from rollbook.errors import WireError
-from rollbook.experiences import Experiences, as_experiences, from_rows
+from rollbook.experiences import Experiences, from_rows
 from rollbook.fields import owner
 from rollbook.freeform import MAX_DEPTH
 from rollbook.ragged import Ragged, allocate, populate
+from rollbook.row_layout import MOST_BYTES, RowLayout
 
 if TYPE_CHECKING:
     from rollbook.experience import Experience
@@ -86,6 +87,7 @@ class _Layout:
 
     def __init__(self, many: Experiences, settle: bool = False) -> None:
         self.settle = settle
+        self.count = len(many)
         arrays = arrow.to_arrays(many.columns)
         for name, array in arrays.items():
             if owner(name) is None and not ipc.keeps(array.type):
@@ -101,6 +103,9 @@ class _Layout:
         }
         with pa.ipc.new_stream(pa.PythonFile(self, mode="w"), batch.schema) as writer:
             writer.write_batch(batch)
+
+    def __len__(self) -> int:
+        return self.count
 
     # What Arrow asks of a file.
 
@@ -125,7 +130,7 @@ class _Layout:
             for piece in [b"".join(run)] if small else run:
                 jobs.append((piece, memory[at : at + len(piece)]))
                 at += len(piece)
-        if not self.pending or self.size < 4 << 20:
+        if not self.pending or self.size < MOST_BYTES:
             for piece, target in jobs:
                 self._copy(piece, target)
             return
@@ -151,9 +156,16 @@ class _Layout:
             target[:] = np.frombuffer(piece, dtype=np.uint8)
 
 
+def _layout(experiences: Iterable[Experience], settle: bool = False) -> _Layout | RowLayout:
+    if isinstance(experiences, Experiences):
+        return _Layout(experiences, settle)
+    rows = list(experiences)
+    return RowLayout.of(rows) or _Layout(from_rows(rows, copy=False), settle)
+
+
 def encoded_size(experiences: Iterable[Experience]) -> int:
     """How many bytes `encode` writes for these records without compression."""
-    return HEADER_BYTES + _up(_Layout(as_experiences(experiences)).size)
+    return HEADER_BYTES + _up(_layout(experiences).size)
 
 
 def _up(size: int) -> int:
@@ -161,7 +173,11 @@ def _up(size: int) -> int:
 
 
 def encode(
-    experiences: Iterable[Experience], *, compression: str | None = None, out: Any = None, settle: bool = False
+    experiences: Iterable[Experience] | RowLayout,
+    *,
+    compression: str | None = None,
+    out: Any = None,
+    settle: bool = False,
 ) -> Any:
     """One frame of these records: `bytes`, or, given a writable buffer `out` (or a function that makes one for a number
     of bytes), a memoryview of the part written.
@@ -180,8 +196,7 @@ def encode(
     """
     if compression not in COMPRESSION:
         raise ValueError(f"compression: got {compression!r}, expected None, 'zstd' or 'lz4'")
-    many = experiences if isinstance(experiences, Experiences) else from_rows(list(experiences), copy=False)
-    layout = _Layout(many, settle)
+    layout = experiences if isinstance(experiences, RowLayout) else _layout(experiences, settle)
     stored: Any = None
     if compression is not None:
         body = allocate((layout.size,), np.uint8)
@@ -211,7 +226,7 @@ def encode(
         target[:] = stored
     memory[HEADER_BYTES + length :] = 0
     memory[:HEADER_BYTES] = np.frombuffer(
-        _header(COMPRESSION[compression], length, layout.size, len(many), xxhash.xxh3_64_intdigest(target.data)),
+        _header(COMPRESSION[compression], length, layout.size, len(layout), xxhash.xxh3_64_intdigest(target.data)),
         dtype=np.uint8,
     )
     return result

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book import (
@@ -31,8 +31,9 @@ from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import BackPressure, BookError, Conflict, QuotaExceeded
 from rollbook.book.ledger import ConcurrentChange, Transaction
 from rollbook.book.shelves import Place
-from rollbook.experiences import Experiences, from_rows
-from rollbook.wire import encode
+from rollbook.experiences import Experiences, from_rows, uncollected
+from rollbook.row_layout import RowLayout
+from rollbook.wire import decode, encode
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -70,17 +71,25 @@ class Appended:
 class Coming:
     """Records on their way in, with what the ledger will say of them."""
 
-    many: Experiences
+    many: Experiences | RowLayout
     digests: digests.Digests
     tags: Sequence[tags.Tags]
     evaluation: bool
-    lifted: attachments.Lifted | None = None
     frame: Any = None
     """Their bytes, if they were made already."""
+    blobs: Mapping[str, attachments.Blob] = field(default_factory=dict)
+    """With `frame`: the media that it refers to."""
+    uses: Sequence[tuple[str, ...]] = ()
+    """With `frame`: the media of each record; empty if there are none."""
 
     def take(self, indices: list[int]) -> Coming:
         kept = digests.Digests(*([column[i] for i in indices] for column in self.digests))
-        return Coming(self.many.take(indices), kept, [self.tags[i] for i in indices], self.evaluation)
+        return Coming(self.select(indices), kept, [self.tags[i] for i in indices], self.evaluation)
+
+    def select(self, indices: list[int]) -> Experiences:
+        """The records at `indices`, on memory of their own."""
+        many = decode(self.frame, verify=False) if isinstance(self.many, RowLayout) else self.many
+        return many.take(indices)
 
 
 class _Scratch(threading.local):
@@ -104,31 +113,46 @@ _scratch = _Scratch()
 
 def as_many(given: Any) -> Experiences:
     """One record, some, or columns, as columns."""
-    if isinstance(given, Experiences):
-        return given
+    return given if isinstance(given, Experiences) else from_rows(_rows(given), copy=False)
+
+
+def _rows(given: Any) -> list[Any]:
     from rollbook.experience import Experience
 
     if isinstance(given, Experience):
-        return from_rows([given], copy=False)
+        return [given]
     if isinstance(given, (str, bytes, dict)) or not isinstance(given, Iterable):
         raise ValueError(f"append: got {type(given).__name__}, expected an Experience, several, or Experiences")
-    return from_rows(list(given), copy=False)
+    return list(given)
+
+
+def _prepare(records: Experiences | list[Any], evaluation: bool) -> Coming:
+    """Encode records, and compute what the ledger will say of them."""
+    # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
+    # by this thread's next append: columns that the caller holds stay out of it.
+    with uncollected():
+        many = None if isinstance(records, Experiences) else RowLayout.of(records)
+        if many is not None and not attachments.may_hold_media(many):
+            return _described(many, evaluation, encode(many, out=_scratch.of), {}, ())
+        columns = as_many(records)
+        lifted = attachments.lift(columns)
+        frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
+        return _described(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
+
+
+def _described(many: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> Coming:
+    named = identities.ids(many.columns["eid"])
+    return Coming(many, digests.digests(many, named), tags.tags(many, named), evaluation, *encoded)
 
 
 def append(
     book: Book, given: Any, *, evaluation: bool, author: str, timeout: float | None
 ) -> tuple[Appended, dict[str, str]]:
     """See `Book.append`; also, by id, which records were "admitted", too old as they came ("stale") or "revised"."""
-    many = as_many(given)
-    if not len(many):
+    records = given if isinstance(given, Experiences) else _rows(given)
+    if not records:
         return Appended(), {}
-    lifted = attachments.lift(many)
-    # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
-    # by this thread's next append: columns that the caller holds stay out of it.
-    frame = encode(lifted.stripped, out=_scratch.of, settle=many is not given)
-    named = identities.ids(many.columns["eid"])
-    coming = Coming(many, digests.digests(many, named), tags.tags(many, named), evaluation, lifted, frame)
-    coming, doubled = _once(coming)
+    coming, doubled = _once(_prepare(records, evaluation))
     end = None if timeout is None else time.monotonic() + timeout
     # Where bytes and rows are written by one transaction, the first attempt takes all records for new and writes them
     # at once; if some are not, it writes nothing.
@@ -241,29 +265,48 @@ class Stored:
     uses: Sequence[tuple[str, ...]]
 
 
-def _parts(coming: Coming, known: Collection[str]) -> tuple[list[Any], list[str], attachments.Lifted]:
-    """What is written for records: their frame, then the media that are not known; and the hashes of those."""
-    lifted = coming.lifted or attachments.lift(coming.many)
-    new = [key for key in lifted.blobs if key not in known]
-    frame = encode(lifted.stripped) if coming.frame is None else coming.frame
-    return [frame, *(lifted.blobs[key].data for key in new)], new, lifted
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Records as they are written: a frame, and the media that it refers to."""
+
+    frame: Any
+    blobs: Mapping[str, attachments.Blob]
+    uses: Sequence[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, coming: Coming) -> Encoded:
+        """Encode records, unless they are encoded already."""
+        if coming.frame is not None:
+            return cls(coming.frame, coming.blobs, coming.uses)
+        lifted = attachments.lift(as_many(coming.many))
+        return cls(encode(lifted.stripped), lifted.blobs, lifted.uses)
+
+    def parts(self, known: Collection[str]) -> tuple[list[Any], list[str]]:
+        """What is written: the frame, then the media that the book does not know; and the hashes of those."""
+        new = [key for key in self.blobs if key not in known]
+        return [self.frame, *(self.blobs[key].data for key in new)], new
+
+    def known_media(self, tx: Transaction) -> set[str]:
+        """Those of its media that the book has."""
+        if not self.blobs:
+            return set()
+        hashes = tx.array(list(self.blobs))
+        return {key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash {tx.in_texts}", (hashes,))}
+
+    def stored(self, places: Sequence[Place], new: Sequence[str]) -> Stored:
+        """Where its parts were put."""
+        return Stored(places[0], dict(zip(new, places[1:], strict=True)), self.uses)
 
 
-def _store(book: Book, coming: Coming) -> Stored:
-    with book.ledger.read() as tx:
-        known = _known_media(tx, coming)
-    parts, new, lifted = _parts(coming, known)
+def _store(book: Book, encoded: Encoded) -> Stored:
+    known: set[str] = set()
+    if encoded.blobs:
+        with book.ledger.read() as tx:
+            known = encoded.known_media(tx)
+    parts, new = encoded.parts(known)
     if book.quota is not None:
         check_quota(book, sum(map(len, parts)))
-    places = book.shelf.put(parts)
-    return Stored(places[0], dict(zip(new, places[1:], strict=True)), lifted.uses)
-
-
-def _known_media(tx: Transaction, coming: Coming) -> set[str]:
-    hashes = list((coming.lifted or attachments.lift(coming.many)).blobs)
-    if not hashes:
-        return set()
-    return {key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash {tx.in_texts}", (tx.array(hashes),))}
+    return encoded.stored(book.shelf.put(parts), new)
 
 
 def check_quota(book: Book, size: int) -> None:
@@ -310,6 +353,7 @@ class Admit:
         self.book = book
         self.coming = coming
         self.columns = kinds.kinds_of(coming.many) - book.known_kinds
+        self.encoded = Encoded.of(coming)
         self.together = hasattr(book.shelf, "insert")
         self.stored: Stored | None = None
         self.vocabulary: str | None = None
@@ -320,9 +364,9 @@ class Admit:
         """Put their bytes on the shelf, once."""
         if self.together:
             if self.book.quota is not None:
-                check_quota(self.book, sum(map(len, _parts(self.coming, ())[0])))
+                check_quota(self.book, sum(map(len, self.encoded.parts(())[0])))
         elif self.stored is None:
-            self.stored = _store(self.book, self.coming)
+            self.stored = _store(self.book, self.encoded)
         if self.book.untold is not None and self.vocabulary is None:
             from rollbook.book.vocabularies import to_keep
 
@@ -385,9 +429,8 @@ class Admit:
     def _placed(self, tx: Transaction) -> Stored:
         """Where the bytes are, written now or before, and still there."""
         if self.together:
-            parts, new, lifted = _parts(self.coming, _known_media(tx, self.coming))
-            places = self.book.shelf.insert(tx, parts)  # type: ignore[attr-defined]
-            return Stored(places[0], dict(zip(new, places[1:], strict=True)), lifted.uses)
+            parts, new = self.encoded.parts(self.encoded.known_media(tx))
+            return self.encoded.stored(self.book.shelf.insert(tx, parts), new)  # type: ignore[attr-defined]
         stored = self.stored
         if stored is None:
             raise _Overtaken

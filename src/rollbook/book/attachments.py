@@ -54,11 +54,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from rollbook import arrow
-from rollbook.columns import MEDIA, Columns
+from rollbook.columns import MEDIA, Columns, Values
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
 from rollbook.fields import owner
 from rollbook.ragged import allocate, check_shape, offsets_of
+from rollbook.row_layout import RowLayout
 from rollbook.wire import DEFAULT_LIMITS
 
 Kind = Literal["tensor", "bytes", "text"]
@@ -359,6 +360,18 @@ def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tupl
                 found.append((row, first + grown, _Cut(start + first, start + last, _PREFIX + name.encode())))
                 grown += _WIDTH - (last - first)
     return found
+
+
+def may_hold_media(layout: RowLayout) -> bool:
+    """Whether plain rows may have base64 that `lift` would take out: long texts are looked at, not parsed."""
+    shortest = -(-4 * LEAST // 3)
+    for column in layout.columns.values():
+        if isinstance(column, Values) and column.flat is not None and column.data is not None:
+            texts = [text for text in column.data if text is not None and len(text) >= shortest]
+            memory = np.frombuffer(b"".join(texts), dtype=np.uint8)
+            if texts and _rows_with_runs(memory, offsets_of(list(map(len, texts))), shortest):
+                return True
+    return False
 
 
 def _rows_with_runs(memory: NDArray[np.uint8], bounds: NDArray[np.int64], shortest: int) -> list[int]:

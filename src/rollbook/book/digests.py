@@ -38,7 +38,7 @@ from __future__ import annotations
 import binascii
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,13 +51,14 @@ from xxhash import xxh3_128_digest as H
 
 from rollbook import arrow, freeform
 from rollbook.book.identities import Ids, ids
-from rollbook.columns import Column, texts
+from rollbook.columns import Column, Values, numbers, texts
 from rollbook.errors import WireError
 from rollbook.fields import BY_CODE, DTYPES, Field, owner
 from rollbook.ragged import Ragged, check_shape
 
 if TYPE_CHECKING:
     from rollbook.experiences import Experiences
+    from rollbook.row_layout import RowLayout
 
 FORMAT = 1
 """Of the digests; a ledger that holds others compares records, not digests."""
@@ -67,6 +68,7 @@ _WHOLE = b"rollbook whole 1\0"
 _ABSENT = b""
 _SHORT = 64
 """Free-form texts below this many bytes, `{}` above all, are often the same in many records of a batch."""
+_INTEGER, _NUMBER = struct.Struct("<qq"), struct.Struct("<dq")
 _SORTED = orjson.OPT_SORT_KEYS
 _AS_IS = frozenset((str, int, type(None)))
 _QUIET = {"float16": (0x7C00, 0x7E00), "bfloat16": (0x7F80, 0x7FC0)}
@@ -109,7 +111,7 @@ def is_late(field: Field) -> bool:
     return field.kind == "number" or (field.kind == "json" and field.always)
 
 
-def digests(many: Experiences, known: Ids | None = None) -> Digests:
+def digests(many: Experiences | RowLayout, known: Ids | None = None) -> Digests:
     """The digests of every record; `known`: their ids, if they were read already.
 
     >>> from rollbook import Experience, Experiences
@@ -181,9 +183,12 @@ def clean(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     if not values.size:
         return values
     if dtype in ("float32", "float64"):
+        # Of all patterns of bits, -0.0 is the least as an integer.
+        least = values.view(f"int{dtype[-2:]}").min()
+        if least != -(2 ** (8 * values.itemsize - 1)) and not np.isnan(values.min()):
+            return values
         made: NDArray[Any] = values + values.dtype.type(0)
-        if np.isnan(made.min()):
-            made[np.isnan(made)] = np.nan
+        made[np.isnan(made)] = np.nan
         return made
     if dtype in _QUIET:
         infinity, nan = _QUIET[dtype]
@@ -283,11 +288,11 @@ def _elements(dtype: str, data: Any) -> bytes:
     return H(_bytes(clean(values, dtype)))
 
 
-def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...], memoryview] | None]:
+def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...], bytes | memoryview] | None]:
     """The type, shape and bytes of each tensor of an `__other` column; `None` where there is none."""
     fields = {column.type.field(i).name: column.field(i) for i in range(column.type.num_fields)}
     valid = column.is_valid().to_pylist()
-    made: list[tuple[str, tuple[int, ...], memoryview] | None] = []
+    made: list[tuple[str, tuple[int, ...], bytes | memoryview] | None] = []
     rows = zip(valid, texts(fields["dtype"]), fields["shape"].to_pylist(), _slices(fields["data"]), strict=True)
     for there, dtype, shape, data in rows:
         if not there:
@@ -302,8 +307,10 @@ def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...]
 # --- everything else ----------------------------------------------------------------------------------------------
 
 
-def _slices(array: pa.Array) -> list[memoryview | None]:
+def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
     """The bytes of each entry of a large text or binary array."""
+    if isinstance(array, Values):
+        return array.data or []
     buffer = array.buffers()[2]
     data = memoryview(b"") if buffer is None else memoryview(buffer)
     bounds = arrow.offsets(array, len(data)).tolist()
@@ -327,15 +334,13 @@ def _plain(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     return _scalars(field.name, field.kind, columns[field.name])
 
 
-def _scalars(name: str, form: str, array: pa.Array) -> list[bytes]:
-    values = array.fill_null(0).to_numpy() if array.null_count else array.to_numpy()
-    padded = np.zeros((len(values), 2), dtype=np.int64)
-    padded[:, 0] = clean(values, "float64" if values.dtype == np.float64 else "int64").view(np.int64)
-    data, head, valid = padded.tobytes(), _head(name, form), arrow.validity(array)
-    entries = [head + data[at : at + 16] for at in range(0, len(data), 16)]
-    if valid is not None:
-        entries = [entry if there else _ABSENT for entry, there in zip(entries, valid.tolist(), strict=True)]
-    return entries
+def _scalars(name: str, form: str, array: pa.Array | Values) -> list[bytes]:
+    head, values = _head(name, form), numbers(array)
+    pack = _INTEGER.pack
+    if form == "number":
+        pack = _NUMBER.pack
+        values = [None if value is None else value + 0.0 if value == value else math.nan for value in values]
+    return [_ABSENT if value is None else head + pack(value, 0) for value in values]
 
 
 def _eids(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
@@ -412,7 +417,9 @@ def _json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     entries, depth = [], freeform.MAX_DEPTH
     loads, dumps = orjson.loads, orjson.dumps
     known: dict[bytes, bytes] = {}
-    for i, text in enumerate(_slices(columns[field.name])):
+    column = columns[field.name]
+    flat = column.flat if isinstance(column, Values) else None
+    for i, text in enumerate(_slices(column)):
         if text is None:
             entries.append(_ABSENT)
             continue
@@ -420,7 +427,8 @@ def _json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
             entries.append(entry)
             continue
         try:
-            value = _canonical(loads(text), depth)
+            parsed = flat[i] if flat else None
+            value = _canonical(loads(text) if parsed is None else parsed, depth)
             if custom:
                 value = [
                     [item["source_field"], item["destination_field"], item["data_type"].removeprefix("torch.")]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rollbook.columns import numbers, texts
+from rollbook.columns import EidParts, numbers, texts
 from rollbook.errors import WireError
 
 
@@ -26,7 +26,7 @@ class Ids(NamedTuple):
     uid: list[str]
 
 
-def ids(column: pa.StructArray) -> Ids:
+def ids(column: pa.StructArray | EidParts) -> Ids:
     """The ids of a column, numbers among batches and tasks as text.
 
     >>> from rollbook import EID, Experience, Experiences
@@ -34,10 +34,13 @@ def ids(column: pa.StructArray) -> Ids:
     >>> ids(Experiences([Experience(eid=eid, tokens=[1, 2])]).column("eid")).uid, eid.uid
     (['10%2Feval/3/1/0/a'], '10%2Feval/3/1/0/a')
     """
-    parts: list[Any] = [texts(column.field(i)) for i in (0, 1, 4)]
-    run, step = numbers(column.field(2)), numbers(column.field(3))
-    flags = column.field(5).to_numpy()
-    batch, task, suffix = _printed(parts[0], flags & 1), _printed(parts[1], flags & 2), parts[2]
+    if isinstance(column, EidParts):
+        batch, task, run, step, suffix = column
+    else:
+        parts: list[Any] = [texts(column.field(i)) for i in (0, 1, 4)]
+        run, step = numbers(column.field(2)), numbers(column.field(3))
+        flags = column.field(5).to_numpy()
+        batch, task, suffix = _printed(parts[0], flags & 1), _printed(parts[1], flags & 2), parts[2]
     tid = [f"{a}/{b}" for a, b in zip(map(_percent, batch), map(_percent, task), strict=True)]
     rest = zip(tid, run, step, map(_percent, suffix), strict=True)
     return Ids(batch, task, run, step, suffix, tid, [f"{t}/{r}/{s}/{x}" for t, r, s, x in rest])

@@ -17,12 +17,13 @@ from rollbook.columns import PLAIN_TYPES
 from rollbook.experiences import Experiences
 from rollbook.fields import BY_CODE, DTYPES, FIELDS
 from rollbook.ragged import Ragged
+from rollbook.row_layout import RowLayout
 
 _TENSOR = re.compile(r"([a-z0-9]{3,8})((?:x[0-9]{1,9}){0,32})")
 _PORTABLE = {d.name: pa.from_numpy_dtype(d.portable) for d in BY_CODE.values()}
 
 
-def kinds_of(many: Experiences) -> set[tuple[str, str]]:
+def kinds_of(many: Experiences | RowLayout) -> set[tuple[str, str]]:
     """(field, type) of the tensor columns: `("tokens", "int32")`, `("routed_experts", "int16x24x8")`.
 
     >>> from rollbook import Experience, Experiences

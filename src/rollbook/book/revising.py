@@ -198,7 +198,7 @@ def add(
     """Late fields that came with records the book has already, and new records beside them if they change any; the ids
     of those that they changed."""
     indices = [i for i, _ in revisions]
-    rows = coming.many.take(indices).rows()
+    rows = coming.select(indices).rows()
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
         addition = additions.changed(old, rows[i])

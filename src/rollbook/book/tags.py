@@ -28,6 +28,7 @@ from rollbook.ragged import Ragged
 
 if TYPE_CHECKING:
     from rollbook.experiences import Experiences
+    from rollbook.row_layout import RowLayout
 
 UNSCORED, SCORED, NOT_A_NUMBER = 0, 1, 2
 """What `Tags.scored` says: no reward, a number (infinities too), NaN (could not be scored)."""
@@ -72,7 +73,7 @@ class Tags(NamedTuple):
     parent: str | None
 
 
-def tags(many: Experiences, known: Ids | None = None) -> list[Tags]:
+def tags(many: Experiences | RowLayout, known: Ids | None = None) -> list[Tags]:
     """The tags of every record; `known`: their ids, if they were read already.
 
     >>> from rollbook import Experience, Experiences
@@ -276,7 +277,7 @@ def _signed(values: NDArray[Any]) -> NDArray[Any]:
 # --- a number of the user's choice --------------------------------------------------------------------------------
 
 
-def numbers(many: Experiences, key: str) -> list[float | None]:
+def numbers(many: Experiences | RowLayout, key: str) -> list[float | None]:
     """A number of each record, for samplers and filters: a tag by its name, or `info.NAME` or `metrics.NAME`.
 
     True and False count as 1 and 0, text that reads as a finite number as that number, a tensor or array of one element
@@ -308,6 +309,9 @@ def _entries(column: pa.Array, name: str) -> list[float | None]:
     last = name.rpartition(".")[2]
     sure = last.isalnum() and last.isascii()
     found: list[float | None] = []
+    flat = column.flat if isinstance(column, physical.Values) else None
+    if flat and None not in flat:
+        return [_number(_look_up(value, name)) for value in flat if value is not None]
     for i, text in enumerate(physical.texts(column)):
         if text is None or (sure and last not in text):
             found.append(None)
