@@ -248,7 +248,8 @@ def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int)
     """The one record batch of the stream in `stored`, which begins at byte `at` of the data."""
     body = memoryview(stored.data)
     schema, arrays, batch_start = _schema(body, count, max_columns, at)
-    stop = _check_batch(body, batch_start, arrays, count, at)
+    _, _, start, size = _check_batch(body, len(body), batch_start, arrays, count, at)
+    stop = start + size
     if bytes(body[stop:]) != END:
         raise WireError("the Arrow stream does not end behind its one record batch", at + stop)
     buffer = pa.py_buffer(stored)
@@ -258,6 +259,30 @@ def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int)
     except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
         raise WireError(f"the Arrow record batch cannot be read: {error}", at + batch_start) from None
     return batch
+
+
+def metadata_bytes(mark: memoryview, at: int) -> int:
+    """How many bytes of metadata follow the first 8 bytes of a message."""
+    size = struct.unpack_from("<i", mark, 4)[0]
+    if bytes(mark[:4]) != END[:4] or size <= 0:
+        raise WireError("an Arrow message does not begin with its mark", at)
+    return int(size)
+
+
+def read_layout(
+    head: memoryview, length: int, count: int, max_columns: int, at: int
+) -> tuple[pa.Schema, NDArray[np.int64], NDArray[np.int64], int]:
+    """Check the metadata of a stream of `length` bytes whose first two messages are `head`.
+
+    Returns:
+        The schema, the length and null count of each array, the start and length of each buffer, and the byte of the
+        stream that these starts are counted from.
+    """
+    schema, arrays, batch_start = _schema(head, count, max_columns, at)
+    nodes, buffers, start, size = _check_batch(head, length, batch_start, arrays, count, at)
+    if start + size + END_BYTES != length:
+        raise WireError("the Arrow stream does not end behind its one record batch", at + start + size)
+    return schema, nodes, buffers, start
 
 
 _checked: dict[tuple[bytes, int], tuple[pa.Schema, tuple[int, int]]] = {}
@@ -293,8 +318,14 @@ def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa
     return schema, wanted, batch_start
 
 
-def _check_batch(body: memoryview, start: int, wanted: tuple[int, int], count: int, at: int) -> int:
-    """Compare the record batch's metadata with the schema and the bytes; returns where the message stops."""
+def _check_batch(
+    body: memoryview, length: int, start: int, wanted: tuple[int, int], count: int, at: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
+    """Compare the record batch's metadata with the schema and the `length` of the stream.
+
+    Returns:
+        Its nodes, its buffers, and where its body begins and how long that is.
+    """
     flat, kind, header, data = _message(body, start, at)
     if kind != _RECORD_BATCH:
         raise WireError("the second Arrow message is no record batch", at + start)
@@ -303,7 +334,7 @@ def _check_batch(body: memoryview, start: int, wanted: tuple[int, int], count: i
     if flat.slot(header, 4):
         raise WireError("Arrow view types are refused", at + start)
     size = flat.value(flat.root(), 3, "<q")
-    if size < 0 or size > len(body) - data:
+    if size < 0 or size > length - data:
         raise WireError(f"the Arrow record batch states a body of {size} bytes", at + start)
     rows = flat.value(header, 0, "<q")
     if rows != count:
@@ -329,16 +360,25 @@ def _check_batch(body: memoryview, start: int, wanted: tuple[int, int], count: i
         or (buffers[1:, 0] < ends[:-1]).any()
     ):
         raise WireError("the Arrow record batch's buffers overlap or leave its body", at + start)
-    return data + size
+    return nodes, buffers, data, size
 
 
 def _counts(kind: pa.DataType) -> tuple[int, int]:
     """How many nodes and buffers an array of this type has, children included."""
+    nodes, buffers = 1, buffer_count(kind)
+    for i in range(kind.num_fields):
+        more = _counts(kind.field(i).type)
+        nodes, buffers = nodes + more[0], buffers + more[1]
+    return nodes, buffers
+
+
+def buffer_count(kind: pa.DataType) -> int:
+    """How many buffers an array of this type has, without its children's."""
     if pa.types.is_null(kind):
-        return 1, 0
+        return 0
     if pa.types.is_struct(kind) or pa.types.is_fixed_size_list(kind):
-        buffers = 1
-    elif (
+        return 1
+    if (
         kind.num_fields
         or pa.types.is_primitive(kind)
         or pa.types.is_fixed_size_binary(kind)
@@ -346,14 +386,8 @@ def _counts(kind: pa.DataType) -> tuple[int, int]:
         or pa.types.is_decimal(kind)
         or pa.types.is_temporal(kind)
     ):
-        buffers = 2
-    else:
-        buffers = 3
-    nodes = 1
-    for i in range(kind.num_fields):
-        more = _counts(kind.field(i).type)
-        nodes, buffers = nodes + more[0], buffers + more[1]
-    return nodes, buffers
+        return 2
+    return 3
 
 
 def check_arrays(arrays: Mapping[str, pa.Array], verify: bool) -> None:
