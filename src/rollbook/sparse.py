@@ -62,6 +62,8 @@ def read_rows(
     frame, layout = yield from _read_layout(size, limits)
     if slots and not 0 <= slots[0] <= slots[-1] < frame.count:
         raise WireError(f"{frame.count} records, none in slot {slots[0]} or {slots[-1]}")
+    if not slots:
+        return Experiences()
     spans = _runs(slots)
     names, readers = [], []
     for i, node in enumerate(layout.columns()):

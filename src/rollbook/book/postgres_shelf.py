@@ -142,10 +142,10 @@ class PostgresShelf:
         return memoryview(memory)
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
-        """The bytes at each place, in one statement."""
+        """The bytes at each place, in one statement; each has at most two rows."""
         segments = list(dict.fromkeys(check_place(place).segment for place in places))
-        if not places:
-            return []
+        if not places or max(place.length for place in places) > ROW_BYTES:
+            return [self.get(place) for place in places]
         # In one snapshot with the header of each segment, which says whether the segment is there.
         ranges = [(segment, 1, ALIGN) for segment in segments]
         counts = []
