@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,15 +20,17 @@ from rollbook.book.errors import BookError, Damaged
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import MissingSegment, Place, check_place
 from rollbook.errors import WireError
-from rollbook.experiences import Experiences
+from rollbook.experiences import Experiences, uncollected
 from rollbook.fields import owner
 from rollbook.sparse import Reader, Span, read_rows
+from rollbook.stack import Stack, read_stack
 from rollbook.wire import decode, decode_arrays, read_header
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from rollbook.book.book import Book
+    from rollbook.experience import Experience
 
 Result = TypeVar("Result")
 _ATTEMPTS = 20
@@ -63,10 +65,11 @@ class Frames:
         return found
 
 
-def views(book: Book, places: Sequence[Place]) -> list[memoryview]:
-    """The bytes at each place. Those that lie one behind the other, as the frames of many small appends do, are read or
-    mapped together: that takes as long as one of them."""
-    found: list[memoryview] = []
+def runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
+    """The bytes of places that lie one behind the other, as the frames of many small appends do, and the places.
+
+    They are read or mapped together: that takes as long as one of them.
+    """
     for place in places:
         check_place(place)
     at = 0
@@ -78,16 +81,21 @@ def views(book: Book, places: Sequence[Place]) -> list[memoryview]:
             and places[end].stop - first.offset <= _TOGETHER
         ):
             end += 1
-        run = places[at:end]
+        run = list(places[at:end])
         try:
-            whole = book.shelf.get(Place(first.segment, first.offset, run[-1].stop - first.offset))
+            memory = book.shelf.get(Place(first.segment, first.offset, run[-1].stop - first.offset))
         except Damaged:
             # Of a segment that is cut short, what is still there.
-            found += [book.shelf.get(place) for place in run]
+            yield from ((book.shelf.get(place), [place]) for place in run)
         else:
-            found += [whole[place.offset - first.offset : place.stop - first.offset] for place in run]
+            yield memory, run
         at = end
-    return found
+
+
+def _stack(memory: memoryview, run: Sequence[Place], verify: bool) -> Stack | None:
+    """The frames of a run, if they are alike."""
+    spans = [(place.offset - run[0].offset, place.stop - run[0].offset) for place in run]
+    return read_stack(np.frombuffer(memory, dtype=np.uint8), spans, verify)
 
 
 def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
@@ -107,15 +115,31 @@ def _decoded(book: Book, place: Place, view: memoryview, verify: bool) -> Experi
 
 
 def whole_arrays(
-    place: Place, view: memoryview, slots: Sequence[Any], fields: Collection[str]
-) -> dict[str, pa.Array] | None:
-    """Columns of a frame, if `slots` are all of its records in their order; `None` if not."""
-    try:
-        if read_header(view).count != len(slots) or list(slots) != list(range(len(slots))):
-            return None
-        return decode_arrays(view, fields)
-    except WireError as error:
-        raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
+    book: Book, frames: Sequence[tuple[Place, Sequence[int]]], fields: Collection[str]
+) -> Iterator[dict[str, pa.Array] | None]:
+    """Columns of each frame, not copied, if its slots are all of its records in their order; `None` if not.
+
+    Raises:
+        MissingSegment: If compaction moved one.
+    """
+    slots = iter([numbers for _, numbers in frames])  # a place may come twice
+    for memory, run in runs(book, [place for place, _ in frames]):
+        stack = _stack(memory, run, False)
+        if stack is not None:
+            for count, arrays in zip(stack.counts, stack.arrays(fields), strict=True):
+                yield arrays if _all_in_order(next(slots), count) else None
+            continue
+        for place in run:
+            view = memory[place.offset - run[0].offset : place.stop - run[0].offset]
+            try:
+                complete = _all_in_order(next(slots), read_header(view).count)
+                yield decode_arrays(view, fields) if complete else None
+            except WireError as error:
+                raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
+
+
+def _all_in_order(slots: Sequence[Any], count: int) -> bool:
+    return len(slots) == count and list(slots) == list(range(count))
 
 
 def locate(tx: Transaction, seqs: Sequence[int]) -> dict[int, Location]:
@@ -127,11 +151,25 @@ def locate(tx: Transaction, seqs: Sequence[int]) -> dict[int, Location]:
     return found
 
 
-def retried(book: Book, seqs: Sequence[int], read: Callable[[dict[int, Location]], Result]) -> Result:
-    """What `read` makes of the records' places; where compaction has moved some in between, of their new ones."""
-    for _ in range(_ATTEMPTS):
-        with book.ledger.read() as tx:
-            where = locate(tx, seqs)
+def retried(
+    book: Book,
+    seqs: Sequence[int],
+    read: Callable[[dict[int, Location]], Result],
+    located: Mapping[int, Location] | None = None,
+) -> Result:
+    """What `read` makes of the records' places; where compaction has moved some in between, of their new ones.
+
+    Args:
+        book: Where to look.
+        seqs: The records' numbers.
+        read: What to do with the places.
+        located: The places, if the ledger was asked already.
+    """
+    for attempt in range(_ATTEMPTS):
+        if located is None or attempt:
+            with book.ledger.read() as tx:
+                located = locate(tx, seqs)
+        where = dict(located)
         for seq in seqs:
             if seq not in where:
                 raise BookError(f"record number {seq}: there is none in the book")
@@ -146,8 +184,15 @@ def retried(book: Book, seqs: Sequence[int], read: Callable[[dict[int, Location]
     raise Damaged(f"{gone}: a segment that the ledger speaks of; see `rollbook check`") from None
 
 
-def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
-    """These records, in this order.
+def fetch(
+    book: Book,
+    seqs: Sequence[int],
+    *,
+    verify: bool = True,
+    media: bool = True,
+    located: Mapping[int, Location] | None = None,
+) -> Experiences:
+    """These records, in this order; `located`: their places, if the ledger was asked already.
 
     Of a frame of which few records are read, only their bytes are: see `rollbook.sparse`. The frame's checksum says
     nothing about them, so that with `verify` they are compared with the digests in the ledger, and where one differs
@@ -167,7 +212,7 @@ def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool =
         many = gather(book, places, verify)
         return restore(book, many) if media else many
 
-    return retried(book, seqs, read)
+    return retried(book, seqs, read, located)
 
 
 def _match(book: Book, many: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
@@ -199,14 +244,24 @@ def only_fields(many: Experiences, fields: Collection[str]) -> Experiences:
     return Experiences._of(parts, len(many))
 
 
-def fetch_parts(book: Book, seqs: Sequence[int]) -> list[Experiences]:
-    """These records, in this order, in parts: where they are whole frames one after the other, nothing is copied."""
+def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
+    """The records at these places, in this order; of whole frames nothing is copied."""
+    seqs = list(located)
 
-    def read(where: dict[int, Location]) -> list[Experiences]:
-        parts = _parts(book, [where[seq] for seq in seqs])
-        return [restore(book, part) for part in (parts.parts if parts.order is None else [_joined(parts)])]
+    def read(where: dict[int, Location]) -> list[Experience]:
+        places = [where[seq] for seq in seqs]
+        parts = _parts(book, places, together=_in_order(places))
+        restored = [restore(book, part) for part in (parts.parts if parts.order is None else [_joined(parts)])]
+        with uncollected():
+            return [row for part in restored for row in part.rows()]
 
-    return retried(book, seqs, read) if seqs else []
+    return retried(book, seqs, read, located) if seqs else []
+
+
+def _in_order(where: Sequence[Location]) -> bool:
+    """Whether the records of each frame follow each other."""
+    places = [location[1:4] for location in where]
+    return sum(a != b for a, b in pairwise(places)) + 1 == len(set(places))
 
 
 def gather(
@@ -236,27 +291,60 @@ def _parts(
     verify: bool = True,
     only: Collection[str] | None = None,
     sparse: bool = False,
+    together: bool = False,
 ) -> _Parts:
-    """The records of each frame; with `sparse`, without the rest of the frame where they are few."""
-    frames: OrderedDict[Place, list[int]] = OrderedDict()
+    """The records of each frame.
+
+    Args:
+        book: Where to read.
+        where: The places of the records.
+        verify: Whether to check the frames' checksums.
+        only: Fields to read; all if `None`.
+        sparse: Read the records without the rest of their frame where they are few.
+        together: Read frames that lie together as one; the records are then good to make rows of, and nothing else.
+    """
+    grouped: dict[tuple[Any, ...], list[int]] = {}
     for i, location in enumerate(where):
-        frames.setdefault(Place(str(location[1]), *location[2:4]), []).append(i)
+        grouped.setdefault(location[1:4], []).append(i)
+    frames = {Place(*place): indices for place, indices in grouped.items()}
     rows = _sparse_rows(book, frames, where, only) if sparse else {}
-    rest = {place: indices for place, indices in frames.items() if place not in rows}
-    for (place, indices), view in zip(rest.items(), views(book, list(rest)), strict=True):
-        many = _decoded(book, place, view, verify)
-        if only is not None:
-            many = only_fields(many, only)
-        slots = [where[i][4] for i in indices]
-        check_slots(place, slots, len(many))
-        # A whole frame in order is private memory as it is; anything else is gathered.
-        rows[place] = many if slots == list(range(len(many))) else many.take(slots)
+    rest = [place for place in frames if place not in rows]
+    parts = {place: [many] for place, many in rows.items()}
+    for memory, run in runs(book, rest):
+        slots = {place: [where[i][4] for i in frames[place]] for place in run}
+        stacked = _stacked(memory, run, verify, slots) if together else None
+        if stacked is not None:
+            parts.update({place: [] for place in run} | {run[0]: [stacked]})
+            continue
+        for place in run:
+            view = memory[place.offset - run[0].offset : place.stop - run[0].offset]
+            many = _decoded(book, place, view, verify)
+            if only is not None:
+                many = only_fields(many, only)
+            check_slots(place, slots[place], len(many))
+            # A whole frame in order is private memory as it is; anything else is gathered.
+            parts[place] = [many if _all_in_order(slots[place], len(many)) else many.take(slots[place])]
     order = [i for indices in frames.values() for i in indices]
     return _Parts(
-        [rows[place] for place in frames],
+        [many for place in frames for many in parts[place]],
         None if order == list(range(len(order))) else order,
-        sorted(i for place, indices in frames.items() if place not in rest for i in indices),
+        sorted(i for place in rows for i in frames[place]),
     )
+
+
+def _stacked(
+    memory: memoryview, run: Sequence[Place], verify: bool, slots: Mapping[Place, Sequence[Any]]
+) -> Experiences | None:
+    """All records of a run of frames, if the frames are alike and `slots` are all they have."""
+    stack = _stack(memory, run, verify)
+    if stack is None or attachments.COLUMN in stack.schema.names:
+        return None
+    if not all(_all_in_order(slots[place], count) for place, count in zip(run, stack.counts, strict=True)):
+        return None
+    try:
+        return stack.experiences(verify)
+    except WireError:
+        return None  # Read one by one, they say which is wrong.
 
 
 def _sparse_rows(
