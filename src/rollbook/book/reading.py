@@ -402,8 +402,8 @@ def _read_ranges(
         for i, spans, data in pending:
             try:
                 following = next(readers[i]) if spans is None else readers[i].send(data)
-            except StopIteration as stop:
-                results[i] = stop.value
+            except StopIteration as finished:
+                results[i] = finished.value
             else:
                 requests.append((i, following, _merged(following, spare[i])))
         needed = [
