@@ -146,15 +146,55 @@ def _runs(slots: Sequence[int]) -> list[Span]:
 # --- metadata -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, frozen=True)
+class _Form:
+    """What has to be known of an Arrow type to read its arrays."""
+
+    kind: pa.DataType
+    buffers: int
+    null: bool
+    offset_bytes: int
+    """The size of an offset; 0 if the type has none."""
+    list_size: int
+    """Entries of the children for each entry: 1 but for lists of fixed size."""
+    bits: int
+    """The size of a value; 0 if the type has none of fixed size."""
+    children: tuple[_Form, ...]
+
+    @classmethod
+    def of(cls, kind: pa.DataType) -> _Form:
+        types = pa.types
+        width = _offset_bytes(kind)
+        children = tuple(cls.of(kind.field(i).type) for i in range(kind.num_fields))
+        plain = not (width or children or types.is_struct(kind) or types.is_null(kind))
+        bits = (1 if types.is_boolean(kind) else kind.bit_width) if plain else 0
+        size = kind.list_size if types.is_fixed_size_list(kind) else 1
+        return cls(kind, ipc.buffer_count(kind), types.is_null(kind), width, size, bits, children)
+
+
 @dataclass(slots=True)
 class _Node:
     """An Arrow array of the frame: its type, length, nulls, buffers (byte ranges of the frame) and children."""
 
-    kind: pa.DataType
+    form: _Form
     length: int
     nulls: int
     buffers: list[Span]
     children: list[_Node]
+
+
+_forms: dict[int, tuple[pa.Schema, list[_Form]]] = {}
+"""By the id of a schema, which is kept with them: frames of one writer share one (see `ipc`)."""
+_MOST_FORMS = 64
+
+
+def _forms_of(schema: pa.Schema) -> list[_Form]:
+    entry = _forms.get(id(schema))
+    if entry is None:
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        entry = _forms[id(schema)] = schema, [_Form.of(kind) for kind in schema.types]
+    return entry[1]
 
 
 @dataclass(slots=True)
@@ -166,13 +206,12 @@ class _Layout:
     def columns(self) -> list[_Node]:
         nodes, buffers = iter(self.nodes), iter(self.buffers)
 
-        def build(kind: pa.DataType) -> _Node:
+        def build(form: _Form) -> _Node:
             length, nulls = next(nodes)
-            mine = [next(buffers) for _ in range(ipc.buffer_count(kind))]
-            children = [build(kind.field(i).type) for i in range(kind.num_fields)]
-            return _Node(kind, length, nulls, mine, children)
+            mine = [next(buffers) for _ in range(form.buffers)]
+            return _Node(form, length, nulls, mine, [build(child) for child in form.children])
 
-        return [build(kind) for kind in self.schema.types]
+        return [build(form) for form in _forms_of(self.schema)]
 
 
 def _read_layout(size: int, limits: Limits) -> Reader[tuple[Frame, _Layout]]:
@@ -211,14 +250,15 @@ def _inside(buffer: Span, start: int, stop: int) -> Span:
 
 def _read_node(node: _Node, spans: list[Span]) -> Reader[pa.Array]:
     """Read the entries in `spans`, which rise and do not overlap, one behind the other."""
-    kind, types = node.kind, pa.types
+    form = node.form
+    kind = form.kind
     count = sum(stop - start for start, stop in spans)
     if spans and spans[-1][1] > node.length:
         raise WireError("an Arrow array is shorter than what points to it")
-    if types.is_null(kind) or not count:
+    if form.null or not count:
         return pa.nulls(count, kind)
     bitmap = [_inside(node.buffers[0], a >> 3, (b + 7) >> 3) for a, b in spans] if node.nulls else []
-    width = _offset_bytes(kind)
+    width = form.offset_bytes
     children: list[pa.Array] = []
     buffers: list[Any] = []
     if width:
@@ -233,15 +273,13 @@ def _read_node(node: _Node, spans: list[Span]) -> Reader[pa.Array]:
             buffers.append(pa.py_buffer(b"".join(values)))
         del data[len(bitmap) :]
     elif node.children:
-        inner = spans
-        if types.is_fixed_size_list(kind):
-            inner = [(a * kind.list_size, b * kind.list_size) for a, b in spans]
+        inner = [(a * form.list_size, b * form.list_size) for a, b in spans] if form.list_size != 1 else spans
         readers: list[Reader[Any]] = [_read_node(child, inner) for child in node.children]
         *children, data = yield from advance_together([*readers, _read_spans(bitmap)])
-    elif types.is_struct(kind):
-        data = yield bitmap
+    elif not form.bits:  # a struct without fields
+        data = yield from _read_spans(bitmap)
     else:
-        bits = 1 if types.is_boolean(kind) else kind.bit_width
+        bits = form.bits
         values = [_inside(node.buffers[1], a * bits >> 3, (b * bits + 7) >> 3) for a, b in spans]
         data = yield bitmap + values
         parts = data[len(bitmap) :]
