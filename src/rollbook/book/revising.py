@@ -70,6 +70,7 @@ def rewrite(
         places = book.shelf.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
         found_tags = tags.tags(many)
+        digest = digests.digests(many).whole if given is None else [given[i] for i, *_ in made]
         values: dict[str, list[float | None]] = {}
         with inbox.drained(book) as tx:
             if _revisions(tx, seqs) != before or not book.shelf.has(places[0].segment):
@@ -78,7 +79,7 @@ def rewrite(
                 to_purge(tx, [seq for _, seq, *_ in made])
                 _scrub(tx, seqs)
             share = -(-places[0].length // len(made))
-            for slot, (i, seq, old, new, names) in enumerate(made):
+            for slot, (_, seq, old, new, names) in enumerate(made):
                 n = before[seq][0] + 1
                 tag = found_tags[slot]
                 changed = ", ".join(
@@ -91,7 +92,7 @@ def rewrite(
                 )
                 tx.run(
                     "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (seq, n, tx.now, author, reason, ",".join(names), None if given is None else given[i]),
+                    (seq, n, tx.now, author, reason, ",".join(names), digest[slot]),
                 )
                 tx.run("DELETE FROM media_uses WHERE seq = ?", (seq,))
                 uses = lifted.uses[slot] if lifted.uses else ()

@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -93,6 +93,9 @@ class Shelf(Protocol):
 
     def get(self, place: Place) -> memoryview:
         """The bytes there. `MissingSegment` if the segment is gone, `Damaged` if it is too short or no segment."""
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each of many small places, to be read only, in as few requests as the shelf can; as `get`."""
 
     def has(self, segment: str) -> bool:
         """Whether the segment is there."""
@@ -224,6 +227,39 @@ def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryvie
         os.close(fd)
 
 
+def read_pieces(disk: Disk, path: str, places: Sequence[Place]) -> list[Buffer]:
+    """Several places of a segment that is a file, copied."""
+    fd = open_segment(disk, path)
+    try:
+        check_header(os.pread(fd, ALIGN, 0), places[0].segment)
+        # Before any memory is taken: a ledger's word for the length is not enough.
+        size = os.fstat(fd).st_size
+        pieces: list[Buffer] = []
+        for place in places:
+            if place.stop > size:
+                raise too_short(place, size)
+            piece = os.pread(fd, place.length, place.offset)
+            pieces.append(piece if len(piece) == place.length else read_private(fd, place.offset, place.stop, False))
+        return pieces
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(fd)
+
+
+def by_segment(places: Sequence[Place], read: Callable[[str, list[Place]], Sequence[Buffer]]) -> list[Buffer]:
+    """The bytes at each place, where `read` returns those of the places of one segment."""
+    numbers: dict[str, list[int]] = {}
+    for i, place in enumerate(places):
+        numbers.setdefault(check_place(place).segment, []).append(i)
+    pieces: list[Buffer] = [b""] * len(places)
+    for segment, indices in numbers.items():
+        for i, piece in zip(indices, read(segment, [places[i] for i in indices]), strict=True):
+            pieces[i] = piece
+    return pieces
+
+
 # --- a folder -------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +367,10 @@ class FolderShelf:
     def get(self, place: Place) -> memoryview:
         """The bytes there, as private memory: a map if they are many, a copy if they are few."""
         return read_segment(self.disk, self._path(check_place(place).segment), place, mapped=True)
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each place, copied; each file is opened once."""
+        return by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
 
     def has(self, segment: str) -> bool:
         """Whether the segment is there."""
@@ -449,6 +489,10 @@ class MemoryShelf:
                 raise too_short(place, len(memory))
             with memoryview(memory) as whole, whole[place.offset : place.stop] as part:
                 return np.array(part, dtype=np.uint8).data
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each place, copied."""
+        return [self.get(place) for place in places]
 
     def has(self, segment: str) -> bool:
         """Whether the segment is there."""
