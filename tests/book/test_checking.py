@@ -475,3 +475,24 @@ def test_a_ledger_is_not_replaced_under_a_living_writer(tmp_path: Path) -> None:
             (tmp_path / "book" / name).write_bytes(b"ruined")
         with pytest.raises(BookError, match="living process"):
             repair(tmp_path / "book")
+
+
+def test_a_repair_beside_idle_books_loses_nothing_that_they_return(tmp_path: Path) -> None:
+    folder = tmp_path / "book"
+    with rollbook.open(folder) as book:
+        book.append(records(4))
+    consumer, writer = rollbook.open(folder), rollbook.open(folder)
+    lease = consumer.lease(2)
+    connection = sqlite3.connect(folder / "ledger.sqlite")
+    connection.execute("DROP INDEX work_gid")
+    connection.close()
+    assert repair(folder).repairs["ledger"] == 1
+    for act in (lambda: lease.ack(), lambda: writer.append(records(1, 9)), lambda: writer.counts()):
+        with pytest.raises(BookError, match="reopen it"):
+            act()
+    consumer.close()
+    writer.close()
+    with rollbook.open(folder) as book:
+        assert (book.counts().leased, book.counts().waiting) == (2, 2)
+        assert book.append(records(1, 9)).admitted == 1
+        assert not kinds(book.check()) - {"orphan"}

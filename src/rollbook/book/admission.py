@@ -36,6 +36,8 @@ from rollbook.wire import encode
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
+_TRIES = 100
+"""Attempts of an append that other writers overtake."""
 FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
 """Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
 _COLUMNS = (
@@ -127,6 +129,7 @@ def append(
     coming = Coming(many, digests.digests(many, named), tags.tags(many, named), evaluation, lifted, frame)
     coming, doubled = _once(coming)
     end = None if timeout is None else time.monotonic() + timeout
+    overtaken = 0
     while True:
         with book.ledger.read() as tx:
             fresh, known, revisions = _sorted_out(tx, coming)
@@ -149,6 +152,12 @@ def append(
                 with book.ledger.write() as tx:
                     admit(tx)
         except _Overtaken:
+            overtaken += 1
+            if overtaken == _TRIES:
+                raise BookError(
+                    f"append: other writers changed what is new {_TRIES} times while it was written, or its segment "
+                    f"was removed; nothing was admitted"
+                ) from None
             continue
         result = Appended(known=known + doubled, revised=len(fates))
         if admit is None or admit.stale is None:

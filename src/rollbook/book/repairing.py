@@ -21,11 +21,11 @@ from rollbook.book import schema as tables
 from rollbook.book.book import Book
 from rollbook.book.checking import Past, readable
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.disk import Disk
+from rollbook.book.disk import Disk, folder_lock
 from rollbook.book.errors import BookError, NewerLayout, NotABook
 from rollbook.book.findings import Report
 from rollbook.book.inspecting import PAGE
-from rollbook.book.ledger import SQLiteLedger, Transaction, check_files, chunks
+from rollbook.book.ledger import BUSY_SECONDS, SQLiteLedger, Transaction, check_files, chunks
 from rollbook.book.opening import LEDGER, _folder, _postgres
 from rollbook.book.opening import open as open_book
 from rollbook.book.rebuilding import LOGS
@@ -72,7 +72,14 @@ def repair(url: str | os.PathLike[str]) -> Report:
         # Not opened as users do: that looks at a consumer, which may be what is damaged.
         with Book(address, *_folder(folder, "r+", 256 << 20, None, Disk())) as book:
             return _mended(book, report, lambda: _copy_ledger(path, _aside(folder)))
-    return _rebuilt(folder, path, report, why)
+    # Write transactions share this lock: those that come later see that the ledger is another one, and raise.
+    with folder_lock(folder, shared=False, seconds=BUSY_SECONDS) as alone:
+        if not alone:
+            raise BookError(f"{folder}: other processes wrote to the book for {BUSY_SECONDS:g} s; repair it later")
+        why = _unsound(address, path)
+        if why is not None:
+            return _rebuilt(folder, path, report, why)
+    return repair(url)  # Another repair was faster.
 
 
 def _unsound(address: str, path: Path) -> str | None:
@@ -431,7 +438,10 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str) -> Report:
     for tail in LOGS:
         if os.path.exists(f"{path}{tail}"):
             _copy(disk, f"{path}{tail}", os.path.join(aside, LEDGER + tail))
-    fresh = folder / f".{LEDGER}.{os.urandom(8).hex()}.tmp"
+    # In a folder of its own, which has a lock of its own.
+    work_folder = folder / f".repair.{os.urandom(8).hex()}.tmp"
+    work_folder.mkdir(FOLDER)
+    fresh = work_folder / LEDGER
     try:
         ledger = SQLiteLedger(fresh)
         try:
@@ -445,8 +455,7 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str) -> Report:
         _settle(fresh, path)
         disk.sync_folder(str(folder))
     finally:
-        for tail in LOGS:
-            Path(f"{fresh}{tail}").unlink(missing_ok=True)
+        shutil.rmtree(work_folder)
     with open_book(folder, "r") as book:
         return _with_check(book, report)
 
