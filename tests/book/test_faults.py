@@ -22,8 +22,8 @@ import rollbook
 from rollbook.book import BookError, Damaged, NewerLayout, NotABook, ReadOnly, admission, schema
 from rollbook.book import ledger as ledgers
 from rollbook.book.book import Book
-from rollbook.book.disk import folder_lock
 from rollbook.book.ledger import SQLiteLedger
+from rollbook.book.locks import folder_lock
 from rollbook.book.shelves import WriterStopped
 from rollbook.errors import WireError
 from tests.book.forgetful import FailingDisk

@@ -20,6 +20,7 @@ from rollbook.book import (
     groups,
     identities,
     kinds,
+    quarantine,
     reading,
     reports,
     revising,
@@ -121,7 +122,7 @@ def append(
     many = as_many(given)
     if not len(many):
         return Appended(), {}
-    lifted = attachments.lift(many)
+    lifted = attachments.lift(many, evaluation=[evaluation] * len(many))
     # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
     # by this thread's next append: columns that the caller holds stay out of it.
     frame = encode(lifted.stripped, out=_scratch.of, settle=many is not given)
@@ -236,7 +237,7 @@ class Stored:
 
 
 def _store(book: Book, coming: Coming) -> Stored:
-    lifted = coming.lifted or attachments.lift(coming.many)
+    lifted = coming.lifted or attachments.lift(coming.many, evaluation=[coming.evaluation] * len(coming.tags))
     wanted = _unknown(book, list(lifted.blobs))
     frame = encode(lifted.stripped) if coming.frame is None else coming.frame
     size = len(frame) + sum(len(lifted.blobs[key].data) for key in wanted)
@@ -527,9 +528,11 @@ def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
         stored = [row[0] for row in found if row[3] is None]
         numbers = dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True)) if key is not None else {}
         made = []
+        quarantined = quarantine.members(tx, stored)
         for seq, gid, version, gone in found:
             old = floor is not None and version is not None and version < floor
-            made.append(new_row(consumer, seq, gid, version, numbers.get(seq), gone or ("stale" if old else None)))
+            dropped = gone or (quarantine.QUARANTINED if seq in quarantined else "stale" if old else None)
+            made.append(new_row(consumer, seq, gid, version, numbers.get(seq), dropped))
         work.enter(tx, consumer, made)
         last = found[-1][0]
     work.keep_size(tx, consumer)

@@ -11,10 +11,8 @@ import errno
 import fcntl
 import mmap
 import os
-import random
 import re
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,58 +43,6 @@ NETWORK_FUSE = frozenset(
     )
 )
 """Programs that show another machine's files through FUSE, as the mount's type or its source names them."""
-
-
-def identity(path: str | os.PathLike[str] | int) -> tuple[int, int] | None:
-    """Return the device and inode that a path leads to (or a descriptor has), or `None` if nothing is there.
-
-    >>> identity("/") == identity("/tmp/.."), identity("/nowhere")
-    (True, None)
-    """
-    try:
-        entry = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return entry.st_dev, entry.st_ino
-
-
-@contextmanager
-def folder_lock(folder: str | os.PathLike[str], *, shared: bool, seconds: float) -> Iterator[bool]:
-    """Hold the lock of a book's folder: shared for a write transaction, alone for a repair that replaces the ledger.
-
-    The lock is taken on the folder itself: it needs no file, moves with the folder and ends with the process.
-
-    Returns:
-        A context whose value says whether the lock was had within `seconds`.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with folder_lock(folder, shared=True, seconds=0.0), folder_lock(folder, shared=False, seconds=0.0) as alone:
-    ...         alone
-    False
-    """
-    # Opened anew each time: a descriptor that several threads or a forked child share would share its lock, too.
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        end = time.monotonic() + seconds
-        pause = 0.0002
-        while True:
-            try:
-                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < end:
-                    time.sleep(pause * (0.5 + random.random()))
-                    pause = min(pause * 1.5, 0.01)
-                    continue
-                yield False
-                return
-            break
-        try:
-            yield True
-        finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # Closing would leave it to a child that was forked meanwhile.
-    finally:
-        os.close(fd)
 
 
 class File:
@@ -164,6 +110,18 @@ class Disk:
     def create(self, path: str) -> File:
         """Make a file that was not there, open for appending."""
         return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, FILE), path)
+
+    def open_append(self, path: str) -> tuple[File, bool]:
+        """Open a plain file for appending, and make it if it is not there; whether it was made now."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            file = File(os.open(path, flags), path)
+        except FileNotFoundError:
+            return self.create(path), True
+        if not stat.S_ISREG(os.fstat(file.fd).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "Not a plain file", path)
+        return file, False
 
     def append(self, file: File, pieces: Sequence[bytes | memoryview]) -> int:
         """Write all pieces behind the file's end; how many bytes they are."""

@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollbook.book.disk import folder_lock, identity
 from rollbook.book.errors import BookError, Damaged, NotABook, moved
+from rollbook.book.locks import folder_lock, identity
 from rollbook.book.windows import reached
 from rollbook.files import FILE
 

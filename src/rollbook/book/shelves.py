@@ -32,8 +32,9 @@ import numpy as np
 import xxhash
 
 from rollbook.algorithms.registry import whole_number
-from rollbook.book.disk import Disk, File, identity, read_private
+from rollbook.book.disk import Disk, File, read_private
 from rollbook.book.errors import Damaged, NewerLayout, moved
+from rollbook.book.locks import identity
 from rollbook.book.windows import reached
 
 if TYPE_CHECKING:
