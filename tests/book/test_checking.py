@@ -498,6 +498,8 @@ def test_a_record_of_unknown_history_is_not_handed_out_twice(tmp_path: Path) -> 
         assert book.counts().dropped == {"quarantined": 1}
         assert [each.eid.uid for each in take(book, 9)] == [uid(1), uid(2)]
         assert len(take(book, 9, consumer="new")) == 2
+        book.revise(uid(0), author="ana", retrain=True)
+        assert len(take(book, 9)) == 1
 
 
 def test_what_is_no_book_is_not_repaired(tmp_path: Path) -> None:

@@ -241,8 +241,8 @@ def _stray(tx: Transaction, report: Report, kind: str, condition: str, what: str
 def _quarantined(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
         for uid in quarantine.uids(tx):
-            what = "its history was lost: it is held back from consumers that may have trained on it"
-            report.add(quarantine.QUARANTINED, what, uid)
+            problem = "its history was lost: it is held back from consumers that may have trained on it"
+            report.add(quarantine.QUARANTINED, problem, uid)
 
 
 UNHELD = (

@@ -40,14 +40,14 @@ def add(shelf: Shelf, entries: Iterable[Deletion]) -> None:
     lines = [_line(entry) for entry in entries]
     if not lines:
         return
-    path = os.path.join(shelf.book, FILE_NAME)
+    path = os.path.join(shelf.book_folder, FILE_NAME)
     file, is_new = shelf.disk.open_append(path)
     try:
         # A crash may have left half a line.
         shelf.disk.append(file, [b"" if is_new else b"\n", *lines])
         shelf.disk.sync(file)
         if is_new:
-            shelf.disk.sync_folder(shelf.book)
+            shelf.disk.sync_folder(shelf.book_folder)
     finally:
         file.close()
 

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 _LEAF, _INDEX_LEAF, _INDEX_INTERIOR = 0x0D, 0x0A, 0x02
 _LONGEST = 64 << 20
+_DEFAULT_SIZE = 4096
+"""The size of the pages of a ledger, which its first page states."""
 _INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
 """Bytes of an integer by its serial type."""
 
@@ -38,16 +40,18 @@ class PageFile:
     ([[(-7, None, 'two', None), (1, None, 'one', 0.5)]], [[('one', 1), ('two', -7)]])
     """
 
-    def __init__(self, file: BinaryIO, page_bytes: int | None = None) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.length = file.seek(0, os.SEEK_END)
         head = self._read(0, 100)
-        stated = struct.unpack_from(">H", head, 16)[0] if len(head) == 100 else 0
-        self.size = page_bytes or (65536 if stated == 1 else stated)
-        if self.size < 512 or self.size > 65536 or self.size & (self.size - 1):
-            self.size = 4096
-        reserved = head[20] if head[:16] == b"SQLite format 3\0" else 0
-        self.usable = self.size - reserved
+        size, reserved = _DEFAULT_SIZE, 0
+        if len(head) == 100 and head[:16] == b"SQLite format 3\0":
+            (size,) = struct.unpack_from(">H", head, 16)
+            reserved = head[20]
+        if size < 512 or size & (size - 1):
+            size, reserved = _DEFAULT_SIZE, 0
+        self.size = size
+        self.usable = size - reserved
 
     def _read(self, start: int, length: int) -> bytes:
         self.file.seek(start)

@@ -29,7 +29,7 @@ from rollbook.book import (
 )
 from rollbook.book import schema as tables
 from rollbook.book.checking import names_of
-from rollbook.book.errors import BookError
+from rollbook.book.errors import Damaged
 from rollbook.book.findings import Report
 from rollbook.book.inspecting import PAGE
 from rollbook.book.ledger import SQLiteLedger, Transaction, chunks, parsed
@@ -47,6 +47,7 @@ LOGS = ("", "-wal", "-shm", "-journal")
 """What the files of a SQLite database are called behind its name."""
 _SALVAGED = [name for name in tables.TABLES if name not in ("blobs", "orphans")]
 _OWN = ("layout", "digests")
+_REDACTABLE = (*revising.REDACTABLE, "info", "metrics", "multi_modal_inputs")
 
 
 def take_rows(book: Book, aside: str, report: Report) -> salvaging.Lost:
@@ -257,7 +258,8 @@ def _numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
         for marks, part in chunks(uids):
             sql = f"SELECT uid, seq FROM numbers WHERE uid IN ({marks}) AND seq NOT IN (SELECT seq FROM records)"
             numbers.update(tx.all(sql, part))
-    return numbers
+    # A damaged index may give one number to two.
+    return {uid: seq for seq, uid in {seq: uid for uid, seq in numbers.items()}.items()}
 
 
 def _delete_again(book: Book, listed: Sequence[deletions.Deletion], report: Report) -> None:
@@ -269,22 +271,33 @@ def _delete_again(book: Book, listed: Sequence[deletions.Deletion], report: Repo
             "AND records.gone IS NULL"
         )
         recovered = {uid for (uid,) in tx.all("SELECT uid FROM recovered")}
-        there = {uid for (uid,) in tx.all("SELECT uid FROM records WHERE gone IS NULL")} if listed else set()
+        there = {uid for (uid,) in tx.all("SELECT uid FROM records WHERE gone IS NULL")}
     entries = [entry for entry in listed if entry.uid in there]
     for uid, kind, when, reason, detail in rows:
-        values = parsed(detail or "{}", f"event of {uid}")
-        fields = tuple(values.get("fields", ())) if kind == "redacted" else ()
+        try:
+            values = parsed(detail or "{}", uid)
+        except Damaged:
+            values = {}
+        # Where it is not known any more which fields were redacted, all that can be are.
+        fields = values.get("fields")
+        fields = tuple(map(str, fields)) if isinstance(fields, list) and fields else _REDACTABLE
+        fields = fields if kind == "redacted" else ()
         entries.append(deletions.Deletion(uid, when, str(values.get("author") or "unknown"), reason, fields))
+    deleted: defaultdict[tuple[str, str | None], dict[str, None]] = defaultdict(dict)
     for entry in entries:
         if not entry.fields:
-            if revising.delete(book, [entry.uid], author=entry.author, reason=entry.reason):
-                report.did("deleted", "it was deleted before, and stays so", entry.uid)
+            deleted[entry.author, entry.reason][entry.uid] = None
         elif entry.uid in recovered:
+            # The version that was found may be the one from before.
             try:
                 revising.redact(book, [entry.uid], entry.fields, author=entry.author, reason=entry.reason)
-            except BookError:
-                continue  # Deleted later.
+            except ValueError:
+                revising.redact(book, [entry.uid], _REDACTABLE, author="repair", reason=entry.reason)
             report.did("redacted", f"{', '.join(entry.fields)} redacted again", entry.uid)
+    for (author, reason), uids in deleted.items():
+        revising.delete(book, list(uids), author=author, reason=reason)
+        for uid in uids:
+            report.did("deleted", "it was deleted before, and stays so", uid)
 
 
 def _insert(

@@ -251,9 +251,9 @@ class FolderShelf:
     def __init__(
         self, folder: str | os.PathLike[str], disk: Disk | None = None, segment_bytes: int = 256 << 20
     ) -> None:
-        self.book = os.path.abspath(folder)
-        self.folder = os.path.join(self.book, "segments")
-        self._identity = identity(self.book)
+        self.book_folder = os.path.abspath(folder)
+        self.folder = os.path.join(self.book_folder, "segments")
+        self._identity = identity(self.book_folder)
         self.disk = Disk() if disk is None else disk
         self.segment_bytes = whole_number("segment_bytes", segment_bytes, ALIGN)
         self._lock = threading.Lock()
@@ -307,8 +307,8 @@ class FolderShelf:
     def _start(self) -> File:
         """A new file of our own, locked before anybody could take it for one whose writer died."""
         if self._identity is None:
-            self.disk.make_folder(self.book)
-            self._identity = identity(self.book)
+            self.disk.make_folder(self.book_folder)
+            self._identity = identity(self.book_folder)
         self._check_unmoved()
         self.disk.make_folder(self.folder)
         self._check_folder()
@@ -333,8 +333,8 @@ class FolderShelf:
             )
 
     def _check_unmoved(self) -> None:
-        if self._identity is not None and identity(self.book) != self._identity:
-            raise moved(self.book)
+        if self._identity is not None and identity(self.book_folder) != self._identity:
+            raise moved(self.book_folder)
 
     def _path(self, segment: str) -> str:
         check_name(segment)
