@@ -18,6 +18,8 @@ from rollbook import Experience
 from rollbook.book import Book, BookError, NewerLayout, NotABook, findings
 from rollbook.book.findings import KINDS, Report
 from rollbook.book.repairing import repair
+from rollbook.book.shelves import FolderShelf
+from rollbook.wire import encode
 from tests.book.records import Clock, group, numbers, record, records, take
 
 
@@ -539,6 +541,11 @@ def test_a_repair_beside_idle_books_loses_nothing_that_they_return(tmp_path: Pat
     for act in (lambda: lease.ack(), lambda: writer.append(records(1, 9)), lambda: writer.counts()):
         with pytest.raises(BookError, match="reopen it"):
             act()
+    FolderShelf(folder).put([encode(records(1, 9))])  # as an append leaves it that raised after its bytes were written
+    connection = sqlite3.connect(folder / "ledger.sqlite")
+    connection.execute("DROP INDEX work_gid")
+    connection.close()
+    assert not kinds(repair(folder)) - {"orphan"}
     consumer.close()
     writer.close()
     with rollbook.open(folder) as book:

@@ -184,13 +184,19 @@ def _find_again(tx: Transaction, report: Report) -> None:
 
 
 def _withhold(tx: Transaction, lost: salvaging.Lost, complete: bool, report: Report) -> None:
-    """Leave out ids that the ledger has and, if the list of deletions is not complete, what may have been deleted or
-    redacted: bytes that were to be purged and, where it is known that unknown records were deleted and not which, every
-    unknown one."""
+    """Leave out ids that the ledger has, what it never admitted and, if the list of deletions is not complete, what may
+    have been deleted or redacted: bytes that were to be purged and, where it is known that unknown records were deleted
+    and not which, every unknown one."""
     tx.run("DELETE FROM found WHERE uid IN (SELECT uid FROM records)")
     # A rewound record's id has its number behind it.
     tx.run("DELETE FROM found WHERE uid IN (SELECT substr(uid, 1, length(uid) - length('~' || seq)) FROM records "
            "WHERE gone = 'rewound' AND uid LIKE '%~' || seq)")  # fmt: skip
+    missing = "SELECT 1 FROM {} WHERE seq IS NOT NULL AND seq NOT IN (SELECT seq FROM records) LIMIT 1"
+    if not lost.any("records") and not any(tx.one(missing.format(table)) for table in ("events", "work")):
+        # No row is missing: these are bytes of appends that raised, or that a crash ended.
+        for (uid,) in tx.all("SELECT uid FROM found ORDER BY uid"):
+            report.did("uncommitted", "its bytes are there, but the ledger never admitted it: append it again", uid)
+        tx.run("DELETE FROM found")
     if complete:
         return
     unknown = tx.one(
