@@ -132,10 +132,10 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> Coming:
     # by this thread's next append: columns that the caller holds stay out of it.
     with uncollected():
         many = None if isinstance(records, Experiences) else RowLayout.of(records)
-        if many is not None and not attachments.may_hold_media(many):
+        if many is not None and not evaluation and not attachments.may_hold_media(many):
             return _described(many, evaluation, encode(many, out=_scratch.of), {}, ())
         columns = as_many(records)
-        lifted = attachments.lift(columns)
+        lifted = attachments.lift(columns, evaluation=[evaluation] * len(columns))
         frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
         return _described(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
 
@@ -186,7 +186,10 @@ def append(
         except (_Overtaken, ConcurrentChange):
             attempts += 1
             if attempts > ATTEMPTS:
-                raise BookError(f"append: other writers changed the same records {ATTEMPTS} times") from None
+                raise BookError(
+                    f"append: other writers changed what is new {ATTEMPTS} times while it was written, or its segment "
+                    "was removed; nothing was admitted"
+                ) from None
             continue
         result = Appended(known=known + doubled, revised=len(fates))
         if admit is None or admit.stale is None:
@@ -278,7 +281,8 @@ class Encoded:
         """Encode records, unless they are encoded already."""
         if coming.frame is not None:
             return cls(coming.frame, coming.blobs, coming.uses)
-        lifted = attachments.lift(as_many(coming.many))
+        columns = as_many(coming.many)
+        lifted = attachments.lift(columns, evaluation=[coming.evaluation] * len(columns))
         return cls(encode(lifted.stripped), lifted.blobs, lifted.uses)
 
     def parts(self, known: Collection[str]) -> tuple[list[Any], list[str]]:

@@ -309,7 +309,7 @@ class Book:
             changes = {uid_of(key): dict(value) for key, value in uid.items()}
         else:
             changes = {uid_of(uid): fields}
-        if not all(changes.values()):
+        if not retrain and not all(changes.values()):
             raise ValueError("revise: got no field to change")
         choice("retrain", retrain, (False, True, "group"))
         return revising.revise(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0

@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rollbook.book import consumers, inbox, work
+from rollbook.book import consumers, inbox, quarantine, work
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.findings import LISTED, Report
 from rollbook.book.inspecting import media_problems, pages, record_problems
@@ -241,6 +241,13 @@ def _stray(tx: Transaction, report: Report, kind: str, condition: str, what: str
         report.add(kind, f"a row {what}", f"consumer number {consumer}, record number {seq}")
 
 
+def _quarantined(book: Book, report: Report) -> None:
+    with book.ledger.read() as tx:
+        for uid in quarantine.uids(tx):
+            problem = "its history was lost: it is held back from consumers that may have trained on it"
+            report.add(quarantine.QUARANTINED, problem, uid)
+
+
 UNHELD = (
     "state = 'leased' AND (lease IS NULL OR NOT EXISTS "
     "(SELECT 1 FROM leases WHERE leases.id = work.lease AND leases.state = 'active'))"
@@ -437,6 +444,7 @@ STAGES: Iterable[Callable[[Book, Report], None]] = (
     _records,
     _media,
     _counts,
+    _quarantined,
     _leases,
     _groups,
     _events,

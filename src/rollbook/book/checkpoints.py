@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.algorithms.registry import choice, whole_number
-from rollbook.book import before, consumers, groups, inbox, purging, reading, revising, work
+from rollbook.book import before, consumers, groups, inbox, purging, quarantine, reading, revising, work
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import Conflict, Damaged
 from rollbook.book.ledger import Transaction, chunks, parsed
@@ -420,6 +420,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
         for marks, part in chunks(seqs):
             gone.update(tx.all(f"SELECT seq, gone FROM records WHERE seq IN ({marks})", part))
         stored = [seq for seq in seqs if gone[seq] is None]
+        gone.update(dict.fromkeys(quarantine.members(tx, stored), quarantine.QUARANTINED))
         numbers = {} if key is None else dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True))
         inserts, samples = consumer.inserts, consumer.samples
         moves, events = [], []

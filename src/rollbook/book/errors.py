@@ -6,6 +6,8 @@ what was expected.
 
 from __future__ import annotations
 
+import os
+
 from rollbook.errors import WireError
 
 
@@ -46,3 +48,8 @@ class Damaged(BookError, WireError):
 
     def __init__(self, message: str, offset: int | None = None) -> None:
         WireError.__init__(self, message, offset)
+
+
+def moved(path: str | os.PathLike[str]) -> BookError:
+    """Return the error of a file or folder that is not the one that was opened."""
+    return BookError(f"{os.fspath(path)}: the book was moved, removed or replaced while it was open; reopen it")

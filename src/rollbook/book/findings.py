@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "tally": (ERROR, f"{_MEND} counts anew"),
     "lease": (ERROR, f"{_MEND} ends it, and its records are offered again"),
     "group": (ERROR, f"{_MEND} looks at all groups anew"),
+    "quarantined": (ERROR, f"{_MEND} --offer offers all of them for training, book.revise(uid, retrain=True) one"),
     "event": (ERROR, "none: the past is not made up; it does no harm to what comes"),
     "orphan": (NOTE, _COMPACT),
     "unused": (NOTE, _COMPACT),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import consumers, reading, tags, work
+from rollbook.book import consumers, quarantine, reading, tags, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction
@@ -110,9 +110,11 @@ def _enter(
         unknown = [row[0] for row in records if row[0] not in values and row[3] is None]
         values.update(zip(unknown, reading.numbers(book, tx, unknown, key), strict=True))
     rows = []
+    quarantined = quarantine.members(tx, [row[0] for row in records])
     for seq, gid, version, gone, *_ in records:
         stale = floor is not None and version is not None and version < floor
-        rows.append(new_row(consumer, seq, gid, version, values.get(seq), gone or ("stale" if stale else None)))
+        dropped = gone or (quarantine.QUARANTINED if seq in quarantined else "stale" if stale else None)
+        rows.append(new_row(consumer, seq, gid, version, values.get(seq), dropped))
     work.enter(tx, consumer, rows)
     work.keep_size(tx, consumer, PIECE)
     return [row.seq for row in rows]

@@ -19,11 +19,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollbook.book.errors import BookError, Damaged, NotABook
+from rollbook.book.errors import BookError, Damaged, NotABook, moved
+from rollbook.book.locks import folder_lock, identity
 from rollbook.book.windows import reached
 from rollbook.files import FILE
 
@@ -303,6 +304,9 @@ _left_behind: list[sqlite3.Connection] = []
 class SQLiteLedger:
     """SQLite, in a file with a write-ahead log and a full sync at every commit, or (`path=None`) in memory.
 
+    Every transaction checks that the file is still the one that was opened, and a write transaction shares the lock of
+    its folder: a ledger that a repair replaces, or that is moved, takes no commit that would be lost.
+
     >>> ledger = SQLiteLedger(None)
     >>> with ledger.write() as tx:
     ...     tx.run("CREATE TABLE t (x INTEGER)")
@@ -324,7 +328,42 @@ class SQLiteLedger:
         self._turns = Turns()
         self._pid = os.getpid()
         self._closed = False
-        self._connection = self._connect()
+        self._identity: tuple[int, int] | None = None
+        self._connection = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        """Connect, and remember which file that was."""
+        if self.path is None:
+            return self._connect()
+        with nullcontext() if self.read_only else self._shared():
+            while True:
+                # A file system with layers may copy a file, under another inode, when it is first opened for writing.
+                before = identity(self.path)
+                connection = self._connect()
+                now = identity(self.path)
+                if before == now or before is None:
+                    break
+                connection.close()
+        if self._identity is not None and self._identity != now:
+            connection.close()
+            raise moved(self.path)
+        self._identity = now
+        return connection
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
+        """Keep repairs from replacing the ledger."""
+        if self.path is None:
+            yield
+            return
+        with ExitStack() as stack:
+            try:
+                had = stack.enter_context(folder_lock(self.path.parent, shared=True, seconds=BUSY_SECONDS))
+            except (FileNotFoundError, NotADirectoryError):
+                raise moved(self.path) from None
+            if not had:
+                raise BookError(f"{self.path.parent}: a repair held the book for {BUSY_SECONDS:g} s")
+            yield
 
     def _connect(self) -> sqlite3.Connection:
         if self.path is None:
@@ -433,12 +472,13 @@ class SQLiteLedger:
             self._lock = threading.RLock()
             self._turns = Turns()
             self._pid = os.getpid()
-            self._connection = self._connect()
+            self._connection = self._open()
         return self._connection
 
     @contextmanager
     def write(self, *, shared: bool = False, durable: bool = True) -> Iterator[_SQLiteTransaction]:
-        yield from self._transaction("BEGIN IMMEDIATE")
+        with self._shared():
+            yield from self._transaction("BEGIN IMMEDIATE")
 
     @contextmanager
     def read(self) -> Iterator[_SQLiteTransaction]:
@@ -454,6 +494,8 @@ class SQLiteLedger:
                         # The first look takes the snapshot, and may meet one who recovers, clears the log or is the
                         # last to close the book.
                         self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+                    if self.path is not None and identity(self.path) != self._identity:
+                        raise moved(self.path)
                     yield _SQLiteTransaction(connection, self.clock())
                     if begin != "BEGIN":
                         reached("before commit")

@@ -464,7 +464,7 @@ def restore(book: Book, many: Experiences) -> Experiences:
     """Media in the place of their references."""
     wanted = {key for keys in attachments.references(many) for key in keys}
     if not wanted:
-        return many
+        return attachments.restore(many, dict[str, Any]().__getitem__)
     places: dict[str, Place] = {}
     with book.ledger.read() as tx:
         for marks, part in chunks(sorted(wanted)):

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import near
-from rollbook.book import additions, attachments, consumers, digests, inbox, kinds, reading, tags, work
+from rollbook.book import additions, attachments, consumers, deletions, digests, inbox, kinds, reading, tags, work
 from rollbook.book.consumers import Consumer
+from rollbook.book.deletions import Deletion
 from rollbook.book.errors import BookError, Conflict
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.naming import text_of
@@ -58,7 +59,7 @@ def rewrite(
         if not made:
             return []
         many = from_rows([new for _, _, _, new, _ in made])
-        lifted = attachments.lift(many)
+        lifted = attachments.lift(many, evaluation=[before[seq][2] for _, seq, *_ in made])
         blobs = list(lifted.blobs)
         parts = [encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)]
         if book.quota is not None and kind != "redacted":  # What must go is never kept for want of room.
@@ -122,17 +123,20 @@ def rewrite(
                     follow(tx, consumer, _siblings(tx, [tag.gid for tag in found_tags], seqs_made), None, True)
             if also is not None:
                 also(tx)
+            if kind == "redacted":
+                blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in made]
+                deletions.add(book.shelf, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
         return [i for i, *_ in made]
     raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
 
 
-def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None]]:
-    """How often each was revised, and why it is gone, if it is."""
-    found: dict[int, tuple[int, str | None]] = {}
+def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
+    """How often each was revised, why it is gone, if it is, and whether it is for evaluation."""
+    states: dict[int, tuple[int, str | None, bool]] = {}
     for marks, part in chunks(seqs):
-        rows = tx.all(f"SELECT seq, revision, gone FROM records WHERE seq IN ({marks})", part)
-        found.update((seq, (revision, gone)) for seq, revision, gone in rows)
-    return found
+        rows = tx.all(f"SELECT seq, revision, gone, evaluation FROM records WHERE seq IN ({marks})", part)
+        states.update((seq, (revision, gone, bool(evaluation))) for seq, revision, gone, evaluation in rows)
+    return states
 
 
 def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
@@ -334,13 +338,13 @@ def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) 
     count = 0
     with inbox.drained(book) as tx:
         fresh = []
+        entries = []
         for marks, part in chunks(seqs):
-            fresh += [
-                row[0]
-                for row in tx.all(
-                    f"SELECT seq FROM records WHERE seq IN ({marks}) AND (gone IS NULL OR gone <> 'deleted')", part
-                )
-            ]
+            for seq, uid in tx.all(
+                f"SELECT seq, uid FROM records WHERE seq IN ({marks}) AND (gone IS NULL OR gone <> 'deleted')", part
+            ):
+                fresh.append(seq)
+                entries.append(Deletion(uid, tx.now, author, reason))
         to_purge(tx, fresh)
         for seq in fresh:
             tx.run(
@@ -360,4 +364,5 @@ def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) 
             work.drop(tx, consumer, found, "deleted")
             consumers.save(tx, consumer)
         _scrub(tx, fresh)
+        deletions.add(book.shelf, entries)
     return count

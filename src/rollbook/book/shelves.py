@@ -33,7 +33,8 @@ import xxhash
 
 from rollbook.algorithms.registry import whole_number
 from rollbook.book.disk import Disk, File, read_private
-from rollbook.book.errors import Damaged, NewerLayout
+from rollbook.book.errors import Damaged, NewerLayout, moved
+from rollbook.book.locks import identity
 from rollbook.book.windows import reached
 
 if TYPE_CHECKING:
@@ -267,7 +268,8 @@ class FolderShelf:
     """Segments as files of `folder`/segments, one open segment for each shelf that writes.
 
     The open segment is locked for as long as its writer lives, and never continued by another: a writer that died left
-    at most a tail that no ledger points to. A forked child starts a segment of its own.
+    at most a tail that no ledger points to. A forked child starts a segment of its own. A folder that is moved, removed
+    or replaced under the shelf is an error, and is not made again.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -285,7 +287,9 @@ class FolderShelf:
     def __init__(
         self, folder: str | os.PathLike[str], disk: Disk | None = None, segment_bytes: int = 256 << 20
     ) -> None:
-        self.folder = os.path.join(os.path.abspath(folder), "segments")
+        self.book_folder = os.path.abspath(folder)
+        self.folder = os.path.join(self.book_folder, "segments")
+        self._identity = identity(self.book_folder)
         self.disk = Disk() if disk is None else disk
         self.segment_bytes = whole_number("segment_bytes", segment_bytes, ALIGN)
         self._lock = threading.Lock()
@@ -311,6 +315,8 @@ class FolderShelf:
                 self._end()
             if self._file is None:
                 self._file = self._start()
+            elif identity(self._file.path) != identity(self._file.fd):
+                raise moved(self._file.path)
             file, fresh, base = self._file, not self._size, self._size or ALIGN
             try:
                 size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
@@ -336,6 +342,10 @@ class FolderShelf:
 
     def _start(self) -> File:
         """A new file of our own, locked before anybody could take it for one whose writer died."""
+        if self._identity is None:
+            self.disk.make_folder(self.book_folder)
+            self._identity = identity(self.book_folder)
+        self._check_unmoved()
         self.disk.make_folder(self.folder)
         self._check_folder()
         while True:
@@ -358,6 +368,10 @@ class FolderShelf:
                 f"{self.folder}: a link or a file, expected a folder: a book's segments lie in the book, not outside"
             )
 
+    def _check_unmoved(self) -> None:
+        if self._identity is not None and identity(self.book_folder) != self._identity:
+            raise moved(self.book_folder)
+
     def _path(self, segment: str) -> str:
         check_name(segment)
         with suppress(FileNotFoundError):
@@ -366,7 +380,11 @@ class FolderShelf:
 
     def get(self, place: Place) -> memoryview:
         """The bytes there, as private memory: a map if they are many, a copy if they are few."""
-        return read_segment(self.disk, self._path(check_place(place).segment), place, mapped=True)
+        try:
+            return read_segment(self.disk, self._path(check_place(place).segment), place, mapped=True)
+        except MissingSegment:
+            self._check_unmoved()
+            raise
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
         """The bytes at each place, copied; each file is opened once."""

@@ -18,10 +18,12 @@ from rollbook.cli.terminal import FOUND, OK, print_json, printable, size, wrappe
 def check(options: argparse.Namespace) -> int:
     if options.repair and options.quick:
         raise ValueError("check: got --repair and --quick, expected one of them: a repair looks at every byte")
+    if options.offer and not options.repair:
+        raise ValueError("check: got --offer, expected --repair with it: checking alone changes nothing")
     if options.repair:
         from rollbook.book.repairing import repair
 
-        report = repair(book_at(options.path))
+        report = repair(book_at(options.path), offer=options.offer)
     else:
         import rollbook
 

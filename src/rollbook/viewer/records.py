@@ -15,7 +15,7 @@ import orjson
 from numpy.typing import NDArray
 
 from rollbook import freeform
-from rollbook.book.attachments import open_blob, references
+from rollbook.book.attachments import OWN, open_blob, references
 from rollbook.book.ledger import chunks
 from rollbook.book.reading import fetch, numbers_of
 from rollbook.book.shelves import MissingSegment, Place
@@ -455,6 +455,6 @@ def record_json(many: Experiences, index: int = 0) -> dict[str, Any]:
         else:
             found[name] = plain(table.value(name, index))
     for name, column in table.columns.items():
-        if owner(name) is None and name != "book__media" and not isinstance(column, Ragged):
+        if owner(name) is None and name not in OWN and not isinstance(column, Ragged):
             found[name] = plain(column[index].as_py())
     return {name: value for name, value in found.items() if value is not None or name == "reward"}
