@@ -122,14 +122,42 @@ def test_part_of_a_lease(url: str) -> None:
         assert lease.ack(uids=uids[:1]) == 1
         assert lease.ack(uids=[made[1]]) == 1  # Records and ids of their own type, as everywhere else.
         assert lease.nack(uids=uids[2]) == 1
-        for bad in (uids[0], "unknown"):
+        for bad in (uids[2], "unknown"):
             with pytest.raises(ValueError, match=f"uids: got '{bad}', which this lease does not hold"):
                 lease.ack(uids=[bad])
         assert lease.nack("bad sample", uids=[uids[3]], drop=True) == 1
         with pytest.raises(LeaseLost, match="all its records were acknowledged or given back already"):
             lease.ack()
+        with pytest.raises(LeaseLost):
+            lease.ack(step=1, uids=uids[:1])
+        assert lease.ack(uids=uids[:2]) == 2, "the same again"
         counts = book.counts()
         assert (counts.waiting, counts.leased, counts.trained, counts.dropped) == (1, 0, 2, {"bad sample": 1})
+        check(book)
+
+
+def test_an_ack_may_be_repeated(url: str) -> None:
+    clock = Clock()
+    with rollbook.open(url, clock=clock, lease_seconds=10.0) as book:
+        book.append(records(6))
+        saved = book.checkpoint()
+        lease, other = book.lease(3), book.lease(3)
+        book.delete(lease.uids[0], author="ana")
+        assert lease.ack(step=1, uids=lease.uids[:2]) == 1
+        before = ledger(book)
+        assert lease.ack(step=1, uids=lease.uids[:2]) == 1
+        assert ledger(book) == before
+        assert [lease.ack(step=1) for _ in range(2)] == [1, 1]
+        with pytest.raises(LeaseLost, match="all its records were acknowledged"):
+            lease.ack(step=2)
+        assert other.ack(step=1, uids=other.uids[:1]) == 1
+        clock.now += 10
+        with pytest.raises(LeaseLost, match="it ended"):
+            other.ack(step=1)
+        assert other.ack(step=1, uids=other.uids[:1]) == 1, "acknowledged before the lease ended"
+        book.rewind(saved)
+        with pytest.raises(LeaseLost, match="it is acked"):
+            lease.ack(step=1)
         check(book)
 
 

@@ -27,8 +27,8 @@ from rollbook.book import (
     work,
 )
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import BackPressure, BookError, Conflict, QuotaExceeded
-from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.errors import BackPressure, BookError, Conflict, ConnectionLost, OutcomeUnknown, QuotaExceeded
+from rollbook.book.ledger import RETRY_SECONDS, Transaction, chunks, took_effect
 from rollbook.book.shelves import Place
 from rollbook.experiences import Experiences, from_rows
 from rollbook.wire import encode
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
 """Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
+LEAST_WAIT = 0.001
+"""The shortest wait for the ledger's lock, in seconds."""
 _COLUMNS = (
     *("seq", *tags.Tags._fields, "evaluation", "admitted", "revision", "whole", "core"),
     *("segment", "start", "size", "slot", "bytes", "gone"),
@@ -127,6 +129,7 @@ def append(
     coming = Coming(many, digests.digests(many, named), tags.tags(many, named), evaluation, lifted, frame)
     coming, doubled = _once(coming)
     end = None if timeout is None else time.monotonic() + timeout
+    last_retry = time.monotonic() + RETRY_SECONDS
     while True:
         with book.ledger.read() as tx:
             fresh, known, revisions = _sorted_out(tx, coming)
@@ -137,19 +140,27 @@ def append(
             continue
         new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
         fates: dict[str, str] = {}
+        admit = Admit(book, new) if fresh else None
+        # Without a limit, or one of 0 s for limiters, the lock has its default limit.
+        lock_wait = max(end - time.monotonic(), LEAST_WAIT) if end is not None and timeout else None
         try:
-            admit = Admit(book, new) if fresh else None
             if revisions:
                 # In one transaction with the new ones, which comes about only if one of them brings something.
-                changed = revising.add(book, coming, revisions, author, admit)
+                changed = revising.add(book, coming, revisions, author, admit, lock_wait)
                 fates = dict.fromkeys(changed, "revised")
                 known += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
                 admit.store()
-                with book.ledger.write() as tx:
+                with book.ledger.write(timeout=lock_wait) as tx:
                     admit(tx)
         except _Overtaken:
             continue
+        except (ConnectionLost, OutcomeUnknown) as error:
+            # Ids make a second attempt safe; a look tells new records from those that were known before this call.
+            if not took_effect(book.ledger, error, admit.is_there if admit else lambda tx: False) or revisions:
+                if time.monotonic() >= last_retry:
+                    raise
+                continue
         result = Appended(known=known + doubled, revised=len(fates))
         if admit is None or admit.stale is None:
             return result, fates
@@ -303,6 +314,14 @@ class Admit:
             from rollbook.book.vocabularies import to_keep
 
             self.vocabulary = to_keep(self.book)
+
+    def is_there(self, tx: Transaction) -> bool:
+        """Whether a call wrote the ledger and was committed."""
+        frame = None if self.stored is None else self.stored.frame
+        if frame is None:
+            return False
+        place = (self.coming.tags[0].uid, frame.segment, frame.offset)
+        return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", place) is not None
 
     def __call__(self, tx: Transaction) -> None:
         book, coming, stored = self.book, self.coming, self.stored

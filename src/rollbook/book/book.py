@@ -99,6 +99,8 @@ class Book:
         """Arguments of `rollbook.open` that open this book again."""
         self.known_kinds: set[tuple[str, str]] = set()
         """Columns and their types that the ledger is known to have noted."""
+        self.unsettled_checkpoints: dict[str | None, str] = {}
+        """Tokens of checkpoints whose outcome is unknown, by the name that was asked for."""
         self.untold: Any = None
         """The tokenizer itself, until the ledger is known to have its vocabulary."""
 

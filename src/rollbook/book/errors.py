@@ -29,6 +29,21 @@ class LeaseLost(BookError):
     """The lease expired, was taken back or is finished: its records may be another's, and nothing was changed."""
 
 
+class LockTimeout(BookError, TimeoutError):
+    """Another writer held the ledger for the whole wait; nothing was changed."""
+
+
+class ConnectionLost(BookError):
+    """The server cannot be reached, or the connection broke before the commit; nothing was changed."""
+
+
+class OutcomeUnknown(BookError):
+    """The connection broke during the commit and the server could not be asked since: the call may have taken effect.
+
+    The same call may be repeated: `append`, `lease`, `ack` and `checkpoint` take effect once.
+    """
+
+
 class BackPressure(BookError):
     """A limiter holds inserts back, and still did when the time was up; nothing was written."""
 

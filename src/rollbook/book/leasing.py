@@ -1,7 +1,8 @@
 """Leases: an atomic claim on records or whole groups, with a fencing number and an end.
 
 Invariant: a record is in at most one living lease of a consumer. Delivery is at least once; acknowledgement is exactly
-once: a lease that has ended, by its holder or by the database's clock, changes nothing any more and says `LeaseLost`.
+once: a lease that has ended, by its holder or by the database's clock, changes nothing any more and says `LeaseLost`,
+unless it repeats an acknowledgement that the ledger has.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollbook.algorithms.registry import choice, number, whole_number
 from rollbook.book import consumers, groups, reading, work
 from rollbook.book.consumers import Consumer
-from rollbook.book.errors import LeaseLost
-from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.errors import LeaseLost, LockTimeout
+from rollbook.book.ledger import Transaction, chunks, write_once
 from rollbook.book.naming import text_of, uids_of
 from rollbook.book.samplers import Proportional
 from rollbook.book.windows import reached
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
     from rollbook.experience import Experience
     from rollbook.experiences import Experiences
 
+_NO_STEP = object()
 POLL = (0.002, 0.05)
 """The shortest and the longest pause between two looks for more."""
+LAST_LOOK = 0.5
+"""How long the last look waits for other writers, in seconds."""
 
 
 class Wanted(NamedTuple):
@@ -43,6 +47,7 @@ class Wanted(NamedTuple):
     max_staleness: int | None
     seconds: float | None
     holder: str
+    """Host, process, and a token of the call, by which a lease is found whose commit got no answer."""
 
 
 class Claim(NamedTuple):
@@ -82,6 +87,8 @@ class Lease:
         self._claim = claim
         self._experiences: Experiences | None = None
         self._left = dict(zip(claim.uids, claim.seqs, strict=True))
+        self._acks: list[tuple[Any, dict[str, int]]] = []
+        """The step and the records (id, number) of every `ack`."""
         self._lost = False
         self._seconds = claim.seconds
         self.expires = claim.expires
@@ -140,11 +147,14 @@ class Lease:
             raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
         if not self._claim.id:
             return self.expires
-        with self._book.ledger.write() as tx:
+
+        def transact(tx: Transaction) -> float:
             self._check(tx)
-            ends = tx.now + lasts
-            tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (ends, lasts, self._claim.id))
-        self.expires, self._seconds = ends, lasts
+            tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (tx.now + lasts, lasts, self._claim.id))
+            return tx.now + lasts
+
+        self.expires = write_once(self._book.ledger, transact, lambda tx, _: False)
+        self._seconds = lasts
         return self.expires
 
     def ack(
@@ -159,14 +169,20 @@ class Lease:
         """These records (or some of them: ids or records) were trained on, in optimizer step `step`; how many.
 
         `priorities`: new numbers for a sampler with a `key`, by id (`dict(zip(lease.uids, numbers))`). `detail`: what
-        the ledger should say of all of them, `details` of each, by id (its micro-batch, its weight). Raises
-        `LeaseLost`, and changes nothing, if the lease has ended.
+        the ledger should say of all of them, `details` of each, by id (its micro-batch, its weight).
+
+        Idempotent: an `ack` of the same records in the same step changes nothing and returns the same count, also after
+        an error.
+
+        Raises:
+            LeaseLost: The lease has ended and these records were not acknowledged; nothing was changed.
+            OutcomeUnknown: The server does not answer; call `ack` again with the same arguments.
         """
         if step is not None:
             step = whole_number("step", step)
             if step >= 1 << 63:
                 raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
-        chosen = self._chosen(uids)
+        chosen = self._chosen(uids, step)
         given = {}
         if priorities is not None and not isinstance(priorities, Mapping):
             raise ValueError(
@@ -184,19 +200,36 @@ class Lease:
             told[chosen[uid]] = {**(detail or {}), **more}
         if not chosen:
             return 0
-        with self._book.ledger.write() as tx:
-            self._check(tx)
+        seqs = list(chosen.values())
+
+        def transact(tx: Transaction) -> int:
+            try:
+                self._check(tx)
+            except LeaseLost:
+                count = self._repeats(tx, seqs, step)
+                if not count:
+                    raise
+                return count
             consumer = _consumer(tx, self._wanted.consumer)
             if given and consumer.settings.sampler.key is None:
                 raise ValueError(f"priorities: got some, and nothing follows them in {consumer.settings.sampler!r}")
             found = self._held(tx, consumer, chosen)
+            count = len(found)
+            if count < len(chosen):
+                count += len(self._acknowledged(tx, seqs, step))
             _train(tx, consumer, found, step, self._claim.id, given, told)
-            if len(chosen) == len(self._left):
+            if chosen.keys() >= self._left.keys():
                 work.end_lease(tx, self._claim.id, "acked")
             consumers.save(tx, consumer)
             reached("during ack")
+            return count
+
+        count = write_once(
+            self._book.ledger, transact, lambda tx, count: len(self._acknowledged(tx, seqs, step)) == count > 0
+        )
+        self._acks.append((step, chosen))
         self._settle(chosen)
-        return len(found)
+        return count
 
     def nack(self, reason: str = "given back", *, uids: Any = None, drop: bool = False) -> int:
         """Give records back, to be offered again at the place they had, or (`drop=True`) to be dropped; how many."""
@@ -204,7 +237,8 @@ class Lease:
         chosen = self._chosen(uids)
         if not chosen:
             return 0
-        with self._book.ledger.write() as tx:
+
+        def transact(tx: Transaction) -> int:
             self._check(tx)
             consumer = _consumer(tx, self._wanted.consumer)
             found = self._held(tx, consumer, chosen)
@@ -215,29 +249,69 @@ class Lease:
             if len(chosen) == len(self._left):
                 work.end_lease(tx, self._claim.id, "nacked")
             consumers.save(tx, consumer)
+            return len(found)
+
+        def committed(tx: Transaction, _: int) -> bool:
+            return not self._held(tx, _consumer(tx, self._wanted.consumer), chosen)
+
+        count = write_once(self._book.ledger, transact, committed)
+        self._acks.append((_NO_STEP, {}))
         self._settle(chosen)
-        return len(found)
+        return count
 
     def _held(self, tx: Transaction, consumer: Consumer, chosen: Mapping[str, int]) -> list[work.Row]:
         """The rows that are still this lease's: a record that was deleted meanwhile is not."""
         return [row for row in work.rows_of(tx, consumer, list(chosen.values())) if row.lease == self._claim.id]
 
-    def _chosen(self, uids: Any) -> dict[str, int]:
+    def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
+        """Those of these records that this lease has acknowledged in this step, without what rewinds voided."""
+        found: set[int] = set()
+        for marks, part in chunks(seqs):
+            found.update(
+                seq
+                for (seq,) in tx.all(
+                    "SELECT done.seq FROM events AS done WHERE done.kind = 'trained' AND done.lease = ? "
+                    f"AND COALESCE(done.step, -1) = ? AND done.seq IN ({marks}) AND NOT EXISTS (SELECT 1 FROM events "
+                    "AS undone WHERE undone.seq = done.seq AND undone.kind = 'voided' AND undone.lease = done.lease "
+                    "AND undone.id > done.id)",
+                    (self._claim.id, -1 if step is None else step, *part),
+                )
+            )
+        return found
+
+    def _repeats(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> int:
+        """How many records an `ack` acknowledged that this one repeats; 0 if it repeats none."""
+        found = self._acknowledged(tx, seqs, step)
+        # A record that was deleted while it was leased could not be acknowledged.
+        for marks, part in chunks([seq for seq in seqs if seq not in found]):
+            if tx.one(f"SELECT 1 FROM records WHERE gone IS NULL AND seq IN ({marks})", part):
+                return 0
+        return len(found)
+
+    def _chosen(self, uids: Any, repeated_step: Any = _NO_STEP) -> dict[str, int]:
+        """The records of a call, by id; of an `ack`, those too that were acknowledged in the same step already."""
         if not self._claim.id:
             return {}
-        if not self._left:
+        if uids is None and self._left:
+            return dict(self._left)
+        # Without ids, the last call is repeated.
+        repeated = [ack for ack in self._acks[-1:] if uids is None] or self._acks
+        there = dict(self._left)
+        for step, acknowledged in repeated:
+            there.update(acknowledged if step == repeated_step else {})
+        if not there:
             raise LeaseLost(f"lease {self.fence}: all its records were acknowledged or given back already")
         if uids is None:
-            return dict(self._left)
+            return there
         listed = uids_of(uids)
         for uid in listed:
-            if uid not in self._left:
+            if uid not in there:
                 raise ValueError(f"uids: got {uid!r}, which this lease does not hold")
-        return {uid: self._left[uid] for uid in listed}
+        return {uid: there[uid] for uid in listed}
 
     def _settle(self, chosen: Mapping[str, int]) -> None:
         for uid in chosen:
-            del self._left[uid]
+            self._left.pop(uid, None)
 
     def _check(self, tx: Transaction) -> None:
         row = tx.one("SELECT state, expires FROM leases WHERE id = ?", (self._claim.id,))
@@ -358,9 +432,13 @@ def tidy(tx: Transaction, book: Book, consumer: Consumer, max_staleness: int | N
         groups.ripen(tx, consumer)
 
 
-def attempt(book: Book, wanted: Wanted, last: bool) -> Claim | None:
-    """Claim what is asked for; if it is not all there, `None`, or on the `last` look what there is."""
-    with book.ledger.write() as tx:
+def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: float) -> Claim | None:
+    """Claim what is asked for; if it is not all there, `None`, or on the `last` look what there is.
+
+    With a `timeout` (of the lease, until `end`) that passes while others hold the ledger, the claim is empty.
+    """
+
+    def transact(tx: Transaction) -> Claim | None:
         consumer = consumers.find(tx, wanted.consumer) or book.make_consumer(tx, wanted.consumer)
         if wanted.by == "group" and not consumer.grouped:
             groups.build(tx, consumer)
@@ -371,7 +449,21 @@ def attempt(book: Book, wanted: Wanted, last: bool) -> Claim | None:
             return None
         claim = _claim(tx, consumer, wanted, min(units, wanted.most), why if units < wanted.most else "")
         consumers.save(tx, consumer)
-    return claim
+        return claim
+
+    def committed(tx: Transaction, claim: Claim | None) -> bool:
+        if claim is None or not claim.id:
+            return True
+        return tx.one("SELECT 1 FROM leases WHERE id = ? AND holder = ?", (claim.id, wanted.holder)) is not None
+
+    # The last look is for what is there now: it waits for other writers, too, if only for a moment.
+    lock_wait = max(end - time.monotonic(), LAST_LOOK) if timeout else None
+    try:
+        return write_once(book.ledger, transact, committed, lock_wait)
+    except LockTimeout as error:
+        if timeout is None:
+            raise
+        return Claim(0, [], [], None, 0.0, 0.0, f"asked for {wanted.most}, got 0: {error}")
 
 
 def _available(tx: Transaction, consumer: Consumer, wanted: Wanted) -> tuple[int, str]:
@@ -464,7 +556,7 @@ def wanted(
     if seconds is not None and not number("seconds", seconds, 0.0, 1e9) > 0:
         raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
     number("timeout", timeout, 0.0)
-    holder = f"{socket.gethostname()}/{os.getpid()}"
+    holder = f"{socket.gethostname()}/{os.getpid()}/{os.urandom(6).hex()}"
     return Wanted(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder)
 
 
@@ -505,7 +597,7 @@ def lease(book: Book, asked: Wanted, timeout: float) -> Lease:
     pause = POLL[0]
     while True:
         last = time.monotonic() >= end
-        claim = attempt(book, asked, last)
+        claim = attempt(book, asked, last, timeout, end)
         if claim is not None:
             return Lease(book, asked, claim)
         seen = pulse(book, asked.consumer)
@@ -520,7 +612,7 @@ async def alease(book: Book, asked: Wanted, timeout: float) -> Lease:
     pause = POLL[0]
     while True:
         last = time.monotonic() >= end
-        looking = asyncio.ensure_future(asyncio.to_thread(attempt, book, asked, last))
+        looking = asyncio.ensure_future(asyncio.to_thread(attempt, book, asked, last, timeout, end))
         try:
             claim = await asyncio.shield(looking)
         except asyncio.CancelledError:
