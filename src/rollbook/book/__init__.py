@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollbook.book.errors import OutcomeUnknown as OutcomeUnknown
     from rollbook.book.errors import QuotaExceeded as QuotaExceeded
     from rollbook.book.errors import ReadOnly as ReadOnly
+    from rollbook.book.errors import UnknownConsumer as UnknownConsumer
     from rollbook.book.findings import Finding as Finding
     from rollbook.book.findings import Report as Report
     from rollbook.book.leasing import Lease as Lease
@@ -68,6 +69,7 @@ _HOMES = {
             "OutcomeUnknown",
             "QuotaExceeded",
             "ReadOnly",
+            "UnknownConsumer",
         ),
         "errors",
     ),

@@ -546,11 +546,13 @@ def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
     consumers.save(tx, consumer)
 
 
-def configure(tx: Transaction, book: Book, name: str, settings: dict[str, Any], change: bool) -> Settings:
+def configure(
+    tx: Transaction, book: Book, name: str, settings: dict[str, Any], *, create: bool, change: bool
+) -> Settings:
     """See `Book.consumer`."""
-    found = consumers.find(tx, name)
-    if found is None:
+    if create and consumers.find(tx, name) is None:
         return book.make_consumer(tx, name, settings).settings
+    found = consumers.named(tx, name)
     new = found.settings.changed(settings)
     if new != found.settings and not change:
         names = [key for key in settings if getattr(new, key) != getattr(found.settings, key)]

@@ -464,9 +464,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
 def trained(book: Book, name: str) -> dict[str, list[int | None]]:
     """See `Book.trained`."""
     with book.ledger.read() as tx:
-        consumer = consumers.find(tx, name)
-        if consumer is None:
-            raise KeyError(f"consumer: got {name!r}, which is not in the book")
+        consumer = consumers.named(tx, name)
         found = tx.all(
             "SELECT records.uid, done.step FROM events AS done JOIN records ON records.seq = done.seq "
             f"WHERE done.kind = 'trained' AND done.consumer = ? AND {_UNVOIDED} ORDER BY done.id",

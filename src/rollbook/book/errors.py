@@ -25,6 +25,13 @@ class Conflict(BookError):
     """Another record stands under the same id."""
 
 
+class UnknownConsumer(BookError, KeyError):
+    """The book has no consumer group of this name."""
+
+    # Not that of `KeyError`, which shows the message in quotes.
+    __str__ = Exception.__str__
+
+
 class LeaseLost(BookError):
     """The lease expired, was taken back or is finished: its records may be another's, and nothing was changed."""
 

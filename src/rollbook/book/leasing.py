@@ -8,6 +8,7 @@ unless it repeats an acknowledgement that the ledger has.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -15,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.algorithms.registry import choice, number, whole_number
+from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.book import consumers, groups, reading, work
 from rollbook.book.consumers import Consumer
-from rollbook.book.errors import LeaseLost, LockTimeout
+from rollbook.book.errors import BookError, LeaseLost, LockTimeout
 from rollbook.book.ledger import Transaction, chunks, write_once
 from rollbook.book.naming import text_of, uids_of
 from rollbook.book.samplers import Proportional
@@ -48,6 +49,10 @@ class Wanted(NamedTuple):
     seconds: float | None
     holder: str
     """Host, process, and a token of the call, by which a lease is found whose commit got no answer."""
+    exact: bool = False
+    """All or nothing."""
+    create: bool = False
+    """Create the consumer if it is not there."""
 
 
 class Claim(NamedTuple):
@@ -61,6 +66,8 @@ class Claim(NamedTuple):
     seconds: float
     why: str
     """Why it is less than was asked for; empty if it is not."""
+    partial: Sequence[str] = ()
+    """Groups that are not complete."""
 
 
 class Lease:
@@ -115,6 +122,11 @@ class Lease:
         return self._claim.why
 
     @property
+    def partial(self) -> list[str]:
+        """The ids of groups that were handed out incomplete, because `partial_after` seconds had passed."""
+        return list(self._claim.partial)
+
+    @property
     def experiences(self) -> Experiences:
         """Its records."""
         if self._experiences is None:
@@ -125,6 +137,8 @@ class Lease:
 
     def batch(self, **options: Any) -> ExperienceBatch:
         """Its records as a batch (the options of `Experiences.batch`); with weights under `info["weights"]`."""
+        if not self:
+            raise BookError(f"lease.batch: the lease is empty: {self.short or 'no record was asked for'}")
         made = self.experiences.batch(**options)
         if self._claim.weights is not None:
             import torch
@@ -439,7 +453,9 @@ def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: 
     """
 
     def transact(tx: Transaction) -> Claim | None:
-        consumer = consumers.find(tx, wanted.consumer) or book.make_consumer(tx, wanted.consumer)
+        if wanted.create and consumers.find(tx, wanted.consumer) is None:
+            book.make_consumer(tx, wanted.consumer)
+        consumer = consumers.named(tx, wanted.consumer)
         if wanted.by == "group" and not consumer.grouped:
             groups.build(tx, consumer)
         tidy(tx, book, consumer, wanted.max_staleness)
@@ -447,6 +463,9 @@ def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: 
         if units < wanted.most and not last:
             consumers.save(tx, consumer)
             return None
+        if units < wanted.most and wanted.exact:
+            consumers.save(tx, consumer)
+            return _empty(f"asked for exactly {wanted.most}, {units} can be leased: {why}")
         claim = _claim(tx, consumer, wanted, min(units, wanted.most), why if units < wanted.most else "")
         consumers.save(tx, consumer)
         return claim
@@ -463,7 +482,11 @@ def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: 
     except LockTimeout as error:
         if timeout is None:
             raise
-        return Claim(0, [], [], None, 0.0, 0.0, f"asked for {wanted.most}, got 0: {error}")
+        return _empty(f"asked for {wanted.most}, got 0: {error}")
+
+
+def _empty(why: str) -> Claim:
+    return Claim(0, [], [], None, 0.0, 0.0, why)
 
 
 def _available(tx: Transaction, consumer: Consumer, wanted: Wanted) -> tuple[int, str]:
@@ -492,9 +515,9 @@ def _available(tx: Transaction, consumer: Consumer, wanted: Wanted) -> tuple[int
     return units, why
 
 
-def _ready(tx: Transaction, consumer: Consumer, count: int) -> list[tuple[str, float, float]]:
+def _ready(tx: Transaction, consumer: Consumer, count: int) -> list[tuple[str, float, float, int | None, int]]:
     return tx.all(
-        "SELECT gid, rank, weight FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?",
+        "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?",
         (consumer.id, count),
     )
 
@@ -504,10 +527,13 @@ def _claim(tx: Transaction, consumer: Consumer, wanted: Wanted, units: int, why:
     sampler = consumer.settings.sampler
     found: list[work.Row] = []
     odds: list[float] = []
+    partial: list[str] = []
     if wanted.by == "group":
         _, total = consumer.state.get("ready", (0, 0.0))
         count = consumer.state.get("ready", (0, 0.0))[0]
-        for gid, rank, weight in _ready(tx, consumer, units):
+        for gid, rank, weight, size, runs in _ready(tx, consumer, units):
+            if size is not None and runs < size:
+                partial.append(gid)
             members = work.rows(tx, "consumer = ? AND gid = ? AND state = 'waiting' ORDER BY seq", (consumer.id, gid))
             found += members
             odds += [weight] * len(members)
@@ -542,11 +568,22 @@ def _claim(tx: Transaction, consumer: Consumer, wanted: Wanted, units: int, why:
     for marks, part in chunks([row.seq for row in found]):
         names.update(tx.all(f"SELECT seq, uid FROM records WHERE seq IN ({marks})", part))
     seqs = [row.seq for row in found]
-    return Claim(lease, seqs, [names[seq] for seq in seqs], weights, tx.now + seconds, seconds, told)
+    if partial:
+        more = f"{len(partial)} of {units} groups are partial, since partial_after has passed: {', '.join(partial[:3])}"
+        told = f"{told}; {more}" if told else more
+    return Claim(lease, seqs, [names[seq] for seq in seqs], weights, tx.now + seconds, seconds, told, partial)
 
 
 def wanted(
-    consumer: str, count: Any, by: str, max_staleness: int | None, seconds: float | None, timeout: float
+    consumer: str,
+    count: Any,
+    by: str,
+    max_staleness: int | None,
+    seconds: float | None,
+    timeout: float | None,
+    *,
+    exact: bool = False,
+    create: bool = False,
 ) -> Wanted:
     """Check what a lease asks for."""
     whole_number("lease", count, 1)
@@ -555,9 +592,11 @@ def wanted(
         whole_number("max_staleness", max_staleness)
     if seconds is not None and not number("seconds", seconds, 0.0, 1e9) > 0:
         raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
-    number("timeout", timeout, 0.0)
+    if timeout is not None:
+        number("timeout", timeout, 0.0)
     holder = f"{socket.gethostname()}/{os.getpid()}/{os.urandom(6).hex()}"
-    return Wanted(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder)
+    options = (switch("exact", exact), switch("create", create))
+    return Wanted(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder, *options)
 
 
 def pulse(book: Book, name: str) -> tuple[int, float | None]:
@@ -591,9 +630,9 @@ def nothing(book: Book, consumer: str) -> Lease:
     return Lease(book, Wanted(consumer, 0, "experience", None, None, ""), Claim(0, [], [], None, 0.0, 0.0, ""))
 
 
-def lease(book: Book, asked: Wanted, timeout: float) -> Lease:
+def lease(book: Book, asked: Wanted, timeout: float | None) -> Lease:
     """See `Book.lease`."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + (math.inf if timeout is None else timeout)
     pause = POLL[0]
     while True:
         last = time.monotonic() >= end
@@ -606,9 +645,9 @@ def lease(book: Book, asked: Wanted, timeout: float) -> Lease:
             pause = min(pause * 1.5, POLL[1])
 
 
-async def alease(book: Book, asked: Wanted, timeout: float) -> Lease:
+async def alease(book: Book, asked: Wanted, timeout: float | None) -> Lease:
     """See `Book.alease`; a wait that is cancelled has claimed nothing."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + (math.inf if timeout is None else timeout)
     pause = POLL[0]
     while True:
         last = time.monotonic() >= end

@@ -194,7 +194,10 @@ def _mend_consumers(book: Book, report: Report) -> None:
                 "state <> 'dropped') WHERE id = ?",
                 (settings, state, number, number, number),
             )
-        lost = tx.all("SELECT DISTINCT consumer FROM work WHERE consumer NOT IN (SELECT id FROM consumers) ORDER BY 1")
+        lost = tx.all(
+            "SELECT DISTINCT consumer FROM work WHERE consumer NOT IN (SELECT id FROM consumers) "
+            f"AND {consumers.NOT_REMOVED} ORDER BY 1"
+        )
         for (number,) in lost:
             # The first consumer of every book is "train".
             name = "train" if number == 1 else f"recovered-{number}"

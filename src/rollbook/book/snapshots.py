@@ -156,6 +156,7 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
                 # Numbers that were written are none that the sequence gave: it goes on behind them.
                 number = "(SELECT COALESCE(MAX(id), 0) + 1 FROM events)"
                 out.one(f"SELECT setval(pg_get_serial_sequence('events', 'id'), {number}, false)")
+        consumers.delete_removed(made.ledger)
         reached("during snapshot")
         _copy_records(book, source, made)
         _copy_media(book, source, made)

@@ -182,7 +182,7 @@ class Trainer:
             max_tokens=self.max_tokens,
             nonfinite_limit=nonfinite_limit,
         )
-        book.consumer(self.intake.consumer, change=True, **self.intake.settings(self.seed))
+        book.consumer(self.intake.consumer, create=True, change=True, **self.intake.settings(self.seed))
         if not self.resume():
             self._announce()
 
