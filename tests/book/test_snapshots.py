@@ -448,7 +448,7 @@ def test_a_fork_ends_leases_that_lived_at_the_checkpoint(book: Book) -> None:
         assert set(other.lease(6).uids) == {each.eid.uid for each in some(range(3))}
         sound(other)
     with pytest.raises(LeaseLost):
-        lease.ack()
+        lease.nack()
 
 
 def test_a_fork_from_nowhere_is_refused(tmp_path: Path) -> None:

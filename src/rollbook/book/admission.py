@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
 """Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
-LEAST_WAIT = 0.001
-"""The shortest wait for the ledger's lock, in seconds."""
 _COLUMNS = (
     *("seq", *tags.Tags._fields, "evaluation", "admitted", "revision", "whole", "core"),
     *("segment", "start", "size", "slot", "bytes", "gone"),
@@ -142,7 +140,7 @@ def append(
         fates: dict[str, str] = {}
         admit = Admit(book, new) if fresh else None
         # Without a limit, or one of 0 s for limiters, the lock has its default limit.
-        lock_wait = max(end - time.monotonic(), LEAST_WAIT) if end is not None and timeout else None
+        lock_wait = max(end - time.monotonic(), 0.0) if end is not None and timeout else None
         try:
             if revisions:
                 # In one transaction with the new ones, which comes about only if one of them brings something.

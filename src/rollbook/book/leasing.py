@@ -476,7 +476,7 @@ def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: 
         return tx.one("SELECT 1 FROM leases WHERE id = ? AND holder = ?", (claim.id, wanted.holder)) is not None
 
     # The last look is for what is there now: it waits for other writers, too, if only for a moment.
-    lock_wait = max(end - time.monotonic(), LAST_LOOK) if timeout else None
+    lock_wait = max(end - time.monotonic(), LAST_LOOK if last else 0.0) if timeout else None
     try:
         return write_once(book.ledger, transact, committed, lock_wait)
     except LockTimeout as error:
