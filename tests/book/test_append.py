@@ -161,7 +161,7 @@ def test_evaluation_records_are_kept_beside_and_never_leased(url: str) -> None:
         assert len(book) == 3
         assert (book.counts().admitted, book.counts().evaluation) == (1, 2)
         assert len(book.lease(10)) == 1
-        book.consumer("later")
+        book.consumer("later", create=True)
         assert book.counts("later").waiting == 1
         assert book.where(evaluation=True).count() == 2
         assert book["//0/0/0000"].info == {"i": 0}

@@ -37,7 +37,7 @@ def filled(url: str, **options: Any) -> Book:
     book.append(record(suffix="another", info={"png": bytes(3000)}))
     book.append(records(2, 90), evaluation=True)
     take(book, 2)
-    book.consumer("groups")
+    book.consumer("groups", create=True)
     take(book, 1, by="group", consumer="groups")
     book.checkpoint("here")
     take(book, 1)
@@ -499,7 +499,7 @@ def test_a_record_of_unknown_history_is_not_handed_out_twice(tmp_path: Path) -> 
     with rollbook.open(folder) as book:
         assert book.counts().dropped == {"quarantined": 1}
         assert [each.eid.uid for each in take(book, 9)] == [uid(1), uid(2)]
-        assert len(take(book, 9, consumer="new")) == 2
+        assert len(take(book, 9, consumer="new", create=True)) == 2
         book.revise(uid(0), author="ana", retrain=True)
         assert len(take(book, 9)) == 1
 

@@ -359,7 +359,7 @@ def test_stale_records_lose_their_bytes_and_stay_in_the_ledger(url: str) -> None
 
 def test_stale_records_that_somebody_wants_keep_their_bytes(url: str) -> None:
     with rollbook.open(url, max_staleness=1) as book:
-        book.consumer("other")
+        book.consumer("other", create=True)
         stale(book)
         assert book.compact().purged == 0
     with rollbook.open("memory:", max_staleness=1, keep_stale=True) as book:

@@ -469,8 +469,7 @@ def test_a_hung_writer_holds_others_up_for_a_stated_time(tmp_path: Path, monkeyp
     with rollbook.open(folder) as book:
         with pytest.raises(BookError, match=f"{LEDGER}: other writers held the ledger for 0.3 s"):
             put(book, Piece("b", 1, 2), log)
-        with pytest.raises(BookError, match="other writers"):
-            book.lease(1)
+        assert "other writers held the ledger for 0.3 s" in book.lease(1).short
         assert readable(book, PIECES) == PIECES, "readers go on"
         assert book.counts().waiting == 12
         hung.execute("ROLLBACK")

@@ -82,7 +82,7 @@ def test_what_was_sampled_is_never_revised(url: str) -> None:
 
 def test_a_revision_returns_a_record_to_training(url: str) -> None:
     with rollbook.open(url) as book:
-        book.consumer("other")
+        book.consumer("other", create=True)
         book.append(records(3))
         take(book, 1)
         book.drop("//0/0/0001", "filtered")
@@ -118,7 +118,7 @@ def test_a_record_that_is_leased_is_revised_under_its_holder(url: str) -> None:
 
 def test_samplers_follow_revised_numbers(url: str) -> None:
     with rollbook.open(url, sampler=EasyToHard()) as book:
-        book.consumer("errors", sampler=Proportional(key="info.error", alpha=1.0, beta=1.0))
+        book.consumer("errors", create=True, sampler=Proportional(key="info.error", alpha=1.0, beta=1.0))
         book.append([record(suffix=f"{i}", reward=1.0 - i, info={"i": i, "error": 1.0}) for i in range(3)])
         book.revise("//0/0/2", reward=3.0, info={"error": 4.0}, author="ana")
         book.revise("//0/0/0", reward=math.nan, author="ana")

@@ -102,12 +102,12 @@ def test_a_lease_may_be_stricter(url: str) -> None:
 
 def test_each_consumer_has_its_own_bound(url: str) -> None:
     with rollbook.open(url, max_staleness=0) as book:
-        book.consumer("critic", max_staleness=2)
+        book.consumer("critic", create=True, max_staleness=2)
         book.announce(2)
         assert book.append(versioned(0, 1, 2)).stale == 2
         assert numbers(book.lease(9)) == [2]
         assert numbers(book.lease(9, consumer="critic")) == [0, 1, 2]
-        book.consumer("late", max_staleness=1)
+        book.consumer("late", create=True, max_staleness=1)
         assert numbers(book.lease(9, consumer="late")) == [1, 2]
         check(book)
 

@@ -28,8 +28,8 @@ from rollbook.book import (
     work,
 )
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import BackPressure, BookError, Conflict, QuotaExceeded
-from rollbook.book.ledger import ConcurrentChange, Transaction
+from rollbook.book.errors import BackPressure, BookError, Conflict, ConnectionLost, OutcomeUnknown, QuotaExceeded
+from rollbook.book.ledger import RETRY_SECONDS, ConcurrentChange, Transaction, took_effect
 from rollbook.book.shelves import Place
 from rollbook.experiences import Experiences, from_rows, uncollected
 from rollbook.row_layout import RowLayout
@@ -159,6 +159,7 @@ def append(
     hopeful = book.quota is None and hasattr(book.shelf, "insert")
     attempts = 0
     revisions: list[tuple[int, int]]
+    last_retry = time.monotonic() + RETRY_SECONDS
     while True:
         if hopeful:
             hopeful, fresh, known, revisions = False, list(range(len(coming.tags))), 0, []
@@ -172,16 +173,18 @@ def append(
                 continue
         new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
         fates: dict[str, str] = {}
+        admit = Admit(book, new) if fresh else None
+        # Without a limit, or one of 0 s for limiters, the lock has its default limit.
+        lock_wait = max(end - time.monotonic(), 0.0) if end is not None and timeout else None
         try:
-            admit = Admit(book, new) if fresh else None
             if revisions:
                 # In one transaction with the new ones, which comes about only if one of them brings something.
-                changed = revising.add(book, coming, revisions, author, admit)
+                changed = revising.add(book, coming, revisions, author, admit, lock_wait)
                 fates = dict.fromkeys(changed, "revised")
                 known += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
                 admit.store()
-                with book.ledger.write(shared=True) as tx:
+                with book.ledger.write(shared=True, timeout=lock_wait) as tx:
                     admit(tx)
         except (_Overtaken, ConcurrentChange):
             attempts += 1
@@ -191,6 +194,12 @@ def append(
                     "was removed; nothing was admitted"
                 ) from None
             continue
+        except (ConnectionLost, OutcomeUnknown) as error:
+            # Ids make a second attempt safe; a look tells new records from those that were known before this call.
+            if not took_effect(book.ledger, error, admit.is_there if admit else lambda tx: False) or revisions:
+                if time.monotonic() >= last_retry:
+                    raise
+                continue
         result = Appended(known=known + doubled, revised=len(fates))
         if admit is None or admit.stale is None:
             return result, fates
@@ -360,6 +369,8 @@ class Admit:
         self.encoded = Encoded.of(coming)
         self.together = hasattr(book.shelf, "insert")
         self.stored: Stored | None = None
+        self.placed: Stored | None = None
+        """Where the last call found or put the bytes."""
         self.vocabulary: str | None = None
         self.stale: set[int] | None = None
         """Which records were too old for some consumer; `None` until they are written."""
@@ -376,6 +387,14 @@ class Admit:
 
             self.vocabulary = to_keep(self.book)
 
+    def is_there(self, tx: Transaction) -> bool:
+        """Whether a call wrote the ledger and was committed."""
+        frame = None if self.placed is None else self.placed.frame
+        if frame is None:
+            return False
+        place = (self.coming.tags[0].uid, frame.segment, frame.offset)
+        return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", place) is not None
+
     def __call__(self, tx: Transaction) -> None:
         book, coming = self.book, self.coming
         uids = [tag.uid for tag in coming.tags]
@@ -390,7 +409,7 @@ class Admit:
             raise _Overtaken
         if book.tokenizer is not None and meta.get("tokenizer", book.tokenizer) != book.tokenizer:
             raise _Overtaken
-        stored = self._placed(tx)
+        self.placed = stored = self._placed(tx)
         listening = [] if coming.evaluation else consumers.parsed_rows(consumer_rows)
         # Where an append depends on how many records there are, or the other way round, appends come one by one.
         limited = []
@@ -581,11 +600,13 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
     return len(fresh)
 
 
-def configure(tx: Transaction, book: Book, name: str, settings: dict[str, Any], change: bool) -> Settings:
+def configure(
+    tx: Transaction, book: Book, name: str, settings: dict[str, Any], *, create: bool, change: bool
+) -> Settings:
     """See `Book.consumer`."""
-    current = consumers.find(tx, name)
-    if current is None:
+    if create and consumers.find(tx, name) is None:
         return book.make_consumer(tx, name, settings).settings
+    current = consumers.named(tx, name)
     new = current.settings.changed(settings)
     if new != current.settings and not change:
         names = [key for key in settings if getattr(new, key) != getattr(current.settings, key)]

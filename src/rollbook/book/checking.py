@@ -193,7 +193,8 @@ def _counts(book: Book, report: Report) -> None:
                 report.add("tally", f"{state}: counted {told.get(state, 0)}, there are {came.get(key, 0)}", "records")
         for consumer in good:
             _count(tx, report, consumer, told.get("admitted", 0))
-        _stray(tx, report, "work", "consumer NOT IN (SELECT id FROM consumers)", "of a consumer that is not there")
+        stray = f"consumer NOT IN (SELECT id FROM consumers) AND {consumers.NOT_REMOVED}"
+        _stray(tx, report, "work", stray, "of a consumer that is not there")
         gone = "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq)"
         _stray(tx, report, "work", gone, "of a record that is not there")
 

@@ -8,6 +8,7 @@ voided are as many as its uses. Facts stay: revisions, redactions and deletions 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollbook.algorithms.registry import choice, whole_number
 from rollbook.book import before, consumers, groups, inbox, purging, quarantine, reading, revising, work
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import Conflict, Damaged
-from rollbook.book.ledger import Transaction, chunks, parsed
+from rollbook.book.errors import Conflict, Damaged, OutcomeUnknown
+from rollbook.book.ledger import Transaction, chunks, parsed, write_once
 from rollbook.book.naming import text_of
 from rollbook.book.windows import reached
 
@@ -116,21 +117,42 @@ def make(book: Book, name: str | None, keep: int | None) -> str:
         text_of("checkpoint", name, 1, 200)
     if keep is not None:
         whole_number("keep", keep, 1)
-    with inbox.drained(book) as tx:
+    # A call that repeats one whose outcome is unknown has its token.
+    token = book.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
+
+    inbox.drain_long(book)
+
+    def transact(tx: Transaction) -> str:
+        used = _of_token(tx, token)
+        if used is not None:
+            return used
+        inbox.drain_within(tx, book)
         state = json.dumps(_state(tx, book))
-        if not _is_there(tx, name, state):
-            name = _make(tx, name, state)
+        used = name if name is not None and _is_there(tx, name, state) else _make(tx, name, state, token)
         if keep is not None:
             for old in points(tx)[:-keep]:
                 _forget(tx, old)
         reached("during checkpoint")
-    return str(name)
+        return used
+
+    try:
+        return write_once(book.ledger, transact, lambda tx, used: _of_token(tx, token) == used)
+    except OutcomeUnknown:
+        book.unsettled_checkpoints[name] = token
+        raise
 
 
-def _is_there(tx: Transaction, name: str | None, state: str) -> bool:
+def _of_token(tx: Transaction, token: str) -> str | None:
+    """The name of the checkpoint that the call with this token made."""
+    row = tx.one(
+        "SELECT checkpoints.name FROM checkpoints JOIN events ON events.id = checkpoints.event WHERE events.detail = ?",
+        (json.dumps({"token": token}),),
+    )
+    return None if row is None else str(row[0])
+
+
+def _is_there(tx: Transaction, name: str, state: str) -> bool:
     """Whether a checkpoint of this name says the very same; one that says something else is in the way."""
-    if name is None:
-        return False
     row = tx.one("SELECT event, state FROM checkpoints WHERE name = ?", (name,))
     if row is None:
         return False
@@ -143,14 +165,15 @@ def _is_there(tx: Transaction, name: str | None, state: str) -> bool:
     return True
 
 
-def _make(tx: Transaction, name: str | None, state: str) -> str:
+def _make(tx: Transaction, name: str | None, state: str, token: str) -> str:
+    """Make a checkpoint; `token` names the call, by which a checkpoint is found whose commit got no answer."""
     last = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
     while name is None:
         last += 1
         name = f"checkpoint-{last}"
         if tx.one("SELECT 1 FROM checkpoints WHERE name = ?", (name,)):
             name = None
-    work.record(tx, [work.Event("checkpoint", reason=name)])
+    work.record(tx, [work.Event("checkpoint", reason=name, detail={"token": token})])
     # The event is the checkpoint's own: no two have the same, and all that comes later has a larger number.
     event, seq = tx.one("SELECT (SELECT MAX(id) FROM events), (SELECT COALESCE(MAX(seq), 0) FROM records)")
     tx.run(
@@ -447,9 +470,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
 def trained(book: Book, name: str) -> dict[str, list[int | None]]:
     """See `Book.trained`."""
     with book.ledger.read() as tx:
-        consumer = consumers.find(tx, name)
-        if consumer is None:
-            raise KeyError(f"consumer: got {name!r}, which is not in the book")
+        consumer = consumers.named(tx, name)
         found = tx.all(
             "SELECT records.uid, done.step FROM events AS done JOIN records ON records.seq = done.seq "
             f"WHERE done.kind = 'trained' AND done.consumer = ? AND {_UNVOIDED} ORDER BY done.id",

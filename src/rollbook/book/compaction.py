@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.algorithms.registry import number, whole_number
-from rollbook.book import attachments, purging, reading, work
+from rollbook.book import attachments, consumers, purging, reading, work
 from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import ALIGN, MissingSegment, Place, SegmentBusy
@@ -78,6 +78,7 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
     whole_number("small", small)
     number("grace", grace, 0.0)
     done = Compacted(before=sum(book.shelf.segments().values()))
+    consumers.delete_removed(book.ledger)
     done.purged = purging.purge(book)
     reached(_POINT)
     purging.look_for_forgotten(book)

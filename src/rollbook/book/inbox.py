@@ -154,15 +154,18 @@ def drain_all(book: Book, bounded: bool = False) -> None:
 
 
 @contextmanager
-def drained(book: Book) -> Iterator[Transaction]:
+def drained(book: Book, timeout: float | None = None) -> Iterator[Transaction]:
     """An exclusive transaction in which every inbox is empty: each consumer has a row for each record."""
-    with book.ledger.read() as tx:
-        count = tx.one("SELECT COALESCE(SUM(count), 0) FROM inbox")[0]
-    if count > PIECE:
-        drain_all(book)
-    with book.ledger.write() as tx:
+    drain_long(book)
+    with book.ledger.write(timeout=timeout) as tx:
         drain_within(tx, book)
         yield tx
+
+
+def drain_long(book: Book) -> None:
+    """Drain inboxes that are too long to be drained within one transaction."""
+    if book.ledger.all("SELECT COALESCE(SUM(count), 0) FROM inbox")[0][0] > PIECE:
+        drain_all(book)
 
 
 def drain_within(tx: Transaction, book: Book) -> None:

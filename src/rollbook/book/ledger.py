@@ -21,15 +21,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from rollbook.book.errors import BookError, Damaged, NotABook, moved
+from rollbook.book.errors import BookError, ConnectionLost, Damaged, LockTimeout, NotABook, OutcomeUnknown, moved
 from rollbook.book.locks import folder_lock, identity
 from rollbook.book.windows import reached
 from rollbook.files import FILE
 
-BUSY_SECONDS = 120.0
-"""How long a writer waits for the others before it gives up."""
+BUSY_SECONDS = 30.0
+"""How long a writer waits for other writers by default, in seconds."""
+_WRITE_LOCK = 120
+"""The byte of the file `-shm` that a writer locks."""
+RETRY_SECONDS = 30.0
+"""How long a write transaction is tried again that broken connections end."""
 LOG = "-wal"
 """What SQLite adds to a database's name for that of its write-ahead log."""
 _DAMAGE = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
@@ -37,6 +41,8 @@ MOST_BYTES = 64 << 20
 """The longest text or row that is read or written: a stranger's may be made as long as SQLite allows, a gigabyte."""
 IN_ONE = 500
 """How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
+
+Result = TypeVar("Result")
 
 
 _AMONG = "IN (SELECT value FROM json_each(?))"
@@ -114,13 +120,19 @@ class Ledger(Protocol):
     clock: Any
     """What tells the time instead of the database, in tests; `None` in PostgreSQL."""
 
-    def write(self, *, shared: bool = False, durable: bool = True) -> Any:
+    def write(self, *, shared: bool = False, durable: bool = True, timeout: float | None = None) -> Any:
         """A context that gives a `Transaction` and commits it unless it is left by an error.
 
         Args:
             shared: Run beside other shared transactions; by default no other transaction writes.
             durable: Wait until the commit is on disk. Otherwise a server crash may undo it, together with all later
                 commits that did not wait either.
+            timeout: How many seconds to wait for other writers, `BUSY_SECONDS` by default.
+
+        Raises:
+            LockTimeout: Other writers held the ledger for so long.
+            ConnectionLost: The connection broke before the commit.
+            OutcomeUnknown: The connection broke during the commit.
         """
 
     def read(self) -> Any:
@@ -157,6 +169,47 @@ def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Seq
     for start in range(0, len(values), size):
         part = values[start : start + size]
         yield ",".join("?" * len(part)), part
+
+
+def took_effect(ledger: Ledger, error: BookError, committed: Callable[[Transaction], bool]) -> bool:
+    """Find out whether a write transaction that a broken connection ended took effect.
+
+    Args:
+        error: `ConnectionLost` or `OutcomeUnknown`, as the transaction raised it.
+        committed: Looks for a trace of the transaction.
+
+    Raises:
+        OutcomeUnknown: The server could not be asked.
+    """
+    if not isinstance(error, OutcomeUnknown):
+        return False
+    try:
+        # Not `read`: the broken session may still be committing, and holds the lock until that is done.
+        with ledger.write() as tx:
+            return committed(tx)
+    except BookError as failure:
+        raise OutcomeUnknown(f"{error}; then: {failure}") from failure
+
+
+def write_once(
+    ledger: Ledger,
+    transact: Callable[[Transaction], Result],
+    committed: Callable[[Transaction, Result], bool],
+    **options: Any,
+) -> Result:
+    """Run a write transaction; one that a broken connection ended is looked up, and run again if it had no effect."""
+    results: list[Result] = []
+    end = time.monotonic() + RETRY_SECONDS
+    while True:
+        try:
+            with ledger.write(**options) as tx:
+                results.append(transact(tx))
+            return results[-1]
+        except (ConnectionLost, OutcomeUnknown) as error:
+            if took_effect(ledger, error, lambda tx: committed(tx, results[-1])):
+                return results[-1]
+            if time.monotonic() >= end:
+                raise
 
 
 def parsed(text: Any, what: str) -> dict[str, Any]:
@@ -295,6 +348,40 @@ def check_plain(connection: sqlite3.Connection, path: Path) -> None:
     ).fetchone()
     if found is not None:
         raise NotABook(f"{path}: it has a {found[0]} {str(found[1])[:80]!r} of its own, which no ledger has")
+
+
+def _holder(path: Path | None) -> str:
+    """Name the process that holds SQLite's write lock, where the system lists file locks (Linux).
+
+    The file itself must not be opened here: closing it would release this process's own locks on it.
+    """
+    if path is None:
+        return ""
+    try:
+        inode = os.stat(f"{path}-shm").st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        # 1: POSIX  ADVISORY  WRITE 4711 fe:01:1234 120 120
+        words = line.split()
+        if len(words) != 8 or words[3] != "WRITE" or not words[5].endswith(f":{inode}") or not words[4].isdigit():
+            continue
+        if int(words[6]) <= _WRITE_LOCK and (words[7] == "EOF" or int(words[7]) >= _WRITE_LOCK):
+            return f": process {words[4]} holds it"
+    return ""
+
+
+@contextmanager
+def take_turn(lock: threading.RLock, timeout: float | None) -> Iterator[float | None]:
+    """Hold the lock between the threads of one process; gives what is left of `timeout`."""
+    begin = time.monotonic()
+    if not lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+        raise LockTimeout(f"another thread of this process held the ledger for {timeout:.3g} s")
+    try:
+        yield None if timeout is None else max(begin + timeout - time.monotonic(), 0.0)
+    finally:
+        lock.release()
 
 
 _left_behind: list[sqlite3.Connection] = []
@@ -446,9 +533,10 @@ class SQLiteLedger:
             )
         return error
 
-    def _patiently(self, connection: sqlite3.Connection, sql: str) -> None:
+    def _patiently(self, connection: sqlite3.Connection, sql: str, seconds: float | None = None) -> None:
         """Run a statement that others may hold up, looking again often: SQLite's own wait sleeps up to 100 ms."""
-        end = time.monotonic() + BUSY_SECONDS
+        seconds = BUSY_SECONDS if seconds is None else seconds
+        end = time.monotonic() + seconds
         pause = 0.0002
         while True:
             try:
@@ -458,7 +546,9 @@ class SQLiteLedger:
                 if "locked" not in str(error) and "busy" not in str(error):
                     raise
                 if time.monotonic() > end:
-                    raise BookError(f"{self.path}: other writers held the ledger for {BUSY_SECONDS:g} s") from None
+                    raise LockTimeout(
+                        f"{self.path}: other writers held the ledger for {seconds:.3g} s{_holder(self.path)}"
+                    ) from None
             time.sleep(pause * (0.5 + random.random()))
             pause = min(pause * 1.5, 0.005)
 
@@ -476,19 +566,21 @@ class SQLiteLedger:
         return self._connection
 
     @contextmanager
-    def write(self, *, shared: bool = False, durable: bool = True) -> Iterator[_SQLiteTransaction]:
+    def write(
+        self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
+    ) -> Iterator[_SQLiteTransaction]:
         with self._shared():
-            yield from self._transaction("BEGIN IMMEDIATE")
+            yield from self._transaction("BEGIN IMMEDIATE", timeout)
 
     @contextmanager
     def read(self) -> Iterator[_SQLiteTransaction]:
         yield from self._transaction("BEGIN")
 
-    def _transaction(self, begin: str) -> Iterator[_SQLiteTransaction]:
+    def _transaction(self, begin: str, timeout: float | None = None) -> Iterator[_SQLiteTransaction]:
         connection = self._current()
-        with self._lock:
+        with take_turn(self._lock, timeout) as seconds:
             try:
-                self._patiently(connection, begin)
+                self._patiently(connection, begin, seconds)
                 try:
                     if begin == "BEGIN":
                         # The first look takes the snapshot, and may meet one who recovers, clears the log or is the

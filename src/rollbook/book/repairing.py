@@ -254,8 +254,9 @@ def _mend_consumers(book: Book, report: Report) -> bool:
                 (settings, state, number, number, number),
             )
         lost = tx.all(
-            "SELECT consumer FROM work WHERE consumer NOT IN (SELECT id FROM consumers) UNION SELECT consumer "
-            "FROM events WHERE consumer IS NOT NULL AND consumer NOT IN (SELECT id FROM consumers) ORDER BY 1"
+            f"SELECT consumer FROM work WHERE consumer NOT IN (SELECT id FROM consumers) AND {consumers.NOT_REMOVED} "
+            "UNION SELECT consumer FROM events WHERE consumer IS NOT NULL "
+            f"AND consumer NOT IN (SELECT id FROM consumers) AND {consumers.NOT_REMOVED} ORDER BY 1"
         )
         for (number,) in lost:
             # The first consumer of every book is "train".

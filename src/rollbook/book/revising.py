@@ -44,6 +44,7 @@ def rewrite(
     given: Sequence[bytes] | None = None,
     retrain: bool | str = False,
     also: Admit | None = None,
+    timeout: float | None = None,
 ) -> list[int]:
     """Replace records by what `change` makes of them, and admit those of `also` in the same transaction; the places of
     those that it changed. If it changes none, none are admitted either."""
@@ -73,7 +74,7 @@ def rewrite(
         found_tags = tags.tags(many)
         digest = digests.digests(many).whole if given is None else [given[i] for i, *_ in made]
         values: dict[str, list[float | None]] = {}
-        with inbox.drained(book) as tx:
+        with inbox.drained(book, timeout=timeout) as tx:
             if _revisions(tx, seqs) != before or not book.shelf.has(places[0].segment):
                 continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
             if kind == "redacted":
@@ -199,6 +200,7 @@ def add(
     revisions: Sequence[tuple[int, int]],
     author: str,
     also: Admit | None,
+    timeout: float | None = None,
 ) -> list[str]:
     """Late fields that came with records the book has already, and new records beside them if they change any; the ids
     of those that they changed."""
@@ -216,7 +218,9 @@ def add(
 
     digest = [coming.digests.whole[i] for i in indices]
     seqs = [seq for _, seq in revisions]
-    revised = rewrite(book, seqs, change, kind="revised", author=author, reason="append", given=digest, also=also)
+    revised = rewrite(
+        book, seqs, change, kind="revised", author=author, reason="append", given=digest, also=also, timeout=timeout
+    )
     if len(revised) < len(seqs):
         _remember(book, seqs, digest, author)
     return [coming.tags[indices[i]].uid for i in revised]

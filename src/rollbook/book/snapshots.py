@@ -160,6 +160,7 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
                     out.one(
                         f"SELECT setval('{table}_numbers', (SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}), false)"
                     )
+        consumers.delete_removed(made.ledger)
         reached("during snapshot")
         _copy_records(book, source, made)
         _copy_media(book, source, made)
