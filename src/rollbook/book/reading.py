@@ -119,12 +119,17 @@ def locate(tx: Transaction, seqs: Sequence[int]) -> dict[int, Location]:
     return found
 
 
-def retried(book: Book, seqs: Sequence[int], read: Callable[[dict[int, Location]], Result]) -> Result:
-    """What `read` makes of the records' places; where compaction has moved some in between, of their new ones."""
+def retried(book: Book, seqs: Sequence[int], read: Callable[[list[Location]], Result], *, skip: bool = False) -> Result:
+    """Call `read` with the places of records, and again with their new ones where compaction has moved some meanwhile.
+
+    `skip` leaves out records that have no bytes (deleted since they were listed) instead of raising.
+    """
     for _ in range(_ATTEMPTS):
         with book.ledger.read() as tx:
             where = locate(tx, seqs)
-        for seq in seqs:
+        if skip:
+            where = {seq: place for seq, place in where.items() if place[1] is not None}
+        for seq in () if skip else seqs:
             if seq not in where:
                 raise BookError(f"record number {seq}: there is none in the book")
             if where[seq][1] is None:
@@ -132,7 +137,7 @@ def retried(book: Book, seqs: Sequence[int], read: Callable[[dict[int, Location]
                     (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
                 raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
         try:
-            return read(where)
+            return read([where[seq] for seq in seqs if seq in where])
         except MissingSegment as missing:
             gone = missing
     raise Damaged(f"{gone}: a segment that the ledger speaks of; see `rollbook check`") from None
@@ -140,14 +145,28 @@ def retried(book: Book, seqs: Sequence[int], read: Callable[[dict[int, Location]
 
 def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
     """These records, in this order."""
-    if not seqs:
-        return Experiences()
+    return _fetched(book, seqs, verify, media, False)[1]
 
-    def read(where: dict[int, Location]) -> Experiences:
-        many = gather(book, [where[seq] for seq in seqs], verify)
-        return restore(book, many) if media else many
 
-    return retried(book, seqs, read)
+def fetch_present(
+    book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True
+) -> tuple[list[int], Experiences]:
+    """Read those of these records that have bytes, in this order.
+
+    Returns:
+        Their numbers, and the records.
+    """
+    return _fetched(book, seqs, verify, media, True)
+
+
+def _fetched(book: Book, seqs: Sequence[int], verify: bool, media: bool, skip: bool) -> tuple[list[int], Experiences]:
+    def read(places: list[Location]) -> tuple[list[int], Experiences]:
+        if not places:
+            return [], Experiences()
+        records = gather(book, places, verify)
+        return [place[0] for place in places], restore(book, records) if media else records
+
+    return retried(book, seqs, read, skip=skip)
 
 
 def only_fields(many: Experiences, fields: Collection[str]) -> Experiences:
@@ -159,13 +178,16 @@ def only_fields(many: Experiences, fields: Collection[str]) -> Experiences:
 
 
 def fetch_parts(book: Book, seqs: Sequence[int]) -> list[Experiences]:
-    """These records, in this order, in parts: where they are whole frames one after the other, nothing is copied."""
+    """Those of these records that have bytes, in this order, in parts: where they are whole frames one after the other,
+    nothing is copied."""
 
-    def read(where: dict[int, Location]) -> list[Experiences]:
-        parts, order = _parts(book, [where[seq] for seq in seqs])
+    def read(places: list[Location]) -> list[Experiences]:
+        if not places:
+            return []
+        parts, order = _parts(book, places)
         return [restore(book, part) for part in (parts if order is None else [_joined(parts, order)])]
 
-    return retried(book, seqs, read) if seqs else []
+    return retried(book, seqs, read, skip=True)
 
 
 def gather(

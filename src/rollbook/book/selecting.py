@@ -176,8 +176,9 @@ class Selection:
         """Records piece by piece; those whose bytes are gone are left out."""
         for piece in self._pieces(whole_number("rows", rows, 1)):
             seqs = [seq for seq, _, segment, *_ in piece if segment is not None]
-            if seqs:
-                yield reading.fetch(self._book, seqs)
+            present, records = reading.fetch_present(self._book, seqs)
+            if present:
+                yield records
 
     def __iter__(self) -> Iterator[Any]:
         for piece in self._pieces():
@@ -213,24 +214,22 @@ class Selection:
                 return
 
     def _filtered(self, piece: list[Any], condition: Condition) -> list[Any]:
-        stored = [row for row in piece if row[2] is not None]
-        if not stored:
-            return []
-        values = dict(
-            zip([row[0] for row in stored], _values(self._book, [row[0] for row in stored], condition[0]), strict=True)
-        )
-        return [row for row in stored if _meets(values[row[0]], condition)]
+        values = _values(self._book, [row[0] for row in piece if row[2] is not None], condition[0])
+        return [row for row in piece if row[0] in values and _meets(values[row[0]], condition)]
 
     def __repr__(self) -> str:
         shown = " and ".join(f"{name} {test} {value!r}" for name, test, value in self._asked)
         return f"Selection({self._book.url!r}, {shown or 'all'})"
 
 
-def _values(book: Book, seqs: list[int], name: str) -> list[Any]:
+def _values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
+    """A field of those of these records that have bytes, by their numbers."""
     head, dot, key = name.partition(".")
-    many = reading.fetch(book, seqs, verify=False, media=False)
-    found = many.values(head)
-    return [None if value is None else value.get(key) for value in found] if dot else found
+    present, records = reading.fetch_present(book, seqs, verify=False, media=False)
+    values = records.values(head) if present else []
+    if dot:
+        values = [None if value is None else value.get(key) for value in values]
+    return dict(zip(present, values, strict=True))
 
 
 def _meets(value: Any, condition: Condition) -> bool:
@@ -287,10 +286,14 @@ def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: 
             continue
         runs = [list(run) for _, run in groupby(kept, key=lambda row: row[2:5])]
         start = 0
-        for run, found in zip(runs, _runs(book, runs, from_frames), strict=True):
+        for run, (present, frame_columns) in zip(runs, _runs(book, runs, from_frames), strict=True):
             here = {name: array.slice(start, len(run)) for name, array in arrays.items()}
-            yield _batch(names, here | found)
             start += len(run)
+            if len(present) < len(run):
+                rows_present = [i for i, row in enumerate(run) if row[0] in set(present)]
+                here = {name: array.take(pa.array(rows_present, pa.int64())) for name, array in here.items()}
+            if present:
+                yield _batch(names, here | frame_columns)
 
 
 def _batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
@@ -303,8 +306,11 @@ def _batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(list(made.values()), names=list(made))
 
 
-def _runs(book: Book, runs: Sequence[list[Any]], fields: Sequence[str]) -> Iterator[dict[str, pa.Array]]:
-    """The columns of each run of records, all of one frame: as they lie there if it is the whole of it."""
+def _runs(
+    book: Book, runs: Sequence[list[Any]], fields: Sequence[str]
+) -> Iterator[tuple[list[int], dict[str, pa.Array]]]:
+    """The numbers and columns of each run of records, all of one frame: as they lie there if it is the whole of it,
+    without those that were deleted meanwhile."""
     places = [Place(*run[0][2:5]) for run in runs]
     try:
         views: Sequence[memoryview | None] = reading.views(book, places)
@@ -315,7 +321,8 @@ def _runs(book: Book, runs: Sequence[list[Any]], fields: Sequence[str]) -> Itera
         if found is None:
             yield frame_arrays(book, [row[0] for row in run], fields)
         else:
-            yield {**{name: pa.nulls(len(run)) for name in fields if name not in found}, **found}
+            missing = {name: pa.nulls(len(run)) for name in fields if name not in found}
+            yield [row[0] for row in run], {**missing, **found}
 
 
 LEDGER_TYPES: dict[str, pa.DataType] = {
@@ -366,12 +373,21 @@ def ledger_arrays(tx: Transaction, names: Sequence[str], seqs: Sequence[int]) ->
     return arrays
 
 
-def frame_arrays(book: Book, seqs: list[int], fields: Sequence[str], portable: bool = False) -> dict[str, pa.Array]:
-    """Columns of frames, these fields' and their sides', as Arrow arrays; `portable` as Parquet has them."""
+def frame_arrays(
+    book: Book, seqs: list[int], fields: Sequence[str], portable: bool = False
+) -> tuple[list[int], dict[str, pa.Array]]:
+    """Read columns of frames, these fields' and their sides', as Arrow arrays; `portable` as Parquet has them.
 
-    def read(where: dict[int, reading.Location]) -> dict[str, pa.Array]:
-        many = reading.gather(book, [where[seq] for seq in seqs], verify=False, only=fields)
-        found = arrow.to_arrays(many.columns, portable)
-        return {**{name: pa.nulls(len(seqs)) for name in fields if name not in found}, **found}
+    Returns:
+        The numbers of those of these records that have bytes, and their columns.
+    """
 
-    return reading.retried(book, seqs, read)
+    def read(places: list[reading.Location]) -> tuple[list[int], dict[str, pa.Array]]:
+        if not places:
+            return [], {}
+        records = reading.gather(book, places, verify=False, only=fields)
+        arrays = arrow.to_arrays(records.columns, portable)
+        missing = {name: pa.nulls(len(places)) for name in fields if name not in arrays}
+        return [place[0] for place in places], {**missing, **arrays}
+
+    return reading.retried(book, seqs, read, skip=True)
