@@ -27,6 +27,7 @@ from rollbook.book.book import Book
 from rollbook.book.errors import BookError, QuotaExceeded, ReadOnly
 from rollbook.book.limits import MaxSize
 from rollbook.book.shelves import Place
+from rollbook.cli import main
 from rollbook.experience import Experience
 from rollbook.experiences import Experiences
 from rollbook.wire import encode
@@ -261,17 +262,36 @@ def test_redacted_bytes_are_on_no_disk(url: str) -> None:
         assert torch.equal(book[uid(0)].tokens, record(0).tokens)
 
 
-def test_bytes_in_another_writers_segment_go_when_it_ends(tmp_path: Path) -> None:
-    with rollbook.open(tmp_path / "book") as book:
-        other = rollbook.open(tmp_path / "book")
+@pytest.mark.parametrize("ending", ["close", "append", "revise"])
+@pytest.mark.parametrize("removal", ["delete", "redact"])
+def test_bytes_in_another_writers_segment_go_when_it_ends(
+    ending: str, removal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with rollbook.open(tmp_path / "book") as book, rollbook.open(tmp_path / "book") as other:
         other.append([record(0, MARKER), record(1)])
-        book.delete(uid(0), author="ana")
-        assert book.compact().read == 0 and MARKER.encode() in held(book)
+        [segment] = book.shelf.segments()
+        if removal == "delete":
+            book.delete(uid(0), author="ana")
+        else:
+            book.redact(uid(0), ["response_text"], author="ana")
+        done = book.compact()
+        assert done.read == 0 and MARKER.encode() in held(book)
+        assert list(done.pending) == [segment] and "a writer has it open" in done.pending[segment]
         sound(book, {1: record(1)})
-        other.close()
-        book.compact()
+        assert [(each.kind, each.where) for each in book.check().findings] == [("pending", segment)]
+        assert main(["compact", str(tmp_path / "book")]) == 1
+        assert f"pending: {segment} holds deleted" in capsys.readouterr().err
+        if ending == "close":
+            other.close()
+        elif ending == "append":
+            other.append(record(2))
+        else:
+            other.revise(uid(1), info={"late": 1}, author="ana")
+        assert "the next compaction" in book.check().findings[0].what
+        assert book.compact().pending == {}
         assert MARKER.encode() not in held(book)
-        sound(book, {1: record(1)})
+        assert book.check().findings == []
+        sound(book, {2: record(2)} if ending == "append" else {})
 
 
 # --- media ------------------------------------------------------------------------------------------------------

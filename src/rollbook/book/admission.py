@@ -20,6 +20,7 @@ from rollbook.book import (
     groups,
     identities,
     kinds,
+    purging,
     reading,
     reports,
     revising,
@@ -316,6 +317,7 @@ class Admit:
             book.shelf.has(name) for name in {stored.frame.segment, *(p.segment for p in stored.media.values())}
         ):
             raise _Overtaken
+        purging.seal_purged(tx, book, stored.frame.segment)
         if any(not tx.one("SELECT 1 FROM media WHERE hash = ?", (key,)) for key in _borrowed(stored)):
             raise _Overtaken  # A medium that was known has been removed meanwhile.
         listening = [] if coming.evaluation else consumers.all_consumers(tx)

@@ -70,6 +70,8 @@ class Compacted:
     """Records that lost their bytes: dropped by every consumer, and needed by no checkpoint."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Segments that hold something which is not what the ledger says, and what; they are left as they are."""
+    pending: dict[str, str] = field(default_factory=dict)
+    """Segments that still hold deleted or redacted bytes, and what the removal waits for."""
 
 
 def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: float = 3600.0) -> Compacted:
@@ -86,6 +88,10 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
         _move(book, names, done)
     done.removed += _sweep(book, grace)
     book.ledger.clear_log()
+    done.pending = {
+        name: "it is damaged: repair the book first" if name in done.damaged else reason
+        for name, reason in purging.pending(book).items()
+    }
     done.after = sum(book.shelf.segments().values())
     return done
 

@@ -156,6 +156,27 @@ def take_finished(book: Book, least: int, most: int) -> int:
 # --- bytes that must go ---------------------------------------------------------------------------------------------
 
 
+def seal_purged(tx: Transaction, book: Book, segment: str) -> None:
+    """End this writer's open segment if bytes in it must go, so that the next compaction, of any process, can write it
+    anew. Other shelves than a folder's and memory's have no open segments."""
+    if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)) is not None:
+        book.shelf.seal()
+
+
+def pending(book: Book) -> dict[str, str]:
+    """Segments that hold deleted or redacted bytes, and what the removal of these waits for."""
+    with book.ledger.read() as tx:
+        segments = [segment for (segment,) in tx.all("SELECT segment FROM purges ORDER BY segment")]
+    return {
+        segment: "a writer has it open: it ends the segment when it appends next or closes the book, and a compaction "
+        "after that removes the bytes"
+        if book.shelf.busy(segment)
+        else "the next compaction removes the bytes"
+        for segment in segments
+        if book.shelf.has(segment)
+    }
+
+
 def look_for_forgotten(book: Book) -> None:
     """Find the segments that hold copies of deleted or redacted records which the ledger no longer knows of: from
     before a revision, or from an append that crashed or came second; list them in `purges`."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import near
-from rollbook.book import additions, attachments, consumers, digests, kinds, reading, tags, work
+from rollbook.book import additions, attachments, consumers, digests, kinds, purging, reading, tags, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import BookError, Conflict
 from rollbook.book.ledger import Transaction, chunks
@@ -77,6 +77,7 @@ def rewrite(
             if kind == "redacted":
                 to_purge(tx, [seq for _, seq, *_ in made])
                 _scrub(tx, seqs)
+            purging.seal_purged(tx, book, places[0].segment)
             share = -(-places[0].length // len(made))
             for slot, (i, seq, old, new, names) in enumerate(made):
                 n = before[seq][0] + 1
