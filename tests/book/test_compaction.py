@@ -145,15 +145,58 @@ def test_many_small_segments_become_one(url: str) -> None:
         assert [slot for (slot,) in _all(book, "SELECT slot FROM records ORDER BY seq")] == list(range(30))
 
 
-def test_appends_merge_small_segments_by_themselves(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "TEND_EVERY", 8)
-    monkeypatch.setattr(compaction, "TEND_ABOVE", 16)
+def test_small_segments_are_merged_beside_appends(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "TEND_EVERY", 4)
+    monkeypatch.setattr(compaction, "TEND_ABOVE", 8)
+    monkeypatch.setattr(compaction, "POINTED_AT_ONCE", 5)
+    threads = []
+    move = compaction._move
+
+    def moving(*arguments: Any) -> None:
+        threads.append(threading.get_ident())
+        move(*arguments)
+
+    monkeypatch.setattr(compaction, "_move", moving)
     with rollbook.open(url) as book:
-        given = {i: record(i) for i in range(80)}
-        spread(book, list(given.values()))
-        assert len(book.shelf.segments()) <= 16 + 8 + 2
+        given = {i: record(i) for i in range(40)}
+        for each in given.values():
+            spread(book, [each])
+            if book.tender is not None:
+                book.tender.join()
+        assert len(book.shelf.segments()) <= 8 + 4 + 2
+        assert threads and threading.get_ident() not in threads
         sound(book, given)
         assert _all(book, "SELECT key FROM meta WHERE key = 'tending'") == []
+
+
+def test_closing_waits_for_a_merge_and_a_fork_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "TEND_EVERY", 1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def waiting(book: Book) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(compaction, "_tend", waiting)
+    with rollbook.open(tmp_path / "book") as book:
+        book.append(record(0))
+        assert begun.wait(60)
+        child = os.fork()
+        if child == 0:
+            try:
+                book.append(record(1))
+                go_on.set()
+                book.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        closing = threading.Thread(target=book.close)
+        closing.start()
+        assert book.tender is not None and book.tender.is_alive()
+        go_on.set()
+        closing.join(60)
+        assert not book.tender.is_alive()
 
 
 def test_an_append_does_not_fail_for_a_merge(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +215,11 @@ def test_an_append_does_not_fail_for_a_merge(url: str, monkeypatch: pytest.Monke
 
         book.shelf.put = full  # type: ignore[method-assign]
         book.appends = count(compaction.TEND_EVERY)
+        tend = compaction._tend
+        monkeypatch.setattr(compaction, "_tend", lambda _: None)
+        assert book.append(record(10)).admitted == 1
         with pytest.warns(RuntimeWarning, match="No space left"):
-            assert book.append(record(10)).admitted == 1
+            tend(book)
         book.shelf.put = put  # type: ignore[method-assign]
         sound(book, {i: record(i) for i in range(11)})
         assert book.compact().records >= 10

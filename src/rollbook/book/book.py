@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,9 @@ class Book:
         self.quota = quota
         self.appends = itertools.count(os.urandom(1)[0])
         """Counts appends, from anywhere on: programs that append once and end merge small segments now and then too."""
+        self.tender: threading.Thread | None = None
+        """Merges small segments beside appends, for a moment now and then."""
+        self.closed = False
         self.opened_with: dict[str, Any] = {}
         """Arguments of `rollbook.open` that open this book again."""
         self.known_kinds: set[tuple[str, str]] = set()
@@ -308,14 +312,22 @@ class Book:
         return revising.revise(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
 
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
-        """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes."""
+        """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
+
+        Many records are worked through in pieces: a call that fails in the middle leaves the rest as it was, and
+        repeating it finishes.
+        """
         self._writable("redact")
         revising.signed(author, reason)
         return revising.redact(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
         """Remove records; the ledger keeps their ids, so that they are not admitted again. The next compaction removes
-        the bytes."""
+        the bytes.
+
+        Many records are worked through in pieces: a call that fails in the middle leaves the rest as it was, and
+        repeating it finishes.
+        """
         self._writable("delete")
         revising.signed(author, reason)
         return revising.delete(self, uids_of(uids), author=author, reason=reason)
@@ -579,6 +591,9 @@ class Book:
 
     def close(self) -> None:
         """End writing and let go of files; what was returned is safe in any case."""
+        self.closed = True
+        if self.tender is not None:
+            self.tender.join()
         self.shelf.close()
         self.ledger.close()
 

@@ -85,8 +85,7 @@ def purge(book: Book) -> int:
             found = tx.all(f"SELECT work.seq, work.reason {_evicted(tx)} AND work.seq IN ({marks})", part)
             count += _take_bytes(tx, found)
     if count or unused:
-        with book.ledger.write() as tx:
-            _forget_media(tx)
+        _forget_media(book)
     return count
 
 
@@ -104,10 +103,15 @@ def _take_bytes(tx: Transaction, found: Sequence[tuple[int, str]]) -> int:
     return len(found)
 
 
-def _forget_media(tx: Transaction) -> None:
+def _forget_media(book: Book) -> None:
     """Media that no record uses: their bytes are garbage."""
-    tx.run(MARK.format(f"SELECT DISTINCT segment, 0 FROM media WHERE {_UNUSED}"))
-    tx.run(f"DELETE FROM media WHERE {_UNUSED}")
+    with book.ledger.read() as tx:
+        hashes = [key for (key,) in tx.all(f"SELECT hash FROM media WHERE {_UNUSED}")]
+    for marks, part in chunks(hashes):
+        with book.ledger.write() as tx:
+            unused = f"hash IN ({marks}) AND {_UNUSED}"
+            tx.run(MARK.format(f"SELECT DISTINCT segment, 0 FROM media WHERE {unused}"), part)
+            tx.run(f"DELETE FROM media WHERE {unused}", part)
 
 
 def take_finished(book: Book, least: int, most: int) -> int:
@@ -148,8 +152,7 @@ def take_finished(book: Book, least: int, most: int) -> int:
         with book.ledger.write() as tx:
             found = tx.all(f"SELECT work.seq {_finished(tx)} AND work.seq IN ({marks})", part)
             count += _take_bytes(tx, [(seq, "quota") for (seq,) in found])
-    with book.ledger.write() as tx:
-        _forget_media(tx)
+    _forget_media(book)
     return count
 
 

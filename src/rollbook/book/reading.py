@@ -119,6 +119,17 @@ def locate(tx: Transaction, seqs: Sequence[int]) -> dict[int, Location]:
     return found
 
 
+def check_present(book: Book, seqs: Sequence[int], where: dict[int, Location]) -> None:
+    """Raise if one of these records is not in the book, or has no bytes."""
+    for seq in seqs:
+        if seq not in where:
+            raise BookError(f"record number {seq}: there is none in the book")
+        if where[seq][1] is None:
+            with book.ledger.read() as tx:
+                (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
+            raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
+
+
 def retried(book: Book, seqs: Sequence[int], read: Callable[[list[Location]], Result], *, skip: bool = False) -> Result:
     """Call `read` with the places of records, and again with their new ones where compaction has moved some meanwhile.
 
@@ -129,13 +140,8 @@ def retried(book: Book, seqs: Sequence[int], read: Callable[[list[Location]], Re
             where = locate(tx, seqs)
         if skip:
             where = {seq: place for seq, place in where.items() if place[1] is not None}
-        for seq in () if skip else seqs:
-            if seq not in where:
-                raise BookError(f"record number {seq}: there is none in the book")
-            if where[seq][1] is None:
-                with book.ledger.read() as tx:
-                    (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
-                raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
+        else:
+            check_present(book, seqs, where)
         try:
             return read([where[seq] for seq in seqs if seq in where])
         except MissingSegment as missing:
@@ -265,14 +271,15 @@ def restore(book: Book, many: Experiences) -> Experiences:
 
 def numbers_of(book: Book, uids: Sequence[str]) -> list[int]:
     """The numbers of records by id, in order; an unknown id is an error."""
-    found: dict[str, int] = {}
-    with book.ledger.read() as tx:
-        for marks, part in chunks(list(dict.fromkeys(uids))):
-            found.update(tx.all(f"SELECT uid, seq FROM records WHERE uid IN ({marks})", part))
-    for uid in uids:
-        if uid not in found:
-            raise KeyError(f"uid: got {uid!r}, which is not in the book")
-    return [found[uid] for uid in uids]
+    listed: list[int] = []
+    for marks, part in chunks(uids):
+        with book.ledger.read() as tx:
+            seqs = dict(tx.all(f"SELECT uid, seq FROM records WHERE uid IN ({marks})", part))
+        for uid in part:
+            if uid not in seqs:
+                raise KeyError(f"uid: got {uid!r}, which is not in the book")
+            listed.append(seqs[uid])
+    return listed
 
 
 def numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:
