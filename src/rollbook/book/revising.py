@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
 """From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""
 _TRIES = 50
-_AT_ONCE = 2000
+_AT_ONCE = 1000
 """How many records one transaction of a deletion holds: others wait for it."""
 _REDACTED_AT_ONCE = 500
 _REDACTED_BYTES = 16 << 20
