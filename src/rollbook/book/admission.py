@@ -20,6 +20,7 @@ from rollbook.book import (
     groups,
     identities,
     kinds,
+    lineages,
     purging,
     reading,
     reports,
@@ -329,9 +330,11 @@ class Admit:
                 values[key] = _numbers(coming, key)
         base = _insert(tx, coming, stored)
         stale: set[int] = set()
-        announced = work.announced(tx)
+        lineage = lineages.read(tx)
+        versions = [tag.version_max for tag in coming.tags]
+        abandoned = lineage.admit(tx, coming.many, base, versions) if lineage.number else set()
         for consumer in listening:
-            stale |= _offer(tx, consumer, coming, base, values, announced)
+            stale |= _offer(tx, consumer, coming, base, values, lineage.announced, abandoned)
         if self.columns:
             tx.many("INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(self.columns))
         if book.tokenizer is not None:
@@ -435,20 +438,22 @@ def _offer(
     base: int,
     values: dict[str, list[float | None]],
     announced: int | None,
+    abandoned: set[int],
 ) -> set[int]:
-    """The records' rows for one consumer; which were too old."""
+    """The records' rows for one consumer; which were too old, or of abandoned versions."""
     settings = consumer.settings
     key = settings.sampler.key
     numbers = values[key] if key is not None else [None] * len(coming.tags)
     floor = work.floor_of(announced, settings.max_staleness)
     made = []
-    stale = set()
+    stale = set() if settings.max_staleness is None else set(abandoned)
+    details = {base + i: work.abandoned(coming.tags[i].version_max) for i in stale}
     for i, (tag, value) in enumerate(zip(coming.tags, numbers, strict=True)):
         old = floor is not None and tag.version_min is not None and tag.version_min < floor
         if old:
             stale.add(i)
-        made.append(new_row(consumer, base + i, tag.gid, tag.version_min, value, "stale" if old else None))
-    work.enter(tx, consumer, made)
+        made.append(new_row(consumer, base + i, tag.gid, tag.version_min, value, "stale" if i in stale else None))
+    work.enter(tx, consumer, made, details)
     work.keep_size(tx, consumer)
     consumers.save(tx, consumer)
     return stale
@@ -507,11 +512,13 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
 
 def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
     """Offer a new consumer all that is in the book for training."""
-    floor = work.floor_of(work.announced(tx), consumer.settings.max_staleness)
+    lineage = lineages.read(tx)
+    floor = work.floor_of(lineage.announced, consumer.settings.max_staleness)
     last = 0
     while True:
         found = tx.all(
-            "SELECT seq, gid, version_min, gone FROM records WHERE evaluation = 0 AND seq > ? ORDER BY seq LIMIT 1000",
+            "SELECT seq, gid, version_min, gone, version_max FROM records WHERE evaluation = 0 AND seq > ? "
+            "ORDER BY seq LIMIT 1000",
             (last,),
         )
         if not found:
@@ -520,10 +527,13 @@ def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
         stored = [row[0] for row in found if row[3] is None]
         numbers = dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True)) if key is not None else {}
         made = []
-        for seq, gid, version, gone in found:
+        details = {}
+        for seq, gid, version, gone, newest in found:
             old = floor is not None and version is not None and version < floor
+            if consumer.settings.max_staleness is not None and lineage.is_abandoned(seq, newest):
+                old, details[seq] = True, work.abandoned(newest)
             made.append(new_row(consumer, seq, gid, version, numbers.get(seq), gone or ("stale" if old else None)))
-        work.enter(tx, consumer, made)
+        work.enter(tx, consumer, made, details)
         last = found[-1][0]
     work.keep_size(tx, consumer)
     consumers.save(tx, consumer)
@@ -577,5 +587,7 @@ def rerank(tx: Transaction, consumer: Consumer, book: Book) -> None:
         consumer.state.pop("ready", None)
         groups.build(tx, consumer)
     work.forget_stale(tx, consumer, work.floor_of(work.announced(tx), consumer.settings.max_staleness))
+    if consumer.settings.max_staleness is not None:
+        work.forget_abandoned(tx, consumer)
     work.keep_size(tx, consumer)
     consumers.save(tx, consumer)

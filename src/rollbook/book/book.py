@@ -22,6 +22,7 @@ from rollbook.book import (
     compaction,
     consumers,
     leasing,
+    lineages,
     measurements,
     reading,
     reports,
@@ -253,6 +254,16 @@ class Book:
         with self.ledger.read() as tx:
             return work.announced(tx)
 
+    @property
+    def policy_lineage(self) -> int:
+        """The number of the policy's lineage, which every rewind raises.
+
+        Whoever samples reads it with `policy_version` and puts it into `info["policy_lineage"]` of the records: then a
+        record of a version that a rewind abandoned is known as such, whenever it is appended.
+        """
+        with self.ledger.read() as tx:
+            return lineages.read(tx).number
+
     # --- measuring -----------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -359,8 +370,9 @@ class Book:
         version. The next leases are those that followed the checkpoint the first time. Living leases end, and what they
         held waits.
         Records that came later wait (`later="keep"`) or are dropped as "rewound" and their ids are free again
-        (`later="drop"`); consumers made later begin anew; later checkpoints are forgotten. Revisions stay, and what was
-        deleted stays deleted.
+        (`later="drop"`); for consumers with `max_staleness` those that were sampled by versions after the checkpoint's,
+        which are abandoned, are stale. Consumers made later begin anew; later checkpoints are forgotten. Revisions
+        stay, and what was deleted stays deleted.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")

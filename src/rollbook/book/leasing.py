@@ -354,6 +354,8 @@ def tidy(tx: Transaction, book: Book, consumer: Consumer, max_staleness: int | N
     work.forget_old(tx, consumer)
     bound = consumer.settings.max_staleness if max_staleness is None else max_staleness
     work.forget_stale(tx, consumer, work.floor_of(work.announced(tx), bound))
+    if max_staleness is not None and consumer.settings.max_staleness is None:
+        work.forget_abandoned(tx, consumer)  # A consumer's own bound was held as they came.
     if consumer.grouped:
         groups.ripen(tx, consumer)
 
