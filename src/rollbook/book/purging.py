@@ -188,14 +188,15 @@ def look_for_forgotten(book: Book) -> None:
         since = int(row[0]) if row is not None else 0
         last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0])
         seqs = tx.all("SELECT DISTINCT seq FROM events WHERE id > ? AND kind IN ('deleted', 'redacted')", (since,))
-        names: set[str] = set()
-        for marks, part in chunks([seq for (seq,) in seqs]):
-            for (uid,) in tx.all(f"SELECT uid FROM records WHERE seq IN ({marks})", part):
-                # A rewound record's id has its number behind it.
-                names |= {uid, uid.rpartition("~")[0]}
         listed = {row[0] for row in tx.all("SELECT segment FROM purges")}
     if last == since:
         return
+    names: set[str] = set()
+    for marks, part in chunks([seq for (seq,) in seqs]):
+        with book.ledger.read() as tx:
+            uids = [uid for (uid,) in tx.all(f"SELECT uid FROM records WHERE seq IN ({marks})", part)]
+        # A rewound record's id has its number behind it.
+        names.update(uids, (uid.rpartition("~")[0] for uid in uids))
     found = []
     if names:
         for segment, size in book.shelf.segments().items():

@@ -172,7 +172,7 @@ def _fetched(book: Book, seqs: Sequence[int], verify: bool, media: bool, skip: b
         records = gather(book, places, verify)
         return [place[0] for place in places], restore(book, records) if media else records
 
-    return retried(book, seqs, read, skip=skip)
+    return retried(book, seqs, read, skip=skip) if seqs else ([], Experiences())
 
 
 def only_fields(many: Experiences, fields: Collection[str]) -> Experiences:
@@ -193,7 +193,7 @@ def fetch_parts(book: Book, seqs: Sequence[int]) -> list[Experiences]:
         parts, order = _parts(book, places)
         return [restore(book, part) for part in (parts if order is None else [_joined(parts, order)])]
 
-    return retried(book, seqs, read, skip=True)
+    return retried(book, seqs, read, skip=True) if seqs else []
 
 
 def gather(
