@@ -21,6 +21,8 @@ from rollbook.book import (
     identities,
     inbox,
     kinds,
+    lineages,
+    purging,
     reading,
     reports,
     revising,
@@ -401,7 +403,7 @@ class Admit:
         same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
             (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
             (consumers.ALL, ()),
-            ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version')", ()),
+            ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version', 'lineage')", ()),
             tx.next_number("records", len(uids)),
         )
         meta = dict(meta_rows)
@@ -410,6 +412,7 @@ class Admit:
         if book.tokenizer is not None and meta.get("tokenizer", book.tokenizer) != book.tokenizer:
             raise _Overtaken
         self.placed = stored = self._placed(tx)
+        purging.seal_purged(tx, book, stored.frame.segment)
         listening = [] if coming.evaluation else consumers.parsed_rows(consumer_rows)
         # Where an append depends on how many records there are, or the other way round, appends come one by one.
         limited = []
@@ -423,15 +426,20 @@ class Admit:
         insert(tx, coming, stored, base)
         stale: set[int] = set()
         numbers: dict[int, str] = {}
-        announced = int(meta["policy_version"]) if "policy_version" in meta else None
+        lineage = lineages.of(meta)
+        if lineage.number and lineages.are_named(coming.many):
+            lineage = lineages.read(tx, lock=True)
+        newest = [tag.version_max for tag in coming.tags]
+        abandoned = lineage.admit(tx, coming.many, base, newest) if lineage.number else set()
         for consumer in listening:
             key = consumer.settings.sampler.key
             if key is not None and key not in tags.Tags._fields:
                 numbers[consumer.id] = json.dumps(tags.numbers(coming.many, key))
-            floor = work.floor_of(announced, consumer.settings.max_staleness)
-            if floor is not None:
+            if consumer.settings.max_staleness is not None:
+                floor = work.floor_of(lineage.announced, consumer.settings.max_staleness)
                 versions = [tag.version_min for tag in coming.tags]
-                stale.update(i for i, version in enumerate(versions) if version is not None and version < floor)
+                stale |= abandoned
+                stale.update(i for i, v in enumerate(versions) if floor is not None and v is not None and v < floor)
             if consumer.waiting > tx.now:
                 tx.notify(consumer.id)
         inbox.add(tx, [consumer.id for consumer in listening], base, len(uids), numbers)
@@ -657,6 +665,8 @@ def rerank(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
         consumer.state["unranked"] = seqs[-1] + 1
         return False
     del consumer.state["unranked"]
+    if consumer.settings.max_staleness is not None:
+        work.forget_abandoned(tx, consumer)
     if consumer.grouped:
         groups.begin(consumer)
     return False

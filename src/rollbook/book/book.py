@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from rollbook.book import (
     consumers,
     inbox,
     leasing,
+    lineages,
     measurements,
     reading,
     reports,
@@ -96,6 +98,9 @@ class Book:
         self.quota = quota
         self.appends = itertools.count(os.urandom(1)[0])
         """Counts appends, from anywhere on: programs that append once and end merge small segments now and then too."""
+        self.tender: threading.Thread | None = None
+        """Merges small segments beside appends, for a moment now and then."""
+        self.closed = False
         self.opened_with: dict[str, Any] = {}
         """Arguments of `rollbook.open` that open this book again."""
         self.known_kinds: set[tuple[str, str]] = set()
@@ -296,6 +301,16 @@ class Book:
         with self.ledger.read() as tx:
             return work.announced(tx)
 
+    @property
+    def policy_lineage(self) -> int:
+        """The number of the policy's lineage, which every rewind raises.
+
+        Whoever samples reads it with `policy_version` and puts it into `info["policy_lineage"]` of the records: then a
+        record of a version that a rewind abandoned is known as such, whenever it is appended.
+        """
+        with self.ledger.read() as tx:
+            return lineages.read(tx).number
+
     # --- measuring -----------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -355,14 +370,22 @@ class Book:
         return revising.revise(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
 
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
-        """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes."""
+        """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
+
+        Many records are worked through in pieces: a call that fails in the middle leaves the rest as it was, and
+        repeating it finishes.
+        """
         self._writable("redact")
         revising.signed(author, reason)
         return revising.redact(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
         """Remove records; the ledger keeps their ids, so that they are not admitted again. The next compaction removes
-        the bytes."""
+        the bytes.
+
+        Many records are worked through in pieces: a call that fails in the middle leaves the rest as it was, and
+        repeating it finishes.
+        """
         self._writable("delete")
         revising.signed(author, reason)
         return revising.delete(self, uids_of(uids), author=author, reason=reason)
@@ -394,8 +417,9 @@ class Book:
         version. The next leases are those that followed the checkpoint the first time. Living leases end, and what they
         held waits.
         Records that came later wait (`later="keep"`) or are dropped as "rewound" and their ids are free again
-        (`later="drop"`); consumers made later begin anew; later checkpoints are forgotten. Revisions stay, and what was
-        deleted stays deleted.
+        (`later="drop"`); for consumers with `max_staleness` those that were sampled by versions after the checkpoint's,
+        which are abandoned, are stale. Consumers made later begin anew; later checkpoints are forgotten. Revisions
+        stay, and what was deleted stays deleted.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -626,6 +650,9 @@ class Book:
 
     def close(self) -> None:
         """End writing and let go of files; what was returned is safe in any case."""
+        self.closed = True
+        if self.tender is not None:
+            self.tender.join()
         self.shelf.close()
         self.ledger.close()
 

@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rollbook.book import consumers, inbox, quarantine, work
+from rollbook.book import consumers, inbox, purging, quarantine, work
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.findings import LISTED, Report
 from rollbook.book.inspecting import media_problems, pages, record_problems
@@ -417,6 +417,8 @@ def _shelf(book: Book, report: Report) -> None:
             continue
         if name not in used and not book.shelf.busy(name):
             report.add("orphan", "a segment that nothing in the ledger points to", name)
+    for name, reason in purging.pending(book).items():
+        report.add("pending", f"holds deleted or redacted bytes; {reason}", name)
     if isinstance(book.shelf, FolderShelf):
         for kind, path in beside(book.shelf):
             what = "a file that a crash left behind" if kind == "leftover" else "no part of a book"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.algorithms.registry import choice, whole_number
-from rollbook.book import before, consumers, groups, inbox, purging, quarantine, reading, revising, work
+from rollbook.book import before, consumers, groups, inbox, lineages, purging, quarantine, reading, revising, work
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import Conflict, Damaged, OutcomeUnknown
 from rollbook.book.ledger import Transaction, chunks, parsed, write_once
@@ -68,6 +68,8 @@ class Rewound:
     """Records that came after the checkpoint, and were kept or dropped."""
     forgotten: tuple[str, ...]
     """Later checkpoints: what they speak of is void."""
+    lineage: int
+    """The number of the policy's lineage that begins: how many rewinds there were."""
 
 
 class Point(NamedTuple):
@@ -238,6 +240,7 @@ def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
     forgotten = [each for each in reversed(points(tx)) if each.event > point.event]
     for each in forgotten:
         _forget(tx, each)
+    lineage = lineages.branch(tx, point.state["policy_version"], point.seq)
     work.set_announced(tx, point.state["policy_version"])
     acks = _void_acks(tx, point)
     leases = void_leases(tx, point.name)
@@ -254,8 +257,15 @@ def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
         else:
             _begin_anew(tx, book, consumer, point, last)
         consumers.save(tx, consumer)
-    done = Rewound(point.name, acks, leases, came, tuple(each.name for each in reversed(forgotten)))
-    told = {"event": point.event, "acks": acks, "leases": leases, later: came, "forgotten": list(done.forgotten)}
+    done = Rewound(point.name, acks, leases, came, tuple(each.name for each in reversed(forgotten)), lineage.number)
+    told = {
+        "lineage": lineage.number,
+        "event": point.event,
+        "acks": acks,
+        "leases": leases,
+        later: came,
+        "forgotten": list(done.forgotten),
+    }
     work.record(tx, [work.Event("rewound", reason=point.name, detail=told)])
     return done
 
@@ -430,7 +440,9 @@ def _follow_revisions(
 
 def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
     """Records that came after the checkpoint, as if they came now: those that were kept wait. Their groups."""
-    floor = work.floor_of(work.announced(tx), consumer.settings.max_staleness)
+    lineage = lineages.read(tx)
+    bounded = consumer.settings.max_staleness is not None
+    floor = work.floor_of(lineage.announced, consumer.settings.max_staleness)
     key = consumer.settings.sampler.key
     gids: dict[str, None] = {}
     last = point.seq
@@ -440,8 +452,12 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
             return list(gids)
         seqs = [row.seq for row in found]
         gone: dict[int, str | None] = {}
+        newest: dict[int, int | None] = {}
         for marks, part in chunks(seqs):
-            gone.update(tx.all(f"SELECT seq, gone FROM records WHERE seq IN ({marks})", part))
+            for seq, reason, version in tx.all(
+                f"SELECT seq, gone, version_max FROM records WHERE seq IN ({marks})", part
+            ):
+                gone[seq], newest[seq] = reason, version
         stored = [seq for seq in seqs if gone[seq] is None]
         gone.update(dict.fromkeys(quarantine.members(tx, stored), quarantine.QUARANTINED))
         numbers = {} if key is None else dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True))
@@ -449,12 +465,14 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
         moves, events = [], []
         for now in found:
             old = floor is not None and now.version is not None and now.version < floor
-            why = gone[now.seq] or ("stale" if old else None)
+            abandoned = bounded and lineage.is_abandoned(now.seq, newest[now.seq])
+            why = gone[now.seq] or ("stale" if old or abandoned else None)
+            detail = work.abandoned(newest[now.seq]) if abandoned else None
             new = inbox.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
             moves.append((now, new))
             inserts += new.state != work.DROPPED
             if new.state == work.DROPPED and (now.state, now.reason) != (new.state, new.reason):
-                events.append(work.Event(work.DROPPED, now.seq, consumer.id, why))
+                events.append(work.Event(work.DROPPED, now.seq, consumer.id, why, detail=detail))
             elif now.state == work.DROPPED != new.state:
                 told = {"what": work.DROPPED, "why": now.reason}
                 events.append(work.Event("voided", now.seq, consumer.id, point.name, detail=told))

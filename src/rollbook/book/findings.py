@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "event": (ERROR, "none: the past is not made up; it does no harm to what comes"),
     "orphan": (NOTE, _COMPACT),
     "unused": (NOTE, _COMPACT),
+    "pending": (NOTE, "rollbook compact; a writer that is idle has to close the book first"),
     "idle": (NOTE, f"none is needed; {_MEND} ends it"),
     "begun": (NOTE, f"none is needed; {_MEND} moves it away"),
     "leftover": (NOTE, f"none is needed; {_MEND} moves it away"),

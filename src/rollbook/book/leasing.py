@@ -518,6 +518,8 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: Wanted | None)
     bound = settings.max_staleness if wanted is None or wanted.max_staleness is None else wanted.max_staleness
     if version:
         done &= work.forget_stale(tx, consumer, work.floor_of(int(version[0][0]), bound), piece)
+    if wanted is not None and wanted.max_staleness is not None and settings.max_staleness is None:
+        work.forget_abandoned(tx, consumer)  # a consumer's own bound was held as they came
     if consumer.grouped:
         done &= groups.build(tx, consumer, piece)
         if settings.partial_after is not None:

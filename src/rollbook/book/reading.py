@@ -151,67 +151,95 @@ def locate(source: Ledger | Transaction, seqs: Sequence[int]) -> dict[int, Locat
     return rows
 
 
+def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]) -> None:
+    """Raise if one of these records is not in the book, or has no bytes."""
+    for seq in seqs:
+        if seq not in where:
+            raise BookError(f"record number {seq}: there is none in the book")
+        if where[seq][1] is None:
+            with book.ledger.read() as tx:
+                (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
+            raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
+
+
 def retried(
     book: Book,
     seqs: Sequence[int],
-    read: Callable[[dict[int, Location]], Result],
+    read: Callable[[list[Location]], Result],
+    *,
+    skip: bool = False,
     located: Mapping[int, Location] | None = None,
 ) -> Result:
-    """What `read` makes of the records' places; where compaction has moved some in between, of their new ones.
+    """Call `read` with the places of records, and again with their new ones where compaction has moved some meanwhile.
 
     Args:
         book: Where to look.
         seqs: The records' numbers.
         read: What to do with the places.
+        skip: Leave out records that have no bytes (deleted since they were listed) instead of raising.
         located: The places, if the ledger was asked already.
     """
     for attempt in range(_ATTEMPTS):
-        if located is None or attempt:
-            located = locate(book.ledger, seqs)
-        where = dict(located)
-        for seq in seqs:
-            if seq not in where:
-                raise BookError(f"record number {seq}: there is none in the book")
-            if where[seq][1] is None:
-                with book.ledger.read() as tx:
-                    (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
-                raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
+        where = locate(book.ledger, seqs) if located is None or attempt else located
+        if skip:
+            where = {seq: place for seq, place in where.items() if place[1] is not None}
+        else:
+            check_present(book, seqs, where)
         try:
-            return read(where)
+            return read([where[seq] for seq in seqs if seq in where])
         except MissingSegment as missing:
             gone = missing
     raise Damaged(f"{gone}: a segment that the ledger speaks of; see `rollbook check`") from None
 
 
-def fetch(
+def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
+    """These records, in this order.
+
+    Of a frame of which few records are read, only their bytes are: see `rollbook.sparse`. The frame's checksum says
+    nothing about them, so that with `verify` they are compared with the digests in the ledger, and where one differs
+    the frame is read whole.
+    """
+    return _fetched(book, seqs, verify, media, False)[1]
+
+
+def fetch_present(
     book: Book,
     seqs: Sequence[int],
     *,
     verify: bool = True,
     media: bool = True,
     located: Mapping[int, Location] | None = None,
-) -> Experiences:
-    """These records, in this order; `located`: their places, if the ledger was asked already.
+) -> tuple[list[int], Experiences]:
+    """Read those of these records that have bytes, in this order; `located`: their places, if the ledger was asked.
 
-    Of a frame of which few records are read, only their bytes are: see `rollbook.sparse`. The frame's checksum says
-    nothing about them, so that with `verify` they are compared with the digests in the ledger, and where one differs
-    the frame is read whole.
+    Returns:
+        Their numbers, and the records.
     """
-    if not seqs:
-        return Experiences()
+    return _fetched(book, seqs, verify, media, True, located)
 
-    def read(where: dict[int, Location]) -> Experiences:
-        places = [where[seq] for seq in seqs]
+
+def _fetched(
+    book: Book,
+    seqs: Sequence[int],
+    verify: bool,
+    media: bool,
+    skip: bool,
+    located: Mapping[int, Location] | None = None,
+) -> tuple[list[int], Experiences]:
+    def read(places: list[Location]) -> tuple[list[int], Experiences]:
+        numbers = [place[0] for place in places]
+        if not places:
+            return [], Experiences()
         if media or not verify:
             parts = _parts(book, places, verify, sparse=True)
-            many = _joined(parts)
-            many = restore(book, many) if media else many
-            if not verify or _match(book, many, places, parts.sparse):
-                return many
-        many = gather(book, places, verify)
-        return restore(book, many) if media else many
+            records = _joined(parts)
+            records = restore(book, records) if media else records
+            if not verify or _match(book, records, places, parts.sparse):
+                return numbers, records
+        records = gather(book, places, verify)
+        return numbers, restore(book, records) if media else records
 
-    return retried(book, seqs, read, located)
+    return retried(book, seqs, read, skip=skip, located=located) if seqs else ([], Experiences())
 
 
 def _match(book: Book, many: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
@@ -244,17 +272,17 @@ def only_fields(many: Experiences, fields: Collection[str]) -> Experiences:
 
 
 def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
-    """The records at these places, in this order; of whole frames nothing is copied."""
-    seqs = list(located)
+    """The records at these places that have bytes, in this order; of whole frames nothing is copied."""
 
-    def read(where: dict[int, Location]) -> list[Experience]:
-        places = [where[seq] for seq in seqs]
+    def read(places: list[Location]) -> list[Experience]:
+        if not places:
+            return []
         parts = _parts(book, places, together=_in_order(places))
         restored = [restore(book, part) for part in (parts.parts if parts.order is None else [_joined(parts)])]
         with uncollected():
             return [row for part in restored for row in part.rows()]
 
-    return retried(book, seqs, read, located) if seqs else []
+    return retried(book, list(located), read, skip=True, located=located) if located else []
 
 
 def _in_order(where: Sequence[Location]) -> bool:
@@ -491,14 +519,15 @@ def restore(book: Book, many: Experiences) -> Experiences:
 
 def numbers_of(book: Book, uids: Sequence[str]) -> list[int]:
     """The numbers of records by id, in order; an unknown id is an error."""
-    found: dict[str, int] = {}
-    with book.ledger.read() as tx:
-        for marks, part in chunks(list(dict.fromkeys(uids))):
-            found.update(tx.all(f"SELECT uid, seq FROM records WHERE uid IN ({marks})", part))
-    for uid in uids:
-        if uid not in found:
-            raise KeyError(f"uid: got {uid!r}, which is not in the book")
-    return [found[uid] for uid in uids]
+    listed: list[int] = []
+    for marks, part in chunks(uids):
+        with book.ledger.read() as tx:
+            seqs = dict(tx.all(f"SELECT uid, seq FROM records WHERE uid IN ({marks})", part))
+        for uid in part:
+            if uid not in seqs:
+                raise KeyError(f"uid: got {uid!r}, which is not in the book")
+            listed.append(seqs[uid])
+    return listed
 
 
 def numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:

@@ -12,12 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import near
-from rollbook.book import additions, attachments, consumers, deletions, digests, inbox, kinds, reading, tags, work
+from rollbook.book import (
+    additions,
+    attachments,
+    consumers,
+    deletions,
+    digests,
+    inbox,
+    kinds,
+    purging,
+    reading,
+    tags,
+    work,
+)
 from rollbook.book.consumers import Consumer
 from rollbook.book.deletions import Deletion
 from rollbook.book.errors import BookError, Conflict
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.naming import text_of
+from rollbook.book.windows import reached
 from rollbook.equality import same
 from rollbook.experiences import from_rows
 from rollbook.fields import FIELDS
@@ -31,6 +44,11 @@ if TYPE_CHECKING:
 Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
 """From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""
 _TRIES = 50
+_AT_ONCE = 1000
+"""How many records one transaction of a deletion holds: others wait for it."""
+_REDACTED_AT_ONCE = 500
+_REDACTED_BYTES = 16 << 20
+"""How many records, and about how many bytes, a redaction reads and writes at once."""
 
 
 def rewrite(
@@ -80,36 +98,46 @@ def rewrite(
             if kind == "redacted":
                 to_purge(tx, [seq for _, seq, *_ in made])
                 _scrub(tx, seqs)
+            purging.seal_purged(tx, book, places[0].segment)
             share = -(-places[0].length // len(made))
-            for slot, (_, seq, old, new, names) in enumerate(made):
-                n = before[seq][0] + 1
-                tag = found_tags[slot]
-                changed = ", ".join(
-                    f"{name} = ?"
-                    for name in (*tags.Tags._fields, "revision", "segment", "start", "size", "slot", "bytes")
-                )
-                tx.run(
-                    f"UPDATE records SET {changed} WHERE seq = ?",
-                    (*tag, n, places[0].segment, places[0].offset, places[0].length, slot, share, seq),
-                )
-                tx.run(
-                    "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (seq, n, tx.now, author, reason, ",".join(names), digest[slot]),
-                )
-                tx.run("DELETE FROM media_uses WHERE seq = ?", (seq,))
-                uses = lifted.uses[slot] if lifted.uses else ()
-                for key in uses:
-                    place = media[key]
-                    tx.run(
-                        "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                        (key, place.segment, place.offset, place.length),
+            columns = (*tags.Tags._fields, "revision", "segment", "start", "size", "slot", "bytes")
+            place = (places[0].segment, places[0].offset, places[0].length)
+            tx.many(
+                f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
+                [
+                    (*found_tags[slot], before[seq][0] + 1, *place, slot, share, seq)
+                    for slot, (_, seq, *_) in enumerate(made)
+                ],
+            )
+            tx.many(
+                "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        *(seq, before[seq][0] + 1, tx.now, author, reason, ",".join(names)),
+                        digest[slot],
                     )
-                    tx.run("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", (key, seq))
-                detail: dict[str, Any] = {"author": author, "fields": list(names), "revision": n}
+                    for slot, (_, seq, _, _, names) in enumerate(made)
+                ],
+            )
+            tx.many("DELETE FROM media_uses WHERE seq = ?", [(seq,) for _, seq, *_ in made])
+            uses = [
+                (key, seq)
+                for (_, seq, *_), keys in zip(made, lifted.uses or [()] * len(made), strict=True)
+                for key in keys
+            ]
+            tx.many(
+                "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                [(key, media[key].segment, media[key].offset, media[key].length) for key, _ in uses],
+            )
+            tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", uses)
+            events = []
+            for _, seq, old, new, names in made:
+                detail: dict[str, Any] = {"author": author, "fields": list(names), "revision": before[seq][0] + 1}
                 if kind == "revised":
                     detail["was"] = {name: _scalar(old, name) for name in names if _scalar(old, name) is not None}
                     detail["is"] = {name: _scalar(new, name) for name in names if _scalar(new, name) is not None}
-                work.record(tx, [work.Event(kind, seq, reason=reason, detail=detail)])
+                events.append(work.Event(kind, seq, reason=reason, detail=detail))
+            work.record(tx, events)
             tx.many(
                 "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(kinds.kinds_of(many))
             )
@@ -312,8 +340,34 @@ def redact(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: st
         names = [name for name, head in heads.items() if not same(getattr(old, head), getattr(new, head))]
         return (new, names) if names else None
 
-    seqs = reading.numbers_of(book, uids)
-    return len(rewrite(book, seqs, change, kind="redacted", author=author, reason=reason))
+    seqs = list(dict.fromkeys(reading.numbers_of(book, uids)))
+    return sum(
+        len(rewrite(book, piece, change, kind="redacted", author=author, reason=reason))
+        for piece in _pieces(book, seqs)
+    )
+
+
+def _pieces(book: Book, seqs: Sequence[int]) -> list[list[int]]:
+    """Split records into pieces that are rewritten together; raise if one of them has no bytes."""
+    pieces: list[list[int]] = []
+    room = 0
+    for start in range(0, len(seqs), _AT_ONCE):
+        part = seqs[start : start + _AT_ONCE]
+        with book.ledger.read() as tx:
+            places = reading.locate(tx, part)
+            sizes = dict(
+                row
+                for marks, some in chunks(part)
+                for row in tx.all(f"SELECT seq, bytes FROM records WHERE seq IN ({marks})", some)
+            )
+        reading.check_present(book, part, places)
+        for seq in part:
+            if not pieces or len(pieces[-1]) == _REDACTED_AT_ONCE or sizes[seq] > room:
+                pieces.append([])
+                room = _REDACTED_BYTES
+            pieces[-1].append(seq)
+            room -= sizes[seq]
+    return pieces
 
 
 def to_purge(tx: Transaction, seqs: Sequence[int]) -> None:
@@ -340,33 +394,34 @@ def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) 
     """See `Book.delete`."""
     seqs = reading.numbers_of(book, uids)
     count = 0
-    with inbox.drained(book) as tx:
-        fresh = []
-        entries = []
-        for marks, part in chunks(seqs):
-            for seq, uid in tx.all(
-                f"SELECT seq, uid FROM records WHERE seq IN ({marks}) AND (gone IS NULL OR gone <> 'deleted')", part
-            ):
-                fresh.append(seq)
-                entries.append(Deletion(uid, tx.now, author, reason))
-        to_purge(tx, fresh)
-        for seq in fresh:
-            tx.run(
-                "UPDATE records SET gone = 'deleted', segment = NULL, start = NULL, size = NULL, slot = NULL, "
-                "bytes = 0, reward = NULL, scored = 0 WHERE seq = ?",
-                (seq,),
-            )
-            tx.run("DELETE FROM media_uses WHERE seq = ?", (seq,))
-            work.record(tx, [work.Event("deleted", seq, reason=reason, detail={"author": author})])
-            count += 1
-        for consumer in consumers.all_consumers(tx):
-            found = [
-                row
-                for row in work.rows_of(tx, consumer, fresh)
-                if row.state in (work.WAITING, work.COOLING, work.LEASED)
-            ]
-            work.drop(tx, consumer, found, "deleted")
-            consumers.save(tx, consumer)
-        _scrub(tx, fresh)
-        deletions.add(book.shelf, entries)
+    for start in range(0, len(seqs), _AT_ONCE):
+        with inbox.drained(book) as tx:
+            count += _delete(tx, book, seqs[start : start + _AT_ONCE], author, reason)
+        reached("during delete")
     return count
+
+
+def _delete(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
+    """Delete those of these records that are not deleted yet; how many."""
+    present = tx.all(
+        f"SELECT seq, uid FROM records WHERE seq {tx.in_ints} AND (gone IS NULL OR gone <> 'deleted')",
+        (tx.array(seqs),),
+    )
+    fresh = [seq for seq, _ in present]
+    to_purge(tx, fresh)
+    tx.run(
+        "UPDATE records SET gone = 'deleted', segment = NULL, start = NULL, size = NULL, slot = NULL, "
+        f"bytes = 0, reward = NULL, scored = 0 WHERE seq {tx.in_ints}",
+        (tx.array(fresh),),
+    )
+    tx.run(f"DELETE FROM media_uses WHERE seq {tx.in_ints}", (tx.array(fresh),))
+    work.record(tx, [work.Event("deleted", seq, reason=reason, detail={"author": author}) for seq in fresh])
+    for consumer in consumers.all_consumers(tx):
+        rows = work.rows_of(tx, consumer, fresh)
+        work.drop(
+            tx, consumer, [row for row in rows if row.state in (work.WAITING, work.COOLING, work.LEASED)], "deleted"
+        )
+        consumers.save(tx, consumer)
+    _scrub(tx, fresh)
+    deletions.add(book.shelf, [Deletion(uid, tx.now, author, reason) for _, uid in present])
+    return len(fresh)

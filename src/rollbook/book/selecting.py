@@ -177,8 +177,9 @@ class Selection:
         """Records piece by piece; those whose bytes are gone are left out."""
         for piece in self._pieces(whole_number("rows", rows, 1)):
             located = _locations(piece)
-            if located:
-                yield reading.fetch(self._book, list(located), located=located)
+            present, records = reading.fetch_present(self._book, list(located), located=located)
+            if present:
+                yield records
 
     def __iter__(self) -> Iterator[Any]:
         for piece in self._pieces():
@@ -212,13 +213,8 @@ class Selection:
                 return
 
     def _filtered(self, piece: list[Any], condition: Condition) -> list[Any]:
-        stored = [row for row in piece if row[2] is not None]
-        if not stored:
-            return []
-        values = dict(
-            zip([row[0] for row in stored], _values(self._book, [row[0] for row in stored], condition[0]), strict=True)
-        )
-        return [row for row in stored if _meets(values[row[0]], condition)]
+        values = _values(self._book, [row[0] for row in piece if row[2] is not None], condition[0])
+        return [row for row in piece if row[0] in values and _meets(values[row[0]], condition)]
 
     def __repr__(self) -> str:
         shown = " and ".join(f"{name} {test} {value!r}" for name, test, value in self._asked)
@@ -230,11 +226,14 @@ def _locations(piece: Sequence[Any]) -> dict[int, reading.Location]:
     return {row[0]: (row[0], *row[2:]) for row in piece if row[2] is not None}
 
 
-def _values(book: Book, seqs: list[int], name: str) -> list[Any]:
+def _values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
+    """A field of those of these records that have bytes, by their numbers."""
     head, dot, key = name.partition(".")
-    many = reading.fetch(book, seqs, verify=False, media=False)
-    found = many.values(head)
-    return [None if value is None else value.get(key) for value in found] if dot else found
+    present, records = reading.fetch_present(book, seqs, verify=False, media=False)
+    values = records.values(head) if present else []
+    if dot:
+        values = [None if value is None else value.get(key) for value in values]
+    return dict(zip(present, values, strict=True))
 
 
 def _meets(value: Any, condition: Condition) -> bool:
@@ -294,10 +293,14 @@ def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: 
             continue
         runs = [list(run) for _, run in groupby(kept, key=lambda row: row[2:5])]
         start = 0
-        for run, found in zip(runs, _runs(book, runs, from_frames), strict=True):
+        for run, (present, frame_columns) in zip(runs, _runs(book, runs, from_frames), strict=True):
             here = {name: array.slice(start, len(run)) for name, array in arrays.items()}
-            yield _batch(names, here | found)
             start += len(run)
+            if len(present) < len(run):
+                rows_present = [i for i, row in enumerate(run) if row[0] in set(present)]
+                here = {name: array.take(pa.array(rows_present, pa.int64())) for name, array in here.items()}
+            if present:
+                yield _batch(names, here | frame_columns)
 
 
 def _batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
@@ -312,8 +315,11 @@ def _ordered(names: tuple[str, ...], arrays: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(sides))
 
 
-def _runs(book: Book, runs: Sequence[list[Any]], fields: Sequence[str]) -> Iterator[dict[str, pa.Array]]:
-    """The columns of each run of records, all of one frame: as they lie there if it is the whole of it."""
+def _runs(
+    book: Book, runs: Sequence[list[Any]], fields: Sequence[str]
+) -> Iterator[tuple[list[int], dict[str, pa.Array]]]:
+    """The numbers and columns of each run of records, all of one frame: as they lie there if it is the whole of it,
+    without those that were deleted meanwhile."""
     frames = [(Place(*run[0][2:5]), [row[5] for row in run]) for run in runs]
     done = 0
     try:
@@ -321,7 +327,7 @@ def _runs(book: Book, runs: Sequence[list[Any]], fields: Sequence[str]) -> Itera
             if found is None:
                 yield frame_arrays(book, [row[0] for row in run], fields)
             else:
-                yield _with_nulls(found, fields, len(run))
+                yield [row[0] for row in run], _with_nulls(found, fields, len(run))
             done += 1
     except MissingSegment:  # Compaction has moved some.
         for run in runs[done:]:
@@ -386,12 +392,21 @@ def ledger_arrays(tx: Transaction, names: Sequence[str], seqs: Sequence[int]) ->
     return arrays
 
 
-def frame_arrays(book: Book, seqs: list[int], fields: Sequence[str], portable: bool = False) -> dict[str, pa.Array]:
-    """Columns of frames, these fields' and their sides', as Arrow arrays; `portable` as Parquet has them."""
+def frame_arrays(
+    book: Book, seqs: list[int], fields: Sequence[str], portable: bool = False
+) -> tuple[list[int], dict[str, pa.Array]]:
+    """Read columns of frames, these fields' and their sides', as Arrow arrays; `portable` as Parquet has them.
 
-    def read(where: dict[int, reading.Location]) -> dict[str, pa.Array]:
-        many = reading.gather(book, [where[seq] for seq in seqs], verify=False, only=fields)
-        found = arrow.to_arrays(many.columns, portable)
-        return _with_nulls(found, fields, len(seqs))
+    Returns:
+        The numbers of those of these records that have bytes, and their columns.
+    """
 
-    return reading.retried(book, seqs, read)
+    def read(places: list[reading.Location]) -> tuple[list[int], dict[str, pa.Array]]:
+        if not places:
+            return [], {}
+        records = reading.gather(book, places, verify=False, only=fields)
+        arrays = arrow.to_arrays(records.columns, portable)
+        missing = {name: pa.nulls(len(places)) for name in fields if name not in arrays}
+        return [place[0] for place in places], {**missing, **arrays}
+
+    return reading.retried(book, seqs, read, skip=True)

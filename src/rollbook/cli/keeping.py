@@ -188,4 +188,6 @@ def compact(options: argparse.Namespace) -> int:
         print(f"{freed}: {done.removed} segments removed, {done.records} records moved, {done.purged} records purged")
         for name, what in done.damaged.items():
             print(f"damaged: {name}: {printable(what)}", file=sys.stderr)
-    return FOUND if done.damaged else OK
+        for name, reason in done.pending.items():
+            print(wrapped(f"pending: {name} holds deleted or redacted bytes; {reason}", 2), file=sys.stderr)
+    return FOUND if done.damaged or done.pending else OK

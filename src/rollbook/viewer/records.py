@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rollbook import freeform
 from rollbook.book.attachments import OWN, open_blob, references
 from rollbook.book.ledger import chunks
-from rollbook.book.reading import fetch, numbers_of
+from rollbook.book.reading import fetch, fetch_present, numbers_of
 from rollbook.book.shelves import MissingSegment, Place
 from rollbook.columns import texts
 from rollbook.errors import WireError
@@ -73,9 +73,15 @@ class Reader:
         return self._vocabulary
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
-        """These records, in this order; `KeyError` names one that is not there."""
+        """These records, in this order; `KeyError` names one that is not there. Of several, those that were deleted
+        meanwhile are left out; of one, `BookError` says so."""
         numbers = numbers_of(self.book, list(uids))
-        many = fetch(self.book, numbers, media=False)
+        if len(numbers) > 1:
+            numbers, many = fetch_present(self.book, numbers, media=False)
+            if not numbers:
+                return []
+        else:
+            many = fetch(self.book, numbers, media=False)
         evaluation: dict[int, bool] = {}
         versions: dict[int, int | None] = {}
         with self.book.ledger.read() as tx:
