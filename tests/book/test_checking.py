@@ -334,6 +334,21 @@ def test_a_missing_ledger_is_made_from_the_segments(tmp_path: Path) -> None:
         assert book.check().ok
 
 
+def test_a_purpose_outlives_revisions_compaction_and_the_ledger(tmp_path: Path) -> None:
+    folder = tmp_path / "book"
+    with rollbook.open(folder) as book:
+        book.append(records(2))
+        book.append(records(2, 2), evaluation=True)
+        book.revise(uid(3), reward=1.0, author="ana")
+        book.shelf.seal()
+        assert book.compact(garbage=0.0, grace=0.0).records == 4
+        assert "book__evaluation" not in book.get([uid(3)]).columns
+    os.unlink(folder / "ledger.sqlite")
+    repair(folder)
+    with rollbook.open(folder, "r") as book:
+        assert book.where(evaluation=1).uids() == [uid(2), uid(3)]
+
+
 @pytest.mark.parametrize(
     "damage",
     ["nothing but zeros", "another's first page", "cut to a tenth", "cut to half", "cut short", "no database", "empty"],
