@@ -90,8 +90,8 @@ class Coming:
 
     def select(self, indices: list[int]) -> Experiences:
         """The records at `indices`, on memory of their own."""
-        many = decode(self.frame, verify=False) if isinstance(self.many, RowLayout) else self.many
-        return many.take(indices)
+        records = decode(self.frame, verify=False) if isinstance(self.many, RowLayout) else self.many
+        return records.take(indices)
 
 
 class _Scratch(threading.local):
@@ -118,14 +118,14 @@ def as_many(given: Any) -> Experiences:
     return given if isinstance(given, Experiences) else from_rows(_rows(given), copy=False)
 
 
-def _rows(given: Any) -> list[Any]:
+def _rows(records: Any) -> list[Any]:
     from rollbook.experience import Experience
 
-    if isinstance(given, Experience):
-        return [given]
-    if isinstance(given, (str, bytes, dict)) or not isinstance(given, Iterable):
-        raise ValueError(f"append: got {type(given).__name__}, expected an Experience, several, or Experiences")
-    return list(given)
+    if isinstance(records, Experience):
+        return [records]
+    if isinstance(records, (str, bytes, dict)) or not isinstance(records, Iterable):
+        raise ValueError(f"append: got {type(records).__name__}, expected an Experience, several, or Experiences")
+    return list(records)
 
 
 def _prepare(records: Experiences | list[Any], evaluation: bool) -> Coming:
@@ -133,18 +133,18 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> Coming:
     # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
     # by this thread's next append: columns that the caller holds stay out of it.
     with uncollected():
-        many = None if isinstance(records, Experiences) else RowLayout.of(records)
-        if many is not None and not evaluation and not attachments.may_hold_media(many):
-            return _described(many, evaluation, encode(many, out=_scratch.of), {}, ())
+        layout = None if isinstance(records, Experiences) else RowLayout.of(records)
+        if layout is not None and not evaluation and not attachments.may_hold_media(layout):
+            return _described(layout, evaluation, encode(layout, out=_scratch.of), {}, ())
         columns = as_many(records)
         lifted = attachments.lift(columns, evaluation=[evaluation] * len(columns))
         frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
         return _described(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
 
 
-def _described(many: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> Coming:
-    named = identities.ids(many.columns["eid"])
-    return Coming(many, digests.digests(many, named), tags.tags(many, named), evaluation, *encoded)
+def _described(records: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> Coming:
+    ids = identities.ids(records.columns["eid"])
+    return Coming(records, digests.digests(records, ids), tags.tags(records, ids), evaluation, *encoded)
 
 
 def append(
