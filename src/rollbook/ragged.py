@@ -497,27 +497,18 @@ class Spread(Ragged):
         return self.memory[start : start + int(self.row_lengths[index])]
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Every row as a view, made in one pass: what lies between the runs is split off and left out."""
+        """Every row as a view. Each run has a storage of its own, which is what copying or saving a tensor takes."""
         import torch
 
         if self.dtype == "bool" and not self.checked and self.largest() > 1:
             raise WireError(f"a bool column holds the byte {self.largest()}, expected 0 or 1")
-        base = torch.from_numpy(self.memory)
         dtype = getattr(torch, self.dtype)
-        base = base if base.dtype == dtype else base.view(dtype)
         lengths = self.row_lengths.tolist()
-        sizes: list[int] = []
-        last = at = 0
-        for (start, stop), count in zip(self._runs(), self.counts, strict=True):
-            sizes.append(start - last)
-            sizes += lengths[at : at + count]
-            last, at = stop, at + count
-        pieces = base[:last].split_with_sizes(sizes)
         rows: list[Any] = []
-        at = 0
-        for count in self.counts:
-            rows += pieces[at + 1 : at + 1 + count]
-            at += 1 + count
+        for (start, stop), count in zip(self._runs(), self.counts, strict=True):
+            values = torch.from_numpy(self.memory[start:stop])
+            values = values if values.dtype == dtype else values.view(dtype)
+            rows += values.split_with_sizes(lengths[len(rows) : len(rows) + count])
         if self.valid is not None:
             rows = [row if there else None for row, there in zip(rows, self.valid.tolist(), strict=True)]
         return rows
