@@ -58,7 +58,10 @@ def check(book: Book) -> None:
     with book.ledger.read() as tx:
         names = dict(tx.all("SELECT id, name FROM consumers"))
         rows = tx.all("SELECT consumer, state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3")
-        tallies = tx.all("SELECT consumer, state, reason, n, weight FROM tallies WHERE consumer > 0 AND n <> 0")
+        tallies = tx.all(
+            "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer > 0 GROUP BY 1, 2, 3 "
+            "HAVING SUM(n) <> 0"
+        )
         admitted = tx.one("SELECT COUNT(*) FROM records WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound')")[
             0
         ]

@@ -77,7 +77,7 @@ def test_checking_runs_beside_a_compactor(tmp_path: Path) -> None:
 def sql(statement: str, *values: Any) -> Callable[[Book], None]:
     def run(book: Book) -> None:
         with book.ledger.write() as tx:
-            assert tx.run(statement, values) > 0
+            assert tx.count(statement, values) > 0
 
     return run
 

@@ -71,7 +71,10 @@ def some(tasks: range, runs: int = 2, **options: Any) -> list[Experience]:
 def seen(book: Book) -> dict[str, Any]:
     """All that a rewind puts back, as the ledger has it; not what a state says of numbers that come later."""
     with book.ledger.read() as tx:
-        tallies = tx.all("SELECT consumer, state, reason, n, weight FROM tallies WHERE n <> 0 ORDER BY 1, 2, 3")
+        tallies = tx.all(
+            "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies GROUP BY 1, 2, 3 HAVING SUM(n) <> 0 "
+            "ORDER BY 1, 2, 3"
+        )
         held = tx.all("SELECT id, name, settings, state, grouped, inserts, samples, floor FROM consumers ORDER BY id")
         return {
             "work": tx.all(
@@ -99,7 +102,11 @@ def sound(book: Book) -> None:
                 "SELECT state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work WHERE consumer = ? GROUP BY 1, 2",
                 (id_,),
             )
-            kept = tx.all("SELECT state, reason, n, weight FROM tallies WHERE consumer = ? AND n <> 0", (id_,))
+            kept = tx.all(
+                "SELECT state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer = ? GROUP BY 1, 2 "
+                "HAVING SUM(n) <> 0",
+                (id_,),
+            )
             uses = tx.all(
                 "SELECT records.uid, work.uses FROM work JOIN records ON records.seq = work.seq "
                 "WHERE work.consumer = ? AND work.uses > 0",

@@ -35,7 +35,7 @@ def make(url: str) -> PostgresLedger:
 @contextmanager
 def opened(url: str) -> Iterator[tuple[PostgresLedger, PostgresShelf]]:
     ledger = make(url)
-    shelf = PostgresShelf(ledger.fresh, SCHEMA)
+    shelf = PostgresShelf(ledger)
     yield ledger, shelf
     shelf.close()
     ledger.close()
@@ -176,7 +176,7 @@ def test_damaged_rows_are_refused(shelf: PostgresShelf, small_rows: int, postgre
 
 
 def test_without_tables_there_is_no_book(postgres_url: str) -> None:
-    shelf = PostgresShelf(lambda: connect(postgres_url, SCHEMA), SCHEMA)
+    shelf = PostgresShelf(PostgresLedger(postgres_url, SCHEMA))
     with pytest.raises(NotABook, match="blobs"):
         shelf.put([b"x"])
     shelf.close()

@@ -101,7 +101,7 @@ def statement(*statements: str) -> Callable[[Book], None]:
     def act(book: Book) -> None:
         with book.ledger.write() as tx:
             for sql in statements:
-                assert tx.run(sql), sql
+                assert tx.count(sql), sql
 
     return act
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from rollbook.book import (
     digests,
     groups,
     identities,
+    inbox,
     kinds,
     reading,
     reports,
@@ -28,7 +29,7 @@ from rollbook.book import (
 )
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import BackPressure, BookError, Conflict, ConnectionLost, OutcomeUnknown, QuotaExceeded
-from rollbook.book.ledger import RETRY_SECONDS, Transaction, chunks, took_effect
+from rollbook.book.ledger import RETRY_SECONDS, ConcurrentChange, Transaction, took_effect
 from rollbook.book.shelves import Place
 from rollbook.experiences import Experiences, from_rows
 from rollbook.wire import encode
@@ -36,6 +37,8 @@ from rollbook.wire import encode
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
+ATTEMPTS = 50
+"""How often an append looks again after another writer changed what it had seen."""
 FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
 """Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
 _COLUMNS = (
@@ -127,15 +130,23 @@ def append(
     coming = Coming(many, digests.digests(many, named), tags.tags(many, named), evaluation, lifted, frame)
     coming, doubled = _once(coming)
     end = None if timeout is None else time.monotonic() + timeout
+    # Where bytes and rows are written by one transaction, the first attempt takes all records for new and writes them
+    # at once; if some are not, it writes nothing.
+    hopeful = book.quota is None and hasattr(book.shelf, "insert")
+    attempts = 0
     last_retry = time.monotonic() + RETRY_SECONDS
+    revisions: list[tuple[int, int]]
     while True:
-        with book.ledger.read() as tx:
-            fresh, known, revisions = _sorted_out(tx, coming)
-            check_tokenizer(tx, book)
-            held = _held(tx, evaluation, len(fresh))
-        if held is not None:
-            _wait(held, end)
-            continue
+        if hopeful:
+            hopeful, fresh, known, revisions = False, list(range(len(coming.tags))), 0, []
+        else:
+            with book.ledger.read() as tx:
+                fresh, known, revisions = _sorted_out(tx, coming)
+                check_tokenizer(tx, book)
+                held = _held(tx, evaluation, len(fresh))
+            if held is not None:
+                _wait(held, end)
+                continue
         new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
         fates: dict[str, str] = {}
         admit = Admit(book, new) if fresh else None
@@ -149,9 +160,12 @@ def append(
                 known += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
                 admit.store()
-                with book.ledger.write(timeout=lock_wait) as tx:
+                with book.ledger.write(shared=True, timeout=lock_wait) as tx:
                     admit(tx)
-        except _Overtaken:
+        except (_Overtaken, ConcurrentChange):
+            attempts += 1
+            if attempts > ATTEMPTS:
+                raise BookError(f"append: other writers changed the same records {ATTEMPTS} times") from None
             continue
         except (ConnectionLost, OutcomeUnknown) as error:
             # Ids make a second attempt safe; a look tells new records from those that were known before this call.
@@ -188,9 +202,10 @@ def _sorted_out(tx: Transaction, coming: Coming) -> tuple[list[int], int, list[t
     fresh = dict.fromkeys(place.values())
     known = 0
     revisions = []
-    for marks, part in chunks(list(place)):
+    for start in range(0, len(place), 10_000):
+        part = list(place)[start : start + 10_000]
         for seq, uid, whole, core, evaluation, gone in tx.all(
-            f"SELECT seq, uid, whole, core, evaluation, gone FROM records WHERE uid IN ({marks})", part
+            f"SELECT seq, uid, whole, core, evaluation, gone FROM records WHERE uid {tx.in_texts}", (tx.array(part),)
         ):
             i = place[uid]
             if gone == "rewound" or (gone is not None and whole is None):
@@ -235,25 +250,29 @@ class Stored:
     uses: Sequence[tuple[str, ...]]
 
 
-def _store(book: Book, coming: Coming) -> Stored:
+def _parts(coming: Coming, known: Collection[str]) -> tuple[list[Any], list[str], attachments.Lifted]:
+    """What is written for records: their frame, then the media that are not known; and the hashes of those."""
     lifted = coming.lifted or attachments.lift(coming.many)
-    wanted = _unknown(book, list(lifted.blobs))
+    new = [key for key in lifted.blobs if key not in known]
     frame = encode(lifted.stripped) if coming.frame is None else coming.frame
-    size = len(frame) + sum(len(lifted.blobs[key].data) for key in wanted)
-    if book.quota is not None:
-        check_quota(book, size)
-    places = book.shelf.put([frame, *(lifted.blobs[key].data for key in wanted)])
-    return Stored(places[0], dict(zip(wanted, places[1:], strict=True)), lifted.uses)
+    return [frame, *(lifted.blobs[key].data for key in new)], new, lifted
 
 
-def _unknown(book: Book, hashes: list[str]) -> list[str]:
-    if not hashes:
-        return []
-    known: set[str] = set()
+def _store(book: Book, coming: Coming) -> Stored:
     with book.ledger.read() as tx:
-        for marks, part in chunks(hashes):
-            known.update(row[0] for row in tx.all(f"SELECT hash FROM media WHERE hash IN ({marks})", part))
-    return [key for key in hashes if key not in known]
+        known = _known_media(tx, coming)
+    parts, new, lifted = _parts(coming, known)
+    if book.quota is not None:
+        check_quota(book, sum(map(len, parts)))
+    places = book.shelf.put(parts)
+    return Stored(places[0], dict(zip(new, places[1:], strict=True)), lifted.uses)
+
+
+def _known_media(tx: Transaction, coming: Coming) -> set[str]:
+    hashes = list((coming.lifted or attachments.lift(coming.many)).blobs)
+    if not hashes:
+        return set()
+    return {key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash {tx.in_texts}", (tx.array(hashes),))}
 
 
 def check_quota(book: Book, size: int) -> None:
@@ -274,19 +293,17 @@ def check_quota(book: Book, size: int) -> None:
         )
 
 
-def _numbers(coming: Coming, key: str) -> list[float | None]:
-    """A sampler's number of each record, from its tags if it is one of them."""
-    if key in tags.Tags._fields:
-        found = [getattr(tag, key) for tag in coming.tags]
-        return [float(value) if isinstance(value, (int, float)) else None for value in found]
-    return tags.numbers(coming.many, key)
-
-
 def _held(tx: Transaction, evaluation: bool, count: int) -> str | None:
     """Why a limiter holds these records back, if one does."""
     if evaluation or not count:
         return None
-    return next(filter(None, (_held_back(tx, consumer, count) for consumer in consumers.all_consumers(tx))), None)
+    for consumer in consumers.all_consumers(tx):
+        if consumer.settings.ratio is not None:
+            consumer.inserts += inbox.size(tx, consumer.id)
+            reason = _held_back(tx, consumer, count)
+            if reason is not None:
+                return reason
+    return None
 
 
 class _Overtaken(Exception):
@@ -294,68 +311,123 @@ class _Overtaken(Exception):
 
 
 class Admit:
-    """New records, in two steps: `store` puts their bytes on the shelf, a call writes the ledger in a transaction."""
+    """New records, in two steps: `store` writes their bytes, a call writes the ledger in a transaction. A shelf that
+    lies in the ledger's database gets the bytes in the same transaction."""
 
     def __init__(self, book: Book, coming: Coming) -> None:
         self.book = book
         self.coming = coming
         self.columns = kinds.kinds_of(coming.many) - book.known_kinds
+        self.together = hasattr(book.shelf, "insert")
         self.stored: Stored | None = None
+        self.frame: Place | None = None
+        """Where the bytes of the records are that the last call wrote."""
         self.vocabulary: str | None = None
         self.stale: set[int] | None = None
         """Which records were too old for some consumer; `None` until they are written."""
 
     def store(self) -> None:
         """Put their bytes on the shelf, once."""
-        self.stored = self.stored or _store(self.book, self.coming)
+        if self.together:
+            if self.book.quota is not None:
+                check_quota(self.book, sum(map(len, _parts(self.coming, ())[0])))
+        elif self.stored is None:
+            self.stored = _store(self.book, self.coming)
         if self.book.untold is not None and self.vocabulary is None:
             from rollbook.book.vocabularies import to_keep
 
             self.vocabulary = to_keep(self.book)
 
     def is_there(self, tx: Transaction) -> bool:
-        """Whether a call wrote the ledger and was committed."""
-        frame = None if self.stored is None else self.stored.frame
-        if frame is None:
+        """Whether the last call was committed."""
+        if self.frame is None:
             return False
-        place = (self.coming.tags[0].uid, frame.segment, frame.offset)
+        place = (self.coming.tags[0].uid, self.frame.segment, self.frame.offset)
         return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", place) is not None
 
     def __call__(self, tx: Transaction) -> None:
-        book, coming, stored = self.book, self.coming, self.stored
-        if stored is None:
+        book, coming = self.book, self.coming
+        uids = [tag.uid for tag in coming.tags]
+        same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
+            (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
+            (consumers.ALL, ()),
+            ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version')", ()),
+            tx.next_number("records", len(uids)),
+        )
+        meta = dict(meta_rows)
+        if not all(free for _, _, free in same_uids):
             raise _Overtaken
-        values: dict[str, list[float | None]] = {}
-        for marks, part in chunks([tag.uid for tag in coming.tags]):
-            if tx.one(f"SELECT 1 FROM records WHERE NOT ({FREE}) AND uid IN ({marks})", part):
-                raise _Overtaken
-        if not all(
-            book.shelf.has(name) for name in {stored.frame.segment, *(p.segment for p in stored.media.values())}
-        ):
+        if book.tokenizer is not None and meta.get("tokenizer", book.tokenizer) != book.tokenizer:
             raise _Overtaken
-        if any(not tx.one("SELECT 1 FROM media WHERE hash = ?", (key,)) for key in _borrowed(stored)):
-            raise _Overtaken  # A medium that was known has been removed meanwhile.
-        listening = [] if coming.evaluation else consumers.all_consumers(tx)
-        for consumer in listening:
-            if _held_back(tx, consumer, len(coming.tags)):
+        stored = self._placed(tx)
+        self.frame = stored.frame
+        listening = [] if coming.evaluation else consumers.parsed_rows(consumer_rows)
+        # Where an append depends on how many records there are, or the other way round, appends come one by one.
+        limited = []
+        for consumer in [each for each in listening if each.settings.ratio or each.settings.max_size]:
+            limited.append(_counted(tx, book, consumer))
+            if _held_back(tx, limited[-1], len(uids)):
                 raise _Overtaken
-            key = consumer.settings.sampler.key
-            if key is not None and key not in values:
-                values[key] = _numbers(coming, key)
-        base = _insert(tx, coming, stored)
+        tx.many(
+            "UPDATE records SET uid = ? WHERE seq = ?", [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
+        )
+        insert(tx, coming, stored, base)
         stale: set[int] = set()
-        announced = work.announced(tx)
+        numbers: dict[int, str] = {}
+        announced = int(meta["policy_version"]) if "policy_version" in meta else None
         for consumer in listening:
-            stale |= _offer(tx, consumer, coming, base, values, announced)
+            key = consumer.settings.sampler.key
+            if key is not None and key not in tags.Tags._fields:
+                numbers[consumer.id] = json.dumps(tags.numbers(coming.many, key))
+            floor = work.floor_of(announced, consumer.settings.max_staleness)
+            if floor is not None:
+                versions = [tag.version_min for tag in coming.tags]
+                stale.update(i for i, version in enumerate(versions) if version is not None and version < floor)
+            if consumer.waiting > tx.now:
+                tx.notify(consumer.id)
+        inbox.add(tx, [consumer.id for consumer in listening], base, len(uids), numbers)
+        for consumer in limited:
+            while not inbox.drain(tx, book, consumer):
+                pass
+            consumers.save(tx, consumer)
         if self.columns:
-            tx.many("INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(self.columns))
-        if book.tokenizer is not None:
+            tx.insert("columns", ("name", "type"), sorted(self.columns), "ON CONFLICT DO NOTHING")
+        if book.tokenizer is not None and ("tokenizer" not in meta or self.vocabulary is not None):
             tx.run("INSERT INTO meta (key, value) VALUES ('tokenizer', ?) ON CONFLICT DO NOTHING", (book.tokenizer,))
             if self.vocabulary is not None:
                 check_tokenizer(tx, book)
                 new = "INSERT INTO meta (key, value) VALUES ('vocabulary', ?) ON CONFLICT DO NOTHING"
                 tx.run(new, (self.vocabulary,))
         self.stale = stale
+
+    def _placed(self, tx: Transaction) -> Stored:
+        """Where the bytes are, written now or before, and still there."""
+        if self.together:
+            parts, new, lifted = _parts(self.coming, _known_media(tx, self.coming))
+            places = self.book.shelf.insert(tx, parts)  # type: ignore[attr-defined]
+            return Stored(places[0], dict(zip(new, places[1:], strict=True)), lifted.uses)
+        stored = self.stored
+        if stored is None:
+            raise _Overtaken
+        segments = {stored.frame.segment, *(place.segment for place in stored.media.values())}
+        if not all(map(self.book.shelf.has, segments)):
+            raise _Overtaken
+        borrowed = _borrowed(stored)
+        if borrowed and len(borrowed) > len(
+            tx.all(f"SELECT hash FROM media WHERE hash {tx.in_texts}", (tx.array(borrowed),))
+        ):
+            raise _Overtaken  # A medium that was known has been removed meanwhile.
+        return stored
+
+
+def _counted(tx: Transaction, book: Book, consumer: Consumer) -> Consumer:
+    """A consumer, locked, whose counts include every record before this append."""
+    locked = consumers.find(tx, consumer.name, lock=True)
+    if locked is None:
+        raise _Overtaken
+    while not inbox.drain(tx, book, locked):
+        pass
+    return locked
 
 
 def _borrowed(stored: Stored) -> list[str]:
@@ -395,19 +467,12 @@ def _wait(why: str, end: float | None) -> None:
     time.sleep(0.01)
 
 
-def _insert(tx: Transaction, coming: Coming, stored: Stored | None, gone: str | None = None) -> int:
-    """The records' rows; the number of the first."""
-    # A record under an id that is free again takes a number of its own.
-    uids = [tag.uid for tag in coming.tags]
-    for marks, part in chunks(uids):
-        for seq, uid in tx.all(f"SELECT seq, uid FROM records WHERE ({FREE}) AND uid IN ({marks})", part):
-            tx.run("UPDATE records SET uid = ? WHERE seq = ?", (f"{uid}~{seq}", seq))
-    base = int(tx.one("SELECT COALESCE(MAX(seq), 0) + 1 FROM records")[0])
-    count = len(uids)
+def insert(tx: Transaction, coming: Coming, stored: Stored | None, base: int, gone: str | None = None) -> None:
+    """Insert the records' rows, numbered from `base` on."""
+    count = len(coming.tags)
     place = (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
     share = 0 if stored is None else -(-stored.frame.length // count)
-    work.insert(
-        tx,
+    tx.insert(
         "records",
         _COLUMNS,
         [
@@ -429,55 +494,17 @@ def _insert(tx: Transaction, coming: Coming, stored: Stored | None, gone: str | 
     )
     if stored is not None and stored.uses:
         # Another writer may have brought the same medium: its place stays, this one's bytes are left to compaction.
-        tx.many(
-            "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+        tx.insert(
+            "media",
+            ("hash", "segment", "start", "size"),
             [(key, p.segment, p.offset, p.length) for key, p in stored.media.items()],
+            "ON CONFLICT DO NOTHING",
         )
-        tx.many(
-            "INSERT INTO media_uses (hash, seq) VALUES (?, ?)",
-            [(key, base + i) for i, keys in enumerate(stored.uses) for key in keys],
-        )
-    reports.admitted(tx, coming.evaluation, count)
+        uses = [(key, base + i) for i, keys in enumerate(stored.uses) for key in keys]
+        tx.insert("media_uses", ("hash", "seq"), uses)
     detail = {"evaluation": True} if coming.evaluation else None
     work.record(tx, [work.Event("admitted", base + i, detail=detail) for i in range(count)])
-    return base
-
-
-def _offer(
-    tx: Transaction,
-    consumer: Consumer,
-    coming: Coming,
-    base: int,
-    values: dict[str, list[float | None]],
-    announced: int | None,
-) -> set[int]:
-    """The records' rows for one consumer; which were too old."""
-    settings = consumer.settings
-    key = settings.sampler.key
-    numbers = values[key] if key is not None else [None] * len(coming.tags)
-    floor = work.floor_of(announced, settings.max_staleness)
-    made = []
-    stale = set()
-    for i, (tag, value) in enumerate(zip(coming.tags, numbers, strict=True)):
-        old = floor is not None and tag.version_min is not None and tag.version_min < floor
-        if old:
-            stale.add(i)
-        made.append(new_row(consumer, base + i, tag.gid, tag.version_min, value, "stale" if old else None))
-    work.enter(tx, consumer, made)
-    work.keep_size(tx, consumer)
-    consumers.save(tx, consumer)
-    return stale
-
-
-def new_row(
-    consumer: Consumer, seq: int, gid: str, version: int | None, value: float | None, dropped: str | None
-) -> work.Row:
-    """A record as a consumer first has it."""
-    sampler = consumer.settings.sampler
-    item = consumer.item(seq, 0, version, value)
-    state = work.WAITING if dropped is None else work.DROPPED
-    rank = sampler.rank(item, consumer.state) if dropped is None else 0.0
-    return work.Row(seq, gid, state, dropped, rank, value, sampler.weight(item), version, 0, 0, None, None)
+    reports.admitted(tx, coming.evaluation, count)
 
 
 def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | None) -> int:
@@ -490,58 +517,39 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
     many = from_rows(rows)
     found = [tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0) for tag in tags.tags(many)]
     coming = Coming(many, digests.digests(many), found, False)
-    with book.ledger.write() as tx:
+    with inbox.drained(book) as tx:
         # A run that has a record, or failed already, is known: ids end in chance, and who starts again fails it again.
-        known: set[tuple[str, int]] = set()
-        for marks, part in chunks([tag.gid for tag in found]):
-            sql = (
+        gids, uids = tx.array([tag.gid for tag in found]), tx.array([tag.uid for tag in found])
+        runs, same_uids = tx.ask(
+            (
                 "SELECT gid, run FROM records WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') "
-                f"AND gid IN ({marks})"
-            )
-            known.update((gid, run) for gid, run in tx.all(sql, part))
-        taken: set[str] = set()
-        for marks, part in chunks([tag.uid for tag in found]):
-            taken.update(
-                uid for (uid,) in tx.all(f"SELECT uid FROM records WHERE NOT ({FREE}) AND uid IN ({marks})", part)
-            )
+                f"AND gid {tx.in_texts}",
+                (gids,),
+            ),
+            (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (uids,)),
+        )
+        known = set(map(tuple, runs))
+        taken = {uid for _, uid, free in same_uids if not free}
         first = {(tag.gid, tag.run): i for i, tag in reversed(list(enumerate(found)))}
         fresh = sorted(i for run, i in first.items() if run not in known and found[i].uid not in taken)
         if not fresh:
             return 0
         coming = coming.take(fresh)
-        base = _insert(tx, coming, None, gone=reason)
+        again = {tag.uid for tag in coming.tags}
+        tx.many(
+            "UPDATE records SET uid = ? WHERE seq = ?",
+            [(f"{uid}~{seq}", seq) for seq, uid, free in same_uids if free and uid in again],
+        )
+        base = tx.one(*tx.next_number("records", len(fresh)))[0]
+        insert(tx, coming, None, base, reason)
         for consumer in consumers.all_consumers(tx):
             work.enter(
                 tx,
                 consumer,
-                [new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(coming.tags)],
+                [inbox.new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(coming.tags)],
             )
             consumers.save(tx, consumer)
     return len(fresh)
-
-
-def enrol(tx: Transaction, consumer: Consumer, book: Book) -> None:
-    """Offer a new consumer all that is in the book for training."""
-    floor = work.floor_of(work.announced(tx), consumer.settings.max_staleness)
-    last = 0
-    while True:
-        found = tx.all(
-            "SELECT seq, gid, version_min, gone FROM records WHERE evaluation = 0 AND seq > ? ORDER BY seq LIMIT 1000",
-            (last,),
-        )
-        if not found:
-            break
-        key = consumer.settings.sampler.key
-        stored = [row[0] for row in found if row[3] is None]
-        numbers = dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True)) if key is not None else {}
-        made = []
-        for seq, gid, version, gone in found:
-            old = floor is not None and version is not None and version < floor
-            made.append(new_row(consumer, seq, gid, version, numbers.get(seq), gone or ("stale" if old else None)))
-        work.enter(tx, consumer, made)
-        last = found[-1][0]
-    work.keep_size(tx, consumer)
-    consumers.save(tx, consumer)
 
 
 def configure(
@@ -550,49 +558,57 @@ def configure(
     """See `Book.consumer`."""
     if create and consumers.find(tx, name) is None:
         return book.make_consumer(tx, name, settings).settings
-    found = consumers.named(tx, name)
-    new = found.settings.changed(settings)
-    if new != found.settings and not change:
-        names = [key for key in settings if getattr(new, key) != getattr(found.settings, key)]
+    current = consumers.named(tx, name)
+    new = current.settings.changed(settings)
+    if new != current.settings and not change:
+        names = [key for key in settings if getattr(new, key) != getattr(current.settings, key)]
         raise BookError(
             f"consumer {name!r}: {names[0]}: got {getattr(new, names[0])!r}, the book has "
-            f"{getattr(found.settings, names[0])!r}; change=True changes it for everybody"
+            f"{getattr(current.settings, names[0])!r}; change=True changes it for everybody"
         )
-    if new != found.settings:
-        consumers.configure(tx, found, new)
-        rerank(tx, found, book)
+    if new != current.settings:
+        consumers.configure(tx, current, new)
+        # All that waits is ranked anew, piece by piece, before the next lease.
+        current.state["unranked"] = current.state["oversized"] = 1
+        consumers.save(tx, current)
+        tx.run("UPDATE inbox SET numbers = NULL WHERE consumer = ?", (current.id,))  # those of the former key
         # Whoever waits for a lease looks again when there is an event.
-        told = {"settings": json.loads(new.to_json())}
-        work.record(tx, [work.Event("configured", consumer=found.id, detail=told)])
+        detail = {"settings": json.loads(new.to_json())}
+        work.record(tx, [work.Event("configured", consumer=current.id, detail=detail)])
     return new
 
 
-def rerank(tx: Transaction, consumer: Consumer, book: Book) -> None:
-    """Rank all that waits anew, for a sampler or a seed that has changed, and hold the new bounds."""
+def rerank(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
+    """Rank waiting records anew, for a sampler or a seed that has changed, and hold a new bound on their number; return
+    whether that is done."""
+    start = consumer.state.get("unranked")
+    if start is None:
+        if "oversized" not in consumer.state or not work.keep_size(tx, consumer, most):
+            return "oversized" not in consumer.state
+        del consumer.state["oversized"]
+        return True
     sampler = consumer.settings.sampler
-    last = 0
-    while True:
-        # What is done with may have no bytes any more to read its number from, and needs no rank.
-        found = work.rows(
-            tx,
-            "consumer = ? AND seq > ? AND state IN ('waiting', 'cooling', 'leased') ORDER BY seq LIMIT 1000",
-            (consumer.id, last),
-        )
-        if not found:
-            break
-        seqs = [row.seq for row in found]
-        values = [None] * len(seqs) if sampler.key is None else reading.numbers(book, tx, seqs, sampler.key)
-        moves = []
-        for row, value in zip(found, values, strict=True):
-            item = consumer.item(row.seq, row.uses, row.version, value)
-            rank = sampler.rank(item, consumer.state)
-            moves.append((row, row._replace(value=value, weight=sampler.weight(item), rank=rank)))
-        work.change(tx, consumer, moves, [])
-        last = seqs[-1]
+    # What is done with may have no bytes any more to read its number from, and needs no rank.
+    rows = work.rows(
+        tx,
+        "consumer = ? AND seq >= ? AND state IN ('waiting', 'cooling', 'leased') ORDER BY seq LIMIT ?",
+        (consumer.id, start, most),
+    )
+    seqs = [row.seq for row in rows]
+    values = [None] * len(seqs) if sampler.key is None else reading.numbers(book, tx, seqs, sampler.key)
+    moves = []
+    for row, value in zip(rows, values, strict=True):
+        item = consumer.item(row.seq, row.uses, row.version, value)
+        rank = sampler.rank(item, consumer.state)
+        moves.append((row, row._replace(value=value, weight=sampler.weight(item), rank=rank)))
+    # Groups are made anew from their members when all of those have their ranks.
+    grouped, consumer.grouped = consumer.grouped, False
+    work.change(tx, consumer, moves, [])
+    consumer.grouped = grouped
+    if len(rows) == most:
+        consumer.state["unranked"] = seqs[-1] + 1
+        return False
+    del consumer.state["unranked"]
     if consumer.grouped:
-        tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
-        consumer.state.pop("ready", None)
-        groups.build(tx, consumer)
-    work.forget_stale(tx, consumer, work.floor_of(work.announced(tx), consumer.settings.max_staleness))
-    work.keep_size(tx, consumer)
-    consumers.save(tx, consumer)
+        groups.begin(consumer)
+    return False

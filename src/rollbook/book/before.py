@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.ledger import Transaction
 from rollbook.book.schema import TABLES
 
 WORK, GROUPS = "work", "groups"
@@ -19,15 +19,17 @@ _LISTED = {table: ", ".join(names) for table, names in COLUMNS.items()}
 
 def note(tx: Transaction, table: str, consumer: int, key: str, values: Sequence[Any]) -> None:
     """Keep rows as they are, which are about to change, unless they have changed since the last checkpoint already."""
+    if not values:
+        return
     listed = ", ".join(f"now.{name}" for name in COLUMNS[table])
-    for marks, part in chunks(values):
-        # What came after the checkpoint was nothing then.
-        tx.run(
-            f"INSERT INTO {table}_before (checkpoint, {_LISTED[table]}) SELECT point.event, {listed} "
-            f"FROM {table} AS now CROSS JOIN (SELECT event, seq FROM checkpoints ORDER BY event DESC LIMIT 1) AS point "
-            f"WHERE now.consumer = ? AND now.{key} IN ({marks}) AND now.seq <= point.seq ON CONFLICT DO NOTHING",
-            (consumer, *part),
-        )
+    among = tx.in_ints if key == "seq" else tx.in_texts
+    # What came after the checkpoint was nothing then.
+    tx.run(
+        f"INSERT INTO {table}_before (checkpoint, {_LISTED[table]}) SELECT point.event, {listed} "
+        f"FROM {table} AS now CROSS JOIN (SELECT event, seq FROM checkpoints ORDER BY event DESC LIMIT 1) AS point "
+        f"WHERE now.consumer = ? AND now.{key} {among} AND now.seq <= point.seq ON CONFLICT DO NOTHING",
+        (consumer, tx.array(values)),
+    )
 
 
 def merge(tx: Transaction, checkpoint: int) -> None:

@@ -20,6 +20,7 @@ from rollbook.book import (
     checkpoints,
     compaction,
     consumers,
+    inbox,
     leasing,
     measurements,
     reading,
@@ -171,7 +172,7 @@ class Book:
         self._writable("drop")
         text_of("reason", reason)
         seqs = reading.numbers_of(self, uids_of(uids))
-        with self.ledger.write() as tx:
+        with inbox.drained(self) as tx:
             given = consumers.all_consumers(tx) if consumer is None else [consumers.named(tx, consumer)]
             return sum(work.give_up(tx, each, seqs, reason) for each in given)
 
@@ -194,7 +195,10 @@ class Book:
             return found.settings
         self._writable("consumer")
         with self.ledger.write() as tx:
-            return admission.configure(tx, self, name, settings, create=create, change=change)
+            configured = admission.configure(tx, self, name, settings, create=create, change=change)
+        if found is not None:
+            leasing.refresh(self, name)
+        return configured
 
     def remove_consumer(self, name: str) -> None:
         """Remove a consumer group: its leases end, and no record is kept for its sake any more.
@@ -222,9 +226,9 @@ class Book:
 
     def make_consumer(self, tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
         """A new consumer group, offered all that is in the book for training."""
-        made = consumers.make(tx, name, Settings().changed(dict(settings or {})))
-        admission.enrol(tx, made, self)
-        return made
+        consumer = consumers.make(tx, name, Settings().changed(dict(settings or {})))
+        inbox.add_all(tx, consumer.id)
+        return consumer
 
     def lease(
         self,
@@ -282,6 +286,9 @@ class Book:
         version = whole_number("version", version)
         with self.ledger.write() as tx:
             work.announce(tx, version)
+        for name, settings in self.consumers().items():
+            if settings.max_staleness is not None:
+                leasing.refresh(self, name)
 
     @property
     def policy_version(self) -> int | None:

@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rollbook.book import consumers, work
+from rollbook.book import consumers, inbox, work
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.findings import LISTED, Report
 from rollbook.book.inspecting import media_problems, pages, record_problems
@@ -187,7 +187,7 @@ def _counts(book: Book, report: Report) -> None:
         for number, why in bad.items():
             report.add("consumer", why, f"consumer number {number}")
         came = dict(tx.all("SELECT evaluation, COUNT(*) FROM records GROUP BY 1"))
-        told = dict(tx.all("SELECT state, n FROM tallies WHERE consumer = 0"))
+        told = dict(tx.all("SELECT state, SUM(n) FROM tallies WHERE consumer = 0 GROUP BY 1"))
         for state, key in (("admitted", 0), ("evaluation", 1)):
             if told.get(state, 0) != came.get(key, 0):
                 report.add("tally", f"{state}: counted {told.get(state, 0)}, there are {came.get(key, 0)}", "records")
@@ -202,7 +202,9 @@ def _counts(book: Book, report: Report) -> None:
 def _count(tx: Transaction, report: Report, consumer: consumers.Consumer, admitted: int) -> None:
     name = f"consumer {consumer.name!r}"
     there = recount(tx, consumer.id)
-    found = tx.all("SELECT state, reason, n, weight FROM tallies WHERE consumer = ?", (consumer.id,))
+    found = tx.all(
+        "SELECT state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer = ? GROUP BY 1, 2", (consumer.id,)
+    )
     told = {(state, reason): (n, weight) for state, reason, n, weight in found}
     passed = sum(weight for _, weight in there.values())  # Rounding errors are as large as what went in and out.
     for key in sorted({*there, *told}):
@@ -215,13 +217,14 @@ def _count(tx: Transaction, report: Report, consumer: consumers.Consumer, admitt
             report.add("tally", f"{label}: weight {weight!r}, there is {heavy!r}", name)
         if key[0] not in work.STATES:
             report.add("work", f"{real} rows in a state {key[0]!r}, which is none", name)
-    total = sum(n for n, _ in there.values())
+    total = sum(n for n, _ in there.values()) + inbox.size(tx, consumer.id)
     if total != admitted:
         report.add("work", f"{admitted} records were admitted, {total} are waiting, leased, trained or dropped", name)
     missing = tx.all(
         "SELECT uid FROM records WHERE evaluation = 0 AND NOT EXISTS (SELECT 1 FROM work WHERE work.seq = records.seq "
-        f"AND work.consumer = ?) LIMIT {LISTED}",
-        (consumer.id,),
+        "AND work.consumer = ?) AND NOT EXISTS (SELECT 1 FROM inbox WHERE inbox.consumer = ? AND records.seq "
+        f"BETWEEN inbox.first AND inbox.last) LIMIT {LISTED}",
+        (consumer.id, consumer.id),
     )
     for (uid,) in missing:
         report.add("work", f"{name} has no row for it", uid)
@@ -262,7 +265,7 @@ def _leases(book: Book, report: Report) -> None:
 
 def wrong_groups(tx: Transaction, consumer: consumers.Consumer) -> list[tuple[str, str]]:
     """(group, what is wrong) of a consumer that leases by group, at most `LISTED`."""
-    if not consumer.grouped:
+    if not consumer.grouped or "ungrouped" in consumer.state or "unranked" in consumer.state:
         return []
     settings = consumer.settings
     size = "COALESCE(came.size, ?)"
@@ -273,15 +276,16 @@ def wrong_groups(tx: Transaction, consumer: consumers.Consumer) -> list[tuple[st
     early = "1 = 1" if after is None else f"came.since + {float(after)!r} > {tx.now!r}"
     found = tx.all(
         "SELECT came.gid, stands.ready, stands.runs, came.runs FROM "
-        "(SELECT gid, COUNT(DISTINCT run) AS runs, MAX(group_size) AS size, MIN(admitted) AS since FROM records "
-        "WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY gid) AS came "
+        "(SELECT records.gid, COUNT(DISTINCT run) AS runs, MAX(group_size) AS size, MIN(admitted) AS since "
+        "FROM records JOIN work ON work.consumer = ? AND work.seq = records.seq "
+        "WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY records.gid) AS came "
         "LEFT JOIN (SELECT gid, ready, runs FROM groups WHERE consumer = ?) AS stands ON stands.gid = came.gid "
         "LEFT JOIN (SELECT gid, SUM(CASE WHEN state = 'waiting' THEN 1 ELSE 0 END) AS waiting, "
         "SUM(CASE WHEN state = 'leased' THEN 1 ELSE 0 END) AS held FROM work WHERE consumer = ? GROUP BY gid) AS here "
         "ON here.gid = came.gid WHERE stands.gid IS NULL OR stands.runs <> came.runs "
         f"OR (stands.ready = 0 AND {complete} AND {waits}) OR (stands.ready <> 0 AND NOT {waits}) "
         f"OR (stands.ready <> 0 AND NOT {complete} AND {early}) ORDER BY came.gid LIMIT {LISTED}",
-        (consumer.id, consumer.id, *[settings.group_size] * 4),
+        (consumer.id, consumer.id, consumer.id, *[settings.group_size] * 4),
     )
     wrong = [
         (gid, "the ledger has no such group" if ready is None else f"ready {ready} with {had} runs, there are {runs}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.algorithms.registry import choice, whole_number
-from rollbook.book import admission, before, consumers, groups, purging, reading, revising, work
+from rollbook.book import before, consumers, groups, inbox, purging, reading, revising, work
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import Conflict, Damaged, OutcomeUnknown
 from rollbook.book.ledger import Transaction, chunks, parsed, write_once
@@ -133,7 +133,12 @@ def make(book: Book, name: str | None, keep: int | None) -> str:
         return used
 
     try:
-        return write_once(book.ledger, transact, lambda tx, used: _of_token(tx, token) == used)
+        return write_once(
+            book.ledger,
+            transact,
+            lambda tx, used: _of_token(tx, token) == used,
+            begin=lambda timeout: inbox.drained(book, timeout),
+        )
     except OutcomeUnknown:
         book.unsettled_checkpoints[name] = token
         raise
@@ -223,7 +228,7 @@ def _forget(tx: Transaction, point: Point) -> None:
 def rewind(book: Book, name: str, later: str) -> Rewound:
     """See `Book.rewind`."""
     choice("later", later, ("keep", "drop"))
-    with book.ledger.write() as tx:
+    with inbox.drained(book) as tx:
         done = undo(tx, book, find(tx, name), later)
         reached("during rewind")
     return done
@@ -258,7 +263,7 @@ def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
 
 
 def _void_acks(tx: Transaction, point: Point) -> int:
-    return tx.run(
+    return tx.count(
         "INSERT INTO events (time, seq, consumer, kind, reason, step, lease, detail) "
         f"SELECT {tx.now!r}, done.seq, done.consumer, 'voided', ?, done.step, done.lease, "
         '\'{"what": "trained", "event": \' || done.id || \'}\' '
@@ -275,7 +280,7 @@ def void_leases(tx: Transaction, reason: str) -> int:
         "WHERE lease IS NOT NULL ORDER BY consumer, seq",
         (reason,),
     )
-    return tx.run("UPDATE leases SET state = 'voided' WHERE state = 'active'")
+    return tx.count("UPDATE leases SET state = 'voided' WHERE state = 'active'")
 
 
 def _let_go(tx: Transaction, seq: int) -> None:
@@ -312,7 +317,8 @@ def _begin_anew(tx: Transaction, book: Book, consumer: Consumer, point: Point, l
         tx.run(f"DELETE FROM {table} WHERE consumer = ?", (consumer.id,))
     consumer.state, consumer.grouped, consumer.floor = _shifted({}, point, last), False, None
     consumer.inserts = consumer.samples = 0
-    admission.enrol(tx, consumer, book)
+    tx.run("DELETE FROM inbox WHERE consumer = ?", (consumer.id,))
+    inbox.add_all(tx, consumer.id)
 
 
 def _put_back(
@@ -355,7 +361,8 @@ def _put_back(
     if consumer.grouped:
         groups.refresh(tx, consumer, dict.fromkeys([*gids, *other, *later]), set(other))
     if more:
-        work.keep_size(tx, consumer)
+        while not work.keep_size(tx, consumer, _PIECE):
+            pass
 
 
 def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str, list[work.Row]]:
@@ -444,7 +451,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
         for now in found:
             old = floor is not None and now.version is not None and now.version < floor
             why = gone[now.seq] or ("stale" if old else None)
-            new = admission.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
+            new = inbox.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
             moves.append((now, new))
             inserts += new.state != work.DROPPED
             if new.state == work.DROPPED and (now.state, now.reason) != (new.state, new.reason):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -133,6 +134,11 @@ class Settings:
         part: SamplesToInserts | None = self._part(SamplesToInserts)
         return part
 
+    @property
+    def bounded(self) -> bool:
+        """Whether records are dropped because of their age, their version or their number."""
+        return bool(self.removers) or self.max_staleness is not None
+
     def to_json(self) -> str:
         """As the ledger keeps it."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -216,6 +222,8 @@ class Consumer:
     floor: int | None
     """Waiting records whose oldest token is older than this version have been dropped."""
     generation: int
+    waiting: float = 0.0
+    """Until when somebody waits for records, by the database's clock."""
     saved: tuple[Any, ...] = ()
     """What the ledger has, so that nothing is written that has not changed."""
 
@@ -239,29 +247,40 @@ def shift(state: State, seq: int) -> int:
     return next((pairs[i + 1] for i in range(len(pairs) - 2, -1, -2) if seq > pairs[i]), 0)
 
 
-_COLUMNS = "id, name, settings, state, grouped, inserts, samples, floor, generation"
+_COLUMNS = "id, name, settings, state, grouped, inserts, samples, floor, generation, waiting"
 
 
 def _consumer(row: Any) -> Consumer:
-    id_, name, settings, state, grouped, inserts, samples, floor, generation = row
+    id_, name, settings, state, grouped, inserts, samples, floor, generation, waiting = row
     if any(type(n) is not int for n in (id_, grouped, inserts, samples, generation, 0 if floor is None else floor)):
         raise Damaged(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
     found = Consumer(
         id_, name, parsed_settings(settings), parsed_state(state), bool(grouped), inserts, samples, floor, generation
     )
+    found.waiting = waiting if isinstance(waiting, float) else 0.0
     found.saved = (state, grouped, inserts, samples, floor, generation)
     return found
 
 
+ALL = f"SELECT {_COLUMNS} FROM consumers ORDER BY id"
+BY_NAME = f"SELECT {_COLUMNS} FROM consumers WHERE name = ?"
+"""Queries whose rows `parsed_rows` reads."""
+
+
+def parsed_rows(rows: Iterable[Any]) -> list[Consumer]:
+    """Consumers from rows of the ledger."""
+    return [_consumer(row) for row in rows]
+
+
 def all_consumers(tx: Transaction) -> list[Consumer]:
     """Every consumer of the book, in the order they were made."""
-    return [_consumer(row) for row in tx.all(f"SELECT {_COLUMNS} FROM consumers ORDER BY id")]
+    return parsed_rows(tx.all(ALL))
 
 
-def find(tx: Transaction, name: str) -> Consumer | None:
-    """The consumer of this name."""
+def find(tx: Transaction, name: str, lock: bool = False) -> Consumer | None:
+    """The consumer of this name; with `lock`, no other transaction changes its queue until this one ends."""
     text_of("consumer", name, 1, 200)
-    row = tx.one(f"SELECT {_COLUMNS} FROM consumers WHERE name = ?", (name,))
+    row = tx.one(f"{BY_NAME}{tx.lock_row() if lock else ''}", (name,))
     return None if row is None else _consumer(row)
 
 
@@ -278,7 +297,7 @@ def make(tx: Transaction, name: str, settings: Settings) -> Consumer:
     """A new consumer; its waiting room is empty until `work.enrol` fills it."""
     number_ = 1 + _last_number(tx)
     tx.run(
-        f"INSERT INTO consumers (made, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, 0, 0, NULL, 0)",
+        f"INSERT INTO consumers (made, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, 0, 0, NULL, 0, NULL)",
         (tx.now, number_, name, settings.to_json(), "{}"),
     )
     return Consumer(number_, name, settings, {}, False, 0, 0, None, 0)
@@ -311,7 +330,7 @@ def remove(tx: Transaction, name: str) -> None:
     last = _last_number(tx)
     tx.run("UPDATE leases SET state = 'voided' WHERE consumer = ? AND state = 'active'", (consumer.id,))
     tx.run("DELETE FROM work WHERE consumer = ? AND lease IS NOT NULL", (consumer.id,))
-    for table, column in (("tallies", "consumer"), ("consumers", "id")):
+    for table, column in (("tallies", "consumer"), ("inbox", "consumer"), ("consumers", "id")):
         tx.run(f"DELETE FROM {table} WHERE {column} = ?", (consumer.id,))
     tx.run("DELETE FROM meta WHERE key = 'last_consumer'")
     notes = [("last_consumer", str(last)), (f"{_REMOVED}{consumer.id}", name)]

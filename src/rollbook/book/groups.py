@@ -8,9 +8,10 @@ waits and none of it is leased.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollbook.book import before
 from rollbook.book.errors import Damaged
@@ -27,25 +28,66 @@ UNRANKED = math.inf
 def refresh(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Collection[str] = ()) -> None:
     """Look again at groups whose members changed; those of `other` have members with other uses or numbers."""
     listed = list(gids)
+    if not listed:
+        return
     before.note(tx, before.GROUPS, consumer.id, "gid", listed)
+    chosen = tx.array(listed)
+    work_rows, record_rows, group_rows = tx.ask(
+        (
+            f"SELECT gid, state, seq, version, value, uses FROM work WHERE consumer = ? AND gid {tx.in_texts} "
+            "ORDER BY seq",
+            (consumer.id, chosen),
+        ),
+        (
+            # Runs that are still in the inbox do not complete a group: it would be handed out without them.
+            "SELECT records.gid, COUNT(DISTINCT run), MAX(group_size), MIN(records.seq), MIN(admitted) FROM records "
+            "JOIN work ON work.consumer = ? AND work.seq = records.seq "
+            f"WHERE records.gid {tx.in_texts} AND evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY 1",
+            (consumer.id, chosen),
+        ),
+        (
+            f"SELECT gid, ready, rank, weight FROM groups WHERE consumer = ? AND gid {tx.in_texts}",
+            (consumer.id, chosen),
+        ),
+    )
+    members: defaultdict[str, list[Any]] = defaultdict(list)
+    for gid, *member in work_rows:
+        members[gid].append(member)
+    totals = {gid: total for gid, *total in record_rows}
+    earlier = {gid: row for gid, *row in group_rows}
+    rows = []
+    empty = []
     for gid in listed:
-        _refresh(tx, consumer, gid, gid in other)
+        row = _refreshed(tx, consumer, gid, members[gid], totals.get(gid), earlier.get(gid), gid in other)
+        if row is None:
+            empty.append(gid)
+        else:
+            rows.append(row)
+    if empty:
+        tx.run(f"DELETE FROM groups WHERE consumer = ? AND gid {tx.in_texts}", (consumer.id, tx.array(empty)))
+    tx.insert(
+        "groups",
+        ("consumer", "gid", "seq", "size", "runs", "ready", "rank", "weight", "due"),
+        rows,
+        "ON CONFLICT (consumer, gid) DO UPDATE SET size = excluded.size, runs = excluded.runs, "
+        "ready = excluded.ready, rank = excluded.rank, weight = excluded.weight, due = excluded.due",
+    )
 
 
-def _refresh(tx: Transaction, consumer: Consumer, gid: str, other: bool) -> None:
-    members = tx.all(
-        "SELECT state, seq, version, value, uses FROM work WHERE consumer = ? AND gid = ? ORDER BY seq",
-        (consumer.id, gid),
-    )
-    runs, size, first, since = tx.one(
-        "SELECT COUNT(DISTINCT run), MAX(group_size), MIN(seq), MIN(admitted) FROM records "
-        "WHERE gid = ? AND evaluation = 0 AND (gone IS NULL OR gone <> 'rewound')",
-        (gid,),
-    )
-    known = tx.one("SELECT ready, rank, weight FROM groups WHERE consumer = ? AND gid = ?", (consumer.id, gid))
-    was, rank, had = known or (0, UNRANKED, 1.0)
+def _refreshed(
+    tx: Transaction,
+    consumer: Consumer,
+    gid: str,
+    members: Sequence[Any],
+    total: Sequence[Any] | None,
+    earlier: Sequence[Any] | None,
+    other: bool,
+) -> tuple[Any, ...] | None:
+    """A group's row as it is now; `None` if all of it was rewound: there is no such group."""
+    runs, size, first, since = total or (0, None, None, None)
+    was, rank, had = earlier or (0, UNRANKED, 1.0)
     if type(was) is not int or not all(type(n) in (int, float) for n in (rank, had, size or 0, since or 0)):
-        raise Damaged(f"groups: {gid!r}: got {str((known, size, since))[:100]}, expected numbers")
+        raise Damaged(f"groups: {gid!r}: got {str((earlier, size, since))[:100]}, expected numbers")
     settings = consumer.settings
     size = size or settings.group_size
     waiting = [row for row in members if row[0] == "waiting"]
@@ -57,7 +99,7 @@ def _refresh(tx: Transaction, consumer: Consumer, gid: str, other: bool) -> None
     weight = had
     if other or not (waiting or held):
         rank = UNRANKED
-    if ready:
+    if ready and first is not None:
         sampler = settings.sampler
         item = _item(consumer, first, waiting)
         weight = sampler.weight(item)
@@ -65,19 +107,12 @@ def _refresh(tx: Transaction, consumer: Consumer, gid: str, other: bool) -> None
         if not sampler.keeps or rank == UNRANKED or weight != had:
             rank = sampler.rank(item, consumer.state)
     if ready or was:
-        count, total = consumer.state.get("ready", (0, 0.0))
+        count, weights = consumer.state.get("ready", (0, 0.0))
         count += int(ready) - was
-        consumer.state["ready"] = (count, total + (ready * weight - was * had) if count else 0.0)
-    if first is None:  # All of it was rewound: there is no such group.
-        tx.run("DELETE FROM groups WHERE consumer = ? AND gid = ?", (consumer.id, gid))
-        return
-    tx.run(
-        "INSERT INTO groups (consumer, gid, seq, size, runs, ready, rank, weight, due) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) "
-        "ON CONFLICT (consumer, gid) DO UPDATE SET size = excluded.size, runs = excluded.runs, "
-        "ready = excluded.ready, rank = excluded.rank, weight = excluded.weight, due = excluded.due",
-        (consumer.id, gid, first, size, runs, int(ready), rank, weight, None if complete else due),
-    )
+        consumer.state["ready"] = (count, weights + (ready * weight - was * had) if count else 0.0)
+    if first is None:
+        return None
+    return consumer.id, gid, first, size, runs, int(ready), rank, weight, None if complete else due
 
 
 def _item(consumer: Consumer, first: int, waiting: list[tuple[str, int, int | None, float | None, int]]) -> Item:
@@ -92,17 +127,45 @@ def _item(consumer: Consumer, first: int, waiting: list[tuple[str, int, int | No
     return replace(made, group=True)
 
 
-def ripen(tx: Transaction, consumer: Consumer) -> None:
-    """Make groups ready whose time has come although they are not complete."""
+def ripen(tx: Transaction, consumer: Consumer, most: int) -> bool:
+    """Make groups ready whose time has come although they are not complete; return whether none is left."""
     due = tx.all(
-        "SELECT gid FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL AND due <= ? ORDER BY due, seq",
-        (consumer.id, tx.now),
+        "SELECT gid FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL AND due <= ? ORDER BY due, seq "
+        "LIMIT ?",
+        (consumer.id, tx.now, most),
     )
     refresh(tx, consumer, [gid for (gid,) in due])
+    return len(due) < most
 
 
-def build(tx: Transaction, consumer: Consumer) -> None:
-    """Begin to keep groups for a consumer that leases by group for the first time."""
+def begin(consumer: Consumer) -> None:
+    """Begin to keep groups for a consumer that leases by group for the first time, or to rank them anew: those of the
+    rows that it has are made by `build`, the others as their rows come."""
     consumer.grouped = True
-    found = tx.all("SELECT gid FROM work WHERE consumer = ? GROUP BY gid ORDER BY MIN(seq)", (consumer.id,))
-    refresh(tx, consumer, [gid for (gid,) in found])
+    consumer.state["ungrouped"] = 1
+
+
+def build(tx: Transaction, consumer: Consumer, most: int) -> bool:
+    """Make the groups of rows that were there when groups began, in order; return whether all are made."""
+    start = consumer.state.get("ungrouped")
+    if start is None:
+        return True
+    found = tx.all(
+        "SELECT seq, gid FROM work WHERE consumer = ? AND seq >= ? ORDER BY seq LIMIT ?", (consumer.id, start, most)
+    )
+    gids = dict.fromkeys(gid for _, gid in found)
+    refresh(tx, consumer, gids, gids)
+    if len(found) < most:
+        del consumer.state["ungrouped"]
+        return True
+    consumer.state["ungrouped"] = found[-1][0] + 1
+    return False
+
+
+def rebuild(tx: Transaction, consumer: Consumer) -> None:
+    """Make all groups anew, within an exclusive transaction."""
+    tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
+    consumer.state.pop("ready", None)
+    begin(consumer)
+    while not build(tx, consumer, 1000):
+        pass

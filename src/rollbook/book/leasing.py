@@ -11,18 +11,19 @@ import asyncio
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.algorithms.registry import choice, number, switch, whole_number
-from rollbook.book import consumers, groups, reading, work
+from rollbook.book import admission, consumers, groups, inbox, reading, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import BookError, LeaseLost, LockTimeout
-from rollbook.book.ledger import Transaction, chunks, write_once
+from rollbook.book.ledger import Transaction, write_once
 from rollbook.book.naming import text_of, uids_of
-from rollbook.book.samplers import Proportional
+from rollbook.book.samplers import First, Proportional
 from rollbook.book.windows import reached
 from rollbook.progress import advise
 
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
     from rollbook.experiences import Experiences
 
 _NO_STEP = object()
-POLL = (0.002, 0.05)
-"""The shortest and the longest pause between two looks for more."""
+AHEAD = 256
+"""How many records a lease that takes them in order takes out of the inbox at once."""
+LOOK_SECONDS = 0.25
+"""How long a wait for more lasts at most before another look, whatever it hears."""
 LAST_LOOK = 0.5
 """How long the last look waits for other writers, in seconds."""
 
@@ -66,6 +69,8 @@ class Claim(NamedTuple):
     seconds: float
     why: str
     """Why it is less than was asked for; empty if it is not."""
+    serial: bool = False
+    """Whether acknowledging them changes more of the consumer than their rows."""
     partial: Sequence[str] = ()
     """Groups that are not complete."""
 
@@ -98,6 +103,7 @@ class Lease:
         """The step and the records (id, number) of every `ack`."""
         self._lost = False
         self._seconds = claim.seconds
+        self._renewed = time.monotonic()
         self.expires = claim.expires
         """When it ends without progress, by the database's clock, in seconds since 1970."""
 
@@ -150,6 +156,8 @@ class Lease:
 
     def _progress(self) -> None:
         """Start the time anew, once a good part of it is over: a database is not written for every look."""
+        if self._book.ledger.clock is None and time.monotonic() - self._renewed < self._seconds * 0.05:
+            return
         # More time than there ever was is left if the database's clock was put back.
         if self._claim.id and not self._seconds * 0.75 <= self.expires - self._book.now() <= self._seconds:
             self.renew()
@@ -163,12 +171,12 @@ class Lease:
             return self.expires
 
         def transact(tx: Transaction) -> float:
-            self._check(tx)
+            self._check(tx, tx.all(f"{_LIVES}{tx.lock_row()}", (self._claim.id,)))
             tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (tx.now + lasts, lasts, self._claim.id))
             return tx.now + lasts
 
-        self.expires = write_once(self._book.ledger, transact, lambda tx, _: False)
-        self._seconds = lasts
+        self.expires = write_once(self._book.ledger, transact, lambda tx, _: False, shared=True)
+        self._seconds, self._renewed = lasts, time.monotonic()
         return self.expires
 
     def ack(
@@ -214,36 +222,47 @@ class Lease:
             told[chosen[uid]] = {**(detail or {}), **more}
         if not chosen:
             return 0
+        try:
+            count = self._ack(chosen, step, given, told)
+        except _Again:
+            count = self._ack(chosen, step, given, told)
+        self._acks.append((step, chosen))
+        self._settle(chosen)
+        return count
+
+    def _ack(
+        self,
+        chosen: Mapping[str, int],
+        step: int | None,
+        priorities: Mapping[int, float],
+        details: Mapping[int, Mapping[str, Any]],
+    ) -> int:
         seqs = list(chosen.values())
 
         def transact(tx: Transaction) -> int:
             try:
-                self._check(tx)
+                consumer, rows = self._held(tx, chosen)
             except LeaseLost:
                 count = self._repeats(tx, seqs, step)
                 if not count:
                     raise
                 return count
-            consumer = _consumer(tx, self._wanted.consumer)
-            if given and consumer.settings.sampler.key is None:
-                raise ValueError(f"priorities: got some, and nothing follows them in {consumer.settings.sampler!r}")
-            found = self._held(tx, consumer, chosen)
-            count = len(found)
-            if count < len(chosen):
+            count = len(rows)
+            if count < len(seqs):
                 count += len(self._acknowledged(tx, seqs, step))
-            _train(tx, consumer, found, step, self._claim.id, given, told)
+            if priorities and consumer.settings.sampler.key is None:
+                raise ValueError(f"priorities: got some, and nothing follows them in {consumer.settings.sampler!r}")
+            _train(tx, consumer, rows, step, self._claim.id, priorities, details)
             if chosen.keys() >= self._left.keys():
                 work.end_lease(tx, self._claim.id, "acked")
             consumers.save(tx, consumer)
             reached("during ack")
             return count
 
-        count = write_once(
-            self._book.ledger, transact, lambda tx, count: len(self._acknowledged(tx, seqs, step)) == count > 0
-        )
-        self._acks.append((step, chosen))
-        self._settle(chosen)
-        return count
+        def committed(tx: Transaction, count: int) -> bool:
+            return len(self._acknowledged(tx, seqs, step)) == count > 0
+
+        return write_once(self._book.ledger, transact, committed, shared=True)
 
     def nack(self, reason: str = "given back", *, uids: Any = None, drop: bool = False) -> int:
         """Give records back, to be offered again at the place they had, or (`drop=True`) to be dropped; how many."""
@@ -253,54 +272,45 @@ class Lease:
             return 0
 
         def transact(tx: Transaction) -> int:
-            self._check(tx)
-            consumer = _consumer(tx, self._wanted.consumer)
-            found = self._held(tx, consumer, chosen)
+            consumer, found = self._held(tx, chosen, always=True)
             if drop:
                 work.drop(tx, consumer, found, reason)
             else:
                 work.requeue(tx, consumer, found, "nacked", reason)
+                tx.notify(consumer.id)
             if len(chosen) == len(self._left):
                 work.end_lease(tx, self._claim.id, "nacked")
             consumers.save(tx, consumer)
             return len(found)
 
         def committed(tx: Transaction, _: int) -> bool:
-            return not self._held(tx, _consumer(tx, self._wanted.consumer), chosen)
+            rows = tx.all("SELECT seq FROM work WHERE lease = ?", (self._claim.id,))
+            return not {seq for (seq,) in rows} & set(chosen.values())
 
-        count = write_once(self._book.ledger, transact, committed)
+        count = write_once(self._book.ledger, transact, committed, shared=True)
         self._acks.append((_NO_STEP, {}))
         self._settle(chosen)
         return count
 
-    def _held(self, tx: Transaction, consumer: Consumer, chosen: Mapping[str, int]) -> list[work.Row]:
-        """The rows that are still this lease's: a record that was deleted meanwhile is not."""
-        return [row for row in work.rows_of(tx, consumer, list(chosen.values())) if row.lease == self._claim.id]
-
     def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
         """Those of these records that this lease has acknowledged in this step, without what rewinds voided."""
-        found: set[int] = set()
-        for marks, part in chunks(seqs):
-            found.update(
-                seq
-                for (seq,) in tx.all(
-                    "SELECT done.seq FROM events AS done WHERE done.kind = 'trained' AND done.lease = ? "
-                    f"AND COALESCE(done.step, -1) = ? AND done.seq IN ({marks}) AND NOT EXISTS (SELECT 1 FROM events "
-                    "AS undone WHERE undone.seq = done.seq AND undone.kind = 'voided' AND undone.lease = done.lease "
-                    "AND undone.id > done.id)",
-                    (self._claim.id, -1 if step is None else step, *part),
-                )
-            )
-        return found
+        rows = tx.all(
+            "SELECT done.seq FROM events AS done WHERE done.kind = 'trained' AND done.lease = ? "
+            f"AND COALESCE(done.step, -1) = ? AND done.seq {tx.in_ints} AND NOT EXISTS (SELECT 1 FROM events "
+            "AS undone WHERE undone.seq = done.seq AND undone.kind = 'voided' AND undone.lease = done.lease "
+            "AND undone.id > done.id)",
+            (self._claim.id, -1 if step is None else step, tx.array(seqs)),
+        )
+        return {seq for (seq,) in rows}
 
     def _repeats(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> int:
         """How many records an `ack` acknowledged that this one repeats; 0 if it repeats none."""
-        found = self._acknowledged(tx, seqs, step)
+        done = self._acknowledged(tx, seqs, step)
         # A record that was deleted while it was leased could not be acknowledged.
-        for marks, part in chunks([seq for seq in seqs if seq not in found]):
-            if tx.one(f"SELECT 1 FROM records WHERE gone IS NULL AND seq IN ({marks})", part):
-                return 0
-        return len(found)
+        others = [seq for seq in seqs if seq not in done]
+        if tx.one(f"SELECT 1 FROM records WHERE gone IS NULL AND seq {tx.in_ints}", (tx.array(others),)):
+            return 0
+        return len(done)
 
     def _chosen(self, uids: Any, repeated_step: Any = _NO_STEP) -> dict[str, int]:
         """The records of a call, by id; of an `ack`, those too that were acknowledged in the same step already."""
@@ -327,8 +337,34 @@ class Lease:
         for uid in chosen:
             self._left.pop(uid, None)
 
-    def _check(self, tx: Transaction) -> None:
-        row = tx.one("SELECT state, expires FROM leases WHERE id = ?", (self._claim.id,))
+    def _held(
+        self, tx: Transaction, chosen: Mapping[str, int], always: bool = False
+    ) -> tuple[Consumer, list[work.Row]]:
+        """The consumer, and those of the chosen rows that are still this lease's: a record that was deleted meanwhile
+        is not. `LeaseLost` if the lease has ended.
+
+        The consumer's row is locked, before the lease's, if more of its queue changes than the lease's own records.
+        """
+        name, fence = self._wanted.consumer, self._claim.id
+        serial = self._claim.serial or always
+        consumer_rows, lease_rows, rows = tx.ask(
+            (f"{consumers.BY_NAME}{tx.lock_row() if serial else ''}", (name,)),
+            (f"{_LIVES}{tx.lock_row()}", (fence,)),
+            (f"SELECT {work.COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
+        )
+        if not consumer_rows:
+            raise LeaseLost(f"consumer {name!r}: it is no longer in the book")
+        [consumer] = consumers.parsed_rows(consumer_rows)
+        if not serial and _is_shared(consumer):
+            self._claim = self._claim._replace(serial=True)
+            raise _Again
+        self._check(tx, lease_rows)
+        seqs = set(chosen.values())
+        return consumer, [row for row in work.checked(rows) if row.seq in seqs]
+
+    def _check(self, tx: Transaction, rows: Sequence[Any]) -> None:
+        """Raise unless the lease lives."""
+        row = rows[0] if rows else None
         self._lost = row is None or row[0] != "active" or row[1] <= tx.now
         if row is None or row[0] != "active":
             raise LeaseLost(f"lease {self.fence}: it is {row[0] if row else 'not in the book'}, nothing was changed")
@@ -397,11 +433,16 @@ def _told(error: BaseException) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _consumer(tx: Transaction, name: str) -> Consumer:
-    found = consumers.find(tx, name)
-    if found is None:
-        raise LeaseLost(f"consumer {name!r}: it is no longer in the book")
-    return found
+_LIVES = "SELECT state, expires FROM leases WHERE id = ?"
+
+
+class _Again(Exception):
+    """The consumer has other settings than when the lease was made: its row has to be locked."""
+
+
+def _is_shared(consumer: Consumer) -> bool:
+    """Whether an acknowledgement changes what leases of other records depend on: groups, or a sampler's state."""
+    return consumer.grouped or (consumer.settings.sampler.keeps and consumer.settings.max_uses != 1)
 
 
 def _train(
@@ -428,6 +469,7 @@ def _train(
         if again:
             state, until = (work.COOLING, tx.now + rest) if rest else (work.WAITING, None)
             new = new._replace(state=state, until=until, rank=sampler.rank(item, consumer.state))
+            tx.notify(consumer.id)
         moves.append((row, new))
         # What rewinding needs to put the row back.
         told = {"uses": row.uses, "rank": row.rank, "value": row.value, **details[row.seq]}
@@ -435,15 +477,75 @@ def _train(
     work.change(tx, consumer, moves, events)
 
 
-def tidy(tx: Transaction, book: Book, consumer: Consumer, max_staleness: int | None) -> None:
-    """All that time alone brings about: leases that ended, rests that are over, records too old to be used."""
-    work.expire(tx, consumer)
-    work.thaw(tx, consumer)
-    work.forget_old(tx, consumer)
-    bound = consumer.settings.max_staleness if max_staleness is None else max_staleness
-    work.forget_stale(tx, consumer, work.floor_of(work.announced(tx), bound))
+def refresh_queue(tx: Transaction, book: Book, name: str, wanted: Wanted | None) -> tuple[Consumer | None, bool]:
+    """Do what is due in a consumer's queue, a piece of it at most: take new records in, take leases back that ended,
+    end rests, drop records that are too old.
+
+    Args:
+        wanted: The lease this is for; without one, new records are taken in only where some might be dropped.
+
+    Returns:
+        The consumer, locked (`None` if there is none of this name), and whether nothing is left to do.
+    """
+    text_of("consumer", name, 1, 200)
+    mine = "consumer = (SELECT id FROM consumers WHERE name = ?)"
+    rows, expired, rested, unseen, version = tx.ask(
+        (f"{consumers.BY_NAME}{tx.lock_row()}", (name,)),
+        (
+            f"SELECT 1 FROM leases WHERE {mine} AND state = 'active' AND "
+            "(expires <= ? OR expires > ? + seconds + 1) LIMIT 1",
+            (name, tx.now, tx.now),
+        ),
+        (f"SELECT 1 FROM work WHERE {mine} AND state = 'cooling' AND until <= ? LIMIT 1", (name, tx.now)),
+        (f"SELECT 1 FROM inbox WHERE {mine} LIMIT 1", (name,)),
+        ("SELECT value FROM meta WHERE key = 'policy_version'", ()),
+    )
+    if not rows:
+        return None, True
+    [consumer] = consumers.parsed_rows(rows)
+    settings = consumer.settings
+    if wanted is not None and wanted.by == "group" and not consumer.grouped:
+        groups.begin(consumer)
+    if expired:
+        work.expire(tx, consumer)
+    piece = inbox.PIECE
+    done = admission.rerank(tx, consumer, book, piece)
+    if unseen and (settings.bounded if wanted is None else not takes_in_order(consumer, wanted)):
+        done &= inbox.drain(tx, book, consumer, piece)
+    if rested:
+        done &= work.thaw(tx, consumer, piece)
+    done &= work.forget_old(tx, consumer, piece)
+    bound = settings.max_staleness if wanted is None or wanted.max_staleness is None else wanted.max_staleness
+    if version:
+        done &= work.forget_stale(tx, consumer, work.floor_of(int(version[0][0]), bound), piece)
     if consumer.grouped:
-        groups.ripen(tx, consumer)
+        done &= groups.build(tx, consumer, piece)
+        if settings.partial_after is not None:
+            done &= groups.ripen(tx, consumer, piece)
+    return consumer, done
+
+
+def refresh(book: Book, name: str) -> None:
+    """Do all that is due in a consumer's queue, in short transactions."""
+    done = False
+    while not done:
+        with book.ledger.write(shared=True, durable=False) as tx:
+            consumer, done = refresh_queue(tx, book, name, None)
+            if consumer is not None:
+                consumers.save(tx, consumer)
+
+
+def takes_in_order(consumer: Consumer, wanted: Wanted) -> bool:
+    """Whether what a lease takes does not depend on records that came later, so that those may stay in the inbox."""
+    settings = consumer.settings
+    return (
+        wanted.by == "experience"
+        and wanted.max_staleness is None
+        and type(settings.sampler) is First
+        and not settings.removers
+        and not settings.limiters
+        and not consumer.grouped
+    )
 
 
 def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: float) -> Claim | None:
@@ -452,67 +554,42 @@ def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: 
     With a `timeout` (of the lease, until `end`) that passes while others hold the ledger, the claim is empty.
     """
 
-    def transact(tx: Transaction) -> Claim | None:
-        if wanted.create and consumers.find(tx, wanted.consumer) is None:
-            book.make_consumer(tx, wanted.consumer)
-        consumer = consumers.named(tx, wanted.consumer)
-        if wanted.by == "group" and not consumer.grouped:
-            groups.build(tx, consumer)
-        tidy(tx, book, consumer, wanted.max_staleness)
-        units, why = _available(tx, consumer, wanted)
-        if units < wanted.most and not last:
+    def transact(tx: Transaction) -> tuple[Consumer | None, bool, Claim | None]:
+        consumer, done = refresh_queue(tx, book, wanted.consumer, wanted)
+        claim = None
+        if consumer is not None:
+            claim = _claim(tx, book, consumer, wanted, last) if done else None
             consumers.save(tx, consumer)
-            return None
-        if units < wanted.most and wanted.exact:
-            consumers.save(tx, consumer)
-            return _empty(f"asked for exactly {wanted.most}, {units} can be leased: {why}")
-        claim = _claim(tx, consumer, wanted, min(units, wanted.most), why if units < wanted.most else "")
-        consumers.save(tx, consumer)
-        return claim
+        return consumer, done, claim
 
-    def committed(tx: Transaction, claim: Claim | None) -> bool:
+    def committed(tx: Transaction, outcome: tuple[Consumer | None, bool, Claim | None]) -> bool:
+        claim = outcome[2]
         if claim is None or not claim.id:
             return True
         return tx.one("SELECT 1 FROM leases WHERE id = ? AND holder = ?", (claim.id, wanted.holder)) is not None
 
-    # The last look is for what is there now: it waits for other writers, too, if only for a moment.
-    lock_wait = max(end - time.monotonic(), LAST_LOOK if last else 0.0) if timeout else None
-    try:
-        return write_once(book.ledger, transact, committed, lock_wait)
-    except LockTimeout as error:
-        if timeout is None:
-            raise
-        return _empty(f"asked for {wanted.most}, got 0: {error}")
+    while True:
+        # The last look is for what is there now: it waits for other writers, too, if only for a moment.
+        lock_wait = max(end - time.monotonic(), LAST_LOOK if last else 0.0) if timeout else None
+        try:
+            # A lease that a crash of the server undoes is a lease that ended: its fence is not in the ledger any more.
+            consumer, done, claim = write_once(book.ledger, transact, committed, lock_wait, shared=True, durable=False)
+        except LockTimeout as error:
+            if timeout is None:
+                raise
+            return _empty(wanted, error)
+        if consumer is None:
+            with book.ledger.write() as tx:
+                if not wanted.create:
+                    consumers.named(tx, wanted.consumer)
+                elif consumers.find(tx, wanted.consumer) is None:
+                    book.make_consumer(tx, wanted.consumer)
+        elif done:
+            return claim
 
 
-def _empty(why: str) -> Claim:
-    return Claim(0, [], [], None, 0.0, 0.0, why)
-
-
-def _available(tx: Transaction, consumer: Consumer, wanted: Wanted) -> tuple[int, str]:
-    """How many units can be had, at most as many as are wanted, and why no more."""
-    settings = consumer.settings
-    there = work.tally(tx, consumer, work.WAITING, work.COOLING, work.LEASED)[0]
-    if there < settings.min_size:
-        return 0, f"{there} records are there, MinSize waits for {settings.min_size}"
-    table, ready = ("groups", "ready = 1") if wanted.by == "group" else ("work", "state = 'waiting'")
-    units = tx.one(
-        f"SELECT COUNT(*) FROM (SELECT 1 AS one FROM {table} WHERE consumer = ? AND {ready} LIMIT ?) AS found",
-        (consumer.id, wanted.most),
-    )[0]
-    why = "no more was waiting" if wanted.by == "experience" else "no more groups were complete"
-    ratio = settings.ratio
-    if ratio is not None and units:
-        left = ratio.samples_left(consumer.inserts, consumer.samples)
-        if wanted.by == "group":
-            fits = 0
-            for gid in _ready(tx, consumer, units):
-                left -= len(work.rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid[0])))
-                fits += left >= 0
-            left = fits
-        if left < units:
-            units, why = left, f"SamplesToInserts waits for more inserts ({consumer.inserts} so far)"
-    return units, why
+def _empty(wanted: Wanted, error: LockTimeout) -> Claim:
+    return Claim(0, [], [], None, 0.0, 0.0, f"asked for {wanted.most}, got 0: {error}")
 
 
 def _ready(tx: Transaction, consumer: Consumer, count: int) -> list[tuple[str, float, float, int | None, int]]:
@@ -522,56 +599,124 @@ def _ready(tx: Transaction, consumer: Consumer, count: int) -> list[tuple[str, f
     )
 
 
-def _claim(tx: Transaction, consumer: Consumer, wanted: Wanted, units: int, why: str) -> Claim:
-    told = f"asked for {wanted.most}, got {units}: {why}" if why else ""
+_CLAIMED = (
+    f"SELECT {', '.join(f'work.{name}' for name in work.Row._fields)}, records.uid "
+    "FROM work JOIN records ON records.seq = work.seq WHERE work.consumer = ? AND work.state = 'waiting'"
+)
+
+
+class Waiting(NamedTuple):
+    """A record that can be claimed: its row and its id."""
+
+    row: work.Row
+    uid: str
+
+
+def _parsed(rows: Sequence[Any]) -> list[Waiting]:
+    checked = work.checked(row[:-1] for row in rows)
+    return [Waiting(row, full[-1]) for row, full in zip(checked, rows, strict=True)]
+
+
+def _allowed(tx: Transaction, consumer: Consumer, wanted: Wanted) -> tuple[int, str]:
+    """How many units limiters let this lease have, at most as many as it wants, and why no more."""
+    settings = consumer.settings
+    if settings.min_size:
+        there = work.tally(tx, consumer, work.WAITING, work.COOLING, work.LEASED)[0]
+        if there < settings.min_size:
+            return 0, f"{there} records are there, MinSize waits for {settings.min_size}"
+    if settings.ratio is None:
+        return wanted.most, ""
+    left = settings.ratio.samples_left(consumer.inserts, consumer.samples)
+    if wanted.by == "group":
+        fits = 0
+        for gid, *_ in _ready(tx, consumer, wanted.most):
+            left -= len(work.rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
+            fits += left >= 0
+        left = fits
+    if left < wanted.most:
+        return left, f"SamplesToInserts waits for more inserts ({consumer.inserts} so far)"
+    return wanted.most, ""
+
+
+def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last: bool) -> Claim | None:
+    """Lease what waits; `None` if it is less than was asked for, and this is not the `last` look."""
     sampler = consumer.settings.sampler
-    found: list[work.Row] = []
-    odds: list[float] = []
+    most, why = _allowed(tx, consumer, wanted)
     partial: list[str] = []
     if wanted.by == "group":
-        _, total = consumer.state.get("ready", (0, 0.0))
-        count = consumer.state.get("ready", (0, 0.0))[0]
-        for gid, rank, weight, size, runs in _ready(tx, consumer, units):
-            if size is not None and runs < size:
-                partial.append(gid)
-            members = work.rows(tx, "consumer = ? AND gid = ? AND state = 'waiting' ORDER BY seq", (consumer.id, gid))
-            found += members
-            odds += [weight] * len(members)
-            sampler.took(rank, consumer.state)
+        ready = _ready(tx, consumer, most)
+        units = len(ready)
+        if units < wanted.most and not last:
+            return None
+        ranks = [rank for _, rank, *_ in ready]
+        partial = [gid for gid, _, _, size, runs in ready if size is not None and runs < size]
+        rows, [(lease,)] = tx.ask(
+            (
+                f"{_CLAIMED} AND work.gid {tx.in_texts} ORDER BY work.seq",
+                (consumer.id, tx.array([gid for gid, *_ in ready])),
+            ),
+            tx.next_number("leases", 1),
+        )
+        members: dict[str, list[Waiting]] = {gid: [] for gid, *_ in ready}
+        for each in _parsed(rows):
+            members[each.row.gid].append(each)
+        taken = [each for group in members.values() for each in group]
+        odds = [weight for gid, _, weight, *_ in ready for _ in members[gid]]
+        count, total = consumer.state.get("ready", (0, 0.0))
     else:
-        count, total = work.tally(tx, consumer, work.WAITING)
-        found = work.rows(tx, "consumer = ? AND state = 'waiting' ORDER BY rank, seq LIMIT ?", (consumer.id, units))
-        odds = [row.weight for row in found]
-        for row in found:
-            sampler.took(row.rank, consumer.state)
-    if not found:
-        return Claim(0, [], [], [] if isinstance(sampler, Proportional) else None, tx.now, 0.0, told)
+        in_order = (f"{_CLAIMED} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, most))
+        rows, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
+        empty = not takes_in_order(consumer, wanted)
+        while len(rows) < most and not empty:
+            empty = inbox.drain(tx, book, consumer, max(AHEAD, min(most - len(rows), inbox.PIECE)))
+            rows = tx.all(*in_order)
+        units = len(rows)
+        if units < wanted.most and not last:
+            return None
+        taken = _parsed(rows)
+        odds = [each.row.weight for each in taken]
+        ranks = [each.row.rank for each in taken]
+        count, total = work.tally(tx, consumer, work.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
+    if units < most or not why:
+        why = "no more was waiting" if wanted.by == "experience" else "no more groups were complete"
+    if units < wanted.most and wanted.exact:
+        why = f"asked for exactly {wanted.most}, {units} can be leased: {why}"
+        return Claim(0, [], [], None, 0.0, 0.0, why)
+    why = f"asked for {wanted.most}, got {units}: {why}" if units < wanted.most else ""
+    if not taken:
+        return Claim(0, [], [], [] if isinstance(sampler, Proportional) else None, tx.now, 0.0, why)
+    for rank in ranks:
+        sampler.took(rank, consumer.state)
     weights = None
     if isinstance(sampler, Proportional):
         raw = [(max(total, weight) / (count * weight)) ** sampler.beta for weight in odds]
         weights = [value / max(raw) for value in raw]
     seconds = consumer.settings.lease_seconds if wanted.seconds is None else wanted.seconds
-    lease = int(tx.one("SELECT COALESCE(MAX(id), 0) + 1 FROM leases")[0])
-    tx.run(
-        "INSERT INTO leases (id, consumer, holder, made, expires, seconds, state, count) "
-        "VALUES (?, ?, ?, ?, ?, ?, 'active', ?)",
-        (lease, consumer.id, wanted.holder, tx.now, tx.now + seconds, seconds, len(found)),
+    tx.insert(
+        "leases",
+        ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
+        [(lease, consumer.id, wanted.holder, tx.now, tx.now + seconds, seconds, "active", len(taken))],
     )
     work.change(
         tx,
         consumer,
-        [(row, row._replace(state=work.LEASED, lease=lease)) for row in found],
-        [work.Event(work.LEASED, row.seq, consumer.id, lease=lease) for row in found],
+        [(row, row._replace(state=work.LEASED, lease=lease)) for row, _ in taken],
+        [work.Event(work.LEASED, row.seq, consumer.id, lease=lease) for row, _ in taken],
     )
-    consumer.samples += len(found)
-    names: dict[int, str] = {}
-    for marks, part in chunks([row.seq for row in found]):
-        names.update(tx.all(f"SELECT seq, uid FROM records WHERE seq IN ({marks})", part))
-    seqs = [row.seq for row in found]
-    if partial:
-        more = f"{len(partial)} of {units} groups are partial, since partial_after has passed: {', '.join(partial[:3])}"
-        told = f"{told}; {more}" if told else more
-    return Claim(lease, seqs, [names[seq] for seq in seqs], weights, tx.now + seconds, seconds, told, partial)
+    consumer.samples += len(taken)
+    more = f"{len(partial)} of {units} groups are partial, since partial_after has passed: {', '.join(partial[:3])}"
+    more = more if partial else ""
+    return Claim(
+        lease,
+        [each.row.seq for each in taken],
+        [each.uid for each in taken],
+        weights,
+        tx.now + seconds,
+        seconds,
+        "; ".join(filter(None, (why, more))),
+        _is_shared(consumer),
+        partial,
+    )
 
 
 def wanted(
@@ -599,30 +744,17 @@ def wanted(
     return Wanted(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder, *options)
 
 
-def pulse(book: Book, name: str) -> tuple[int, float | None]:
-    """The last event of the book, and when time alone will next bring this consumer something."""
+def seconds_to_due(book: Book, name: str) -> tuple[int, float]:
+    """Return a consumer's number, and after how many seconds at most time alone brings it something."""
     with book.ledger.read() as tx:
-        last = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
-        row = tx.one("SELECT id FROM consumers WHERE name = ?", (name,))
-        if row is None:
-            return last, None
-        due = [
-            tx.one(f"SELECT MIN({column}) FROM {table} WHERE consumer = ? AND {condition}", row)[0]
-            for table, column, condition in (
-                ("leases", "expires", "state = 'active'"),
-                ("work", "until", "state = 'cooling'"),
-                ("groups", "due", "ready = 0 AND due IS NOT NULL"),
-            )
-        ]
-    return last, min((moment for moment in due if moment is not None), default=None)
-
-
-def stirred(book: Book, name: str, seen: tuple[int, float | None]) -> bool:
-    """Whether there may be more than there was: a look that writes nothing."""
-    with book.ledger.read() as tx:
-        if tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0] != seen[0]:
-            return True
-        return seen[1] is not None and tx.now >= seen[1]
+        number = consumers.named(tx, name).id
+        leases, rests, partial = tx.ask(
+            ("SELECT MIN(expires) FROM leases WHERE consumer = ? AND state = 'active'", (number,)),
+            ("SELECT MIN(until) FROM work WHERE consumer = ? AND state = 'cooling'", (number,)),
+            ("SELECT MIN(due) FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL", (number,)),
+        )
+        due = [moment for [(moment,)] in (leases, rests, partial) if moment is not None]
+    return number, max(0.0, min([LOOK_SECONDS, *(moment - tx.now for moment in due)]))
 
 
 def nothing(book: Book, consumer: str) -> Lease:
@@ -630,38 +762,54 @@ def nothing(book: Book, consumer: str) -> Lease:
     return Lease(book, Wanted(consumer, 0, "experience", None, None, ""), Claim(0, [], [], None, 0.0, 0.0, ""))
 
 
-def lease(book: Book, asked: Wanted, timeout: float | None) -> Lease:
-    """See `Book.lease`."""
+def lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Event | None = None) -> Lease:
+    """See `Book.lease`; with `stop` set it ends early, with nothing."""
+    try:
+        return _lease(book, asked, timeout, stop or threading.Event())
+    except LockTimeout as error:
+        if timeout is None:
+            raise
+        return Lease(book, asked, _empty(asked, error))
+
+
+def _lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Event) -> Lease:
     end = time.monotonic() + (math.inf if timeout is None else timeout)
-    pause = POLL[0]
-    while True:
-        last = time.monotonic() >= end
-        claim = attempt(book, asked, last, timeout, end)
-        if claim is not None:
-            return Lease(book, asked, claim)
-        seen = pulse(book, asked.consumer)
-        while time.monotonic() < end and not stirred(book, asked.consumer, seen):
-            time.sleep(min(pause, max(end - time.monotonic(), 0)))
-            pause = min(pause * 1.5, POLL[1])
+    claim = attempt(book, asked, timeout is not None and timeout <= 0, timeout, end)
+    if claim is None:
+        number, _ = seconds_to_due(book, asked.consumer)
+        with book.ledger.turn(number, max(0.0, end - time.monotonic()), stop) as waiter:
+            while claim is None and waiter is not None and time.monotonic() < end and not stop.is_set():
+                waiter.mark()
+                claim = attempt(book, asked, False, timeout, end)
+                if claim is None:
+                    _, seconds = seconds_to_due(book, asked.consumer)
+                    waiter.wait(max(0.0, min(seconds, end - time.monotonic())))
+    if claim is None and not stop.is_set():
+        claim = attempt(book, asked, True, timeout, end)
+    return Lease(book, asked, claim or Claim(0, [], [], None, 0.0, 0.0, ""))
 
 
 async def alease(book: Book, asked: Wanted, timeout: float | None) -> Lease:
     """See `Book.alease`; a wait that is cancelled has claimed nothing."""
-    end = time.monotonic() + (math.inf if timeout is None else timeout)
-    pause = POLL[0]
-    while True:
-        last = time.monotonic() >= end
-        looking = asyncio.ensure_future(asyncio.to_thread(attempt, book, asked, last, timeout, end))
+    stop = threading.Event()
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Lease] = loop.create_future()
+
+    def run() -> None:
         try:
-            claim = await asyncio.shield(looking)
-        except asyncio.CancelledError:
-            claim = await looking
-            if claim is not None:
-                Lease(book, asked, claim).nack("cancelled")
-            raise
-        if claim is not None:
-            return Lease(book, asked, claim)
-        seen = await asyncio.to_thread(pulse, book, asked.consumer)
-        while time.monotonic() < end and not await asyncio.to_thread(stirred, book, asked.consumer, seen):
-            await asyncio.sleep(min(pause, max(end - time.monotonic(), 0)))
-            pause = min(pause * 1.5, POLL[1])
+            result = lease(book, asked, timeout, stop)
+        except BaseException as error:
+            loop.call_soon_threadsafe(outcome.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(outcome.set_result, result)
+
+    # A thread of its own: many that wait would keep the event loop's few from those who append.
+    threading.Thread(target=run, name="rollbook-lease", daemon=True).start()
+    try:
+        return await asyncio.shield(outcome)
+    except asyncio.CancelledError:
+        stop.set()
+        late = await outcome
+        if late:
+            await asyncio.to_thread(late.nack, "cancelled")
+        raise

@@ -1,22 +1,25 @@
-"""The ledger's database: SQLite in a folder or in memory, PostgreSQL on a server, behind four verbs.
+"""The ledger's database: SQLite in a folder or in memory, PostgreSQL on a server, behind one small protocol.
 
-Invariant: a write transaction is alone (SQLite's immediate transaction, an advisory lock in PostgreSQL): whoever reads
-inside one and then writes has read what is true when it commits. Statements are written once, with `?` for a value, and
-use only what both databases mean alike.
+Invariant: `write()` is exclusive: no other transaction writes until it commits. `write(shared=True)` excludes exclusive
+transactions only: appends, leases and acknowledgements run beside each other in PostgreSQL and lock the rows they
+change. In SQLite every write transaction is exclusive. Statements are written once, with `?` for a value.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import math
 import os
 import random
 import sqlite3
 import stat
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -39,43 +42,114 @@ IN_ONE = 500
 """How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
 
 Result = TypeVar("Result")
+_AMONG = "IN (SELECT value FROM json_each(?))"
+
+
+class ConcurrentChange(Exception):
+    """Another transaction inserted the same row, or the two waited for each other: nothing was written, try again."""
 
 
 class Transaction(Protocol):
-    """What statements are run through."""
+    """Runs statements."""
 
-    now: float
-    """The database's clock when the transaction began, in seconds since 1970."""
+    shard: int
+    """The row of a counter that this transaction adds to; concurrent transactions have different ones."""
+    in_ints: str
+    """An SQL operator with one parameter, `tx.array(numbers)`: true for a value that is one of them."""
+    in_texts: str
+    """The same for texts."""
 
-    def run(self, sql: str, values: Sequence[Any] = ()) -> int:
-        """Run one statement; how many rows it changed."""
+    @property
+    def now(self) -> float:
+        """The database's clock when the transaction began, in seconds since 1970."""
+
+    def run(self, sql: str, values: Sequence[Any] = ()) -> None:
+        """Run one statement. In PostgreSQL an error may surface at a later statement."""
+
+    def count(self, sql: str, values: Sequence[Any] = ()) -> int:
+        """Run one statement and return how many rows it changed."""
 
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """Run one statement for each row of values."""
 
+    def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
+        """Insert rows in one statement; `conflict` is an `ON CONFLICT` clause."""
+
+    def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Set `columns` of the rows that `keys` name; each row of values has the columns first, then the keys."""
+
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
-        """Every row of the answer."""
+        """Return every row of the answer."""
 
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
-        """The first row of the answer, or `None`."""
+        """Return the first row of the answer, or `None`."""
+
+    def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
+        """Return the rows of several queries, sent to the database together."""
+
+    def array(self, values: Sequence[Any]) -> Any:
+        """The parameter of `in_ints` and `in_texts`."""
+
+    def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
+        """A query that takes `count` consecutive numbers for new rows of "records" or "leases"; it gives the first."""
+
+    def lock_row(self) -> str:
+        """The end of a query for rows that this transaction is going to change."""
+
+    def notify(self, consumer: int) -> None:
+        """Wake who waits for records of this consumer, once the transaction is committed."""
+
+
+class Waiter(Protocol):
+    """Waits for changes of the book."""
+
+    def mark(self) -> None:
+        """Changes from now on end the next `wait`."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when the book has changed, or after so many seconds."""
 
 
 class Ledger(Protocol):
     """A database that keeps a book's ledger."""
 
     dialect: str
+    clock: Any
+    """What tells the time instead of the database, in tests; `None` in PostgreSQL."""
 
-    def write(self, timeout: float | None = None) -> Any:
-        """A context that gives a `Transaction` that no other writer runs beside; commits unless it is left by error.
+    def write(self, *, shared: bool = False, durable: bool = True, timeout: float | None = None) -> Any:
+        """A context that gives a `Transaction` and commits it unless it is left by an error.
+
+        Args:
+            shared: Run beside other shared transactions; by default no other transaction writes.
+            durable: Wait until the commit is on disk. Otherwise a server crash may undo it, together with all later
+                commits that did not wait either.
+            timeout: How many seconds to wait for other writers; `BUSY_SECONDS` by default.
 
         Raises:
-            LockTimeout: Other writers held the ledger for `timeout` seconds (`BUSY_SECONDS` by default).
+            LockTimeout: Other writers held the ledger for so long.
             ConnectionLost: The connection broke before the commit.
             OutcomeUnknown: The connection broke during the commit.
         """
 
     def read(self) -> Any:
         """A context that gives a `Transaction` that sees one state of the book."""
+
+    in_ints: str
+    """As of a `Transaction`, for `all`."""
+
+    def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Return every row of one query, in a transaction of its own."""
+
+    def array(self, values: Sequence[Any]) -> Any:
+        """As of a `Transaction`."""
+
+    def turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Any:
+        """A context that gives a `Waiter` to one caller at a time, of all processes, in the order they came; `None` if
+        it is not the caller's turn within so many seconds, or `stop` is set."""
+
+    def bounds(self) -> tuple[int, int]:
+        """Return the largest record number and event number such that nothing below them is still being written."""
 
     def clear_log(self) -> None:
         """Let go of old versions of rows, as far as the database leaves that to us."""
@@ -119,20 +193,36 @@ def write_once(
     transact: Callable[[Transaction], Result],
     committed: Callable[[Transaction, Result], bool],
     timeout: float | None = None,
+    begin: Callable[..., Any] | None = None,
+    **options: Any,
 ) -> Result:
-    """Run a write transaction; one that a broken connection ended is looked up, and run again if it had no effect."""
+    """Run a write transaction; one that a broken connection ended is looked up, and run again if it had no effect.
+
+    Args:
+        transact: The body of the transaction.
+        committed: Looks for a trace of a transaction that had this result.
+        begin: Begins the transaction; by default `ledger.write`.
+        options: Those of `begin`.
+    """
     results: list[Result] = []
-    end = time.monotonic() + RETRY_SECONDS
+    start = time.monotonic()
+    patience = BUSY_SECONDS if timeout is None else timeout
     while True:
         try:
-            with ledger.write(timeout=timeout) as tx:
+            with (begin or ledger.write)(timeout=timeout, **options) as tx:
                 results.append(transact(tx))
             return results[-1]
         except (ConnectionLost, OutcomeUnknown) as error:
             if took_effect(ledger, error, lambda tx: committed(tx, results[-1])):
                 return results[-1]
-            if time.monotonic() >= end:
+            if time.monotonic() >= start + RETRY_SECONDS:
                 raise
+        except LockTimeout:
+            # A row's lock, whose wait is shorter: a session that paused with it has been ended.
+            left = start + patience - time.monotonic()
+            if left <= 0.01:
+                raise
+            timeout = left
 
 
 def parsed(text: Any, what: str) -> dict[str, Any]:
@@ -151,21 +241,102 @@ def parsed(text: Any, what: str) -> dict[str, Any]:
 
 
 class _SQLiteTransaction:
+    shard = 0
+    in_ints = in_texts = _AMONG
+
     def __init__(self, connection: sqlite3.Connection, now: float) -> None:
         self.connection = connection
         self.now = now
 
-    def run(self, sql: str, values: Sequence[Any] = ()) -> int:
+    def run(self, sql: str, values: Sequence[Any] = ()) -> None:
+        self.connection.execute(sql, values)
+
+    def count(self, sql: str, values: Sequence[Any] = ()) -> int:
         return self.connection.execute(sql, values).rowcount
 
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         self.connection.executemany(sql, rows)
+
+    def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
+        if not rows:
+            return
+        # Binding a `None` takes the driver several times as long as a number: columns without values are left out.
+        values = list(zip(*rows, strict=True))
+        used = [i for i, column in enumerate(values) if column.count(None) < len(column)]
+        names, marks = ", ".join(columns[i] for i in used), ", ".join("?" * len(used))
+        sql = f"INSERT INTO {table} ({names}) VALUES ({marks}) {conflict}"
+        self.connection.executemany(sql, zip(*(values[i] for i in used), strict=True))
+
+    def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        settings = ", ".join(f"{name} = ?" for name in columns)
+        condition = " AND ".join(f"{name} = ?" for name in keys)
+        self.connection.executemany(f"UPDATE {table} SET {settings} WHERE {condition}", rows)
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         return self.connection.execute(sql, values).fetchall()
 
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
         return self.connection.execute(sql, values).fetchone()
+
+    def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
+        return [self.all(sql, values) for sql, values in queries]
+
+    def array(self, values: Sequence[Any]) -> str:
+        return json.dumps(values)
+
+    def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
+        key = {"records": "seq", "leases": "id"}[table]
+        return f"SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}", ()
+
+    def lock_row(self) -> str:
+        return ""
+
+    def notify(self, consumer: int) -> None:
+        return None
+
+
+LOOK_SECONDS = 0.05
+"""How often who waits for its turn looks."""
+
+
+class Turns:
+    """Lets the threads of a process wait in line, one line for each consumer."""
+
+    def __init__(self) -> None:
+        self._lines: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+
+    @contextmanager
+    def take(self, consumer: int, end: float, stop: threading.Event) -> Iterator[bool]:
+        """Wait in line; give whether the turn came before `end`, on the monotonic clock, and before `stop` was set."""
+        line = self._lines[consumer]
+        while not stop.is_set():
+            if line.acquire(timeout=max(0.0, min(LOOK_SECONDS, end - time.monotonic()))):
+                try:
+                    yield True
+                finally:
+                    line.release()
+                return
+            if time.monotonic() >= end:
+                break
+        yield False
+
+
+class _SQLiteWaiter:
+    """Looks at SQLite's counter of changes, which costs a few microseconds."""
+
+    def __init__(self, ledger: SQLiteLedger) -> None:
+        self.ledger = ledger
+        self.seen = ledger.changes()
+
+    def mark(self) -> None:
+        self.seen = self.ledger.changes()
+
+    def wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        pause = 0.001
+        while self.ledger.changes() == self.seen and time.monotonic() < end:
+            time.sleep(max(0.0, min(pause, end - time.monotonic())))
+            pause = min(pause * 1.5, 0.01)
 
 
 def check_files(path: Path) -> None:
@@ -235,7 +406,7 @@ class SQLiteLedger:
 
     >>> ledger = SQLiteLedger(None)
     >>> with ledger.write() as tx:
-    ...     _ = tx.run("CREATE TABLE t (x INTEGER)")
+    ...     tx.run("CREATE TABLE t (x INTEGER)")
     ...     tx.many("INSERT INTO t VALUES (?)", [(1,), (2,)])
     >>> with ledger.read() as tx:
     ...     tx.all("SELECT x FROM t ORDER BY x")
@@ -244,12 +415,14 @@ class SQLiteLedger:
     """
 
     dialect = "sqlite"
+    in_ints = _AMONG
 
     def __init__(self, path: Path | None, *, read_only: bool = False, clock: Callable[[], float] = time.time) -> None:
         self.path = path
         self.read_only = read_only
         self.clock = clock
         self._lock = threading.RLock()
+        self._turns = Turns()
         self._pid = os.getpid()
         self._closed = False
         self._connection = self._connect()
@@ -362,12 +535,15 @@ class SQLiteLedger:
                 raise BookError("memory: a book in memory does not follow into a forked process")
             _left_behind.append(self._connection)
             self._lock = threading.RLock()
+            self._turns = Turns()
             self._pid = os.getpid()
             self._connection = self._connect()
         return self._connection
 
     @contextmanager
-    def write(self, timeout: float | None = None) -> Iterator[_SQLiteTransaction]:
+    def write(
+        self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
+    ) -> Iterator[_SQLiteTransaction]:
         yield from self._transaction("BEGIN IMMEDIATE", timeout)
 
     @contextmanager
@@ -401,6 +577,43 @@ class SQLiteLedger:
                 raise Damaged(f"{self.path}: a number out of range ({error}); see `rollbook check`") from error
         if begin != "BEGIN":
             reached("after commit")
+
+    def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Return every row of one query."""
+        with self.read() as tx:
+            return tx.all(sql, values)
+
+    def array(self, values: Sequence[Any]) -> str:
+        """The parameter of `in_ints`."""
+        return json.dumps(values)
+
+    def changes(self) -> tuple[int, int]:
+        """Return numbers that change when another connection, or this one, has written."""
+        connection = self._current()
+        with self._lock:
+            return connection.execute("PRAGMA data_version").fetchone()[0], connection.total_changes
+
+    @contextmanager
+    def turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Iterator[_SQLiteWaiter | None]:
+        """See `Ledger.turn`. Processes wait in line for a lock on a file, which no order is promised for."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        with self._turns.take(consumer, end, stop) as mine, ExitStack() as stack:
+            if mine and self.path is not None:
+                fd = os.open(f"{self.path}.turn{consumer}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE)
+                stack.callback(os.close, fd)
+                while mine:
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        mine = time.monotonic() < end and not stop.wait(min(LOOK_SECONDS, end - time.monotonic()))
+            yield _SQLiteWaiter(self) if mine else None
+
+    def bounds(self) -> tuple[int, int]:
+        """Return the last record's and the last event's number."""
+        with self.read() as tx:
+            seq, event = tx.one("SELECT (SELECT MAX(seq) FROM records), (SELECT MAX(id) FROM events)")
+        return seq or 0, event or 0
 
     def clear_log(self) -> None:
         """Write the log back and empty it, if nobody uses it just now: old pages are then gone from the disk."""

@@ -221,7 +221,7 @@ def _postgres(
                 f"data={redacted(kept) or None!r}"
             )
         if data is None:
-            return ledger, PostgresShelf(ledger.fresh, address.schema)
+            return ledger, PostgresShelf(ledger)
         from rollbook.book.objects import ObjectShelf
 
         return ledger, ObjectShelf(data, options)

@@ -1,28 +1,41 @@
-"""PostgreSQL as a ledger: the same four verbs over psycopg.
+"""PostgreSQL as a ledger, over psycopg.
 
-Invariant: every write transaction holds the book's advisory lock until it is committed, so that writers come one after
-another, as they do in SQLite; the clock is the server's.
+Invariant: every write transaction holds the book's advisory lock until it ends, shared or exclusively, so that an
+exclusive transaction runs alone. The clock is the server's.
+
+Statements of a transaction are sent in a pipeline: one that returns nothing is on its way when the next one is sent,
+and the client waits only where it needs an answer, and at the end. An append takes three round trips.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import orjson
+import xxhash
+
 from rollbook.addresses import redacted
-from rollbook.book import ledger
+from rollbook.book import ledger as ledgers
 from rollbook.book.errors import BookError, ConnectionLost, LockTimeout, NotABook, OutcomeUnknown
+from rollbook.book.ledger import ConcurrentChange, Turns
 from rollbook.book.windows import reached
 
 if TYPE_CHECKING:
     import psycopg
 
 LOCK = 0x726F6C6C  # "roll": the class of advisory locks that books take; the second number is the schema's.
+CONNECTIONS = 8
+"""How many connections the threads of one open book have at most; one thread needs one."""
+SHARDS = 64
+"""A counter is the sum of so many rows: transactions that add to it seldom wait for each other."""
 IDLE_SECONDS = 20.0
 """How long a writer may pause inside a transaction before its session is ended: shorter than `BUSY_SECONDS`, so that
 writers that wait for it get their turn. Also the longest wait for a lock in one statement."""
@@ -45,6 +58,7 @@ _HOLDERS = (
     "AND l.objid = (hashtext(%s)::bigint & 4294967295)::oid "
     "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
+_CLOCK = "SELECT extract(epoch FROM clock_timestamp())"
 _left_behind: list[Any] = []
 
 
@@ -84,35 +98,170 @@ def _milliseconds(seconds: float) -> int:
     return max(min(round(seconds * 1000), (1 << 31) - 1), 1)
 
 
-class _PostgresTransaction:
-    def __init__(self, cursor: psycopg.Cursor[Any], now: float) -> None:
-        self.cursor = cursor
-        self.now = now
+class PostgresTransaction:
+    """A transaction in a pipeline of statements."""
 
-    def run(self, sql: str, values: Sequence[Any] = ()) -> int:
-        self.cursor.execute(_marked(sql), tuple(values))
-        return self.cursor.rowcount
+    in_ints = "= ANY(?::bigint[])"
+    in_texts = "= ANY(?::text[])"
+
+    def __init__(self, connection: psycopg.Connection[Any], pipeline: psycopg.Pipeline, now: float) -> None:
+        self.connection = connection
+        self.pipeline = pipeline
+        self.now = now
+        self.woken: set[int] = set()
+        self.shard = connection.info.backend_pid % SHARDS
+
+    def _send(self, sql: str, values: Sequence[Any]) -> psycopg.Cursor[Any]:
+        cursor = self.connection.cursor()
+        return cursor.execute(_marked(sql), values) if values else cursor.execute(sql.encode())
+
+    def run(self, sql: str, values: Sequence[Any] = ()) -> None:
+        self._send(sql, values)
+
+    def count(self, sql: str, values: Sequence[Any] = ()) -> int:
+        cursor = self._send(sql, values)
+        self.pipeline.sync()
+        return cursor.rowcount
 
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
-        self.cursor.executemany(_marked(sql), list(rows))
+        self.connection.cursor().executemany(_marked(sql), list(rows))
+
+    def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
+        if rows:
+            self.run(_insert(table, tuple(columns), conflict), (_rows_json(table, tuple(columns), rows),))
+
+    def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        if rows:
+            names = (*columns, *keys)
+            self.run(_update(table, tuple(keys), tuple(columns)), (_rows_json(table, names, rows),))
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
-        self.cursor.execute(_marked(sql), tuple(values))
-        return self.cursor.fetchall()
+        return self._send(sql, values).fetchall()
 
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
-        self.cursor.execute(_marked(sql), tuple(values))
-        return self.cursor.fetchone()
+        return self._send(sql, values).fetchone()
+
+    def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
+        return [cursor.fetchall() for cursor in [self._send(sql, values) for sql, values in queries]]
+
+    def array(self, values: Sequence[Any]) -> list[Any]:
+        return list(values)
+
+    def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
+        return "SELECT take_numbers(?, ?)", (f"{table}_numbers", count)
+
+    def lock_row(self) -> str:
+        return " FOR UPDATE"
+
+    def notify(self, consumer: int) -> None:
+        self.woken.add(consumer)
 
 
+SEQUENCES = (
+    "CREATE SEQUENCE records_numbers",
+    "CREATE SEQUENCE leases_numbers",
+    # A sequence is not part of a transaction: the lock is held for a moment, not until the commit.
+    "CREATE FUNCTION take_numbers(sequence text, count bigint) RETURNS bigint LANGUAGE plpgsql AS $$ "
+    "DECLARE number bigint; BEGIN "
+    f"PERFORM pg_advisory_lock({LOCK + 1}, hashtext(current_schema() || sequence)); "
+    "number := nextval(sequence::regclass); "
+    "IF count > 1 THEN PERFORM setval(sequence::regclass, number + count - 1); END IF; "
+    f"PERFORM pg_advisory_unlock({LOCK + 1}, hashtext(current_schema() || sequence)); "
+    "RETURN number; END $$",
+)
+"""What gives consecutive numbers without waiting for other transactions."""
+
+
+@lru_cache(maxsize=512)
 def _marked(sql: str) -> Any:
     return sql.replace("%", "%%").replace("?", "%s")
 
 
+@lru_cache(maxsize=1)
+def _column_types() -> dict[str, dict[str, str]]:
+    from rollbook.book.schema import TABLES, TYPES
+
+    types = {"TEXT": "text", **{f"{{{kind}}}": name for kind, name in TYPES["postgresql"].items()}}
+    declared = {
+        table: {column.split()[0]: column.split()[1] for column in columns if not column.startswith("PRIMARY KEY")}
+        for table, columns in TABLES.items()
+    }
+    return {
+        table: {name: types[kind].split(" GENERATED")[0] for name, kind in columns.items()}
+        for table, columns in declared.items()
+    }
+
+
+@lru_cache(maxsize=256)
+def _rows_sql(table: str, columns: tuple[str, ...]) -> str:
+    types = _column_types()[table]
+    return f"json_to_recordset(?::json) AS given ({', '.join(f'{name} {types[name]}' for name in columns)})"
+
+
+@lru_cache(maxsize=256)
+def _insert(table: str, columns: tuple[str, ...], conflict: str) -> str:
+    names = ", ".join(columns)
+    # Rows with unique texts are inserted in one order, so that two transactions never wait for each other's rows.
+    order = {"records": " ORDER BY uid", "media": " ORDER BY hash"}.get(table, "")
+    return f"INSERT INTO {table} ({names}) SELECT {names} FROM {_rows_sql(table, columns)}{order} {conflict}"
+
+
+@lru_cache(maxsize=256)
+def _update(table: str, keys: tuple[str, ...], columns: tuple[str, ...]) -> str:
+    settings = ", ".join(f"{name} = given.{name}" for name in columns)
+    condition = " AND ".join(f"{table}.{name} = given.{name}" for name in keys)
+    return f"UPDATE {table} SET {settings} FROM {_rows_sql(table, (*columns, *keys))} WHERE {condition}"
+
+
+def _rows_json(table: str, columns: tuple[str, ...], rows: Sequence[Sequence[Any]]) -> str:
+    """Rows as JSON: one parameter, which the server takes apart far faster than a client binds hundreds."""
+    types = _column_types()[table]
+    values = [list(column) for column in zip(*rows, strict=True)]
+    for name, column in zip(columns, values, strict=True):
+        if types[name] == "BYTEA":
+            column[:] = [None if value is None else f"\\x{value.hex()}" for value in column]
+        elif types[name] == "DOUBLE PRECISION":
+            # JSON has no infinity; as a text the server reads it.
+            column[:] = [value if value is None or math.isfinite(value) else str(value) for value in column]
+    named = [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+    return orjson.dumps(named, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+
+
+WAITING_SECONDS = 30.0
+"""How long appends notify after somebody said that it waits."""
+
+
+class _PostgresWaiter:
+    """Listens for notifications, and tells appends that somebody does."""
+
+    def __init__(self, ledger: PostgresLedger, connection: psycopg.Connection[Any], consumer: int) -> None:
+        self.ledger = ledger
+        self.connection = connection
+        self.consumer = consumer
+        self.told = -math.inf
+
+    def mark(self) -> None:
+        if time.monotonic() < self.told + WAITING_SECONDS / 2:
+            return
+        with self.ledger.write(shared=True, durable=False) as tx:
+            tx.run("UPDATE consumers SET waiting = ? WHERE id = ?", (tx.now + WAITING_SECONDS, self.consumer))
+        self.told = time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        import psycopg
+
+        try:
+            for _ in self.connection.notifies(timeout=seconds, stop_after=1):
+                pass
+        except psycopg.Error as error:
+            raise self.ledger._explained(error) from error
+
+
 class PostgresLedger:
-    """A schema of a PostgreSQL database."""
+    """A schema of a PostgreSQL database. Each thread that uses it at the same time has a connection of its own."""
 
     dialect = "postgresql"
+    in_ints = PostgresTransaction.in_ints
 
     def __init__(
         self, url: str, schema: str = "rollbook", *, read_only: bool = False, clock: Callable[[], float] | None = None
@@ -121,10 +270,13 @@ class PostgresLedger:
         self.schema = schema
         self.read_only = read_only
         self.clock = clock
-        self._lock = threading.RLock()
+        self._changed = threading.Condition()
+        self._turns = Turns()
         self._pid = os.getpid()
         self._closed = False
-        self._connection: Any = connect(url, schema)
+        self._idle: list[Any] = [connect(url, schema)]
+        self._open = 1
+        self._lock_key = f"""{LOCK}, hashtext('{schema.replace("'", "''")}')"""
 
     def make_schema(self) -> None:
         """Make the schema if it is not there."""
@@ -132,117 +284,131 @@ class PostgresLedger:
         from psycopg import sql
 
         name = sql.Identifier(self.schema)
-        with self._lock:
-            row = self._connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (self.schema,)).fetchone()
+        with self.connection() as connection:
+            row = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (self.schema,)).fetchone()
             if row is None:
                 try:
-                    self._connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
+                    connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
                 except psycopg.errors.UniqueViolation:
                     pass  # Another process made it in the same moment.
                 except psycopg.Error as error:
                     raise NotABook(f"schema {self.schema!r} cannot be made: {str(error).strip()}") from None
 
-    def fresh(self) -> psycopg.Connection[Any]:
-        """A connection of one's own to the same schema, waiting a little for a server that restarts."""
-        found: psycopg.Connection[Any] = self._again()
-        return found
-
-    def _current(self) -> Any:
-        if self._closed:
-            raise BookError("the book is closed")
+    @contextmanager
+    def connection(self) -> Iterator[psycopg.Connection[Any]]:
+        """Lend a connection to the calling thread; a broken one is replaced."""
         if self._pid != os.getpid():
-            _left_behind.append(self._connection)
-            self._lock = threading.RLock()
-            self._pid = os.getpid()
-            self._connection = connect(self.url, self.schema)
-        return self._connection
+            # The parent's connections are the parent's to close.
+            _left_behind.extend(self._idle)
+            self._changed, self._turns = threading.Condition(), Turns()
+            self._idle, self._open, self._pid = [], 0, os.getpid()
+        with self._changed:
+            while not self._idle and self._open >= CONNECTIONS and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise BookError("the book is closed")
+            connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                self._open += 1
+        try:
+            if connection is None or connection.closed:
+                connection = self._again()
+            yield connection
+        finally:
+            with self._changed:
+                if connection is None or connection.closed or self._closed:
+                    self._open -= 1
+                    if connection is not None:
+                        connection.close()
+                else:
+                    self._idle.append(connection)
+                self._changed.notify()
 
     @contextmanager
-    def write(self, timeout: float | None = None) -> Iterator[_PostgresTransaction]:
-        yield from self._transaction(True, timeout)
+    def write(
+        self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
+    ) -> Iterator[PostgresTransaction]:
+        begin = "" if durable else "SET LOCAL synchronous_commit TO off; "
+        kind = "_shared" if shared else ""
+        begin += f"SELECT pg_advisory_xact_lock{kind}({self._lock_key})"
+        yield from self._transaction(begin, True, ledgers.BUSY_SECONDS if timeout is None else timeout)
 
     @contextmanager
-    def read(self) -> Iterator[_PostgresTransaction]:
-        yield from self._transaction(False)
+    def read(self) -> Iterator[PostgresTransaction]:
+        idle = f"SET LOCAL idle_in_transaction_session_timeout TO {_milliseconds(READ_SECONDS)}"
+        yield from self._transaction(
+            f"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY; {idle}", False, math.inf
+        )
 
-    def _transaction(self, exclusive: bool, timeout: float | None = None) -> Iterator[_PostgresTransaction]:
-        self._current()
-        committing = False
-        with ledger.take_turn(self._lock, timeout) as seconds:
-            try:
-                if exclusive:
-                    cursor = self._locked(seconds)
-                else:
-                    cursor = self._begun(
-                        "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; "
-                        f"SET LOCAL idle_in_transaction_session_timeout TO {_milliseconds(READ_SECONDS)}"
-                    )
-                if self.clock is None:
-                    now = float(cursor.execute("SELECT extract(epoch FROM clock_timestamp())").fetchone()[0])
-                else:
-                    now = self.clock()
-                yield _PostgresTransaction(cursor, now)
-                if exclusive:
-                    reached("before commit")
-                committing = exclusive
-                cursor.execute("COMMIT")
-            except BaseException as error:
-                self._undo()
-                explained = self._explained(error, committing, seconds)
-                if explained is error:
+    def _transaction(self, begin: str, writes: bool, seconds: float) -> Iterator[PostgresTransaction]:
+        import psycopg
+
+        committing, broken = False, True
+        try:
+            with self._begun(begin, seconds) as (connection, now):
+                try:
+                    with connection.pipeline() as pipeline:
+                        tx = PostgresTransaction(connection, pipeline, now)
+                        yield tx
+                        if writes:
+                            reached("before commit")
+                        committing = writes
+                        connection.execute("COMMIT")
+                        for consumer in tx.woken:
+                            # Not within the transaction: the server lets one commit at a time that notifies.
+                            connection.execute("SELECT pg_notify(%s, '')", (self.channel(consumer),))
+                except BaseException as error:
+                    self._undo(connection)
+                    broken = connection.closed
+                    if isinstance(error, psycopg.errors.LockNotAvailable):
+                        self._end_paused(connection)
                     raise
-                raise explained from error
-        if exclusive:
+        except BaseException as error:
+            explained = self._explained(error, broken, committing, seconds)
+            if explained is error:
+                raise
+            raise explained from error
+        if writes:
             reached("after commit")
 
-    def _locked(self, seconds: float | None) -> Any:
-        """A cursor in a new transaction that holds the book's lock."""
+    @contextmanager
+    def _begun(self, begin: str, seconds: float) -> Iterator[tuple[psycopg.Connection[Any], float]]:
+        """A connection in a new transaction, and the time; connections that broke while they lay idle, as they do when
+        the server restarts, are replaced: nothing was under way that could be lost."""
         import psycopg
 
-        end = time.monotonic() + (ledger.BUSY_SECONDS if seconds is None else seconds)
-        while True:
-            cursor = self._begun("BEGIN")
-            lock, values = "pg_advisory_xact_lock(%s, hashtext(%s))", (LOCK, self.schema)
-            left = end - time.monotonic()
-            try:
-                if left >= IDLE_SECONDS:  # The session's limit.
-                    return cursor.execute(f"SELECT {lock}", values)
-                limit = str(_milliseconds(left))
-                return cursor.execute(f"SELECT set_config('lock_timeout', %s, true), {lock}", (limit, *values))
-            except psycopg.errors.LockNotAvailable:
-                self._undo()
-                self._end_paused()
-                if time.monotonic() >= end:
-                    raise
-
-    def _end_paused(self) -> None:
-        """End the sessions that hold the book's lock and have paused for too long.
-
-        The server does so too, but its timer does not run after a pipeline (of `executemany`), whose last message is
-        not a sync.
-        """
-        import psycopg
-
-        with suppress(psycopg.Error):
-            self._connection.execute(
-                f"SELECT pg_terminate_backend(a.pid) {_HOLDERS} AND a.state LIKE 'idle in transaction%%' "
-                "AND a.state_change < clock_timestamp() - %s * interval '1 second'",
-                (LOCK, self.schema, IDLE_SECONDS),
-            )
-
-    def _begun(self, begin: str) -> Any:
-        """A cursor in a new transaction, over a new connection if the old one broke while it lay idle, as it does when
-        the server restarts: nothing was under way that could be lost."""
-        import psycopg
-
-        if not self._connection.closed:
-            try:
-                return self._connection.cursor().execute(begin)
-            except psycopg.OperationalError:
-                if not self._connection.closed:
-                    raise
-        self._connection = self._again()
-        return self._connection.cursor().execute(begin)
+        end = time.monotonic() + seconds
+        attempt = 0
+        with ExitStack() as stack:
+            while True:
+                connection = stack.enter_context(self.connection())
+                left = max(end - time.monotonic(), 0.0)
+                # Where more is left, the session's limit holds.
+                limit = f"SET LOCAL lock_timeout TO {_milliseconds(left)}; " if left < IDLE_SECONDS else ""
+                try:
+                    if self.clock is not None:
+                        connection.execute(f"BEGIN; {limit}{begin}".encode())
+                        now = self.clock()
+                    else:
+                        cursor = connection.execute(f"BEGIN; {limit}{begin}; {_CLOCK}".encode())
+                        while cursor.nextset():
+                            pass
+                        now = float(cursor.fetchone()[0])  # type: ignore[index]
+                    break
+                except psycopg.errors.LockNotAvailable:
+                    self._undo(connection)
+                    self._end_paused(connection)
+                    if time.monotonic() >= end:
+                        raise
+                    stack.close()
+                except BaseException as error:
+                    self._undo(connection)
+                    attempt += 1
+                    broken = isinstance(error, psycopg.OperationalError) and connection.closed
+                    if not broken or attempt > CONNECTIONS:
+                        raise
+                    stack.close()
+            yield connection, now
 
     def _again(self) -> Any:
         end = time.monotonic() + RECONNECT_SECONDS
@@ -254,16 +420,41 @@ class PostgresLedger:
                     raise
             time.sleep(0.2)
 
-    def _undo(self) -> None:
+    def _undo(self, connection: psycopg.Connection[Any]) -> None:
         import psycopg
 
         try:
-            if not self._connection.closed:
-                self._connection.execute("ROLLBACK")
+            if not connection.closed:
+                connection.execute("ROLLBACK")
         except psycopg.Error:
-            self._connection.close()
+            connection.close()
 
-    def _explained(self, error: BaseException, committing: bool, seconds: float | None) -> BaseException:
+    def _end_paused(self, connection: psycopg.Connection[Any]) -> None:
+        """End the sessions that hold the book's lock and have waited for their clients for too long.
+
+        The server's own timer does not run within a pipeline, nor after one that ended with a flush.
+        """
+        import psycopg
+
+        paused = (
+            f"{_HOLDERS} AND (a.state LIKE 'idle in transaction%%' OR a.wait_event = 'ClientRead') "
+            "AND a.state_change < clock_timestamp() - %s * interval '1 second'"
+        )
+        values = (LOCK, self.schema, IDLE_SECONDS)
+        with suppress(psycopg.Error):
+            # Looked at twice: one that has just ended a long statement goes on.
+            seen = connection.execute(f"SELECT a.pid, a.state_change {paused}", values).fetchall()
+            if seen:
+                time.sleep(0.1)
+            for pid, since in seen:
+                connection.execute(
+                    f"SELECT pg_terminate_backend(a.pid) {paused} AND a.pid = %s AND a.state_change = %s",
+                    (*values, pid, since),
+                )
+
+    def _explained(
+        self, error: BaseException, broken: bool = True, committing: bool = False, seconds: float = math.inf
+    ) -> BaseException:
         import psycopg
 
         where, text = redacted(self.url), _line(error)
@@ -271,8 +462,10 @@ class PostgresLedger:
             return OSError(f"{where}: {text}")
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             return BookError(f"{where}: {text}")
+        if isinstance(error, (psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected)):
+            return ConcurrentChange(text)
         if isinstance(error, psycopg.errors.LockNotAvailable):
-            waited = ledger.BUSY_SECONDS if seconds is None else seconds
+            waited = min(seconds, ledgers.BUSY_SECONDS)
             return LockTimeout(f"{where}: other writers held the ledger for {waited:.3g} s{self._holder()}")
         if isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout):
             return ConnectionLost(
@@ -280,7 +473,7 @@ class PostgresLedger:
                 "ended its session; nothing was changed"
             )
         if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
-            if not self._connection.closed:
+            if not broken:
                 return BookError(f"{where}: {text}")
             if committing:
                 return OutcomeUnknown(
@@ -291,24 +484,93 @@ class PostgresLedger:
         return error
 
     def _holder(self) -> str:
-        """Name the session that holds the book's lock, if there is one now."""
+        """Name a session that holds the book's lock, if there is one now."""
         import psycopg
 
         try:
-            row = self._connection.execute(
-                f"SELECT a.pid, a.application_name, COALESCE(a.client_addr::text, 'local'), a.state {_HOLDERS}",
-                (LOCK, self.schema),
-            ).fetchone()
-        except psycopg.Error:
+            with self.connection() as connection:
+                row = connection.execute(
+                    f"SELECT a.pid, a.application_name, COALESCE(a.client_addr::text, 'local'), a.state {_HOLDERS}",
+                    (LOCK, self.schema),
+                ).fetchone()
+        except (psycopg.Error, BookError):
             return ""
         return "" if row is None else f": session {row[0]} ({row[1]}, from {row[2]}) holds it, {row[3]}"
+
+    def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Return every row of one query, in one exchange with the server."""
+        import psycopg
+
+        attempt = 0
+        while True:
+            with self.connection() as connection:
+                try:
+                    return connection.execute(_marked(sql), values).fetchall()
+                except psycopg.Error as error:
+                    attempt += 1
+                    if not connection.closed or attempt > CONNECTIONS:
+                        raise self._explained(error) from error
+
+    def array(self, values: Sequence[Any]) -> list[Any]:
+        """The parameter of `in_ints`."""
+        return list(values)
+
+    def channel(self, consumer: int) -> str:
+        """The channel on which appends notify who waits for a consumer's records."""
+        return f"rollbook_{xxhash.xxh3_64_hexdigest(self.schema.encode())}_{consumer}"
+
+    @contextmanager
+    def turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Iterator[_PostgresWaiter | None]:
+        """See `Ledger.turn`. Processes wait in line for an advisory lock, over a connection of their own."""
+        import psycopg
+
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        with self._turns.take(consumer, end, stop) as mine, ExitStack() as stack:
+            waiter = None
+            if mine:
+                connection = stack.enter_context(self._again())
+                key = f"{LOCK + 2}, hashtext('{self.channel(consumer)}')"
+                while waiter is None and not stop.is_set() and time.monotonic() < end:
+                    wait = min(1.0, end - time.monotonic())
+                    try:
+                        connection.execute(f"SET lock_timeout TO {max(1, int(wait * 1000))}")
+                        connection.execute(f"SELECT pg_advisory_lock({key})")
+                        connection.execute(f"LISTEN {self.channel(consumer)}")
+                        waiter = _PostgresWaiter(self, connection, consumer)
+                    except psycopg.errors.LockNotAvailable:
+                        continue
+                    except psycopg.Error as error:
+                        raise self._explained(error) from error
+            yield waiter
+
+    def bounds(self) -> tuple[int, int]:
+        """Return the largest record number and event number such that nothing below them is still being written."""
+        # Alone for a moment: whoever took smaller numbers has committed. One exchange: nobody waits for this client.
+        sql = (
+            f"BEGIN; SELECT pg_advisory_xact_lock({self._lock_key}); "
+            "SELECT (SELECT MAX(seq) FROM records), (SELECT MAX(id) FROM events); COMMIT"
+        )
+        with self.connection() as connection:
+            try:
+                cursor = connection.execute(sql.encode())
+                cursor.nextset()
+                cursor.nextset()
+                seq, event = cursor.fetchone()  # type: ignore[misc]
+            except BaseException as error:
+                self._undo(connection)
+                raise self._explained(error) from error
+        return seq or 0, event or 0
 
     def clear_log(self) -> None:
         """Nothing: old versions of rows leave with the server's vacuum."""
 
     def close(self) -> None:
-        """Close the connection; what was committed is safe in any case."""
-        if not self._closed and self._pid == os.getpid():
-            with self._lock:
-                self._connection.close()
-        self._closed = True
+        """Close the connections; what was committed is safe in any case."""
+        if self._pid != os.getpid():
+            self._closed = True
+            return
+        with self._changed:
+            self._closed = True
+            while self._idle:
+                self._idle.pop().close()
+            self._changed.notify_all()

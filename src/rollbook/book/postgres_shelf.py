@@ -11,8 +11,6 @@ bounded by no limit of the database, and neither side holds more than a row besi
 from __future__ import annotations
 
 import errno
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from rollbook.book.errors import BookError, NotABook
+from rollbook.book.ledger import Transaction
+from rollbook.book.postgres import CONNECTIONS, PostgresLedger
 from rollbook.book.shelves import (
     ALIGN,
     MissingSegment,
@@ -65,23 +65,25 @@ _REMOVE = f"DELETE FROM {{}} WHERE segment = %s AND {_QUIETLY} RETURNING octet_l
 
 
 class PostgresShelf:
-    """Segments as rows of `schema`.blobs, through a connection of its own, which `connect` makes.
-
-    The connection is made when it is first needed, again in a forked child, and once more when it turns out to be
-    broken: `connect` decides how long to wait for a server that restarts. Threads take turns.
+    """Segments as rows of the ledger's table `blobs`, over the ledger's connections.
 
     Every `put` is a segment of its own, complete when it is there: none is ever busy, and sealing changes nothing.
     """
 
     private = True
 
-    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], schema: str) -> None:
-        self.schema = schema
-        self._connect = connect
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._connection: psycopg.Connection[Any] | None = None
+    def __init__(self, ledger: PostgresLedger) -> None:
+        self.ledger = ledger
+        self.schema = ledger.schema
         self._closed = False
+
+    def insert(self, tx: Transaction, parts: Sequence[Buffer]) -> list[Place]:
+        """Insert all parts within a transaction of the ledger, with which they become durable."""
+        name = new_name()
+        spans, pieces = lay_out(parts)
+        for number, data in enumerate(_rows([header(), *pieces]) if spans else ()):
+            tx.run("INSERT INTO blobs (segment, data, made) VALUES (?, ?, ?)", (_row_name(name, number), data, tx.now))
+        return [Place(name, ALIGN + start, length) for start, length in spans]
 
     def put(self, parts: Sequence[Buffer]) -> list[Place]:
         """Insert all parts in one transaction; durable with the ledger's next commit, if `has` is true inside it."""
@@ -170,45 +172,32 @@ class PostgresShelf:
         self._run(delete)
 
     def close(self) -> None:
-        """Close the connection; whatever is asked later is refused."""
-        with self._turn():
-            self._closed = True
-            if self._connection is not None:
-                self._connection.close()
+        """Refuse whatever is asked later; the connections are the ledger's."""
+        self._closed = True
 
     def _sql(self, statement: str) -> Any:
         from psycopg import sql
 
         return sql.SQL(statement).format(sql.Identifier(self.schema, "blobs"))
 
-    def _turn(self) -> threading.Lock:
-        """The lock, a new one in a forked child: the parent's may be held by a thread that does not exist here. The
-        connection is the parent's too; letting it go closes nothing, psycopg does that where it was made only."""
-        if self._pid != os.getpid():
-            self._lock, self._pid, self._connection = threading.Lock(), os.getpid(), None
-        return self._lock
-
     def _run(self, act: Callable[[psycopg.Connection[Any]], T]) -> T:
-        """What `act` does with the connection, once more with a new one if that broke. All acts may be repeated: a name
+        """What `act` does with a connection, once more with another one if that broke. All acts may be repeated: a name
         is used by one `put` only, and a row that is there already is left as it is."""
         import psycopg
 
-        with self._turn():
-            if self._closed:
-                raise ValueError("the shelf is closed")
-            try:
-                if self._connection is not None and not self._connection.closed:
-                    try:
-                        return act(self._connection)
-                    except (psycopg.OperationalError, psycopg.InterfaceError):
-                        if not self._connection.closed:
-                            raise
-                self._connection = self._connect()
-                # Statements are transactions of their own, and reading leaves none open.
-                self._connection.autocommit = True
-                return act(self._connection)
-            except psycopg.Error as error:
-                raise self._explained(error) from error
+        if self._closed:
+            raise ValueError("the shelf is closed")
+        attempt = 0
+        while True:
+            with self.ledger.connection() as connection:
+                try:
+                    return act(connection)
+                except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                    attempt += 1
+                    if not connection.closed or attempt > CONNECTIONS:
+                        raise self._explained(error) from error
+                except psycopg.Error as error:
+                    raise self._explained(error) from error
 
     def _explained(self, error: psycopg.Error) -> Exception:
         import psycopg

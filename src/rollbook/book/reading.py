@@ -14,7 +14,7 @@ import numpy as np
 
 from rollbook.book import attachments, tags
 from rollbook.book.errors import BookError, Damaged
-from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.ledger import Ledger, Transaction, chunks
 from rollbook.book.shelves import MissingSegment, Place, check_place
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
@@ -110,20 +110,19 @@ def whole_arrays(
         raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
 
 
-def locate(tx: Transaction, seqs: Sequence[int]) -> dict[int, Location]:
+def locate(source: Ledger | Transaction, seqs: Sequence[int]) -> dict[int, Location]:
     """Where records lie."""
-    found: dict[int, Location] = {}
-    for marks, part in chunks(seqs):
-        for row in tx.all(f"SELECT seq, segment, start, size, slot, gone FROM records WHERE seq IN ({marks})", part):
-            found[row[0]] = row
-    return found
+    rows: dict[int, Location] = {}
+    sql = f"SELECT seq, segment, start, size, slot, gone FROM records WHERE seq {source.in_ints}"
+    for start in range(0, len(seqs), 10_000):
+        rows.update((row[0], row) for row in source.all(sql, (source.array(seqs[start : start + 10_000]),)))
+    return rows
 
 
 def retried(book: Book, seqs: Sequence[int], read: Callable[[dict[int, Location]], Result]) -> Result:
     """What `read` makes of the records' places; where compaction has moved some in between, of their new ones."""
     for _ in range(_ATTEMPTS):
-        with book.ledger.read() as tx:
-            where = locate(tx, seqs)
+        where = locate(book.ledger, seqs)
         for seq in seqs:
             if seq not in where:
                 raise BookError(f"record number {seq}: there is none in the book")

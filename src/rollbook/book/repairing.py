@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.addresses import POSTGRES, redacted
-from rollbook.book import admission, checking, consumers, groups, inspecting, reading, rebuilding, tags, work
+from rollbook.book import checking, consumers, groups, inbox, inspecting, reading, rebuilding, tags, work
 from rollbook.book import schema as tables
 from rollbook.book.book import Book
 from rollbook.book.checking import Past, readable
@@ -243,7 +243,7 @@ def _mend_records(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
         for marks, part in chunks(sorted(lost)):
             tx.run(f"DELETE FROM media WHERE hash IN ({marks})", part)
-        count = tx.run(
+        count = tx.count(
             "DELETE FROM media_uses WHERE NOT EXISTS (SELECT 1 FROM records WHERE records.seq = media_uses.seq "
             "AND records.segment IS NOT NULL) OR NOT EXISTS (SELECT 1 FROM media WHERE media.hash = media_uses.hash)"
         )
@@ -308,17 +308,19 @@ def _copy(disk: Disk, source: str, target: str) -> None:
 
 def _mend_work(book: Book, report: Report) -> None:
     """One row for each record and consumer; what is missing is made from the events."""
+    inbox.drain_all(book)
     with book.ledger.write() as tx:
         stray = (
             "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq AND records.evaluation = 0) "
             "OR consumer NOT IN (SELECT id FROM consumers)"
         )
-        report.did("work", "rows of records that are not there", count=tx.run(f"DELETE FROM work WHERE {stray}"))
+        report.did("work", "rows of records that are not there", count=tx.count(f"DELETE FROM work WHERE {stray}"))
         for table in ("work_before", "groups_before"):
             tx.run(f"DELETE FROM {table} WHERE checkpoint NOT IN (SELECT event FROM checkpoints)")
         marks = ", ".join("?" * len(work.STATES))
-        count = tx.run(f"DELETE FROM work WHERE state NOT IN ({marks})", work.STATES)
+        count = tx.count(f"DELETE FROM work WHERE state NOT IN ({marks})", work.STATES)
         report.did("work", "rows in no known state, made anew from their events", count=count)
+        tx.run("DELETE FROM inbox")  # what is in it is missing in `work`
         for consumer in consumers.all_consumers(tx):
             _enter_missing(tx, book, consumer, report)
             consumers.save(tx, consumer)
@@ -349,7 +351,7 @@ def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Repo
             reason = gone or (
                 mine.reason if mine.kind == work.DROPPED else None if seq in known else rebuilding.RECOVERED
             )
-            row = admission.new_row(consumer, seq, gid, version, numbers.get(seq), reason)
+            row = inbox.new_row(consumer, seq, gid, version, numbers.get(seq), reason)
             uses = len(mine.acks)
             if mine.kind == work.TRAINED:
                 row = row._replace(state=work.TRAINED, reason=None)
@@ -365,13 +367,13 @@ def _mend_leases(book: Book, report: Report) -> None:
             work.requeue(tx, consumer, found, "expired", "repair")
             consumers.save(tx, consumer)
             report.did("lease", f"consumer {consumer.name!r}: records that nobody held wait again", count=len(found))
-        count = tx.run(f"UPDATE work SET lease = NULL WHERE {checking.FORGOTTEN}")
+        count = tx.count(f"UPDATE work SET lease = NULL WHERE {checking.FORGOTTEN}")
         report.did("lease", "rows that named a lease and were not leased", count=count)
-        count = tx.run(f"UPDATE leases SET state = 'voided' WHERE {checking.EMPTY}", (tx.now,))
+        count = tx.count(f"UPDATE leases SET state = 'voided' WHERE {checking.EMPTY}", (tx.now,))
         report.did("lease", "leases that held nothing are ended", count=count)
 
 
-_TALLIES = "SELECT consumer, state, reason, n, weight FROM tallies WHERE n <> 0"
+_TALLIES = "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies GROUP BY 1, 2, 3 HAVING SUM(n) <> 0"
 
 
 def _mend_counts(book: Book, report: Report) -> None:
@@ -379,12 +381,13 @@ def _mend_counts(book: Book, report: Report) -> None:
         before = {row[:3]: row[3:] for row in tx.all(_TALLIES)}
         tx.run("DELETE FROM tallies")
         tx.run(
-            "INSERT INTO tallies (consumer, state, reason, n, weight) SELECT consumer, state, COALESCE(reason, ''), "
-            "COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
+            "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT consumer, state, "
+            "COALESCE(reason, ''), 0, COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
         )
         tx.run(
-            "INSERT INTO tallies (consumer, state, reason, n, weight) SELECT 0, "
-            "CASE WHEN evaluation = 0 THEN 'admitted' ELSE 'evaluation' END, '', COUNT(*), 0 FROM records GROUP BY 2"
+            "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT 0, "
+            "CASE WHEN evaluation = 0 THEN 'admitted' ELSE 'evaluation' END, '', 0, COUNT(*), 0 FROM records "
+            "GROUP BY 2"
         )
         after = {row[:3]: row[3:] for row in tx.all(_TALLIES)}
         changed = sum(before.get(key, (0, 0.0)) != after.get(key, (0, 0.0)) for key in {*before, *after})
@@ -392,9 +395,7 @@ def _mend_counts(book: Book, report: Report) -> None:
         for consumer in consumers.all_consumers(tx):
             wrong = checking.wrong_groups(tx, consumer)
             if wrong:
-                tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
-                consumer.state.pop("ready", None)
-                groups.build(tx, consumer)
+                groups.rebuild(tx, consumer)
                 consumers.save(tx, consumer)
                 report.did("group", f"consumer {consumer.name!r}: all groups were looked at anew", count=len(wrong))
 

@@ -7,14 +7,14 @@ in, the right side as they move, and neither is made from the other.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import choice
-from rollbook.book import consumers
+from rollbook.book import consumers, inbox, work
 from rollbook.book.ledger import Transaction, parsed
 
 if TYPE_CHECKING:
@@ -65,39 +65,38 @@ class Counts:
 
 def admitted(tx: Transaction, evaluation: bool, count: int) -> None:
     """Count records as they come in, apart from what consumers do with them."""
-    tx.run(
-        "INSERT INTO tallies (consumer, state, reason, n, weight) VALUES (0, ?, '', ?, 0) "
-        "ON CONFLICT (consumer, state, reason) DO UPDATE SET n = tallies.n + excluded.n",
-        ("evaluation" if evaluation else "admitted", count),
-    )
+    work.add_counts(tx, [(0, "evaluation" if evaluation else "admitted", "", count, 0.0)])
 
 
-_TALLY = "CAST(state AS TEXT), CAST(n AS BIGINT)"
+_TALLY = "SELECT CAST(state AS TEXT), CAST(reason AS TEXT), CAST(SUM(CAST(n AS BIGINT)) AS BIGINT) FROM tallies"
 """SQLite keeps whatever it is given, text in a column of numbers too."""
 
 
 def counts(book: Book, name: str) -> Counts:
     """See `Book.counts`."""
+    inbox.drain_all(book, bounded=True)
     with book.ledger.read() as tx:
         mine = (consumers.named(tx, name).id,)
-        whole = dict(tx.all(f"SELECT {_TALLY} FROM tallies WHERE consumer = 0"))
-        found = tx.all(f"SELECT {_TALLY}, CAST(reason AS TEXT) FROM tallies WHERE consumer = ? AND n <> 0", mine)
-    by_state = {
-        state: sum(n for each, n, _ in found if each == state) for state in ("waiting", "cooling", "leased", "trained")
-    }
+        totals = {state: n for state, _, n in tx.all(f"{_TALLY} WHERE consumer = 0 GROUP BY 1, 2")}
+        tallies = [row for row in tx.all(f"{_TALLY} WHERE consumer = ? GROUP BY 1, 2 ORDER BY 2", mine) if row[2]]
+        unseen = inbox.size(tx, mine[0])
+    by_state: Counter[str] = Counter()
+    for state, _, n in tallies:
+        by_state[state] += n
     return Counts(
         name,
-        admitted=whole.get("admitted", 0),
-        waiting=by_state["waiting"] + by_state["cooling"],
+        admitted=totals.get("admitted", 0),
+        waiting=by_state["waiting"] + by_state["cooling"] + unseen,
         leased=by_state["leased"],
         trained=by_state["trained"],
-        dropped={reason: n for state, n, reason in sorted(found, key=itemgetter(2)) if state == "dropped"},
-        evaluation=whole.get("evaluation", 0),
+        dropped={reason: n for state, reason, n in tallies if state == "dropped"},
+        evaluation=totals.get("evaluation", 0),
     )
 
 
 def history(book: Book, uid: str) -> list[Entry]:
     """See `Book.history`."""
+    inbox.drain_all(book, bounded=True)
     with book.ledger.read() as tx:
         row = tx.one("SELECT seq FROM records WHERE uid = ?", (uid,))
         if row is None:
@@ -134,6 +133,7 @@ def keep_rates(book: Book, name: str, by: str, edges: Sequence[float] | None) ->
     """See `Book.keep_rates`."""
     choice("by", by, ("length", "reward"))
     column = "response_tokens" if by == "length" else "reward"
+    inbox.drain_all(book)
     with book.ledger.read() as tx:
         mine = (consumers.named(tx, name).id,)
         found = tx.all(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import near
-from rollbook.book import additions, attachments, consumers, digests, kinds, reading, tags, work
+from rollbook.book import additions, attachments, consumers, digests, inbox, kinds, reading, tags, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import BookError, Conflict
 from rollbook.book.ledger import Transaction, chunks
@@ -72,7 +72,7 @@ def rewrite(
         media = dict(zip(blobs, places[1:], strict=True))
         found_tags = tags.tags(many)
         values: dict[str, list[float | None]] = {}
-        with book.ledger.write(timeout=timeout) as tx:
+        with inbox.drained(book, timeout) as tx:
             if _revisions(tx, seqs) != before or not book.shelf.has(places[0].segment):
                 continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
             if kind == "redacted":
@@ -270,7 +270,7 @@ def revise(
 
 def _return(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
     """Have records wait again to which a revision changed nothing."""
-    with book.ledger.write() as tx:
+    with inbox.drained(book) as tx:
         found = list(seqs)
         if retrain == "group":
             gids: list[str] = []
@@ -335,7 +335,7 @@ def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) 
     """See `Book.delete`."""
     seqs = reading.numbers_of(book, uids)
     count = 0
-    with book.ledger.write() as tx:
+    with inbox.drained(book) as tx:
         fresh = []
         for marks, part in chunks(seqs):
             fresh += [

@@ -13,7 +13,7 @@ from rollbook.book.digests import FORMAT
 from rollbook.book.errors import NewerLayout, NotABook
 from rollbook.book.ledger import Ledger, Transaction
 
-LAYOUT = 1
+LAYOUT = 2
 TYPES = {
     "sqlite": {"EVENT_ID": "INTEGER PRIMARY KEY", "INT": "INTEGER", "REAL": "REAL", "BYTES": "BLOB"},
     "postgresql": {
@@ -73,6 +73,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         "samples {INT} NOT NULL",
         "floor {INT}",
         "generation {INT} NOT NULL",
+        "waiting {REAL}",
     ),
     "work": (
         "consumer {INT} NOT NULL",
@@ -89,6 +90,14 @@ TABLES: dict[str, tuple[str, ...]] = {
         "lease {INT}",
         "until {REAL}",
         "PRIMARY KEY (consumer, seq)",
+    ),
+    "inbox": (
+        "consumer {INT} NOT NULL",
+        "first {INT} NOT NULL",
+        "last {INT} NOT NULL",
+        "count {INT} NOT NULL",
+        "numbers TEXT",
+        "PRIMARY KEY (consumer, first)",
     ),
     "groups": (
         "consumer {INT} NOT NULL",
@@ -127,9 +136,10 @@ TABLES: dict[str, tuple[str, ...]] = {
         "consumer {INT} NOT NULL",
         "state TEXT NOT NULL",
         "reason TEXT NOT NULL",
+        "shard {INT} NOT NULL",
         "n {INT} NOT NULL",
         "weight {REAL} NOT NULL",
-        "PRIMARY KEY (consumer, state, reason)",
+        "PRIMARY KEY (consumer, state, reason, shard)",
     ),
     "revisions": (
         "seq {INT} NOT NULL",
@@ -167,9 +177,10 @@ for _table, _key in (("work", "seq"), ("groups", "gid")):
         f"PRIMARY KEY (checkpoint, consumer, {_key})",
     )
 """`records`: one row a record, its tags, its digests at admission and where its bytes lie (`gone`: why it has none).
-`work`: how far each consumer is with it. `groups`: which groups are ready, for consumers that lease by group.
-`tallies`: how many rows of `work` are in each state, kept with them. `events`: what happened, in order.
-`work_before`, `groups_before`: rows that have changed since a checkpoint, as they were then."""
+`work`: how far each consumer is with it. `inbox`: ranges of records that a consumer has no rows of `work` for yet.
+`groups`: which groups are ready, for consumers that lease by group. `tallies`: how many rows of `work` are in each
+state, kept with them; a count is the sum over `shard`. `events`: what happened, in order. `work_before`,
+`groups_before`: rows that have changed since a checkpoint, as they were then."""
 
 INDICES = (
     "CREATE INDEX records_batch ON records (batch, seq)",
@@ -248,7 +259,11 @@ def _make(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
     for sql in INDICES:
         tx.run(sql)
     if dialect == "postgresql":
+        from rollbook.book.postgres import SEQUENCES
+
         tx.run("ALTER TABLE blobs ALTER COLUMN data SET STORAGE EXTERNAL")
+        for sql in SEQUENCES:
+            tx.run(sql)
     everything = {
         "layout": str(LAYOUT),
         "digests": str(FORMAT),

@@ -156,6 +156,10 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
                 # Numbers that were written are none that the sequence gave: it goes on behind them.
                 number = "(SELECT COALESCE(MAX(id), 0) + 1 FROM events)"
                 out.one(f"SELECT setval(pg_get_serial_sequence('events', 'id'), {number}, false)")
+                for table, key in (("records", "seq"), ("leases", "id")):
+                    out.one(
+                        f"SELECT setval('{table}_numbers', (SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}), false)"
+                    )
         consumers.delete_removed(made.ledger)
         reached("during snapshot")
         _copy_records(book, source, made)
@@ -220,6 +224,8 @@ def _copy_table(tx: Transaction, out: Transaction, table: str, point: Point | No
     where = "1 = 1"
     if point is not None and table == "events":
         where = f"(seq IS NULL OR seq <= {point.seq}) AND (id <= {point.event} OR kind IN {FACTS})"
+    elif point is not None and table == "inbox":
+        where = "1 = 0"  # a checkpoint is made when all inboxes are empty
     elif point is not None and table in _OF_RECORDS:
         where = f"seq <= {point.seq}"
     at = [names.index(each) for each in key]
@@ -264,12 +270,12 @@ def _count_anew(out: Transaction) -> None:
     """Tallies of what was copied, where not all was."""
     out.run("DELETE FROM tallies")
     out.run(
-        "INSERT INTO tallies (consumer, state, reason, n, weight) "
-        "SELECT consumer, state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
+        "INSERT INTO tallies (consumer, state, reason, shard, n, weight) "
+        "SELECT consumer, state, COALESCE(reason, ''), 0, COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
     )
     out.run(
-        "INSERT INTO tallies (consumer, state, reason, n, weight) "
-        "SELECT 0, CASE evaluation WHEN 0 THEN 'admitted' ELSE 'evaluation' END, '', COUNT(*), 0 FROM records "
+        "INSERT INTO tallies (consumer, state, reason, shard, n, weight) "
+        "SELECT 0, CASE evaluation WHEN 0 THEN 'admitted' ELSE 'evaluation' END, '', 0, COUNT(*), 0 FROM records "
         "GROUP BY evaluation"
     )
 

@@ -55,28 +55,22 @@ class Event(NamedTuple):
     detail: dict[str, Any] | None = None
 
 
-def insert(tx: Transaction, table: str, columns: Sequence[str], made: Sequence[Sequence[Any]]) -> None:
-    """Add rows to a table. Columns in which none of them has a value are left out: SQLite's driver takes several times
-    as long over a `None` as over a number."""
-    if not made:
-        return
-    values = list(zip(*made, strict=True))
-    used = [i for i, column in enumerate(values) if column.count(None) < len(column)]
-    names, marks = ", ".join(columns[i] for i in used), ", ".join("?" * len(used))
-    tx.many(f"INSERT INTO {table} ({names}) VALUES ({marks})", zip(*(values[i] for i in used), strict=True))
-
-
 _EVENT = ("time", *Event._fields)
 
 
 def record(tx: Transaction, events: Iterable[Event]) -> None:
     """Write events, in order."""
-    insert(tx, "events", _EVENT, [(tx.now, *e[:6], None if e.detail is None else json.dumps(e.detail)) for e in events])
+    tx.insert("events", _EVENT, [(tx.now, *e[:6], None if e.detail is None else json.dumps(e.detail)) for e in events])
 
 
 def rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
     """Rows of `work` under a condition."""
-    found = list(map(Row._make, tx.all(f"SELECT {COLUMNS} FROM work WHERE {where}", values)))
+    return checked(tx.all(f"SELECT {COLUMNS} FROM work WHERE {where}", values))
+
+
+def checked(values: Iterable[Any]) -> list[Row]:
+    """Rows from a ledger that anybody may have written."""
+    found = list(map(Row._make, values))
     for row in found:
         if not all(map(isinstance, row, _TYPES)):
             # SQLite keeps whatever it is given, text in a column of numbers too.
@@ -87,18 +81,25 @@ def rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
 def rows_of(tx: Transaction, consumer: Consumer, seqs: Sequence[int]) -> list[Row]:
     """The rows of these records, in the order of their numbers."""
     found: list[Row] = []
-    for marks, part in chunks(sorted(seqs)):
-        found += rows(tx, f"consumer = ? AND seq IN ({marks}) ORDER BY seq", (consumer.id, *part))
+    for _, part in chunks(sorted(seqs), 5000):
+        found += rows(tx, f"consumer = ? AND seq {tx.in_ints} ORDER BY seq", (consumer.id, tx.array(part)))
     return found
 
 
 def _tally(tx: Transaction, consumer: Consumer, changes: dict[tuple[str, str], list[float]]) -> None:
-    tx.many(
-        "INSERT INTO tallies (consumer, state, reason, n, weight) VALUES (?, ?, ?, ?, ?) "
-        "ON CONFLICT (consumer, state, reason) DO UPDATE SET n = tallies.n + excluded.n, "
+    add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
+
+
+def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, float]]) -> None:
+    """Add to counts (consumer, state, reason, number, weight)."""
+    # In one order, so that two transactions with the same shard never wait for each other.
+    tx.insert(
+        "tallies",
+        ("consumer", "state", "reason", "n", "weight", "shard"),
+        [(*change, tx.shard) for change in sorted(changes)],
+        "ON CONFLICT (consumer, state, reason, shard) DO UPDATE SET n = tallies.n + excluded.n, "
         # Rounding errors do not outlive the rows they came from.
         "weight = CASE tallies.n + excluded.n WHEN 0 THEN 0 ELSE tallies.weight + excluded.weight END",
-        [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight],
     )
 
 
@@ -119,7 +120,7 @@ def enter(tx: Transaction, consumer: Consumer, made: Sequence[Row]) -> None:
         entry = changes[row.state, row.reason or ""]
         entry[0] += 1
         entry[1] += row.weight
-    insert(tx, "work", ("consumer", *Row._fields), [(consumer.id, *row) for row in made])
+    tx.insert("work", ("consumer", *Row._fields), [(consumer.id, *row) for row in made])
     _tally(tx, consumer, changes)
     consumer.inserts += sum(row.state != DROPPED for row in made)
     record(tx, [Event(DROPPED, row.seq, consumer.id, row.reason) for row in made if row.state == DROPPED])
@@ -144,11 +145,7 @@ def change(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]]
             consumer.inserts += sign
             consumer.samples += sign * (old.uses if sign < 0 else new.uses)
     before.note(tx, before.WORK, consumer.id, "seq", [new.seq for _, new in moves])
-    tx.many(
-        "UPDATE work SET state = ?, reason = ?, rank = ?, value = ?, weight = ?, version = ?, uses = ?, attempts = ?, "
-        "lease = ?, until = ? WHERE consumer = ? AND seq = ?",
-        [(*new[2:], consumer.id, new.seq) for _, new in moves],
-    )
+    tx.update("work", ("consumer", "seq"), Row._fields[2:], [(*new[2:], consumer.id, new.seq) for _, new in moves])
     _tally(tx, consumer, changes)
     record(tx, events)
     if consumer.grouped:
@@ -204,8 +201,10 @@ def expire(tx: Transaction, consumer: Consumer) -> None:
         "UPDATE leases SET expires = ? + seconds WHERE consumer = ? AND state = 'active' AND expires > ? + seconds + 1",
         (tx.now, consumer.id, tx.now),
     )
+    # A holder that acknowledges in this moment has its lease's row.
     for (lease,) in tx.all(
-        "SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ?", (consumer.id, tx.now)
+        f"SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ? ORDER BY id{tx.lock_row()}",
+        (consumer.id, tx.now),
     ):
         end_lease(tx, lease, "expired")
         requeue(tx, consumer, rows(tx, "lease = ? ORDER BY seq", (lease,)), "expired", None)
@@ -216,55 +215,61 @@ def end_lease(tx: Transaction, lease: int, state: str) -> None:
     tx.run("UPDATE leases SET state = ? WHERE id = ?", (state, lease))
 
 
-def thaw(tx: Transaction, consumer: Consumer) -> None:
-    """Let records wait again that have rested long enough after a use."""
-    due = rows(tx, "consumer = ? AND state = 'cooling' AND until <= ? ORDER BY until, seq", (consumer.id, tx.now))
+def thaw(tx: Transaction, consumer: Consumer, most: int) -> bool:
+    """Let records wait again that have rested long enough after a use; return whether none is left."""
+    due = rows(
+        tx, "consumer = ? AND state = 'cooling' AND until <= ? ORDER BY until, seq LIMIT ?", (consumer.id, tx.now, most)
+    )
     change(
         tx,
         consumer,
         [(row, row._replace(state=WAITING, until=None)) for row in due],
         [Event("rested", row.seq, consumer.id) for row in due],
     )
+    return len(due) < most
 
 
-def forget_old(tx: Transaction, consumer: Consumer) -> None:
-    """Drop what has waited longer than the consumer allows."""
+def forget_old(tx: Transaction, consumer: Consumer, most: int) -> bool:
+    """Drop what has waited longer than the consumer allows; return whether none is left."""
     age = consumer.settings.max_age
     if age is None:
-        return
+        return True
     # Numbers are given in the order of admission: the oldest waiting ones come first.
-    while True:
-        old = tx.all(
-            "SELECT work.seq, records.admitted FROM work JOIN records ON records.seq = work.seq "
-            "WHERE work.consumer = ? AND work.state = 'waiting' ORDER BY work.seq LIMIT 1000",
-            (consumer.id,),
-        )
-        late = [seq for seq, admitted in old if admitted <= tx.now - age]
-        drop(tx, consumer, rows_of(tx, consumer, late), "max_age")
-        if len(late) < 1000:
-            return
+    oldest = tx.all(
+        "SELECT work.seq, records.admitted FROM work JOIN records ON records.seq = work.seq "
+        "WHERE work.consumer = ? AND work.state = 'waiting' ORDER BY work.seq LIMIT ?",
+        (consumer.id, most),
+    )
+    late = [seq for seq, admitted in oldest if admitted <= tx.now - age]
+    drop(tx, consumer, rows_of(tx, consumer, late), "max_age")
+    return len(late) < most
 
 
-def keep_size(tx: Transaction, consumer: Consumer) -> None:
-    """Drop what is above the consumer's size."""
+def keep_size(tx: Transaction, consumer: Consumer, most: int) -> bool:
+    """Drop what is above the consumer's size; return whether nothing is left above it."""
     part = consumer.settings.max_size
     if part is None:
-        return
+        return True
     over = tally(tx, consumer, WAITING, COOLING)[0] - part.size
-    if over > 0:
-        order = "seq" if part.drop == "oldest" else "rank DESC, seq"
-        found = rows(tx, f"consumer = ? AND state = 'waiting' ORDER BY {order} LIMIT ?", (consumer.id, over))
-        drop(tx, consumer, found, "max_size")
+    if over <= 0:
+        return True
+    order = "seq" if part.drop == "oldest" else "rank DESC, seq"
+    surplus = rows(tx, f"consumer = ? AND state = 'waiting' ORDER BY {order} LIMIT ?", (consumer.id, min(over, most)))
+    drop(tx, consumer, surplus, "max_size")
+    return len(surplus) < most
 
 
-def forget_stale(tx: Transaction, consumer: Consumer, floor: int | None) -> None:
-    """Drop waiting records whose oldest token is of a version below `floor`."""
+def forget_stale(tx: Transaction, consumer: Consumer, floor: int | None, most: int) -> bool:
+    """Drop waiting records whose oldest token is of a version below `floor`; return whether none is left."""
     if floor is None:
-        return
+        return True
     # Looked for each time: what was leased or resting when the floor rose may have come back since.
     consumer.floor = floor if consumer.floor is None else max(floor, consumer.floor)
-    found = rows(tx, "consumer = ? AND state = 'waiting' AND version < ? ORDER BY seq", (consumer.id, floor))
-    drop(tx, consumer, found, "stale")
+    stale = rows(
+        tx, "consumer = ? AND state = 'waiting' AND version < ? ORDER BY seq LIMIT ?", (consumer.id, floor, most)
+    )
+    drop(tx, consumer, stale, "stale")
+    return len(stale) < most
 
 
 def floor_of(announced: int | None, max_staleness: int | None) -> int | None:
@@ -288,7 +293,7 @@ def set_announced(tx: Transaction, version: int | None) -> None:
 
 
 def announce(tx: Transaction, version: int) -> None:
-    """See `Book.announce`."""
+    """Write a version that is announced; what is too old by it is dropped piece by piece, by `forget_stale`."""
     now = announced(tx)
     if now is not None and version < now:
         raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
@@ -296,6 +301,3 @@ def announce(tx: Transaction, version: int) -> None:
         return
     set_announced(tx, version)
     record(tx, [Event("announced", detail={"version": version})])
-    for consumer in consumers.all_consumers(tx):
-        forget_stale(tx, consumer, floor_of(version, consumer.settings.max_staleness))
-        consumers.save(tx, consumer)

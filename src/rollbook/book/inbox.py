@@ -1,0 +1,169 @@
+"""The inbox: records that a consumer has no rows of `work` for yet.
+
+An append only notes the range of its record numbers here, one row for each consumer, so that concurrent appends change
+no row in common. Whoever leases for a consumer, or changes what it has, first drains its inbox: a row of `work` is made
+for each record, ranked by the sampler. A new consumer begins with one range, all records of the book.
+
+Invariant: for every consumer, a training record is in exactly one of `work` and `inbox`. A transaction holds the
+consumer's row, or is exclusive, when it drains.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rollbook.book import consumers, reading, tags, work
+from rollbook.book.consumers import Consumer
+from rollbook.book.errors import Damaged
+from rollbook.book.ledger import Transaction
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+
+_COLUMNS = ("consumer", "first", "last", "count", "numbers")
+PIECE = 1000
+"""How many records one transaction drains: it holds its locks for a moment only."""
+
+
+def add(tx: Transaction, ids: Sequence[int], first: int, count: int, numbers: Mapping[int, str] | None = None) -> None:
+    """Note `count` new records, from number `first` on, for consumers; `numbers`: by consumer, what its sampler ranks
+    them by (a JSON list), where the ledger does not have it."""
+    rows = [(number, first, first + count - 1, count, (numbers or {}).get(number)) for number in sorted(ids)]
+    tx.insert("inbox", _COLUMNS, rows)
+
+
+def add_all(tx: Transaction, consumer: int) -> None:
+    """Note all training records of the book for a new consumer, within an exclusive transaction."""
+    last, count = tx.one("SELECT MAX(seq), COUNT(*) FROM records WHERE evaluation = 0")
+    if count:
+        tx.insert("inbox", _COLUMNS, [(consumer, 1, last, count, None)])
+
+
+def size(tx: Transaction, consumer: int) -> int:
+    """Count the records in a consumer's inbox."""
+    return int(tx.one("SELECT COALESCE(SUM(count), 0) FROM inbox WHERE consumer = ?", (consumer,))[0])
+
+
+def drain(tx: Transaction, book: Book, consumer: Consumer, most: int = PIECE) -> bool:
+    """Make rows of `work` for about `most` records, at least one range; return whether the inbox is empty now."""
+    ranges = tx.all(
+        f"SELECT first, last, numbers FROM inbox WHERE consumer = ? ORDER BY first LIMIT {most + 1}", (consumer.id,)
+    )
+    if not ranges:
+        return True
+    seqs: list[int] = []
+    values: dict[int, float | None] = {}
+    done: list[int] = []
+    cut: tuple[int, int] | None = None
+    for first, last, numbers in ranges:
+        left = most - len(seqs)
+        if left <= 0:
+            break
+        if numbers is not None:
+            values.update(zip(range(first, last + 1), _parsed(numbers, last - first + 1), strict=True))
+        elif last - first >= left:
+            cut = (first, first + left)  # a long range, of a new consumer, is drained in pieces
+            seqs.extend(range(*cut))
+            break
+        seqs.extend(range(first, last + 1))
+        done.append(first)
+    records = _enter(tx, book, consumer, seqs, values)
+    if done:
+        tx.run(f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
+    if cut is not None:
+        tx.run(
+            "UPDATE inbox SET first = ?, count = count - ? WHERE consumer = ? AND first = ?",
+            (cut[1], sum(seq >= cut[0] for seq in records), consumer.id, cut[0]),
+        )
+    return len(done) == len(ranges)
+
+
+def _parsed(numbers: Any, count: int) -> list[float | None]:
+    """A list of numbers from a ledger that anybody may have written."""
+    try:
+        values = json.loads(numbers)
+    except (RecursionError, TypeError, ValueError):
+        values = None
+    if not isinstance(values, list) or len(values) != count or {type(n) for n in values} - {int, float, type(None)}:
+        raise Damaged(f"inbox: numbers: got {str(numbers)[:100]!r}, expected {count} numbers")
+    return values
+
+
+def _enter(
+    tx: Transaction, book: Book, consumer: Consumer, seqs: Sequence[int], values: dict[int, float | None]
+) -> list[int]:
+    """Make rows for those of these numbers that are training records; return them."""
+    key = consumer.settings.sampler.key
+    floor = work.floor_of(work.announced(tx), consumer.settings.max_staleness)
+    column = f", {key}" if key in tags.Tags._fields else ""
+    records = tx.all(
+        f"SELECT seq, gid, version_min, gone{column} FROM records WHERE evaluation = 0 AND seq {tx.in_ints} "
+        "ORDER BY seq",
+        (tx.array(seqs),),
+    )
+    if column:
+        values = {row[0]: None if row[4] is None else float(row[4]) for row in records}
+    elif key is not None:
+        unknown = [row[0] for row in records if row[0] not in values and row[3] is None]
+        values.update(zip(unknown, reading.numbers(book, tx, unknown, key), strict=True))
+    rows = []
+    for seq, gid, version, gone, *_ in records:
+        stale = floor is not None and version is not None and version < floor
+        rows.append(new_row(consumer, seq, gid, version, values.get(seq), gone or ("stale" if stale else None)))
+    work.enter(tx, consumer, rows)
+    work.keep_size(tx, consumer, PIECE)
+    return [row.seq for row in rows]
+
+
+def new_row(
+    consumer: Consumer, seq: int, gid: str, version: int | None, value: float | None, dropped: str | None
+) -> work.Row:
+    """A record as a consumer first has it."""
+    sampler = consumer.settings.sampler
+    item = consumer.item(seq, 0, version, value)
+    state = work.WAITING if dropped is None else work.DROPPED
+    rank = sampler.rank(item, consumer.state) if dropped is None else 0.0
+    return work.Row(seq, gid, state, dropped, rank, value, sampler.weight(item), version, 0, 0, None, None)
+
+
+def drain_all(book: Book, bounded: bool = False) -> None:
+    """Drain the inbox of every consumer in short transactions; nothing if the book is read-only.
+
+    Args:
+        bounded: Leave out consumers that drop no record because of its age or their size: what is in the inbox of one
+            of those waits.
+    """
+    if book.read_only:
+        return
+    with book.ledger.read() as tx:
+        rows = tx.all(consumers.ALL.replace(" ORDER", " WHERE id IN (SELECT consumer FROM inbox) ORDER"))
+    for consumer in consumers.parsed_rows(rows):
+        empty = bounded and not consumer.settings.bounded
+        while not empty:
+            # What a crash undoes is in the inbox again.
+            with book.ledger.write(shared=True, durable=False) as tx:
+                current = consumers.find(tx, consumer.name, lock=True)
+                empty = current is None or drain(tx, book, current)
+                if current is not None:
+                    consumers.save(tx, current)
+
+
+@contextmanager
+def drained(book: Book, timeout: float | None = None) -> Iterator[Transaction]:
+    """An exclusive transaction in which every inbox is empty: each consumer has a row for each record."""
+    drain_all(book)
+    with book.ledger.write(timeout=timeout) as tx:
+        drain_within(tx, book)
+        yield tx
+
+
+def drain_within(tx: Transaction, book: Book) -> None:
+    """Drain every inbox within an exclusive transaction."""
+    for (name,) in tx.all("SELECT name FROM consumers WHERE id IN (SELECT consumer FROM inbox) ORDER BY id"):
+        consumer = consumers.named(tx, name)
+        while not drain(tx, book, consumer):
+            pass
+        consumers.save(tx, consumer)
