@@ -160,6 +160,7 @@ def append(
     # at once; if some are not, it writes nothing.
     hopeful = book.quota is None and hasattr(book.shelf, "insert")
     attempts = 0
+    last_retry = time.monotonic() + RETRY_SECONDS
     revisions: list[tuple[int, int]]
     last_retry = time.monotonic() + RETRY_SECONDS
     while True:
@@ -394,7 +395,7 @@ class Admit:
         frame = None if self.placed is None else self.placed.frame
         if frame is None:
             return False
-        place = (self.coming.tags[0].uid, frame.segment, frame.offset)
+        place = (self.coming.tags[0].uid, self.frame.segment, self.frame.offset)
         return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", place) is not None
 
     def __call__(self, tx: Transaction) -> None:

@@ -138,7 +138,12 @@ def make(book: Book, name: str | None, keep: int | None) -> str:
         return used
 
     try:
-        return write_once(book.ledger, transact, lambda tx, used: _of_token(tx, token) == used)
+        return write_once(
+            book.ledger,
+            transact,
+            lambda tx, used: _of_token(tx, token) == used,
+            begin=lambda timeout: inbox.drained(book, timeout),
+        )
     except OutcomeUnknown:
         book.unsettled_checkpoints[name] = token
         raise

@@ -710,6 +710,8 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         [work.Event(work.LEASED, row.seq, consumer.id, lease=lease) for row, _ in taken],
     )
     consumer.samples += len(taken)
+    more = f"{len(partial)} of {units} groups are partial, since partial_after has passed: {', '.join(partial[:3])}"
+    more = more if partial else ""
     return Claim(
         lease,
         [each.row.seq for each in taken],
@@ -720,6 +722,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         why,
         partial,
         _is_shared(consumer),
+        partial,
     )
 
 
@@ -768,7 +771,15 @@ def nothing(book: Book, consumer: str) -> Lease:
 
 def lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Event | None = None) -> Lease:
     """See `Book.lease`; with `stop` set it ends early, with nothing."""
-    stop = stop or threading.Event()
+    try:
+        return _lease(book, asked, timeout, stop or threading.Event())
+    except LockTimeout as error:
+        if timeout is None:
+            raise
+        return Lease(book, asked, _empty(f"asked for {asked.most}, got 0: {error}"))
+
+
+def _lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Event) -> Lease:
     end = math.inf if timeout is None else time.monotonic() + timeout
     claim = attempt(book, asked, timeout == 0, timeout, end)
     if claim is None:

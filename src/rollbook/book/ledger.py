@@ -43,8 +43,6 @@ IN_ONE = 500
 """How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
 
 Result = TypeVar("Result")
-
-
 _AMONG = "IN (SELECT value FROM json_each(?))"
 
 
@@ -197,9 +195,17 @@ def write_once(
     committed: Callable[[Transaction, Result], bool],
     **options: Any,
 ) -> Result:
-    """Run a write transaction; one that a broken connection ended is looked up, and run again if it had no effect."""
+    """Run a write transaction; one that a broken connection ended is looked up, and run again if it had no effect.
+
+    Args:
+        transact: The body of the transaction.
+        committed: Looks for a trace of a transaction that had this result.
+        begin: Begins the transaction; by default `ledger.write`.
+        options: Those of `begin`.
+    """
     results: list[Result] = []
-    end = time.monotonic() + RETRY_SECONDS
+    start = time.monotonic()
+    patience = BUSY_SECONDS if timeout is None else timeout
     while True:
         try:
             with ledger.write(**options) as tx:
@@ -208,8 +214,14 @@ def write_once(
         except (ConnectionLost, OutcomeUnknown) as error:
             if took_effect(ledger, error, lambda tx: committed(tx, results[-1])):
                 return results[-1]
-            if time.monotonic() >= end:
+            if time.monotonic() >= start + RETRY_SECONDS:
                 raise
+        except LockTimeout:
+            # A row's lock, whose wait is shorter: a session that paused with it has been ended.
+            left = start + patience - time.monotonic()
+            if left <= 0.01:
+                raise
+            timeout = left
 
 
 def parsed(text: Any, what: str) -> dict[str, Any]:

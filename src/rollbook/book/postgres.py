@@ -23,7 +23,7 @@ import orjson
 import xxhash
 
 from rollbook.addresses import redacted
-from rollbook.book import ledger
+from rollbook.book import ledger as ledgers
 from rollbook.book.errors import BookError, ConnectionLost, LockTimeout, NotABook, OutcomeUnknown
 from rollbook.book.ledger import ConcurrentChange, Turns
 from rollbook.book.windows import reached
@@ -36,8 +36,6 @@ CONNECTIONS = 8
 """How many connections the threads of one open book have at most; one thread needs one."""
 SHARDS = 64
 """A counter is the sum of so many rows: transactions that add to it seldom wait for each other."""
-_CLOCK = "SELECT extract(epoch FROM clock_timestamp())"
-_ASYNCHRONOUS = "SET LOCAL synchronous_commit TO off; "
 IDLE_SECONDS = 20.0
 """How long a writer may pause inside a transaction before its session is ended: shorter than `BUSY_SECONDS`, so that
 writers that wait for it get their turn. Also the longest wait for a lock in one statement."""
@@ -60,10 +58,7 @@ _HOLDERS = (
     "AND l.objid = (hashtext(%s)::bigint & 4294967295)::oid "
     "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
-_READ = (
-    "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
-    f"SET LOCAL idle_in_transaction_session_timeout TO {round(READ_SECONDS * 1000)}"
-)
+_CLOCK = "SELECT extract(epoch FROM clock_timestamp())"
 _left_behind: list[Any] = []
 
 
@@ -259,7 +254,7 @@ class _PostgresWaiter:
             for _ in self.connection.notifies(timeout=seconds, stop_after=1):
                 pass
         except psycopg.Error as error:
-            raise self.ledger._explained(error, self.connection.closed) from error
+            raise self.ledger._explained(error) from error
 
 
 class PostgresLedger:
@@ -333,84 +328,86 @@ class PostgresLedger:
     def write(
         self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
     ) -> Iterator[PostgresTransaction]:
-        lock = f"SELECT pg_advisory_xact_lock{'_shared' if shared else ''}({self._lock_key})"
-        seconds = ledger.BUSY_SECONDS if timeout is None else timeout
-        yield from self._transaction(f"{'' if durable else _ASYNCHRONOUS}{lock}", seconds)
+        begin = "" if durable else "SET LOCAL synchronous_commit TO off; "
+        kind = "_shared" if shared else ""
+        begin += f"SELECT pg_advisory_xact_lock{kind}({self._lock_key})"
+        yield from self._transaction(begin, True, ledgers.BUSY_SECONDS if timeout is None else timeout)
 
     @contextmanager
     def read(self) -> Iterator[PostgresTransaction]:
-        yield from self._transaction(_READ, None)
+        idle = f"SET LOCAL idle_in_transaction_session_timeout TO {_milliseconds(READ_SECONDS)}"
+        yield from self._transaction(
+            f"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY; {idle}", False, math.inf
+        )
 
-    def _transaction(self, begin: str, seconds: float | None) -> Iterator[PostgresTransaction]:
-        """A transaction that writes, and waits so many seconds for others that do, or (`None`) one that reads."""
-        writes = seconds is not None
-        committing = False
-        with self._begun(begin, seconds) as (connection, now):
-            try:
-                with connection.pipeline() as pipeline:
-                    tx = PostgresTransaction(connection, pipeline, now)
-                    yield tx
-                    if writes:
-                        reached("before commit")
-                    committing = writes
-                    connection.execute("COMMIT")
-                    for consumer in tx.woken:
-                        # Not within the transaction: the server lets one commit at a time that notifies.
-                        connection.execute("SELECT pg_notify(%s, '')", (self.channel(consumer),))
-            except BaseException as error:
-                self._undo(connection)
-                explained = self._explained(error, connection.closed, committing, seconds)
-                if explained is error:
+    def _transaction(self, begin: str, writes: bool, seconds: float) -> Iterator[PostgresTransaction]:
+        import psycopg
+
+        committing, broken = False, True
+        try:
+            with self._begun(begin, seconds) as (connection, now):
+                try:
+                    with connection.pipeline() as pipeline:
+                        tx = PostgresTransaction(connection, pipeline, now)
+                        yield tx
+                        if writes:
+                            reached("before commit")
+                        committing = writes
+                        connection.execute("COMMIT")
+                        for consumer in tx.woken:
+                            # Not within the transaction: the server lets one commit at a time that notifies.
+                            connection.execute("SELECT pg_notify(%s, '')", (self.channel(consumer),))
+                except BaseException as error:
+                    self._undo(connection)
+                    broken = connection.closed
+                    if isinstance(error, psycopg.errors.LockNotAvailable):
+                        self._end_paused(connection)
                     raise
-                raise explained from error
+        except BaseException as error:
+            explained = self._explained(error, broken, committing, seconds)
+            if explained is error:
+                raise
+            raise explained from error
         if writes:
             reached("after commit")
 
-    def _end_paused(self) -> None:
-        """End the sessions that hold the book's lock and have paused for too long.
-
-        The server does so too, but its timer does not run while a pipeline is open.
-        """
-        import psycopg
-
-        with suppress(psycopg.Error), self.connection() as connection:
-            connection.execute(
-                f"SELECT pg_terminate_backend(a.pid) {_HOLDERS} AND (a.state LIKE 'idle in transaction%%' "
-                "OR (a.state = 'active' AND a.wait_event = 'ClientRead')) "
-                "AND COALESCE(a.query_start, a.state_change) < clock_timestamp() - %s * interval '1 second'",
-                (LOCK, self.schema, IDLE_SECONDS),
-            )
-
     @contextmanager
-    def _begun(self, begin: str, seconds: float | None) -> Iterator[tuple[psycopg.Connection[Any], float]]:
+    def _begun(self, begin: str, seconds: float) -> Iterator[tuple[psycopg.Connection[Any], float]]:
         """A connection in a new transaction, and the time; connections that broke while they lay idle, as they do when
         the server restarts, are replaced: nothing was under way that could be lost."""
         import psycopg
 
-        end = math.inf if seconds is None else time.monotonic() + seconds
-        attempts = 0
+        end = time.monotonic() + seconds
+        attempt = 0
         with ExitStack() as stack:
             while True:
-                # A wait for a lock ends early enough to look who holds it.
-                wait = _milliseconds(min(IDLE_SECONDS, end - time.monotonic()))
-                limit = "" if seconds is None else f"SET LOCAL lock_timeout TO {wait}; "
                 connection = stack.enter_context(self.connection())
+                left = max(end - time.monotonic(), 0.0)
+                # Where more is left, the session's limit holds.
+                limit = f"SET LOCAL lock_timeout TO {_milliseconds(left)}; " if left < IDLE_SECONDS else ""
                 try:
-                    cursor = connection.execute(f"BEGIN; {limit}{begin}; {_CLOCK}".encode())
-                    while cursor.nextset():
-                        pass
-                    now = float(cursor.fetchone()[0]) if self.clock is None else self.clock()  # type: ignore[index]
+                    if self.clock is not None:
+                        connection.execute(f"BEGIN; {limit}{begin}".encode())
+                        now = self.clock()
+                    else:
+                        cursor = connection.execute(f"BEGIN; {limit}{begin}; {_CLOCK}".encode())
+                        while cursor.nextset():
+                            pass
+                        now = float(cursor.fetchone()[0])  # type: ignore[index]
                     break
+                except psycopg.errors.LockNotAvailable:
+                    self._undo(connection)
+                    self._end_paused(connection)
+                    if time.monotonic() >= end:
+                        raise
+                    stack.close()
                 except BaseException as error:
                     self._undo(connection)
+                    attempt += 1
+                    broken = isinstance(error, psycopg.OperationalError) and connection.closed
+                    if not broken or attempt > CONNECTIONS:
+                        raise
                     stack.close()
-                    attempts += 1
-                    if isinstance(error, psycopg.errors.LockNotAvailable) and time.monotonic() < end:
-                        self._end_paused()
-                    elif not (isinstance(error, psycopg.OperationalError) and connection.closed) or (
-                        attempts > CONNECTIONS
-                    ):
-                        raise self._explained(error, connection.closed, False, seconds) from error
             yield connection, now
 
     def _again(self) -> Any:
@@ -432,8 +429,31 @@ class PostgresLedger:
         except psycopg.Error:
             connection.close()
 
+    def _end_paused(self, connection: psycopg.Connection[Any]) -> None:
+        """End the sessions that hold the book's lock and have waited for their clients for too long.
+
+        The server's own timer does not run within a pipeline, nor after one that ended with a flush.
+        """
+        import psycopg
+
+        paused = (
+            f"{_HOLDERS} AND (a.state LIKE 'idle in transaction%%' OR a.wait_event = 'ClientRead') "
+            "AND a.state_change < clock_timestamp() - %s * interval '1 second'"
+        )
+        values = (LOCK, self.schema, IDLE_SECONDS)
+        with suppress(psycopg.Error):
+            # Looked at twice: one that has just ended a long statement goes on.
+            seen = connection.execute(f"SELECT a.pid, a.state_change {paused}", values).fetchall()
+            if seen:
+                time.sleep(0.1)
+            for pid, since in seen:
+                connection.execute(
+                    f"SELECT pg_terminate_backend(a.pid) {paused} AND a.pid = %s AND a.state_change = %s",
+                    (*values, pid, since),
+                )
+
     def _explained(
-        self, error: BaseException, closed: bool, committing: bool = False, seconds: float | None = None
+        self, error: BaseException, broken: bool = True, committing: bool = False, seconds: float = math.inf
     ) -> BaseException:
         import psycopg
 
@@ -445,8 +465,7 @@ class PostgresLedger:
         if isinstance(error, (psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected)):
             return ConcurrentChange(text)
         if isinstance(error, psycopg.errors.LockNotAvailable):
-            self._end_paused()
-            waited = ledger.BUSY_SECONDS if seconds is None else seconds
+            waited = min(seconds, ledgers.BUSY_SECONDS)
             return LockTimeout(f"{where}: other writers held the ledger for {waited:.3g} s{self._holder()}")
         if isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout):
             return ConnectionLost(
@@ -454,7 +473,7 @@ class PostgresLedger:
                 "ended its session; nothing was changed"
             )
         if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
-            if not closed:
+            if not broken:
                 return BookError(f"{where}: {text}")
             if committing:
                 return OutcomeUnknown(
@@ -463,6 +482,20 @@ class PostgresLedger:
                 )
             return ConnectionLost(f"{where}: the connection to PostgreSQL broke, nothing was changed: {text}")
         return error
+
+    def _holder(self) -> str:
+        """Name a session that holds the book's lock, if there is one now."""
+        import psycopg
+
+        try:
+            with self.connection() as connection:
+                row = connection.execute(
+                    f"SELECT a.pid, a.application_name, COALESCE(a.client_addr::text, 'local'), a.state {_HOLDERS}",
+                    (LOCK, self.schema),
+                ).fetchone()
+        except (psycopg.Error, BookError):
+            return ""
+        return "" if row is None else f": session {row[0]} ({row[1]}, from {row[2]}) holds it, {row[3]}"
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return every row of one query, in one exchange with the server."""
@@ -476,7 +509,7 @@ class PostgresLedger:
                 except psycopg.Error as error:
                     attempt += 1
                     if not connection.closed or attempt > CONNECTIONS:
-                        raise self._explained(error, connection.closed) from error
+                        raise self._explained(error) from error
 
     def array(self, values: Sequence[Any]) -> list[Any]:
         """The parameter of `in_ints`."""
@@ -507,7 +540,7 @@ class PostgresLedger:
                     except psycopg.errors.LockNotAvailable:
                         continue
                     except psycopg.Error as error:
-                        raise self._explained(error, connection.closed) from error
+                        raise self._explained(error) from error
             yield waiter
 
     def bounds(self) -> tuple[int, int]:
@@ -525,23 +558,8 @@ class PostgresLedger:
                 seq, event = cursor.fetchone()  # type: ignore[misc]
             except BaseException as error:
                 self._undo(connection)
-                raise self._explained(error, connection.closed) from error
+                raise self._explained(error) from error
         return seq or 0, event or 0
-
-    def _holder(self) -> str:
-        """Name the session that holds the book's lock, if there is one now."""
-        import psycopg
-
-        try:
-            with self.connection() as connection:
-                row = connection.execute(
-                    f"SELECT a.pid, a.application_name, COALESCE(a.client_addr::text, 'local'), a.state {_HOLDERS} "
-                    "ORDER BY a.xact_start",
-                    (LOCK, self.schema),
-                ).fetchone()
-        except psycopg.Error:
-            return ""
-        return "" if row is None else f": session {row[0]} ({row[1]}, from {row[2]}) holds it, {row[3]}"
 
     def clear_log(self) -> None:
         """Nothing: old versions of rows leave with the server's vacuum."""
