@@ -269,18 +269,24 @@ def test_the_check_finds_a_lease_that_a_worker_heard_otherwise(told: tuple[str, 
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        ([(2, 9, 2)], None),
-        ([(2, 9, 2), (1, 9, 1)], "p/5/0/0/t: in the inbox of train and in its work"),
-        ([(2, 9, 2), (2, 10, 1)], "p/5/1/0/t: 2 times in the inbox of critic"),
-        ([(2, 9, 3)], "record 11: in the inbox of critic, and not in the book"),
+        ([(2, 9, 10, 2)], None),
+        ([(2, 9, 10, 2), (1, 9, 9, 1)], "p/5/0/0/t: in the inbox of train and in its work"),
+        ([(2, 9, 10, 2), (2, 10, 10, 1)], "p/5/1/0/t: 2 times in the inbox of critic"),
+        ([(2, 9, 11, 3)], "the book has 2 such records"),
+        ([(2, 9, 9, 1)], "p/5/1/0/t: critic was never offered it"),
     ],
 )
-def test_records_that_are_not_entered_yet_count_as_waiting(
-    told: tuple[str, Log], monkeypatch: pytest.MonkeyPatch, entries: list[tuple[int, int, int]], expected: str | None
+def test_records_in_an_inbox_count_as_waiting(
+    told: tuple[str, Log],
+    monkeypatch: pytest.MonkeyPatch,
+    entries: list[tuple[int, int, int, int]],
+    expected: str | None,
 ) -> None:
     url, log = told
     state = tables.read(url)
     state.work = [row for row in state.work if (row.consumer, row.seq) not in ((2, 9), (2, 10))]
+    state.tallies.append(tables.Tally(2, "waiting", "", -2, -2.0))
+    state.consumers[1] = state.consumers[1]._replace(inserts=state.consumers[1].inserts - 2)
     state.inbox = [tables.Pending(*entry) for entry in entries]
     monkeypatch.setattr(tables, "read", lambda url: state)
     found = check(url, log)

@@ -72,10 +72,11 @@ class Consumer(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Records that were appended and not yet entered into `work` for a consumer."""
+    """A range of records, `count` of them for training, that are not yet entered into `work` for a consumer."""
 
     consumer: int
     first: int
+    last: int
     count: int
 
 
@@ -97,8 +98,7 @@ class Tables:
     leases: list[Lease]
     events: list[Event]
     tallies: list[Tally]
-    inbox: list[Pending] | None
-    """None in a ledger without that table."""
+    inbox: list[Pending]
     damage: list[str] = field(default_factory=list)
 
 
@@ -114,8 +114,7 @@ def _read_sqlite(path: Path) -> Tables:
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=60)
     try:
         connection.execute("BEGIN")
-        names = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        tables = _tables(names, lambda sql: connection.execute(sql).fetchall())
+        tables = _tables(lambda sql: connection.execute(sql).fetchall())
         damage = [row[0] for row in connection.execute("PRAGMA integrity_check")]
         tables.damage = [text for text in damage if text != "ok"]
     finally:
@@ -133,11 +132,10 @@ def _read_postgres(url: str) -> Tables:
     with psycopg.connect(f"{base}?{urlencode(options)}", autocommit=True) as connection:
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         connection.execute(sql.SQL("SET LOCAL search_path TO {}").format(sql.Identifier(schema)))
-        found = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = %s", (schema,)).fetchall()
-        return _tables({row[0] for row in found}, lambda text: connection.execute(text.encode()).fetchall())
+        return _tables(lambda text: connection.execute(text.encode()).fetchall())
 
 
-def _tables(names: set[str], select: Select) -> Tables:
+def _tables(select: Select) -> Tables:
     def rows(kind: Any, table: str, order: str = "1") -> list[Any]:
         return [kind(*row) for row in select(f"SELECT {', '.join(kind._fields)} FROM {table} ORDER BY {order}")]
 
@@ -148,5 +146,5 @@ def _tables(names: set[str], select: Select) -> Tables:
         rows(Lease, "leases"),
         rows(Event, "events"),
         rows(Tally, "tallies"),
-        rows(Pending, "inbox", "consumer, first") if "inbox" in names else None,
+        rows(Pending, "inbox", "consumer, first"),
     )
