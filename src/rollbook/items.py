@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.batch import ExperienceBatch, Origin
-from rollbook.buffer_item import BufferItem, peek
+from rollbook.buffer_item import ITEM_DEFAULTS, BufferItem, peek
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.info import collate_info, pick_info
 from rollbook.jagged import Column, Rows, Segments, blank, check_fill, concatenated, memory, segments
@@ -40,7 +40,10 @@ def sheet_of_items(items: Sequence[Any]) -> Sheet:
     detached = not any("_source" in state for state in states)
 
     def values(name: str) -> list[Any]:
-        return [state[name] for state in states] if detached else [peek(state, name) for state in states]
+        if detached:
+            default = ITEM_DEFAULTS.get(name)
+            return [state.get(name, default) for state in states]
+        return [peek(state, name) for state in states]
 
     # Rows that nobody touched since their sheet was made are taken from its columns.
     sources = [state.get("_source") for state in states]
@@ -199,7 +202,7 @@ def _gathered(states: list[dict[str, Any]]) -> Sheet:
     if any("_source" in state for state in states):
         rows = {name: [_own_or_lying(state, name) for state in states] for name in BATCH_FIELDS}
     else:
-        rows = {name: [state[name] for state in states] for name in BATCH_FIELDS}
+        rows = {name: [state.get(name) for state in states] for name in BATCH_FIELDS}
     extras = [peek(state, "extras") for state in states]
     for name in dict.fromkeys(name for one in extras for name in one or ()):
         rows[f"extras.{name}"] = [(one or {}).get(name) for one in extras]
@@ -229,7 +232,7 @@ def _gathered(states: list[dict[str, Any]]) -> Sheet:
 def _own_or_lying(state: dict[str, Any], name: str) -> Any:
     """A per-token field of an item with this state, to be read only."""
     source = state.get("_source")
-    return state[name] if source is None or name in state else source[0].view(name, source[1])
+    return state.get(name) if source is None or name in state else source[0].view(name, source[1])
 
 
 def replace_column(
