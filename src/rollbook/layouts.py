@@ -7,6 +7,7 @@ the response slots that speak of it. A field that does not agree with the others
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -276,16 +277,21 @@ def _edges(mask: torch.Tensor) -> tuple[Lengths, Lengths, bool]:
     these parts are known to be 1 throughout, which only large masks are looked at for."""
     exact = mask.device.type == "cpu" and mask.dtype in NUMPY
     rows = memory(mask) if exact else (mask.detach() != 0).cpu().numpy()
-    solid = exact and mask.numel() > _LARGE_MASK and not mask.is_floating_point() and not mask.is_complex()
+    attended = rows if rows.dtype == np.bool_ else rows != 0
+    # All rows as one text of bytes: its search is by far the fastest there is.
+    flags, (count, width) = attended.tobytes(), attended.shape
+    bounds = range(0, count * width + 1, width)
     firsts, lasts = [], []
-    for row in rows:
-        attended = row != 0
-        first, last = edges(attended.tobytes())
-        firsts.append(first)
-        lasts.append(last)
-        if solid and last > first:
-            solid = np.count_nonzero(attended) == last - first and bool(np.bitwise_or.reduce(row[first:last]) == 1)
-    return np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64), solid
+    for start, stop in pairwise(bounds):
+        last = flags.rfind(1, start, stop) + 1
+        firsts.append((flags.find(1, start, last) if last else stop) - start)
+        lasts.append((last or stop) - start)
+    first, last = np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64)
+    solid = exact and mask.numel() > _LARGE_MASK and not mask.is_floating_point() and not mask.is_complex()
+    if solid:
+        solid = np.count_nonzero(attended) == (last - first).sum()
+        solid = bool(solid and (rows is attended or np.bitwise_or.reduce(rows, axis=None) == 1))
+    return first, last, solid
 
 
 # --- to batches ---------------------------------------------------------------------------------------------------
