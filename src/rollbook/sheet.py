@@ -189,9 +189,12 @@ class Sheet:
 
     def keep_media(self, pool: Pool) -> None:
         """Hold media through a pool: once by content, on memory of their own."""
-        self.media = {name: parts and [pool.keep(part) for part in parts] for name, parts in self.media.items()}
+        for name, parts in self.media.items():
+            if parts:
+                self.media[name] = [pool.keep(part) for part in parts]
         images = self.lists.get("raw_images")
-        self.lists["raw_images"] = images and [pool.keep(one) for one in images]
+        if images:
+            self.lists["raw_images"] = [pool.keep(image) for image in images]
 
     # --- devices --------------------------------------------------------------------------------------------
 
