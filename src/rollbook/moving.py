@@ -130,7 +130,7 @@ class Movable:
 
 
 def assign_rest(new: Any, first: int, more: tuple[Any, ...], rest: dict[str, Any]) -> None:
-    """Assign what a constructor was given beyond its `first` fields, by place and by name, with a dataclass's errors."""
+    """Assign what a constructor was given beyond its `first` fields, by place and by name."""
     names = list(new.__dataclass_fields__)
     if len(more) > len(names) - first:
         raise TypeError(f"{type(new).__name__}() takes {len(names)} arguments, got {first + len(more)}")

@@ -284,7 +284,7 @@ class WideSheet(Sheet):
 def _edges(matrix: torch.Tensor) -> Any:
     """(B, 1 or 2, ...) The first and the last column, copied."""
     ends = slice(None, None, max(matrix.shape[1] - 1, 1))
-    if matrix.device.type == "cpu" and matrix.dtype in NUMPY:
+    if matrix.is_cpu and matrix.dtype in NUMPY:
         return memory(matrix)[:, ends].copy()  # a third of the time
     return matrix.detach()[:, ends].clone()
 
