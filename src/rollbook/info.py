@@ -96,13 +96,13 @@ def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
     types = set(map(type, column))
     if len(types) == 1 and not any(kinds) and (dtype := _DEFAULTS.get(type(column[0]))) is not None:
         try:
-            made = torch.tensor(column, dtype=dtype)
-        except (RuntimeError, OverflowError):
+            plain = torch.tensor(column, dtype=dtype)
+        except (RuntimeError, OverflowError, TypeError, ValueError):
             return None  # an integer beyond 64 bits
-        shown = made.tolist()
+        shown = plain.tolist()
         if shown != column and not same(shown, column):
             origin.given[path] = shown, list(column)
-        return made
+        return plain
     if all(issubclass(kind, _NUMBERS) for kind in types):
         made = _number_tensor(column, types, _kind(path, column, kinds, origin))
         if made is None:

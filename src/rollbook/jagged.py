@@ -142,7 +142,8 @@ class Spans:
         """Views of the rows."""
         if not matrix.flags.c_contiguous:
             return [row[at:to] for row, (at, to) in zip(matrix, self._places, strict=True)]
-        flat = matrix.reshape(-1, *matrix.shape[2:])  # one slice for each row, rather than two
+        # Laid flat, each row takes one slice rather than two.
+        flat = matrix.reshape(matrix.shape[0] * matrix.shape[1], *matrix.shape[2:])
         return [flat[row] for row in self._slices]
 
     @classmethod
