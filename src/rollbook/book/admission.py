@@ -395,7 +395,7 @@ class Admit:
         frame = None if self.placed is None else self.placed.frame
         if frame is None:
             return False
-        place = (self.coming.tags[0].uid, self.frame.segment, self.frame.offset)
+        place = (self.coming.tags[0].uid, frame.segment, frame.offset)
         return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", place) is not None
 
     def __call__(self, tx: Transaction) -> None:

@@ -122,13 +122,10 @@ def make(book: Book, name: str | None, keep: int | None) -> str:
     # A call that repeats one whose outcome is unknown has its token.
     token = book.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
 
-    inbox.drain_long(book)
-
     def transact(tx: Transaction) -> str:
         used = _of_token(tx, token)
         if used is not None:
             return used
-        inbox.drain_within(tx, book)
         state = json.dumps(_state(tx, book))
         used = name if name is not None and _is_there(tx, name, state) else _make(tx, name, state, token)
         if keep is not None:

@@ -710,8 +710,6 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         [work.Event(work.LEASED, row.seq, consumer.id, lease=lease) for row, _ in taken],
     )
     consumer.samples += len(taken)
-    more = f"{len(partial)} of {units} groups are partial, since partial_after has passed: {', '.join(partial[:3])}"
-    more = more if partial else ""
     return Claim(
         lease,
         [each.row.seq for each in taken],
@@ -722,7 +720,6 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         why,
         partial,
         _is_shared(consumer),
-        partial,
     )
 
 

@@ -193,6 +193,8 @@ def write_once(
     ledger: Ledger,
     transact: Callable[[Transaction], Result],
     committed: Callable[[Transaction, Result], bool],
+    timeout: float | None = None,
+    begin: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Result:
     """Run a write transaction; one that a broken connection ended is looked up, and run again if it had no effect.
@@ -208,7 +210,7 @@ def write_once(
     patience = BUSY_SECONDS if timeout is None else timeout
     while True:
         try:
-            with ledger.write(**options) as tx:
+            with (begin or ledger.write)(timeout=timeout, **options) as tx:
                 results.append(transact(tx))
             return results[-1]
         except (ConnectionLost, OutcomeUnknown) as error:
