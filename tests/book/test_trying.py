@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 import rollbook
 from rollbook import EID
-from rollbook.book import LeaseLost, UnknownConsumer, consumers
+from rollbook.book import LeaseLost, UnknownConsumer, consumers, repair
 from tests.book.records import Clock, check, group, ledger, record, records
 
 
@@ -53,7 +54,9 @@ def test_feedback_returns_the_whole_group(url: str) -> None:
         check(book)
 
 
-def test_consumer_groups_are_created_listed_and_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consumer_groups_are_created_listed_and_removed(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(consumers, "_REMOVED_AT_ONCE", 2)
     with rollbook.open(url, lease_seconds=60) as book:
         book.append(records(5))
@@ -96,6 +99,10 @@ def test_consumer_groups_are_created_listed_and_removed(url: str, monkeypatch: p
         assert len(numbers_used) == 2, "with a number of its own"
         check(book)
         assert book.check().ok
+    if url == str(tmp_path / "book"):
+        repair(url)
+        with rollbook.open(url) as book:
+            assert list(book.consumers()) == ["train", "replay"], "a repair brings no removed group back"
 
 
 def test_a_lost_lease_is_told_once() -> None:

@@ -324,7 +324,7 @@ def _number_of(key: str, text: Any) -> int:
 
 _REMOVED = "removed_consumer:"
 NOT_REMOVED = f"'{_REMOVED}' || consumer NOT IN (SELECT key FROM meta)"
-"""Of a row with a `consumer`: not one that a removal has yet to delete."""
+"""Of a row with a `consumer`: not of one that was removed."""
 _REMOVED_AT_ONCE = 2000
 _KEYS = {"work": "seq", "groups": "gid", "work_before": "seq", "groups_before": "gid"}
 
@@ -345,7 +345,8 @@ def remove(tx: Transaction, name: str) -> None:
 def delete_removed(ledger: Ledger) -> None:
     """Delete the rows of removed consumers, in short transactions; also those that a crash left."""
     with ledger.read() as tx:
-        keys = [key for (key,) in tx.all("SELECT key FROM meta WHERE key LIKE ?", (f"{_REMOVED}%",))]
+        # Without a value all its rows are deleted; the key stays, since events keep the number.
+        keys = [key for (key,) in tx.all("SELECT key FROM meta WHERE key LIKE ? AND value <> ''", (f"{_REMOVED}%",))]
         living = {number_ for (number_,) in tx.all("SELECT id FROM consumers")} if keys else set()
     for key in keys:
         number_ = _number_of(key, key.removeprefix(_REMOVED))
@@ -353,7 +354,7 @@ def delete_removed(ledger: Ledger) -> None:
             while number_ not in living and _delete_some(ledger, table, column, number_):
                 pass
         with ledger.write() as tx:
-            tx.run("DELETE FROM meta WHERE key = ?", (key,))
+            tx.run("UPDATE meta SET value = '' WHERE key = ?", (key,))
 
 
 def _delete_some(ledger: Ledger, table: str, column: str, consumer: int) -> bool:

@@ -125,7 +125,7 @@ def _take_rows(book: Book, table: str, rows: Iterable[Sequence[Any]]) -> int:
     count = 0
     while batch := list(islice(remaining, PAGE)):
         with book.ledger.write() as tx:
-            count += sum(tx.run(sql, row) for row in batch)
+            count += sum(tx.count(sql, row) for row in batch)
     return count
 
 
