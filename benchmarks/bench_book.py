@@ -500,7 +500,7 @@ def million(options: Options) -> Report:
         book: Book = place.held
         book.append([Experience(tokens=[1, 2, 3], reward=0.5, info={"model_version": 0})])
         for name, sampler in SAMPLERS.items():
-            book.consumer(name, sampler=sampler)
+            book.consumer(name, create=True, sampler=sampler)
         grow(book, size)
         print(f"{size:,} records", file=sys.stderr)
         contenders += [Contender(f"{what}, {size:,} records", call) for what, call in calls(book, size).items()]

@@ -234,8 +234,8 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             few,
         ),
         Pair(
-            "split_experience_batch",
-            technique.split_experience_batch,
+            "split_experience_batch, items on memory of their own",
+            lambda batch: technique.owned(technique.split_experience_batch(batch)),
             replay_buffer.split_experience_batch,
             rollout.theirs,
             rollout.ours,
@@ -250,8 +250,8 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             few,
         ),
         Pair(
-            "remove_padding_in_sequences, items that were read",
-            technique.remove_padding_in_sequences,
+            "remove_padding_in_sequences, items that were read, on memory of their own",
+            lambda items: technique.owned(technique.remove_padding_in_sequences(items)),
             replay_buffer.remove_padding_in_sequences,
             split_theirs,
             lambda: [item.detach() for item in split_ours()],
@@ -331,7 +331,14 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             no,
             no,
         ),
-        Pair("make_experience", makers[0].make_experience, makers[1].make_experience, lambda: samples, lambda: samples),
+        Pair(
+            "make_experience",
+            makers[0].make_experience,
+            makers[1].make_experience,
+            lambda: samples,
+            lambda: samples,
+            few,
+        ),
         Pair(
             "process_experiences",
             lambda one: makers[0].process_experiences([one]),
@@ -353,6 +360,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             lambda _: create_high_entropy_mask(fields["action_entropy"], mask, 0.2),
             no,
             no,
+            few,
         ),
     ]
 

@@ -63,7 +63,10 @@ class Batch:
     attention_mask: Any
     action_mask: Any
     info: dict[str, Any]
+    kl: Any = None
     action_entropy: Any = None
+    labels: Any = None
+    references: Any = None
 
 
 def split_experience_batch(batch: Batch) -> list[Item]:
@@ -108,6 +111,16 @@ def remove_padding_in_sequences(items: list[Item]) -> list[Item]:
             item.values = item.values[:stop]
         if item.action_entropy is not None:
             item.action_entropy = item.action_entropy[:stop]
+    return items
+
+
+def owned(items: list[Item]) -> list[Item]:
+    """The items with a copy of each tensor, where others must not see what is written into them."""
+    for item in items:
+        for name in TENSORS:
+            value = getattr(item, name)
+            if value is not None:
+                setattr(item, name, value.clone())
     return items
 
 
@@ -276,7 +289,7 @@ class Maker:
         batch = Batch(
             samples.sequences, ours, base, values, None, None, samples.attention_mask, samples.action_mask, info
         )
-        batch.kl = kl  # type: ignore[attr-defined]
+        batch.kl = kl
         return batch
 
     def process_experiences(self, batches: list[Batch]) -> tuple[list[Batch], list[Tensor]]:
@@ -290,7 +303,7 @@ class Maker:
         (batch,), (reward,) = self.process_experiences([self.make_experience(samples)])
         mask = batch.action_mask
         last = mask.size(1) - 1 - mask.long().fliplr().argmax(dim=1, keepdim=True)
-        kl = batch.kl  # type: ignore[attr-defined]
+        kl = batch.kl
         placed = torch.zeros_like(kl).scatter_(1, last, reward.unsqueeze(1).to(kl.dtype))
         token_rewards = placed - self.kl_coef * kl
         batch.returns = self.get_cumulative_returns(token_rewards, mask, gamma)

@@ -202,8 +202,12 @@ def test_a_damaged_ledger(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     status, out, _ = run(capsys, "check", folder, "--repair", "--json")
     assert status == 1
     told = json.loads(out)
-    assert told["ok"] is True
+    assert told["counts"] == {"quarantined": 4}
     assert told["repairs"]["recovered"] == 5
+    assert run(capsys, "check", folder, "--offer")[0] == 2
+    status, out, _ = run(capsys, "check", folder, "--repair", "--offer", "--json")
+    assert (status, json.loads(out)["repairs"]) == (1, {"offered": 4})
+    assert run(capsys, "check", folder)[0] == 0
 
 
 def test_sql_and_history(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,5 +57,5 @@ def test_a_book_and_what_is_made_of_it_are_their_owners(tmp_path: Path) -> None:
     assert main(["export", str(folder), str(folder.with_name("out.html")), "--where", "length > 0"]) == 0
     Annotations(folder).set("a", star=True)
     (folder / "ledger.sqlite").write_bytes(b"x" * 5000)
-    assert repair(folder).ok
+    assert repair(folder, offer=True).ok
     assert shared(folder.parent) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import inspect
 import pickle
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from rollbook import EID
 from rollbook.batch import ExperienceBatch
+from rollbook.equality import same
 from rollbook.jagged import Rows
 from rollbook.replay_buffer import (
     BufferItem,
@@ -758,3 +760,51 @@ def test_images_and_videos_stay_with_their_samples() -> None:
     sampled = split_experience_batch(buffer.sample(), unpad=True)
     for item in sampled:
         assert item in items
+
+
+@pytest.mark.parametrize("large", [0, 1 << 30])
+def test_items_with_tensors_of_their_own_lose_padding_in_either_way(
+    large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few bytes are copied item by item, many onto one sheet: the items are the same, and the given ones unchanged."""
+    monkeypatch.setattr("rollbook.items.LARGE", large)
+    items = [
+        BufferItem(
+            torch.tensor([0, 5, 6, 7, 0]),
+            torch.tensor([0.1, 0.2, 0.0]),
+            None,
+            None,
+            None,
+            None,
+            torch.tensor([0, 1, 1, 1, 0]),
+            torch.tensor([True, True, False]),
+            {"reward": reward, "parts": {"x": torch.tensor([1.0, 2.0])}},
+            labels=["a"],
+        )
+        for reward in (0.5, 1.0)
+    ]
+    before = copy.deepcopy(items)
+    bare = remove_padding_in_sequences(items)
+    assert items == before
+    assert [item.sequences.tolist() for item in bare] == [[5, 6, 7]] * 2
+    assert [item.action_log_probs.tolist() for item in bare] == [items[0].action_log_probs[:2].tolist()] * 2
+    assert same([item.info for item in bare], [item.info for item in items])
+    assert bare[0].labels == ["a"] and bare[0].labels is not items[0].labels
+    assert bare[0].sequences.untyped_storage().nbytes() == 24
+
+
+@pytest.mark.parametrize("kind", [ExperienceBatch, BufferItem])
+def test_constructors_take_every_field_by_name_and_by_place(kind: Any) -> None:
+    """As a dataclass's do: handwritten ones must not accept more, or less."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name != "origin"]
+    by_name = kind(**{name: i for i, name in enumerate(names)})
+    assert [getattr(by_name, name) for name in names] == list(range(len(names)))
+    by_place = kind(*range(len(names)))
+    assert [getattr(by_place, name) for name in names] == list(range(len(names)))
+    assert list(inspect.signature(kind).parameters) == [field.name for field in dataclasses.fields(kind)]
+    with pytest.raises(TypeError, match="'reward'"):
+        kind(*[None] * 9, reward=1)
+    with pytest.raises(TypeError, match="multiple values"):
+        kind(*[None] * 14, **{names[13]: None})
+    with pytest.raises(TypeError, match="arguments"):
+        kind(*[None] * 30)

@@ -24,9 +24,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollbook import EID, CustomField, Experience, Experiences, freeform, wire
+from rollbook import EID, CustomField, Experience, Experiences, freeform, sparse, wire
 from rollbook.experience import from_hf_datasets, to_hf_datasets
 from rollbook.fields import FIELDS
+from tests.attacks import corpus
+from tests.attacks.outcome import stacked
 from tests.strategies import (
     ADJACENT_SURROGATES,
     EIDS,
@@ -43,6 +45,46 @@ from tests.strategies import (
 Rows = list[Experience]
 QUICK = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SLOW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+WITH_UNKNOWN = wire.decode(corpus.frames()["unknown"])
+
+
+@SLOW
+@given(record_lists(), st.booleans(), st.data())
+def test_rows_read_alone_are_those_of_the_frame(rows: Rows, unknown: bool, data: st.DataObject) -> None:
+    many = Experiences.concat([Experiences(rows), WITH_UNKNOWN]) if unknown else Experiences(rows)
+    frame = wire.encode(many)
+    slots = sorted(data.draw(st.sets(st.integers(0, len(many) - 1)))) if len(many) else []
+    sizes = []
+
+    def fetch(spans: list[tuple[int, int]]) -> list[bytes]:
+        sizes.append(sum(stop - start for start, stop in spans))
+        return [frame[start:stop] for start, stop in spans]
+
+    expected = wire.decode(frame).take(slots)
+    found = sparse.drive(sparse.read_rows(len(frame), slots), fetch)
+    assert exact_rows(found.rows()) == exact_rows(expected.rows())
+    assert sum(sizes[1:]) <= len(frame)
+    fields = data.draw(st.sets(st.sampled_from(sorted(FIELDS)), max_size=3))
+    some = sparse.drive(sparse.read_rows(len(frame), slots, fields), fetch)
+    for name in fields:
+        assert exact(some.values(name)) == exact(expected.values(name))
+
+
+@SLOW
+@given(record_lists(), record_lists())
+def test_frames_read_as_one_are_the_frames(rows: Rows, others: Rows) -> None:
+    stacked(wire.encode(rows), wire.encode(rows[:1] + rows), wire.encode(rows[::-1]))
+    stacked(wire.encode(rows), wire.encode(others))
+    plain = [
+        Experience(tokens=[1, 2, 3 + i][: 3 - i % 2], reward=None if i % 3 else 0.5, prompt_text="é" * i, info={"i": i})
+        for i in range(9)
+    ]
+    cut = Experience(tokens=[1, 2], truncate_status="prompt_truncated", logprobs=[0.5], prompt_text="", reward=0.0)
+    assert stacked(wire.encode(plain[:4]), wire.encode(plain[3:]), wire.encode(plain[:2] + plain[:1]))
+    assert stacked(*(wire.encode([plain[0].replace(logprobs=[0.5, 0.5]), cut]) for _ in range(2)))
+    assert not stacked(wire.encode(plain[:4]), wire.encode(plain[4:], compression="lz4"))
 
 
 # --- the ways -----------------------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ def check(columns: Columns, count: int) -> None:
         if isinstance(mask, Ragged):
             good = np.ones(count, dtype=np.bool_)
             for i in np.flatnonzero(cut & mask.present).tolist():
-                good[i] = not mask.values[mask.offsets[i] : mask.offsets[i + 1]].any()
+                good[i] = not mask.row(i).any()
             _all(good, "action_mask: got True, expected all False with truncate_status 'prompt_truncated'")
     for field in tensor_fields("response"):
         column = columns.get(field.name)
@@ -384,8 +384,6 @@ def check_masks(columns: Columns) -> None:
     """Raise `ValueError` if a bool column holds anything but 0 and 1."""
     for name, column in columns.items():
         if isinstance(column, Ragged) and column.dtype == "bool":
-            # Of a slice, only its own rows: what lies beside them may be another row's bytes.
-            values = column.values[column.offsets[0] : column.offsets[-1]]
-            most = int(values.max()) if values.size else 0
+            most = column.largest()
             if most > 1:
                 raise ValueError(f"{name}: got the byte {most} in a bool column, expected 0 or 1")

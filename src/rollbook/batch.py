@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from rollbook.buffer_item import BufferItem
 from rollbook.fields import BATCH_FIELDS
 from rollbook.info import InfoOrigin
 from rollbook.jagged import Rows
-from rollbook.moving import Movable, pin_memory, to
+from rollbook.moving import Movable, assign_rest, constructor_signature, pin_memory, to
 
 if TYPE_CHECKING:
     from rollbook.ids import EID
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 class Origin:
     """What a batch's tensors alone do not say of the items it was made from, so that a split gives those back.
 
-    Assigning to a field of the batch forgets what is said of it here.
+    An entry describes the value that the batch had when it was made: assigning to the field voids it.
     """
 
     absent: dict[str, frozenset[int]] = field(default_factory=dict)
@@ -39,28 +38,37 @@ class Origin:
     media_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By media field, how many of its rows each sample has."""
     info: InfoOrigin = field(default_factory=InfoOrigin)
-    batch: weakref.ref[ExperienceBatch] | None = field(default=None, compare=False)
-    """Whose origin this is."""
+    described: dict[str, Any] = field(default_factory=dict, compare=False)
+    """By field of the batch, the value that the entries describe."""
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.absent, self.dtypes, self.media_rows, self.info
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.absent, self.dtypes, self.media_rows, self.info = state
-        self.batch = None
+        self.described = {}
 
     def copy(self) -> Origin:
         """The same, to be changed apart."""
-        return Origin(dict(self.absent), dict(self.dtypes), dict(self.media_rows), self.info)
+        return Origin(dict(self.absent), dict(self.dtypes), dict(self.media_rows), self.info, dict(self.described))
 
-    def forget(self, name: str) -> None:
-        """Drop what is known of one field."""
-        parts: tuple[dict[str, Any], ...] = (self.absent, self.dtypes, self.media_rows)
-        for known in parts:
-            for key in [key for key in known if key == name or key.startswith(f"{name}.")]:
-                del known[key]
-        if name == "info":
-            self.info = InfoOrigin()
+    def describe(self, batch: ExperienceBatch) -> None:
+        """Tie the entries to the values that the batch has now."""
+        names = {key.partition(".")[0] for part in (self.absent, self.dtypes, self.media_rows) for key in part}
+        if self.info.missing or self.info.given or self.info.kinds:
+            names.add("info")
+        self.described = {name: getattr(batch, name) for name in names}
+
+    def void_replaced(self, batch: ExperienceBatch) -> None:
+        """Drop the entries of fields that were assigned to since `describe`."""
+        for name in [name for name, value in self.described.items() if getattr(batch, name) is not value]:
+            del self.described[name]
+            parts: tuple[dict[str, Any], ...] = (self.absent, self.dtypes, self.media_rows)
+            for part in parts:
+                for key in [key for key in part if key == name or key.startswith(f"{name}.")]:
+                    del part[key]
+            if name == "info":
+                self.info = InfoOrigin()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Origin):
@@ -128,39 +136,82 @@ class ExperienceBatch(Movable):
     action_starts: torch.Tensor | None = None
     origin: Origin = field(default_factory=Origin)
 
-    def __post_init__(self) -> None:
-        self._own_origin()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._own_origin()
-
-    def _own_origin(self) -> None:
-        """Have an origin of one's own: of what `dataclasses.replace` changed, the other batch's says nothing."""
-        mine = self.__dict__["origin"]
-        if mine.batch is not None:
-            other = mine.batch()
-            mine = self.__dict__["origin"] = mine.copy()
-            for name, value in self.__dict__.items():
-                if other is not None and name != "origin" and other.__dict__.get(name) is not value:
-                    mine.forget(name)
-        mine.batch = weakref.ref(self)
+    if not TYPE_CHECKING:
+        # Written by hand: every parameter and every attribute takes time, and of 23 fields a caller gives about ten.
+        # The others are looked up on the class.
+        def __init__(
+            self,
+            sequences,
+            action_log_probs,
+            base_action_log_probs,
+            values,
+            returns,
+            advantages,
+            attention_mask,
+            action_mask,
+            info,
+            kl=None,
+            action_entropy=None,
+            labels=None,
+            references=None,
+            *more,
+            **rest,
+        ):
+            self.sequences = sequences
+            self.action_log_probs = action_log_probs
+            self.base_action_log_probs = base_action_log_probs
+            self.values = values
+            self.returns = returns
+            self.advantages = advantages
+            self.attention_mask = attention_mask
+            self.action_mask = action_mask
+            self.info = info
+            self.kl = kl
+            self.action_entropy = action_entropy
+            self.labels = labels
+            self.references = references
+            if more or rest:
+                assign_rest(self, 13, more, rest)
 
     @classmethod
     def of(cls, given: dict[str, Any], origin: Origin) -> ExperienceBatch:
-        """A batch from fields by name, `None` where there is none: without the constructor, which takes as long as
-        padding a small batch does."""
+        """A batch from fields by name, `None` where there is none, without the constructor, and tied to its origin."""
         batch = cls.__new__(cls)
-        batch.__dict__.update(_BLANK)
-        batch.__dict__.update(given)
-        batch.__dict__["origin"] = origin
-        origin.batch = weakref.ref(batch)
+        state = batch.__dict__
+        state.update(_BLANK)
+        state.update(given)
+        origin.describe(batch)
+        state["origin"] = origin
         return batch
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ and name != "origin":
-            self.origin.forget(name)
-        object.__setattr__(self, name, value)  # without `super()`, which takes longer
+    def _get_origin(self) -> Origin:
+        origin: Origin | None = self.__dict__.get("origin")
+        if origin is None:
+            origin = self.__dict__["origin"] = Origin()
+        elif origin.described:
+            origin.void_replaced(self)
+        return origin
+
+    def _set_origin(self, origin: Origin) -> None:
+        # A copy: `dataclasses.replace` gives both batches the one, and each is assigned to by itself.
+        self.__dict__["origin"] = mine = origin.copy()
+        if not mine.described:
+            mine.describe(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "origin": self.origin}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        origin = self.__dict__["origin"] = state["origin"].copy()
+        origin.describe(self)
+
+    def _change(self, change: Callable[[Any], Any], other: Callable[[Any], Any]) -> ExperienceBatch:
+        origin = self.origin if "origin" in self.__dict__ else None
+        super()._change(change, other)
+        if origin is not None:
+            origin.describe(self)  # moved, not replaced
+        return self
 
     def __len__(self) -> int:
         if self.sequences is None:
@@ -329,7 +380,11 @@ class ExperienceBatch(Movable):
             raise ValueError(f"predictions: got shape {got}, expected {list(expected)} first, one entry for each token")
 
 
-_BLANK = {f.name: None for f in dataclasses.fields(ExperienceBatch)}
+_BLANK = {f.name: None for f in dataclasses.fields(ExperienceBatch) if f.default is dataclasses.MISSING}
+_BLANK.pop("origin")
+if not TYPE_CHECKING:
+    ExperienceBatch.origin = property(ExperienceBatch._get_origin, ExperienceBatch._set_origin)
+    ExperienceBatch.__signature__ = constructor_signature(ExperienceBatch)
 
 
 def token_fields(holder: Any, axis: str | None = None) -> list[tuple[str, Any]]:

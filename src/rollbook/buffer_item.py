@@ -6,11 +6,12 @@ Invariant: an item of a sheet reads as if it held its fields from the start; wha
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollbook.fields import BATCH_FIELDS
-from rollbook.moving import Movable
+from rollbook.moving import Movable, assign_rest, constructor_signature
 
 if TYPE_CHECKING:
     from rollbook.ids import EID
@@ -58,6 +59,36 @@ class BufferItem(Movable):
     info_kinds: dict[Any, Any] | None = None
     """The type that numbers of `info` had in the batch, where it is not the usual one."""
 
+    if not TYPE_CHECKING:
+        # Written by hand, as that of ExperienceBatch is; fields that are not given have their default (`peek`).
+        def __init__(
+            self,
+            sequences,
+            action_log_probs,
+            base_action_log_probs,
+            values,
+            returns,
+            advantages,
+            attention_mask,
+            action_mask,
+            info,
+            action_entropy=None,
+            *more,
+            **rest,
+        ):
+            self.sequences = sequences
+            self.action_log_probs = action_log_probs
+            self.base_action_log_probs = base_action_log_probs
+            self.values = values
+            self.returns = returns
+            self.advantages = advantages
+            self.attention_mask = attention_mask
+            self.action_mask = action_mask
+            self.info = info
+            self.action_entropy = action_entropy
+            if more or rest:
+                assign_rest(self, 10, more, rest)
+
     @classmethod
     def of(cls, sheet: Sheet, row: int) -> BufferItem:
         """Row `row` of a sheet, whose fields are copied out of it when they are first asked for."""
@@ -81,6 +112,9 @@ class BufferItem(Movable):
         self.__dict__.pop("_source", None)
         return self
 
+    def _change(self, change: Callable[[Any], Any], other: Callable[[Any], Any]) -> BufferItem:
+        return super(BufferItem, self.detach())._change(change, other)
+
     def __getstate__(self) -> dict[str, Any]:
         # Read, not looked at: processes share tensors as files, which go when a tensor that nobody keeps does.
         fields = {name: getattr(self, name) for name in ITEM_FIELDS}
@@ -95,12 +129,17 @@ class BufferItem(Movable):
 
 
 def peek(state: dict[str, Any], name: str) -> Any:
-    """A field of an item with this state: its own, or else what its sheet has."""
+    """A field of an item with this state: its own, or else what its sheet has, or else the default."""
     source = state.get("_source")  # first: it goes when the last field has come
-    return state[name] if source is None or name in state else source[0].value(name, source[1])
+    if name in state:
+        return state[name]
+    return ITEM_DEFAULTS.get(name) if source is None else source[0].value(name, source[1])
 
 
 ITEM_FIELDS = tuple(f.name for f in dataclasses.fields(BufferItem))
+ITEM_DEFAULTS = {f.name: f.default for f in dataclasses.fields(BufferItem) if f.default is not dataclasses.MISSING}
+if not TYPE_CHECKING:
+    BufferItem.__signature__ = constructor_signature(BufferItem)
 for _name in ITEM_FIELDS:
     # Defaults that stand on the class would be found before what the sheet has.
     if _name in BufferItem.__dict__:

@@ -394,19 +394,14 @@ def _decode_eids(column: pa.StructArray) -> list[EID]:
     parts = zip(texts(batch), texts(task), numbers(run), numbers(step), texts(suffix), numbers(ints), strict=True)
     ids = []
     new, set_dict = EID.__new__, object.__setattr__
+    known: dict[str, int] = {}  # batches and tasks come many times
     for a, b, r, s, x, i in parts:
+        if i & 1:
+            a = known[a] if a in known else known.setdefault(a, _int(a))
+        if i & 2:
+            b = known[b] if b in known else known.setdefault(b, _int(b))
         eid = new(EID)
-        set_dict(
-            eid,
-            "__dict__",
-            {
-                "batch": _int(a) if i & 1 else a,
-                "task": _int(b) if i & 2 else b,
-                "run": r,
-                "step": s,
-                "suffix": x,
-            },
-        )
+        set_dict(eid, "__dict__", {"batch": a, "task": b, "run": r, "step": s, "suffix": x})
         ids.append(eid)
     return ids
 

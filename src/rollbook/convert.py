@@ -74,8 +74,13 @@ def as_tensor(field: Field, value: Any) -> torch.Tensor:
     return torch.from_numpy(made).to(TORCH_DTYPES[field.dtype])
 
 
+_ATOMS = frozenset((float, int, bool, str, type(None)))
+
+
 def own(value: Any, tensors: bool = False) -> Any:
     """A copy of the containers and arrays in `value`, of the same types; of the tensors too if asked for."""
+    if type(value) in _ATOMS:  # first: `isinstance` of a tensor takes long where it is none
+        return value
     if tensors and isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_() if value.requires_grad else value.clone()
     if isinstance(value, dict):

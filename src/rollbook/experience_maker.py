@@ -19,9 +19,9 @@ except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
 
 from rollbook.algorithms.advantages import cumulative_returns, gae
-from rollbook.algorithms.aggregate import masked_mean
 from rollbook.algorithms.filters import clip_filter_like_weight_func
-from rollbook.algorithms.kl import token_kl
+from rollbook.algorithms.kl import kl as token_kl_values
+from rollbook.algorithms.layout import Layout
 from rollbook.algorithms.ranks import ALONE
 from rollbook.algorithms.registry import near, number, whole_number
 from rollbook.algorithms.shaping import RunningNorm
@@ -362,26 +362,26 @@ class NaiveExperienceMaker:
     def _pass(self, batches: Sequence[Experience]) -> None:
         """Have the models say what they have to say of every token, and measure the KL."""
         with self._bar("log-probs", 1 if not self.passes.models else len(self.passes.models)) as bar:
-            whole = self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
-        self._measure_kl(whole)
+            results = self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
+        self._measure_kl(*results)
         for model in (self.actor, self.critic):
             if _trains(model):
                 model.train()
 
-    def _measure_kl(self, whole: Whole) -> None:
+    def _measure_kl(self, whole: Whole, columns: Mapping[str, torch.Tensor], lengths: list[int]) -> None:
         """The KL of each token, 0 on what does not count, and its mean over each row's actions."""
-        mask = whole.rows("action_mask")
+        mask, ours, base = map(columns.get, ("action_mask", "action_log_probs", "base_action_log_probs"))
         if mask is None:
             raise ValueError("action_mask: got none, and no other response-axis field, expected one")
-        ours, base = whole.rows("action_log_probs"), whole.rows("base_action_log_probs")
         if base is None and self.kl_coef > 0:
             advise(f"kl_controller: got {self.kl_coef:g}, and no initial_model: there is no KL penalty")
+        layout = Layout((len(mask),), lengths, mask)
         if ours is not None and base is not None:
-            kl: Rows = token_kl(ours, base, mask, estimator=self.config.kl_estimator)
+            kl = layout.masked(token_kl_values(self.config.kl_estimator, layout.masked(ours), layout.masked(base)))
         else:
-            kl = mask.apply(torch.Tensor.float).apply(torch.zeros_like)
-        whole.put("kl", kl)
-        whole.put_numbers("kl", masked_mean(kl, mask, dim=-1))
+            kl = torch.zeros(len(mask))
+        whole.put_column("kl", kl, lengths)
+        whole.put_numbers("kl", layout.row_means(kl))
 
     def process_experiences(
         self, experiences: Sequence[Experience], max_new_tokens: int | None = None

@@ -94,6 +94,15 @@ def _collate(rows: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
 def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) -> torch.Tensor | None:
     """The values as one tensor, if they can be."""
     types = set(map(type, column))
+    if len(types) == 1 and not any(kinds) and (dtype := _DEFAULTS.get(type(column[0]))) is not None:
+        try:
+            plain = torch.tensor(column, dtype=dtype)
+        except (RuntimeError, OverflowError, TypeError, ValueError):
+            return None  # an integer beyond 64 bits
+        shown = plain.tolist()
+        if shown != column and not same(shown, column):
+            origin.given[path] = shown, list(column)
+        return plain
     if all(issubclass(kind, _NUMBERS) for kind in types):
         made = _number_tensor(column, types, _kind(path, column, kinds, origin))
         if made is None:

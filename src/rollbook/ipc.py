@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -248,7 +249,8 @@ def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int)
     """The one record batch of the stream in `stored`, which begins at byte `at` of the data."""
     body = memoryview(stored.data)
     schema, arrays, batch_start = _schema(body, count, max_columns, at)
-    stop = _check_batch(body, batch_start, arrays, count, at)
+    _, _, start, size = _check_batch(body, len(body), batch_start, arrays, count, at)
+    stop = start + size
     if bytes(body[stop:]) != END:
         raise WireError("the Arrow stream does not end behind its one record batch", at + stop)
     buffer = pa.py_buffer(stored)
@@ -260,15 +262,41 @@ def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int)
     return batch
 
 
-_checked: dict[tuple[bytes, int], tuple[pa.Schema, tuple[int, int]]] = {}
+def metadata_bytes(mark: memoryview, at: int) -> int:
+    """How many bytes of metadata follow the first 8 bytes of a message."""
+    size = struct.unpack_from("<i", mark, 4)[0]
+    if bytes(mark[:4]) != END[:4] or size <= 0:
+        raise WireError("an Arrow message does not begin with its mark", at)
+    return int(size)
+
+
+def read_layout(
+    head: memoryview, length: int, count: int, max_columns: int, at: int
+) -> tuple[pa.Schema, NDArray[np.int64], NDArray[np.int64], int]:
+    """Check the metadata of a stream of `length` bytes whose first two messages are `head`.
+
+    Returns:
+        The schema, the length and null count of each array, the start and length of each buffer, and the byte of the
+        stream that these starts are counted from.
+    """
+    schema, arrays, batch_start = _schema(head, count, max_columns, at)
+    nodes, buffers, start, size = _check_batch(head, length, batch_start, arrays, count, at)
+    if start + size + END_BYTES != length:
+        raise WireError("the Arrow stream does not end behind its one record batch", at + start + size)
+    return schema, nodes, buffers, start
+
+
+_Parts = tuple[tuple[int, int], ...]
+"""How many nodes and buffers each column has."""
+_checked: dict[tuple[bytes, int], tuple[pa.Schema, _Parts]] = {}
 """Schemas that were read and checked, by their bytes: frames of one writer have the same, and reading one takes longer
 than all else that a small frame needs. A change of the field table forgets them."""
 _MOST_CHECKED, _LARGEST_CHECKED = 64, 16 << 10
 observe(_checked.clear)
 
 
-def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa.Schema, tuple[int, int], int]:
-    """The stream's schema, how many arrays and buffers it asks for, and where the next message begins."""
+def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa.Schema, _Parts, int]:
+    """The stream's schema, how many arrays and buffers each column has, and where the next message begins."""
     size = struct.unpack_from("<i", body, 4)[0] if len(body) >= 8 else 0
     key = (bytes(body[: 8 + size]), max_columns) if 0 < size <= min(_LARGEST_CHECKED, len(body) - 8) else None
     if key is not None and count and key in _checked:
@@ -284,17 +312,22 @@ def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa
         raise WireError(f"the Arrow schema describes what cannot be: {error}", at) from None
     if count or len(schema):
         arrow.check_schema(schema)
-    counted = [_counts(field.type) for field in schema]
-    wanted = sum(nodes for nodes, _ in counted), sum(buffers for _, buffers in counted)
+    counted = tuple(_counts(field.type) for field in schema)
     if key is not None and count:
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()
-        _checked[key] = schema, wanted
-    return schema, wanted, batch_start
+        _checked[key] = schema, counted
+    return schema, counted, batch_start
 
 
-def _check_batch(body: memoryview, start: int, wanted: tuple[int, int], count: int, at: int) -> int:
-    """Compare the record batch's metadata with the schema and the bytes; returns where the message stops."""
+def _check_batch(
+    body: memoryview, length: int, start: int, parts: _Parts, count: int, at: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
+    """Compare the record batch's metadata with the schema and the `length` of the stream.
+
+    Returns:
+        Its nodes, its buffers, and where its body begins and how long that is.
+    """
     flat, kind, header, data = _message(body, start, at)
     if kind != _RECORD_BATCH:
         raise WireError("the second Arrow message is no record batch", at + start)
@@ -303,33 +336,112 @@ def _check_batch(body: memoryview, start: int, wanted: tuple[int, int], count: i
     if flat.slot(header, 4):
         raise WireError("Arrow view types are refused", at + start)
     size = flat.value(flat.root(), 3, "<q")
-    if size < 0 or size > len(body) - data:
+    if size < 0 or size > length - data:
         raise WireError(f"the Arrow record batch states a body of {size} bytes", at + start)
     rows = flat.value(header, 0, "<q")
     if rows != count:
         raise WireError(f"the header states {count} records, the Arrow record batch {rows}", at + start)
     nodes, buffers = flat.pairs(header, 1), flat.pairs(header, 2)
+    wanted = sum(part[0] for part in parts), sum(part[1] for part in parts)
     if (len(nodes), len(buffers)) != wanted:
         raise WireError(
             f"the Arrow record batch has {len(nodes)} arrays and {len(buffers)} buffers, "
             f"its schema {wanted[0]} and {wanted[1]}",
             at + start,
         )
-    # A node's length is bounded by the body: an entry takes a bit at least, or none at all in a null array.
-    if len(nodes) and (
-        (nodes < 0).any() or (nodes[:, 1] > nodes[:, 0]).any() or nodes[:, 0].max() > max(count, 8 * size)
-    ):
+    if impossible_lengths(nodes, size, count):
         raise WireError("the Arrow record batch states impossible lengths", at + start)
-    ends = buffers[:, 0] + buffers[:, 1]
-    if len(buffers) and (
-        (buffers < 0).any()
-        or (buffers[:, 0] % 8).any()
-        or (buffers > size).any()
-        or ends.max() > size
-        or (buffers[1:, 0] < ends[:-1]).any()
-    ):
+    if stray_buffers(buffers, size):
         raise WireError("the Arrow record batch's buffers overlap or leave its body", at + start)
-    return data + size
+    return nodes, buffers, data, size
+
+
+def impossible_lengths(nodes: NDArray[np.int64], size: Any, count: Any) -> bool:
+    """Whether arrays have lengths that a body of `size` bytes cannot hold; `nodes`: [..., N, 2], the others [...]."""
+    if not nodes.size:
+        return False
+    # A node's length is bounded by the body: an entry takes a bit at least, or none at all in a null array.
+    most = np.maximum(count, 8 * size)
+    return bool((nodes < 0).any() or (nodes[..., 1] > nodes[..., 0]).any() or (nodes[..., 0].max(-1) > most).any())
+
+
+def stray_buffers(buffers: NDArray[np.int64], size: Any) -> bool:
+    """Whether buffers overlap or leave a body of `size` bytes; `buffers`: [..., N, 2], `size`: [...]."""
+    if not buffers.size:
+        return False
+    begins, ends = buffers[..., 0], buffers[..., 0] + buffers[..., 1]
+    return bool(
+        (buffers < 0).any()
+        or (begins % 8).any()
+        or (buffers.max((-1, -2)) > size).any()
+        or (ends.max(-1) > size).any()
+        or (begins[..., 1:] < ends[..., :-1]).any()
+    )
+
+
+@dataclass(slots=True)
+class Template:
+    """The messages before the body of a record batch: what is the same in frames of one layout, and where numbers lie.
+
+    `head` is the schema's message and the metadata of the batch, `fixed` is 255 for each byte of it that is structure,
+    `places` the first byte and the count of the pairs (nodes, buffers) and single numbers (rows, size).
+    """
+
+    schema: pa.Schema
+    parts: _Parts
+    batch_start: int
+    head: NDArray[np.uint8]
+    fixed: NDArray[np.uint8]
+    places: dict[str, tuple[int, int, int]]
+
+    def numbers(self, heads: NDArray[np.uint8], name: str) -> NDArray[np.int64]:
+        """[F, count, 1 or 2] The numbers of one kind in heads [F, bytes] of this shape."""
+        start, count, width = self.places[name]
+        data = np.ascontiguousarray(heads[:, start : start + 8 * width * count])
+        return data.view(np.int64).reshape(len(heads), count, width)
+
+
+class _Traced(_Flat):
+    """A flatbuffer that marks the bytes its structure was read from."""
+
+    def __init__(self, data: memoryview, at: int) -> None:
+        super().__init__(data, at)
+        self.read = np.zeros(len(data), dtype=np.bool_)
+
+    def number(self, form: str, position: int) -> int:
+        value = super().number(form, position)
+        self.read[position : position + _FORMS[form].size] = True
+        return value
+
+
+def read_template(body: memoryview, count: int, max_columns: int, at: int) -> Template | None:
+    """Check the messages of a stream and find where their numbers lie; `None` if they cannot be told from the rest."""
+    schema, parts, start = _schema(body, count, max_columns, at)
+    _, _, data, _ = _check_batch(body, len(body), start, parts, count, at)
+    flat = _Traced(body[start + 8 : data], at + start + 8)
+    root = flat.root()
+    flat.value(root, 0, "<h")
+    flat.value(root, 1, "<B")
+    flat.slot(root, 4)
+    table = flat.follow(flat.slot(root, 2))
+    flat.slot(table, 3)
+    flat.slot(table, 4)
+    places = {
+        "rows": (flat.slot(table, 0), 1, 1),
+        "size": (flat.slot(root, 3), 1, 1),
+        "nodes": (*flat.vector(table, 1, 16), 2),
+        "buffers": (*flat.vector(table, 2, 16), 2),
+    }
+    variable = np.zeros(len(flat.data), dtype=np.uint8)
+    for position, number, width in places.values():
+        variable[position : position + 8 * width * number] += 1
+    # A number that is structure as well, which no writer makes, could change what the others mean.
+    if not all(position for position, _, _ in places.values()) or variable.max() > 1 or variable[flat.read].any():
+        return None
+    fixed = np.full(data, 255, dtype=np.uint8)
+    fixed[start + 8 :][variable > 0] = 0
+    shifted = {name: (start + 8 + position, number, width) for name, (position, number, width) in places.items()}
+    return Template(schema, parts, start, np.array(body[:data], dtype=np.uint8), fixed, shifted)
 
 
 def batch_slots(body: memoryview) -> tuple[int, int, int, int, int]:
@@ -349,11 +461,20 @@ def batch_slots(body: memoryview) -> tuple[int, int, int, int, int]:
 
 def _counts(kind: pa.DataType) -> tuple[int, int]:
     """How many nodes and buffers an array of this type has, children included."""
+    nodes, buffers = 1, buffer_count(kind)
+    for i in range(kind.num_fields):
+        more = _counts(kind.field(i).type)
+        nodes, buffers = nodes + more[0], buffers + more[1]
+    return nodes, buffers
+
+
+def buffer_count(kind: pa.DataType) -> int:
+    """How many buffers an array of this type has, without its children's."""
     if pa.types.is_null(kind):
-        return 1, 0
+        return 0
     if pa.types.is_struct(kind) or pa.types.is_fixed_size_list(kind):
-        buffers = 1
-    elif (
+        return 1
+    if (
         kind.num_fields
         or pa.types.is_primitive(kind)
         or pa.types.is_fixed_size_binary(kind)
@@ -361,14 +482,8 @@ def _counts(kind: pa.DataType) -> tuple[int, int]:
         or pa.types.is_decimal(kind)
         or pa.types.is_temporal(kind)
     ):
-        buffers = 2
-    else:
-        buffers = 3
-    nodes = 1
-    for i in range(kind.num_fields):
-        more = _counts(kind.field(i).type)
-        nodes, buffers = nodes + more[0], buffers + more[1]
-    return nodes, buffers
+        return 2
+    return 3
 
 
 def check_arrays(arrays: Mapping[str, pa.Array], verify: bool) -> None:

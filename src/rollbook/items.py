@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollbook.batch import ExperienceBatch, Origin
-from rollbook.buffer_item import BufferItem, peek
+from rollbook.buffer_item import ITEM_DEFAULTS, BufferItem, peek
 from rollbook.fields import BATCH_FIELDS, BATCH_MEDIA
-from rollbook.info import collate_info, pick_info
+from rollbook.info import InfoOrigin, collate_info, pick_info
 from rollbook.jagged import Column, Rows, Segments, blank, check_fill, concatenated, memory, segments
 from rollbook.layouts import action_starts, checked, edges, sheet_of_batch, still_absent, unpadded
 from rollbook.media import SHARED, Pool, count_media
@@ -40,7 +40,10 @@ def sheet_of_items(items: Sequence[Any]) -> Sheet:
     detached = not any("_source" in state for state in states)
 
     def values(name: str) -> list[Any]:
-        return [state[name] for state in states] if detached else [peek(state, name) for state in states]
+        if detached:
+            default = ITEM_DEFAULTS.get(name)
+            return [state.get(name, default) for state in states]
+        return [peek(state, name) for state in states]
 
     # Rows that nobody touched since their sheet was made are taken from its columns.
     sources = [state.get("_source") for state in states]
@@ -142,24 +145,134 @@ def drawn(items: Sequence[Any], pad_token_id: int, packing_samples: bool = False
     return ExperienceBatch.of(given, origin)
 
 
+class _Apart(NamedTuple):
+    """Items that hold their own tensors, all of them with the same plain fields."""
+
+    states: list[dict[str, Any]]
+    arrays: dict[str, list[NDArray[Any]]]
+    """By field that they have, each item's."""
+    dtypes: dict[str, torch.dtype]
+    lengths: tuple[list[int], list[int]]
+    """How many response slots and how many tokens each has."""
+
+
+def _apart(items: Sequence[Any]) -> _Apart | None:
+    """The items, if each holds host tensors of its own with one dimension, masks among them, and neither media nor
+    extras: what nearly all items are that somebody has read. Of others `None`; they take the longer way, which also
+    says what is wrong with them."""
+    states = [item.__dict__ for item in items if type(item) is BufferItem]
+    if len(states) != len(items):
+        return None
+    for state in states:
+        if "_source" in state or not isinstance(state["info"], dict) or type(state.get("action_start", 0)) is not int:
+            return None
+        if state.get("implied"):
+            return None
+        for name in _NOT_PLAIN:
+            if name in state and state[name] is not None:
+                return None
+    arrays: dict[str, list[NDArray[Any]]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    lengths: list[list[int] | None] = [None, None]
+    for name in BATCH_FIELDS:
+        rows = [state.get(name) for state in states]
+        model = rows[0]
+        if model is None:
+            if any(row is not None for row in rows):
+                return None
+            continue
+        try:
+            arrays[name] = columns = list(map(torch.Tensor.numpy, rows))  # type: ignore[arg-type]
+        except (RuntimeError, TypeError):  # no tensor, on a device, of a type that numpy lacks, or with a gradient
+            return None
+        kind, axis = columns[0].dtype, on_tokens(name)
+        if {column.ndim for column in columns} != {1} or any(column.dtype is not kind for column in columns):
+            return None
+        sizes = list(map(len, columns))
+        if lengths[axis] is None:
+            lengths[axis] = sizes
+        elif lengths[axis] != sizes:
+            return None
+        dtypes[name] = model.dtype
+    responses, tokens = lengths
+    if (
+        not all(name in arrays for name in ("sequences", "attention_mask", "action_mask"))
+        or not responses
+        or not tokens
+    ):
+        return None
+    if any(slots > size for slots, size in zip(responses, tokens, strict=True)):
+        return None
+    return _Apart(states, arrays, dtypes, (responses, tokens))
+
+
+_NOT_PLAIN = (*BATCH_MEDIA, "raw_images", "media", "extras")
+
+
+def batch_of_apart(items: Sequence[Any], pad_token_id: int, packing_samples: bool = False) -> ExperienceBatch | None:
+    """The left-padded or packed batch of items that hold plain tensors of their own, as `drawn` makes it of others."""
+    apart = _apart(items) if type(pad_token_id) is int else None
+    if apart is None or any(state.get("action_start") for state in apart.states):
+        return None
+    states = apart.states
+    if packing_samples and not all(mask.size and mask[0] and mask[-1] for mask in apart.arrays["attention_mask"]):
+        return None  # padding that is not to be packed
+    given: dict[str, Any] = {**_sample_lists(states)}
+    origin = Origin()
+    given["info"], origin.info = _collated(states)
+    if packing_samples:
+        for name, rows in apart.arrays.items():
+            given[name] = Rows(_joined(rows, apart.dtypes[name]), apart.lengths[on_tokens(name)])
+        return ExperienceBatch.of(given, origin)
+    width = [max(lengths) for lengths in apart.lengths]
+    ends = [
+        [slice(end * size - n, end * size) for end, n in enumerate(lengths, 1)]
+        for size, lengths in zip(width, apart.lengths, strict=True)
+    ]
+    for name, rows in apart.arrays.items():
+        axis, dtype = on_tokens(name), apart.dtypes[name]
+        fill = pad_token_id if name == "sequences" else 0
+        if fill:
+            check_fill(fill, dtype)
+        given[name] = matrix = blank((len(states), width[axis]), dtype, fill)
+        flat = matrix.numpy().reshape(-1)
+        for place, row in zip(ends[axis], rows, strict=True):
+            flat[place] = row
+    starts = [width[0] - n for n in apart.lengths[0]]
+    given["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
+    return ExperienceBatch.of(given, origin)
+
+
+def _joined(rows: list[NDArray[Any]], dtype: torch.dtype) -> torch.Tensor:
+    """Arrays of one type end to end."""
+    total = sum(map(len, rows))
+    if total * dtype.itemsize < LARGE:
+        return torch.from_numpy(np.concatenate(rows))
+    values = empty((total, *rows[0].shape[1:]), dtype)
+    np.concatenate(rows, out=memory(values))
+    return values
+
+
 def _drawn_rows(sources: list[tuple[Sheet, int]], single: bool) -> dict[str, Rows]:
     """By field, the rows of plain sheets end to end; `single`: they are all of one sheet."""
     first = sources[0][0]
     bounds = [[slice(sheet.bounds[axis][i], sheet.bounds[axis][i + 1]) for sheet, i in sources] for axis in (0, 1)]
     lengths = [[row.stop - row.start for row in rows] for rows in bounds]
     columns: dict[str, Rows] = {}
-    for name, axis, dtype, trailing, array in first.plain_fields:
-        if single:
+    # Rows that lie one after the other are copied at once: a draw of a whole buffer in order, as for a forward pass.
+    adjoin = (
+        single
+        and all(a.stop == b.start for a, b in pairwise(bounds[1]))
+        and all(a.stop == b.start for a, b in pairwise(bounds[0]))
+    )
+    for name, axis, dtype, _, array in first.plain_fields:
+        if adjoin:
+            parts = [array[bounds[axis][0].start : bounds[axis][-1].stop]]
+        elif single:
             parts = [array[row] for row in bounds[axis]]
         else:
             parts = [sheet.arrays[name][row] for (sheet, _), row in zip(sources, bounds[axis], strict=True)]
-        total = sum(lengths[axis])
-        if total * dtype.itemsize < LARGE:
-            values = torch.from_numpy(np.concatenate(parts))
-        else:
-            values = empty((total, *trailing), dtype)
-            np.concatenate(parts, out=memory(values))
-        columns[name] = Rows(values, lengths[axis])
+        columns[name] = Rows(_joined(parts, dtype), lengths[axis])
     return columns
 
 
@@ -199,7 +312,7 @@ def _gathered(states: list[dict[str, Any]]) -> Sheet:
     if any("_source" in state for state in states):
         rows = {name: [_own_or_lying(state, name) for state in states] for name in BATCH_FIELDS}
     else:
-        rows = {name: [state[name] for state in states] for name in BATCH_FIELDS}
+        rows = {name: [state.get(name) for state in states] for name in BATCH_FIELDS}
     extras = [peek(state, "extras") for state in states]
     for name in dict.fromkeys(name for one in extras for name in one or ()):
         rows[f"extras.{name}"] = [(one or {}).get(name) for one in extras]
@@ -229,7 +342,7 @@ def _gathered(states: list[dict[str, Any]]) -> Sheet:
 def _own_or_lying(state: dict[str, Any], name: str) -> Any:
     """A per-token field of an item with this state, to be read only."""
     source = state.get("_source")
-    return state[name] if source is None or name in state else source[0].view(name, source[1])
+    return state.get(name) if source is None or name in state else source[0].view(name, source[1])
 
 
 def replace_column(
@@ -341,9 +454,73 @@ def without_padding(items: Sequence[Any]) -> list[BufferItem]:
         bare.append(new)
     else:
         return bare
+    if not bare and (narrowed := _narrowed_apart(given)) is not None:
+        return narrowed
     sheet = _narrowed(sheet_of_items(given), [peek(item.__dict__, "action_start") for item in given])
     sheet.keep_media(SHARED)
     return [BufferItem.of(sheet, i) for i in range(len(sheet))]
+
+
+def _narrowed_apart(items: list[Any]) -> list[BufferItem] | None:
+    """`without_padding` of items that hold plain tensors of their own: item by item, with no sheet between."""
+    apart = _apart(items)
+    if apart is None:
+        return None
+    masks = apart.arrays["attention_mask"]
+    cuts = []
+    for i, (state, mask) in enumerate(zip(apart.states, masks, strict=True)):
+        start = state.get("action_start", 0)
+        slots, tokens = apart.lengths[0][i], apart.lengths[1][i]
+        if not 0 <= start <= slots:
+            return None
+        first, last = edges((mask != 0).tobytes())
+        begin = max(start, first - (tokens - slots))
+        cuts.append((slice(begin, max(min(slots, last - (tokens - slots)), begin)), slice(first, last)))
+    fields = [(name, on_tokens(name), rows) for name, rows in apart.arrays.items()]
+    size = sum(cut[axis].stop - cut[axis].start for cut in cuts for _, axis, _ in fields)
+    if size > LARGE:
+        return _items_of_cuts(apart, cuts)
+    narrowed = []
+    for i, (state, cut) in enumerate(zip(apart.states, cuts, strict=True)):
+        item = BufferItem.__new__(BufferItem)
+        new = item.__dict__
+        for name, value in state.items():
+            if name not in BATCH_FIELDS and name != "action_start":
+                new[name] = None if value is None else own_entry(name, value)
+        for name in _REQUIRED:
+            new[name] = None
+        for name, axis, rows in fields:
+            new[name] = torch.from_numpy(rows[i][cut[axis]].copy())
+        narrowed.append(item)
+    return narrowed
+
+
+def _items_of_cuts(apart: _Apart, cuts: list[tuple[slice, slice]]) -> list[BufferItem]:
+    """Items of parts of the rows, on one sheet: much memory is sooner had at once than row by row."""
+    responses, tokens = (np.array([cut[axis].stop - cut[axis].start for cut in cuts]) for axis in (0, 1))
+    sheet = Sheet(tokens, responses, Origin(), dict.fromkeys(BATCH_FIELDS))
+    for name, rows in apart.arrays.items():
+        axis = on_tokens(name)
+        sheet.columns[name] = _joined([row[cut[axis]] for row, cut in zip(rows, cuts, strict=True)], apart.dtypes[name])
+    sheet.info, sheet.origin.info = _collated(apart.states)
+    sheet.lists = _sample_lists(apart.states)
+    return [BufferItem.of(sheet, i) for i in range(len(sheet))]
+
+
+def _collated(states: list[dict[str, Any]]) -> tuple[dict[Any, Any], InfoOrigin]:
+    return collate_info([state["info"] for state in states], [state.get("info_kinds") for state in states])
+
+
+def _sample_lists(states: list[dict[str, Any]]) -> dict[str, list[Any] | None]:
+    """The lists of a batch, from items that hold their own entries."""
+    lists: dict[str, list[Any] | None] = {}
+    for name, item_name in SAMPLE_LISTS.items():
+        entries = _listed([state.get(item_name) for state in states])
+        lists[name] = entries and [own_entry(name, entry) for entry in entries]
+    return lists
+
+
+_REQUIRED = tuple(name for name in BATCH_FIELDS if name not in ITEM_DEFAULTS)
 
 
 def _already_bare(i: int, item: Any) -> BufferItem | None:

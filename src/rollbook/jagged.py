@@ -132,6 +132,20 @@ class Spans:
     def _places(self) -> list[tuple[int, int]]:
         return list(zip(self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True))
 
+    @cached_property
+    def _slices(self) -> list[slice]:
+        """Where the rows lie in the matrix laid flat."""
+        starts = self.starts + np.arange(0, len(self.starts) * self.width, self.width) if self.width else self.starts
+        return list(map(slice, starts.tolist(), (starts + self.lengths).tolist()))
+
+    def _parts(self, matrix: NDArray[Any]) -> list[NDArray[Any]]:
+        """Views of the rows."""
+        if not matrix.flags.c_contiguous:
+            return [row[at:to] for row, (at, to) in zip(matrix, self._places, strict=True)]
+        # Laid flat, each row takes one slice rather than two.
+        flat = matrix.reshape(matrix.shape[0] * matrix.shape[1], *matrix.shape[2:])
+        return [flat[row] for row in self._slices]
+
     @classmethod
     def right_aligned(cls, lengths: Any, width: int) -> Spans:
         """Rows that end at the last column."""
@@ -154,7 +168,10 @@ class Spans:
         arrays, starts, stops, dtype, trailing = _segments(column, self.offsets)
         shape = (len(self.lengths), self.width, *trailing)
         check_fill(fill, dtype)
-        if out is None:
+        gaps = out is None and prod(shape) * dtype.itemsize >= LARGE
+        if gaps:
+            out = empty(shape, dtype)
+        elif out is None:
             out = blank(shape, dtype, fill)
         elif out.shape != shape or out.dtype != dtype or out.device.type != "cpu":
             got = f"{list(out.shape)} of {out.dtype} on {out.device}"
@@ -164,6 +181,13 @@ class Spans:
         matrix = memory(out)
         for row, array, (at, to), start, stop in zip(matrix, arrays, self._places, starts, stops, strict=False):
             row[at:to] = array[start:stop]
+        if gaps:  # a large matrix is filled around the rows alone, so that no page is written twice
+            filler = memory(torch.tensor([fill], dtype=dtype))[0]
+            for row, (at, to) in zip(matrix, self._places, strict=True):
+                if at:
+                    row[:at] = filler
+                if to < self.width:
+                    row[to:] = filler
         return out
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
@@ -178,8 +202,7 @@ class Spans:
         total, first = int(self.offsets[-1]), matrices[0]
         if not total:
             return [empty((0, *first.shape[2:]), first.dtype)] * len(matrices)
-        places = self._places
-        parts = [row[at:to] for one in matrices for row, (at, to) in zip(memory(one), places, strict=True)]
+        parts = [part for matrix in matrices for part in self._parts(memory(matrix))]
         if first.dtype in NUMPY and len(matrices) * total * prod(first.shape[2:]) * first.element_size() < LARGE:
             out = torch.from_numpy(np.concatenate(parts))
         else:

@@ -7,6 +7,7 @@ the response slots that speak of it. A field that does not agree with the others
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,8 @@ def unpadded(batch: ExperienceBatch, values: dict[str, Any], in_one: bool) -> tu
     """The sheet of a padded batch with the fields `values`, and where its tokens and response slots lie there."""
     width = int(values["sequences"].shape[1])
     slots = next((int(one.shape[1]) for name, one in values.items() if one is not None and not on_tokens(name)), 0)
-    lying, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
+    starts = action_starts(batch, slots)
+    lying, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, starts, look_solid=True)
     sheet = whole_sheet(batch, lying.lengths, acting.lengths)
     together: dict[Any, list[str]] = {}
     for name, value in values.items():
@@ -62,7 +64,7 @@ def unpadded(batch: ExperienceBatch, values: dict[str, Any], in_one: bool) -> tu
             sheet.columns[name] = None
         elif name == "attention_mask" and lying.solid:
             sheet.columns[name] = constant(1, int(lying.lengths.sum()), value.dtype, value.device)
-        elif not in_one or value.device.type != "cpu" or value.requires_grad:
+        elif not in_one or not value.is_cpu or value.requires_grad:
             sheet.columns[name] = spans.unpad(value)
         else:
             sheet.columns[name] = None  # in the order of the fields
@@ -98,7 +100,8 @@ def whole_sheet(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> 
     check_info(batch.info, count)
     sheet.info = own(batch.info, tensors=True)
     for name in SAMPLE_LISTS:
-        sheet.lists[name] = sample_list(name, getattr(batch, name), count)
+        entries = getattr(batch, name)
+        sheet.lists[name] = None if entries is None else sample_list(name, entries, count)
     sheet.media = divided(batch)
     tokens_of_all = batch.sequences
     if count:
@@ -108,6 +111,9 @@ def whole_sheet(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> 
 
 def checked(batch: ExperienceBatch) -> dict[str, Any]:
     """The per-token fields by name, once they are known to agree with each other."""
+    plain = _plain_matrices(batch)
+    if plain is not None:
+        return plain
     if not isinstance(batch.sequences, (list, torch.Tensor)):
         raise ValueError(f"sequences: got {type(batch.sequences).__name__}, expected a tensor or a list of tensors")
     for name in ("info", "extras"):
@@ -137,6 +143,40 @@ def checked(batch: ExperienceBatch) -> dict[str, Any]:
     if not is_packed:
         widths(values)
     return values
+
+
+_AXES = [(name, on_tokens(name)) for name in BATCH_FIELDS]
+
+
+def _plain_matrices(batch: ExperienceBatch) -> dict[str, Any] | None:
+    """The per-token fields if they are matrices that agree, as those of nearly every batch are, and there are no
+    extras; `None` of other batches, whose fault is then looked for."""
+    sequences, info = batch.sequences, batch.info
+    if type(sequences) is not torch.Tensor or batch.extras or not (info is None or isinstance(info, dict)):
+        return None
+    shape = sequences.shape
+    if len(shape) != 2 or sequences.is_floating_point() or sequences.is_complex():
+        return None
+    count, width = shape
+    slots: int | None = None
+    values: dict[str, Any] = {}
+    for name, on_sequence in _AXES:
+        value = values[name] = getattr(batch, name)
+        if value is None:
+            continue
+        if type(value) is not torch.Tensor:
+            return None
+        shape = value.shape
+        if len(shape) != 2 or shape[0] != count:
+            return None
+        if on_sequence:
+            if shape[1] != width:
+                return None
+        elif slots is None:
+            slots = shape[1]
+        elif shape[1] != slots:
+            return None
+    return values if slots is None or slots <= width else None
 
 
 def _check_count(name: str, rows: int, count: int) -> None:
@@ -242,18 +282,19 @@ def _packed_lengths(batch: ExperienceBatch, values: dict[str, Any]) -> tuple[Len
 
 
 def spans_of_rows(
-    mask: torch.Tensor | None, count: int, width: int, slots: int, starts: Lengths
+    mask: torch.Tensor | None, count: int, width: int, slots: int, starts: Lengths, look_solid: bool = False
 ) -> tuple[Spans, Spans]:
     """Where in padded rows the samples' tokens lie, and their response slots.
 
     A row's tokens go from the first that is attended to the last. Slot j speaks of token `width - slots + j`, and goes
-    with it; slots before `starts` are padding.
+    with it; slots before `starts` are padding. `look_solid`: find out whether the mask is 1 throughout the tokens'
+    spans, if it is large (`Spans.solid`).
     """
     solid = False
     if mask is None or not width:
         first, last = np.zeros(count, dtype=np.int64), np.full(count, width, dtype=np.int64)
     else:
-        first, last, solid = _edges(mask)
+        first, last, solid = _edges(mask, look_solid)
     begin = np.maximum(starts, first - (width - slots))
     end = np.maximum(np.minimum(slots, last - (width - slots)), begin)
     lying = Spans(last - first, first, width)
@@ -271,21 +312,26 @@ def edges(flags: bytes) -> tuple[int, int]:
     return (flags.find(1), last) if last else (len(flags), len(flags))
 
 
-def _edges(mask: torch.Tensor) -> tuple[Lengths, Lengths, bool]:
+def _edges(mask: torch.Tensor, look_solid: bool) -> tuple[Lengths, Lengths, bool]:
     """[B] Where the attended part of each row begins and ends (both at its end if there is none), and whether all of
     these parts are known to be 1 throughout, which only large masks are looked at for."""
     exact = mask.device.type == "cpu" and mask.dtype in NUMPY
     rows = memory(mask) if exact else (mask.detach() != 0).cpu().numpy()
-    solid = exact and mask.numel() > _LARGE_MASK and not mask.is_floating_point() and not mask.is_complex()
+    attended = rows if rows.dtype == np.bool_ else rows != 0
+    # All rows as one text of bytes: its search is by far the fastest there is.
+    flags, (count, width) = attended.tobytes(), attended.shape
+    bounds = range(0, count * width + 1, width)
     firsts, lasts = [], []
-    for row in rows:
-        attended = row != 0
-        first, last = edges(attended.tobytes())
-        firsts.append(first)
-        lasts.append(last)
-        if solid and last > first:
-            solid = np.count_nonzero(attended) == last - first and bool(np.bitwise_or.reduce(row[first:last]) == 1)
-    return np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64), solid
+    for start, stop in pairwise(bounds):
+        last = flags.rfind(1, start, stop) + 1
+        firsts.append((flags.find(1, start, last) if last else stop) - start)
+        lasts.append((last or stop) - start)
+    first, last = np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64)
+    solid = look_solid and exact and mask.numel() > _LARGE_MASK and rows.dtype.kind in "biu"
+    if solid:
+        solid = np.count_nonzero(attended) == (last - first).sum()
+        solid = bool(solid and (rows is attended or np.bitwise_or.reduce(rows, axis=None) == 1))
+    return first, last, solid
 
 
 # --- to batches ---------------------------------------------------------------------------------------------------

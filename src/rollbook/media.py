@@ -142,11 +142,17 @@ _COUNTED = (
 """Fields of pixels and of grids, and the key of `info` that says how many images or videos each sample has."""
 
 
+_IN_BATCH = (*BATCH_MEDIA, "media")
+_NO_MEDIA = {name: None for pixels, grids, _ in _COUNTED for name in (grids, pixels)}
+
+
 # --- in a batch ----------------------------------------------------------------------------------------------------
 
 
 def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
     """Each sample's media, by field (other inputs as `media.NAME`): views of the batch's tensors."""
+    if all(getattr(batch, name) is None for name in _IN_BATCH):
+        return dict(_NO_MEDIA)
     count = len(batch)
     result: dict[str, list[Any] | None] = {}
     rows: dict[str, list[int]] = {}

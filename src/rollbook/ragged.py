@@ -429,11 +429,89 @@ class Ragged:
             )
         return cls(values, offsets, parts[0].dtype, valid, codes, owned=True)
 
+    def largest(self) -> int:
+        """The largest value of any row; 0 if there is none."""
+        # Of a slice, only its own rows: what lies beside them may be another row's bytes.
+        values = self.values[self.offsets[0] : self.offsets[-1]]
+        return int(values.max()) if values.size else 0
+
+    def row(self, index: int) -> NDArray[Any]:
+        """The values of one row."""
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
     @classmethod
     def absent(cls, count: int, dtype: str, trailing: tuple[int, ...] = ()) -> Ragged:
         """A column of `count` rows, none of them there."""
         values = np.empty((0, *trailing), dtype=DTYPES[dtype].storage)
         return cls(values, np.zeros(count + 1, dtype=np.int64), dtype, np.zeros(count, dtype=np.bool_), owned=True)
+
+
+class Spread(Ragged):
+    """Rows of numbers in runs that lie apart in one array, to be checked and made tensors of.
+
+    It has no offsets: whatever needs them has to copy the rows together first.
+    """
+
+    __slots__ = ("checked", "counts", "row_lengths", "starts")
+
+    def __init__(
+        self,
+        values: NDArray[Any],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        counts: Sequence[int],
+        dtype: str,
+        valid: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Rows of `lengths` in runs of `counts` rows, which begin at `starts` of `values`, rising."""
+        super().__init__(values, np.empty(0, dtype=np.int64), dtype, valid, owned=True)
+        self.starts = starts
+        self.row_lengths = lengths
+        self.counts = list(counts)
+        self.checked = False
+        """Whether bools are known to be 0 and 1."""
+
+    def __len__(self) -> int:
+        return len(self.row_lengths)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """How long each row is; 0 where it is absent."""
+        return self.row_lengths
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """Where the values of each run begin and stop."""
+        bounds = np.cumsum([0, *self.counts])
+        ends = np.concatenate([[0], np.cumsum(self.row_lengths)])
+        return list(zip(self.starts.tolist(), (self.starts + np.diff(ends[bounds])).tolist(), strict=True))
+
+    def largest(self) -> int:
+        """The largest value of any row; 0 if there is none."""
+        return max((int(self.memory[start:stop].max()) for start, stop in self._runs() if stop > start), default=0)
+
+    def row(self, index: int) -> NDArray[Any]:
+        """The values of one row."""
+        bounds = np.cumsum([0, *self.counts])
+        run = int(np.searchsorted(bounds, index, side="right")) - 1
+        start = int(self.starts[run] + self.row_lengths[bounds[run] : index].sum())
+        return self.memory[start : start + int(self.row_lengths[index])]
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Every row as a view. Each run has a storage of its own, which is what copying or saving a tensor takes."""
+        import torch
+
+        if self.dtype == "bool" and not self.checked and self.largest() > 1:
+            raise WireError(f"a bool column holds the byte {self.largest()}, expected 0 or 1")
+        dtype = getattr(torch, self.dtype)
+        lengths = self.row_lengths.tolist()
+        rows: list[Any] = []
+        for (start, stop), count in zip(self._runs(), self.counts, strict=True):
+            values = torch.from_numpy(self.memory[start:stop])
+            values = values if values.dtype == dtype else values.view(dtype)
+            rows += values.split_with_sizes(lengths[len(rows) : len(rows) + count])
+        if self.valid is not None:
+            rows = [row if there else None for row, there in zip(rows, self.valid.tolist(), strict=True)]
+        return rows
 
 
 def offsets_of(lengths: Any) -> NDArray[np.int64]:

@@ -17,6 +17,7 @@ try:
     import torch
 except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
+import numpy as np
 from torch.nn.utils.rnn import pad_sequence
 
 from rollbook import items as buffer_items
@@ -38,6 +39,15 @@ def is_vl_experience(experience: Any) -> bool:
     >>> is_vl_experience(BufferItemVL(torch.tensor([1]), pixel_values=torch.zeros(4, 6)))
     True
     """
+    if type(experience) is ExperienceBatch and (
+        experience.pixel_values is None
+        and experience.image_grid_thws is None
+        and experience.raw_images is None
+        and experience.pixel_values_videos is None
+        and experience.video_grid_thws is None
+        and experience.media is None
+    ):
+        return False  # spelled out: a loop over the names takes several times as long
     return carries_media(experience)
 
 
@@ -126,6 +136,8 @@ def make_experience_batch(
     check_layout(layout)
     if packing_samples or layout == "left":
         batch = buffer_items.drawn(given, pad_token_id, packing_samples)
+        if batch is None:
+            batch = buffer_items.batch_of_apart(given, pad_token_id, packing_samples)
         if batch is not None:
             return batch
     if packing_samples or layout != "left":
@@ -139,6 +151,14 @@ def make_experience_batch(
         # Items that were split with their padding still have it.
         batch.action_starts = torch.tensor(starts) + (0 if batch.action_starts is None else batch.action_starts)
     return batch
+
+
+def _clear(values: torch.Tensor, mask: torch.Tensor) -> None:
+    """Set the values where the mask is True to 0, whatever they are."""
+    if values.is_cpu:
+        np.copyto(values.numpy(), 0, where=mask.numpy())
+    else:
+        values.masked_fill_(mask, 0)
 
 
 def _end_to_end(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -228,16 +248,26 @@ class NaiveReplayBuffer:
             sheets, (values, masks) = None, self._rows(attribute)
         every = _end_to_end(values).to(torch.float64, copy=True)
         masked = _end_to_end(masks) == 0
-        every.masked_fill_(masked, 0)
-        sums = [float(every.sum()), float(masked.numel() - int(masked.sum())), float(torch.dot(every, every))]
+        _clear(every, masked)
+        if every.is_cpu:  # by numpy, whose small operations take a fraction of torch's time
+            array: Any = every.numpy()
+            count = float(masked.numel() - np.count_nonzero(masked.numpy()))
+        else:
+            array, count = every, float(masked.numel() - int(masked.sum()))
+        sums = [float(array.sum()), count, float(array @ array)]
         if strategy is not None:
             sums = strategy.all_reduce(every.new_tensor(sums), "sum").tolist()
         total, count, squares = sums
         mean = total / count if count else 0.0
         scale = max(squares / count - mean**2, 1e-8) ** -0.5 if count else 0.0
-        every.sub_(mean).mul_(scale).masked_fill_(masked, 0)
-        parts = every.split_with_sizes([one.shape[0] for one in values]) if values else ()
-        changed = [part.to(one.dtype, copy=True) for part, one in zip(parts, values, strict=True)]
+        array -= mean
+        array *= scale
+        _clear(every, masked)
+        if len(values) == 1:
+            changed = [every.to(values[0].dtype)]
+        else:
+            parts = every.split_with_sizes([row.shape[0] for row in values]) if values else ()
+            changed = [part.to(row.dtype, copy=True) for part, row in zip(parts, values, strict=True)]
         if sheets is not None:
             buffer_items.replace_column(self.items, sheets, attribute, changed)
             return

@@ -189,9 +189,12 @@ class Sheet:
 
     def keep_media(self, pool: Pool) -> None:
         """Hold media through a pool: once by content, on memory of their own."""
-        self.media = {name: parts and [pool.keep(part) for part in parts] for name, parts in self.media.items()}
+        for name, parts in self.media.items():
+            if parts:
+                self.media[name] = [pool.keep(part) for part in parts]
         images = self.lists.get("raw_images")
-        self.lists["raw_images"] = images and [pool.keep(one) for one in images]
+        if images:
+            self.lists["raw_images"] = [pool.keep(image) for image in images]
 
     # --- devices --------------------------------------------------------------------------------------------
 
@@ -281,7 +284,7 @@ class WideSheet(Sheet):
 def _edges(matrix: torch.Tensor) -> Any:
     """(B, 1 or 2, ...) The first and the last column, copied."""
     ends = slice(None, None, max(matrix.shape[1] - 1, 1))
-    if matrix.device.type == "cpu" and matrix.dtype in NUMPY:
+    if matrix.is_cpu and matrix.dtype in NUMPY:
         return memory(matrix)[:, ends].copy()  # a third of the time
     return matrix.detach()[:, ends].clone()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import resource
@@ -13,7 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollbook import Experience, Experiences, WireError, wire
+import numpy as np
+
+from rollbook import Experience, Experiences, WireError, sparse, wire
+from rollbook.fields import FIELDS
+from rollbook.stack import read_stack
+from tests.strategies import exact_rows
 
 SPARE = 64 << 20
 """How much a reader may take beside twice the decoded size: what interpreters and allocators keep for themselves."""
@@ -53,12 +59,36 @@ def used(rows: list[Experience], many: Experiences | None = None) -> None:
 
 
 def decoded(data: Any, **options: Any) -> bool:
-    """Whether `wire.decode` took the bytes; what it gave is made into rows and written again."""
+    """Whether `wire.decode` took the bytes; what it gave is made into rows and written again. With `verify=False`, some
+    rows are read alone as well."""
     many = judged(lambda: wire.decode(data, **options))
+    if not options.get("verify", True):
+        slots = range(0, min(wire.HEADER.unpack_from(data)[6], 8), 2) if len(data) >= wire.HEADER_BYTES else [0]
+        ranges = judged(
+            lambda: sparse.drive(sparse.read_rows(len(data), slots), lambda all: [data[a:b] for a, b in all])
+        )
+        if ranges is not None:
+            judged(ranges.rows)
     rows = None if many is None else judged(many.rows)
     if rows is None:
         return False
     used(rows, many)
+    return True
+
+
+def stacked(*frames: bytes) -> bool:
+    """Whether frames were read as one; if so, they are what `wire.decode` reads."""
+    ends = np.cumsum([0, *map(len, frames)]).tolist()
+    memory = np.frombuffer(bytearray(b"".join(frames)), dtype=np.uint8)
+    stack = read_stack(memory, list(itertools.pairwise(ends)), verify=False)
+    if stack is None:
+        return False
+    judged(lambda: stack.arrays(list(FIELDS)))
+    many = judged(lambda: stack.experiences(verify=False))
+    rows = None if many is None else judged(many.rows)
+    if rows is None:
+        return False
+    assert exact_rows(rows) == exact_rows(wire.decode(b"".join(frames), verify=False).rows())
     return True
 
 

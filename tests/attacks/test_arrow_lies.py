@@ -16,7 +16,7 @@ from rollbook import Experience, WireError, fields, wire
 from rollbook.columns import MEDIA, OTHER, PLAIN_TYPES
 from rollbook.equality import same
 from tests.attacks import corpus
-from tests.attacks.outcome import decoded, refusal
+from tests.attacks.outcome import decoded, refusal, stacked
 
 FRAMES = corpus.frames()
 BODIES = {name: corpus.take_apart(FRAMES[name]) for name in ("minimal", "odd_shapes", "everything", "unknown")}
@@ -60,7 +60,11 @@ def test_no_number_in_a_batchs_metadata_does_harm(name: str, verify: bool) -> No
     refused = 0
     for at in [*entries, *(entry + 8 for entry in entries), places.length, places.body_length]:
         for number in numbers:
-            refused += not decoded(resealed(parts, (at, "<q", number)), verify=verify)
+            frame = resealed(parts, (at, "<q", number))
+            refused += not decoded(frame, verify=verify)
+            if not verify:
+                stacked(FRAMES[name], frame)
+                stacked(frame, FRAMES[name])
     assert refused > len(entries)
 
 

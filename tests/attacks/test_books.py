@@ -105,7 +105,7 @@ def everything(book: rollbook.book.Book) -> Iterator[Callable[[], Any]]:
     if not book.read_only:
         for by in ("experience", "group"):
             for consumer in ("train", "new"):
-                yield lambda by=by, consumer=consumer: book.lease(1, by=by, consumer=consumer).ack()
+                yield lambda by=by, consumer=consumer: book.lease(1, by=by, consumer=consumer, create=True).ack()
         yield lambda: book.append(records(1, 500))
         yield lambda: book.announce(7)
         yield lambda: book.rewind("here")

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 
 import rollbook
 from rollbook import EID, Experience, Experiences
-from rollbook.book import Appended, BookError, Conflict, MaxSize
+from rollbook.book import Appended, BookError, Conflict, Damaged, MaxSize, Uniform
+from rollbook.book.objects import ObjectShelf
 from rollbook.experiences import from_rows
 from tests.book.records import check, group, ledger, record, records, take
 from tests.strategies import exact, exact_rows, full_record, record_lists
@@ -160,7 +161,7 @@ def test_evaluation_records_are_kept_beside_and_never_leased(url: str) -> None:
         assert len(book) == 3
         assert (book.counts().admitted, book.counts().evaluation) == (1, 2)
         assert len(book.lease(10)) == 1
-        book.consumer("later")
+        book.consumer("later", create=True)
         assert book.counts("later").waiting == 1
         assert book.where(evaluation=True).count() == 2
         assert book["//0/0/0000"].info == {"i": 0}
@@ -319,3 +320,101 @@ def test_appending_to_a_closed_book(tmp_path: Path) -> None:
     book.close()
     with pytest.raises(BookError, match="closed"):
         book.append(records(1))
+
+
+# --- reading a few of many --------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A shelf that counts the bytes it is asked for, and how often."""
+
+    def __init__(self, shelf: Any) -> None:
+        self.shelf = shelf
+        self.bytes = self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.shelf, name)
+
+    def get(self, place: Any) -> Any:
+        self.bytes, self.requests = self.bytes + place.length, self.requests + 1
+        return self.shelf.get(place)
+
+    def get_many(self, places: Any) -> Any:
+        self.bytes, self.requests = self.bytes + sum(place.length for place in places), self.requests + 1
+        return self.shelf.get_many(places)
+
+
+def long_records(count: int) -> list[Experience]:
+    """Records of a few kB, unlike in length."""
+    return [
+        Experience(
+            eid=EID(batch=0, task=i, suffix="s"),
+            tokens=torch.arange(300 + i % 50, dtype=torch.int32) + 1000 * i,
+            prompt_length=20,
+            logprobs=torch.linspace(-1, 0, 280 + i % 50),
+            advantages=torch.full((280 + i % 50,), i / 7) if i % 3 else None,
+            reward=i / 5 if i % 2 else None,
+            info={"i": i},
+            response_text=f"answer {i}, " * (i % 40),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("objects", [False, True])
+def test_a_few_records_are_read_without_the_rest_of_their_frames(url: str, objects: bool, tmp_path: Path) -> None:
+    if objects and url != "memory:":
+        pytest.skip("one ledger is enough")
+    rows = long_records(192)
+    uids = [row.eid.uid for row in rows]
+    with rollbook.open(url) as book:
+        if objects:
+            book.shelf = ObjectShelf(f"memory://{tmp_path.name}")
+        shelf: Any = Counted(book.shelf)
+        book.shelf = shelf
+        book.append(rows[:64])
+        book.append(rows[64:])
+        with book.ledger.read() as tx:
+            share = float(tx.one("SELECT AVG(bytes) FROM records")[0])
+
+        def read_bytes(count: int) -> float:
+            """What was read since the last time: times the size of so many records, without frame headers."""
+            factor = (shelf.bytes - 2 * 4096) / (share * count)
+            assert shelf.requests == 3  # the headers, the offsets, the values, of both frames at once
+            shelf.bytes = shelf.requests = 0
+            return factor
+
+        for chosen in ([7], [100, 3, 77, 150]):
+            assert exact_rows(book.get([uids[i] for i in chosen])) == exact_rows([rows[i] for i in chosen])
+            assert read_bytes(len(chosen)) <= 3
+        book.consumer("some", sampler=Uniform())
+        lease = book.lease(4, consumer="some")
+        assert exact_rows(lease.experiences) == exact_rows([rows[row.info["i"]] for row in lease.experiences])
+        assert read_bytes(4) <= 3
+        # The digest of a revised record is that of the revision.
+        book.revise({uid: {"reward": 3.0} for uid in uids[64:]}, author="a")
+        shelf.bytes = shelf.requests = 0
+        assert exact(book[uids[90]]) == exact(rows[90].replace(reward=3.0))
+        assert read_bytes(1) <= 3
+        assert exact_rows(book.get(uids[:64])) == exact_rows(rows[:64]) and shelf.requests == 1
+
+
+def test_a_flipped_bit_is_seen_by_whoever_reads_the_record() -> None:
+    rows = long_records(64)
+    with rollbook.open("memory:") as book:
+        book.append(rows)
+        [memory] = book.shelf._segments.values()  # type: ignore[attr-defined]
+        values = {
+            "tokens": rows[9].tokens.numpy().tobytes(),
+            "response_text": rows[9].response_text.encode(),
+            "info": b'{"i":9}',
+            "reward": np.float64(rows[9].reward).tobytes(),
+        }
+        for data in values.values():
+            at = memory.index(data) + len(data) // 2
+            memory[at] ^= 1
+            with pytest.raises(Damaged, match="does not match its checksum"):
+                book[rows[9].eid.uid]
+            assert exact(book[rows[8].eid.uid]) == exact(rows[8])
+            memory[at] ^= 1
+        assert exact(book[rows[9].eid.uid]) == exact(rows[9])

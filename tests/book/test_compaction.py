@@ -27,6 +27,7 @@ from rollbook.book.book import Book
 from rollbook.book.errors import BookError, QuotaExceeded, ReadOnly
 from rollbook.book.limits import MaxSize
 from rollbook.book.shelves import Place
+from rollbook.cli import main
 from rollbook.experience import Experience
 from rollbook.experiences import Experiences
 from rollbook.wire import encode
@@ -144,15 +145,58 @@ def test_many_small_segments_become_one(url: str) -> None:
         assert [slot for (slot,) in _all(book, "SELECT slot FROM records ORDER BY seq")] == list(range(30))
 
 
-def test_appends_merge_small_segments_by_themselves(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "TEND_EVERY", 8)
-    monkeypatch.setattr(compaction, "TEND_ABOVE", 16)
+def test_small_segments_are_merged_beside_appends(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "TEND_EVERY", 4)
+    monkeypatch.setattr(compaction, "TEND_ABOVE", 8)
+    monkeypatch.setattr(compaction, "POINTED_AT_ONCE", 5)
+    threads = []
+    move = compaction._move
+
+    def moving(*arguments: Any) -> None:
+        threads.append(threading.get_ident())
+        move(*arguments)
+
+    monkeypatch.setattr(compaction, "_move", moving)
     with rollbook.open(url) as book:
-        given = {i: record(i) for i in range(80)}
-        spread(book, list(given.values()))
-        assert len(book.shelf.segments()) <= 16 + 8 + 2
+        given = {i: record(i) for i in range(40)}
+        for each in given.values():
+            spread(book, [each])
+            if book.tender is not None:
+                book.tender.join()
+        assert len(book.shelf.segments()) <= 8 + 4 + 2
+        assert threads and threading.get_ident() not in threads
         sound(book, given)
         assert _all(book, "SELECT key FROM meta WHERE key = 'tending'") == []
+
+
+def test_closing_waits_for_a_merge_and_a_fork_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "TEND_EVERY", 1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def waiting(book: Book) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(compaction, "_tend", waiting)
+    with rollbook.open(tmp_path / "book") as book:
+        book.append(record(0))
+        assert begun.wait(60)
+        child = os.fork()
+        if child == 0:
+            try:
+                book.append(record(1))
+                go_on.set()
+                book.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        closing = threading.Thread(target=book.close)
+        closing.start()
+        assert book.tender is not None and book.tender.is_alive()
+        go_on.set()
+        closing.join(60)
+        assert not book.tender.is_alive()
 
 
 def test_an_append_does_not_fail_for_a_merge(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +215,11 @@ def test_an_append_does_not_fail_for_a_merge(url: str, monkeypatch: pytest.Monke
 
         book.shelf.put = full  # type: ignore[method-assign]
         book.appends = count(compaction.TEND_EVERY)
+        tend = compaction._tend
+        monkeypatch.setattr(compaction, "_tend", lambda _: None)
+        assert book.append(record(10)).admitted == 1
         with pytest.warns(RuntimeWarning, match="No space left"):
-            assert book.append(record(10)).admitted == 1
+            tend(book)
         book.shelf.put = put  # type: ignore[method-assign]
         sound(book, {i: record(i) for i in range(11)})
         assert book.compact().records >= 10
@@ -261,17 +308,36 @@ def test_redacted_bytes_are_on_no_disk(url: str) -> None:
         assert torch.equal(book[uid(0)].tokens, record(0).tokens)
 
 
-def test_bytes_in_another_writers_segment_go_when_it_ends(tmp_path: Path) -> None:
-    with rollbook.open(tmp_path / "book") as book:
-        other = rollbook.open(tmp_path / "book")
+@pytest.mark.parametrize("ending", ["close", "append", "revise"])
+@pytest.mark.parametrize("removal", ["delete", "redact"])
+def test_bytes_in_another_writers_segment_go_when_it_ends(
+    ending: str, removal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with rollbook.open(tmp_path / "book") as book, rollbook.open(tmp_path / "book") as other:
         other.append([record(0, MARKER), record(1)])
-        book.delete(uid(0), author="ana")
-        assert book.compact().read == 0 and MARKER.encode() in held(book)
+        [segment] = book.shelf.segments()
+        if removal == "delete":
+            book.delete(uid(0), author="ana")
+        else:
+            book.redact(uid(0), ["response_text"], author="ana")
+        done = book.compact()
+        assert done.read == 0 and MARKER.encode() in held(book)
+        assert list(done.pending) == [segment] and "a writer has it open" in done.pending[segment]
         sound(book, {1: record(1)})
-        other.close()
-        book.compact()
+        assert [(each.kind, each.where) for each in book.check().findings] == [("pending", segment)]
+        assert main(["compact", str(tmp_path / "book")]) == 1
+        assert f"pending: {segment} holds deleted" in capsys.readouterr().err
+        if ending == "close":
+            other.close()
+        elif ending == "append":
+            other.append(record(2))
+        else:
+            other.revise(uid(1), info={"late": 1}, author="ana")
+        assert "the next compaction" in book.check().findings[0].what
+        assert book.compact().pending == {}
         assert MARKER.encode() not in held(book)
-        sound(book, {1: record(1)})
+        assert book.check().findings == []
+        sound(book, {2: record(2)} if ending == "append" else {})
 
 
 # --- media ------------------------------------------------------------------------------------------------------
@@ -359,7 +425,7 @@ def test_stale_records_lose_their_bytes_and_stay_in_the_ledger(url: str) -> None
 
 def test_stale_records_that_somebody_wants_keep_their_bytes(url: str) -> None:
     with rollbook.open(url, max_staleness=1) as book:
-        book.consumer("other")
+        book.consumer("other", create=True)
         stale(book)
         assert book.compact().purged == 0
     with rollbook.open("memory:", max_staleness=1, keep_stale=True) as book:

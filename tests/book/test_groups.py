@@ -86,7 +86,7 @@ def test_filtered_members_count(url: str) -> None:
 
 def test_dropping_for_one_consumer(url: str) -> None:
     with rollbook.open(url) as book:
-        book.consumer("other")
+        book.consumer("other", create=True)
         made = group("a", 2, size=2)
         book.append(made)
         assert book.drop(made[0], consumer="other") == 1
@@ -124,13 +124,16 @@ def test_partial_groups_after_a_deadline(url: str) -> None:
         book.append(made[1])  # The time counts from the first.
         assert not book.lease(1, by="group")
         clock.now += 20
-        lease = book.lease(1, by="group")
-        assert len(lease) == 2
+        book.append(group("b", 1, size=1))
+        lease = book.lease(2, by="group")
+        assert len(lease) == 3 and lease.partial == ["0/a"]
+        assert lease.short == "1 of 2 groups are partial, since partial_after has passed: 0/a"
         lease.ack()
         book.append(made[2])
         assert len(take(book, 1, by="group")) == 1
         book.append(made[3])
-        assert len(take(book, 1, by="group")) == 1
+        lease = book.lease(2, by="group")
+        assert len(lease) == 1 and not lease.partial and "partial" not in lease.short
         assert not book.lease(1, by="group")
         check(book)
 
@@ -185,7 +188,7 @@ def test_a_group_that_is_given_back_or_expires_is_offered_whole(url: str) -> Non
 def test_groups_and_consumers_that_come_later(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(group("a", 2, size=3))
-        assert not book.lease(1, by="group", consumer="later")
+        assert not book.lease(1, by="group", consumer="later", create=True)
         book.append(record("a", 2, suffix="s", group_size=3))
         assert len(book.lease(1, by="group", consumer="later")) == 3
         assert len(book.lease(1, by="group")) == 3
@@ -195,7 +198,7 @@ def test_groups_and_consumers_that_come_later(url: str) -> None:
 def test_the_order_of_groups(url: str) -> None:
     with rollbook.open(url, sampler=EasyToHard()) as book:
         for name, sampler in (("last", Last()), ("newest", NewestPolicy()), ("priority", Priority())):
-            book.consumer(name, sampler=sampler)
+            book.consumer(name, create=True, sampler=sampler)
         rewards = {"a": (0.0, 0.5), "b": (1.0, 0.5), "c": (0.25, 0.5)}
         versions = {"a": 3, "b": 1, "c": 2}
         for task, given in rewards.items():
@@ -215,7 +218,7 @@ def test_the_order_of_groups(url: str) -> None:
 
 def test_a_revised_reward_moves_its_group(url: str) -> None:
     with rollbook.open(url, sampler=EasyToHard()) as book:
-        book.consumer("proportional", sampler=Proportional(alpha=1.0, beta=1.0))
+        book.consumer("proportional", create=True, sampler=Proportional(alpha=1.0, beta=1.0))
         book.append([*group("a", 1, size=1, reward=0.5), *group("b", 1, size=1, reward=0.25)])
         for name in ("train", "proportional"):
             book.lease(2, by="group", consumer=name).nack()

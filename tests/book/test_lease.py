@@ -101,14 +101,14 @@ def test_threads_never_share_a_record(url: str) -> None:
 def test_consumer_groups_are_independent(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(records(3))
-        book.consumer("audit", sampler=Last())
+        book.consumer("audit", create=True, sampler=Last())
         assert numbers(take(book, 2)) == [0, 1]
         assert numbers(take(book, 2, consumer="audit")) == [2, 1]
         # One that nobody has named before begins with all that is there.
-        assert numbers(take(book, 9, consumer="new")) == [0, 1, 2]
+        assert numbers(take(book, 9, consumer="new", create=True)) == [0, 1, 2]
         book.append(records(1, start=3))
         assert [book.counts(name).waiting for name in ("train", "audit", "new")] == [2, 2, 1]
-        with pytest.raises(KeyError, match=r"'nobody', the book has 'train', 'audit', 'new'"):
+        with pytest.raises(KeyError, match=r"'nobody', which the book does not have; there are \(train, audit, new\)"):
             book.counts("nobody")
         check(book)
 
@@ -122,14 +122,42 @@ def test_part_of_a_lease(url: str) -> None:
         assert lease.ack(uids=uids[:1]) == 1
         assert lease.ack(uids=[made[1]]) == 1  # Records and ids of their own type, as everywhere else.
         assert lease.nack(uids=uids[2]) == 1
-        for bad in (uids[0], "unknown"):
+        for bad in (uids[2], "unknown"):
             with pytest.raises(ValueError, match=f"uids: got '{bad}', which this lease does not hold"):
                 lease.ack(uids=[bad])
         assert lease.nack("bad sample", uids=[uids[3]], drop=True) == 1
         with pytest.raises(LeaseLost, match="all its records were acknowledged or given back already"):
             lease.ack()
+        with pytest.raises(LeaseLost):
+            lease.ack(step=1, uids=uids[:1])
+        assert lease.ack(uids=uids[:2]) == 2, "the same again"
         counts = book.counts()
         assert (counts.waiting, counts.leased, counts.trained, counts.dropped) == (1, 0, 2, {"bad sample": 1})
+        check(book)
+
+
+def test_an_ack_may_be_repeated(url: str) -> None:
+    clock = Clock()
+    with rollbook.open(url, clock=clock, lease_seconds=10.0) as book:
+        book.append(records(6))
+        saved = book.checkpoint()
+        lease, other = book.lease(3), book.lease(3)
+        book.delete(lease.uids[0], author="ana")
+        assert lease.ack(step=1, uids=lease.uids[:2]) == 1
+        before = ledger(book)
+        assert lease.ack(step=1, uids=lease.uids[:2]) == 1
+        assert ledger(book) == before
+        assert [lease.ack(step=1) for _ in range(2)] == [1, 1]
+        with pytest.raises(LeaseLost, match="all its records were acknowledged"):
+            lease.ack(step=2)
+        assert other.ack(step=1, uids=other.uids[:1]) == 1
+        clock.now += 10
+        with pytest.raises(LeaseLost, match="it ended"):
+            other.ack(step=1)
+        assert other.ack(step=1, uids=other.uids[:1]) == 1, "acknowledged before the lease ended"
+        book.rewind(saved)
+        with pytest.raises(LeaseLost, match="it is acked"):
+            lease.ack(step=1)
         check(book)
 
 
@@ -138,8 +166,23 @@ def test_an_empty_lease_is_harmless(url: str) -> None:
         assert not lease and len(lease) == 0 and lease.fence == 0 and lease.uids == []
         assert lease.short == "asked for 3, got 0: no more was waiting"
         assert len(lease.experiences) == 0 and lease.ack(step=1) == 0 and lease.nack() == 0
+        with pytest.raises(BookError, match="the lease is empty: asked for 3, got 0: no more was waiting"):
+            lease.batch(pad_token_id=0)
         assert lease.renew() == lease.expires
         assert book.lease(1, by="group").short == "asked for 1, got 0: no more groups were complete"
+
+
+def test_an_exact_lease_takes_all_or_nothing_and_waits_without_limit_if_asked(url: str) -> None:
+    with rollbook.open(url) as book:
+        book.append(group("a", 2, size=2))
+        for by, count, there in (("experience", 3, 2), ("group", 2, 1)):
+            lease = book.lease(count, by=by, exact=True)
+            assert not lease and lease.short.startswith(f"asked for exactly {count}, {there} can be leased: no more")
+        assert book.counts().waiting == 2
+        timer = threading.Timer(0.1, lambda: book.append(group("b", 2, size=2)))
+        timer.start()
+        assert len(book.lease(2, by="group", exact=True, timeout=None)) == 4
+        timer.join()
 
 
 # --- contexts -------------------------------------------------------------------------------------------------------
@@ -360,7 +403,7 @@ def test_newest_policy_first(url: str) -> None:
 
 def test_easy_to_hard(url: str) -> None:
     with rollbook.open(url, sampler=EasyToHard()) as book:
-        book.consumer("level", sampler=EasyToHard(key="info.level", ascending=True))
+        book.consumer("level", create=True, sampler=EasyToHard(key="info.level", ascending=True))
         rewards = [0.5, None, 1.0, math.nan, 0.5, -2.0]
         levels = [3, "2", None, 1.5, True, 9]
         book.append(
@@ -603,13 +646,13 @@ def test_settings_are_the_book_s(url: str) -> None:
         ):
             book.consumer("train", sampler=First())
         with pytest.raises(ValueError, match="'samplr' is none of its settings; did you mean 'sampler'"):
-            book.consumer("other", samplr=Last())
+            book.consumer("other", create=True, samplr=Last())
         with pytest.raises(ValueError, match="'lease_second' is none of its settings"):
             book.consumer("train", lease_second=5.0)
         with pytest.raises(ValueError, match="sampler: got 'uniform', expected one of First"):
-            book.consumer("other", sampler="uniform")
+            book.consumer("other", create=True, sampler="uniform")
         with pytest.raises(ValueError, match="limiters"):
-            book.consumer("other", limiters=[MaxSize(3)])
+            book.consumer("other", create=True, limiters=[MaxSize(3)])
         with pytest.raises(KeyError):
             book.counts("other")
 
@@ -652,7 +695,7 @@ def test_changed_settings_rank_anew(url: str) -> None:
 def test_a_key_that_no_record_has_is_refused_at_once(url: str) -> None:
     with rollbook.open(url) as book:
         with pytest.raises(ValueError, match=r"sampler: key: got 'rewrd', expected .*reward"):
-            book.consumer("other", sampler=EasyToHard(key="rewrd"))
+            book.consumer("other", create=True, sampler=EasyToHard(key="rewrd"))
         with pytest.raises(ValueError, match=r"'rewrd'"):
             book.consumer(change=True, sampler=EasyToHard(key="rewrd"))
         assert book.append(records(1)).admitted == 1

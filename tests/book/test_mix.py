@@ -129,7 +129,7 @@ def test_a_part_that_fails_takes_nothing_from_the_others(tmp_path: Path, expert:
 
 def test_groups_and_consumers_of_one_book(url: str) -> None:
     with rollbook.open(url) as book:
-        book.consumer("replay", sampler=Proportional(beta=1.0))
+        book.consumer("replay", create=True, sampler=Proportional(beta=1.0))
         book.append([each for task in range(6) for each in group(task, 2, size=2, reward=1.0)])
         mix = Mix([Part(book, 1, by="group"), Part(book, 1, consumer="replay")], name="own")
         with mix.lease(4) as lease:

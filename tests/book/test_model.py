@@ -327,7 +327,7 @@ class Machine(RuleBasedStateMachine):
     def open(self, train: Reader, critic: Reader) -> None:
         self.model = Model(dict(zip(NAMES, (train, critic), strict=True)))
         self.book = rollbook.open(self.url, clock=self.clock, **train.settings())
-        self.book.consumer("critic", **critic.settings())
+        self.book.consumer("critic", create=True, **critic.settings())
 
     def teardown(self) -> None:
         if self.book is not None:

@@ -53,7 +53,7 @@ def test_modes(durable_url: str) -> None:
             lambda: book.drop("//0/0/0000"),
             lambda: book.fail(records(1)[0].eid),
             lambda: book.compact(),
-            lambda: book.consumer("new"),
+            lambda: book.consumer("new", create=True),
             lambda: book.consumer(sampler=Last(), change=True),
         ]
         for write in writes:

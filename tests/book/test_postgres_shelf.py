@@ -91,6 +91,10 @@ def test_any_parts_come_back_whatever_rows_they_fall_into(
     stop = data.draw(st.integers(start, size))
     whole = b"".join(part + bytes(-len(part) % 64) for part in parts)
     assert bytes(shelf.get(Place(places[0].segment, start, stop - start))) == whole[start - 64 : stop - 64]
+    middle = Place(places[0].segment, start, min(stop - start, small_rows))
+    found = shelf.get_many([middle, *(place for place in places if place.length <= small_rows)])
+    short = [part for part in parts if len(part) <= small_rows]
+    assert [bytes(piece) for piece in found] == [whole[start - 64 : middle.stop - 64], *short]
 
 
 def test_a_value_larger_than_a_row(shelf: PostgresShelf, postgres_url: str) -> None:
@@ -143,8 +147,9 @@ def test_a_failed_put_leaves_no_row(shelf: PostgresShelf, small_rows: int, postg
 @pytest.mark.parametrize("length", [65, 10_000, 2**62, 2**70])
 def test_a_length_that_is_not_there_is_refused_before_memory_is_taken(shelf: PostgresShelf, length: int) -> None:
     [place] = shelf.put([b"x" * 64])
-    with pytest.raises(Damaged, match="the segment has 128"):
-        shelf.get(Place(place.segment, 64, length))
+    for read in (shelf.get, lambda place: shelf.get_many([place])):
+        with pytest.raises(Damaged, match="the segment has 128"):
+            read(Place(place.segment, 64, length))
 
 
 NAMES = {"empty": "", "folder": "../x", "quoted": "x' OR true --", "continued": new_name() + "/1", "null": "\0"}

@@ -89,7 +89,7 @@ def suffer(folder: Path, losses: int, seed: int, disk: type[Doomed] = Doomed) ->
         try:
             book = rollbook.open(url, segment_bytes=20_000, disk=power)
             for name in CONSUMERS:
-                book.consumer(name)
+                book.consumer(name, create=True)
             for piece in log.unsettled():
                 worker.put(book, piece)
             while True:

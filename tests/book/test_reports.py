@@ -54,7 +54,8 @@ def test_counts_add_up_whatever_happens(url: str) -> None:
     clock, rng = Clock(), random.Random(4)
     settings = {"max_staleness": 2, "removers": [MaxSize(12), MaxAge(50), MaxUses(2)], "max_attempts": 2}
     with rollbook.open(url, clock=clock, **settings) as book:  # type: ignore[arg-type]
-        book.consumer("other", sampler=Priority(function="decay_limit_randomization", cooldown=3.0, sigma=1.0))
+        sampler = Priority(function="decay_limit_randomization", cooldown=3.0, sigma=1.0)
+        book.consumer("other", create=True, sampler=sampler)
         leases, made, version = [], [], 0
         for turn in range(80):
             what = rng.randrange(9)

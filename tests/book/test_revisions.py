@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import rollbook
-from rollbook.book import Appended, BookError, Conflict, EasyToHard, MaxUses, Proportional
+from rollbook.book import Appended, BookError, Conflict, EasyToHard, MaxUses, Proportional, revising
 from tests.book.records import Clock, check, ledger, numbers, record, records, take
 from tests.strategies import exact
 
@@ -82,7 +85,7 @@ def test_what_was_sampled_is_never_revised(url: str) -> None:
 
 def test_a_revision_returns_a_record_to_training(url: str) -> None:
     with rollbook.open(url) as book:
-        book.consumer("other")
+        book.consumer("other", create=True)
         book.append(records(3))
         take(book, 1)
         book.drop("//0/0/0001", "filtered")
@@ -118,7 +121,7 @@ def test_a_record_that_is_leased_is_revised_under_its_holder(url: str) -> None:
 
 def test_samplers_follow_revised_numbers(url: str) -> None:
     with rollbook.open(url, sampler=EasyToHard()) as book:
-        book.consumer("errors", sampler=Proportional(key="info.error", alpha=1.0, beta=1.0))
+        book.consumer("errors", create=True, sampler=Proportional(key="info.error", alpha=1.0, beta=1.0))
         book.append([record(suffix=f"{i}", reward=1.0 - i, info={"i": i, "error": 1.0}) for i in range(3)])
         book.revise("//0/0/2", reward=3.0, info={"error": 4.0}, author="ana")
         book.revise("//0/0/0", reward=math.nan, author="ana")
@@ -293,6 +296,45 @@ def test_deletion(url: str) -> None:
         book.compact()
         assert numbers(book.where()) == [3]
         assert book.append(made[:3]) == Appended(known=3)
+        check(book)
+
+
+@pytest.mark.parametrize("removal", ["delete", "redact"])
+def test_many_records_are_removed_in_pieces_and_repeating_finishes(
+    removal: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_AT_ONCE", "_REDACTED_AT_ONCE"):
+        monkeypatch.setattr(revising, name, 4)
+    with rollbook.open(url) as book:
+        rows = records(10, reward=1.0)
+        book.append(rows)
+        write = book.ledger.write
+        sizes: list[int] = []
+
+        def remove(uids: Any) -> int:
+            if removal == "delete":
+                return book.delete(uids, author="ana")
+            return book.redact(uids, ["info.i"], author="ana")
+
+        @contextmanager
+        def failing() -> Iterator[Any]:
+            if len(sizes) == 2:
+                raise OSError("the disk is full")
+            with write() as tx:
+                yield tx
+                sizes.append(tx.one("SELECT COUNT(*) FROM events WHERE kind IN ('deleted', 'redacted')")[0])
+
+        with pytest.raises(KeyError, match="unknown"):
+            remove([*rows, "unknown"])
+        monkeypatch.setattr(book.ledger, "write", failing)
+        with pytest.raises(OSError, match="disk is full"):
+            remove(rows)
+        assert sizes == [4, 8]
+        monkeypatch.undo()
+        check(book)
+        assert remove([*rows, rows[0]]) == 2
+        assert remove(rows[:2]) == 0 if removal == "delete" else not any(row.info for row in book)
+        assert book.counts().dropped == ({"deleted": 10} if removal == "delete" else {})
         check(book)
 
 

@@ -343,8 +343,8 @@ def test_another_seed_is_another_sequence(by: str) -> None:
 
 def test_two_consumers_draw_on_their_own() -> None:
     with rollbook.open("memory:", sampler=Uniform(), seed=1) as book:
-        book.consumer("other", sampler=Uniform(), seed=2)
-        book.consumer("same", sampler=Uniform(), seed=1)
+        book.consumer("other", create=True, sampler=Uniform(), seed=2)
+        book.consumer("same", create=True, sampler=Uniform(), seed=1)
         book.append([record(i) for i in range(30)])
         first, other, same = (book.lease(30, consumer=name).uids for name in ("train", "other", "same"))
         assert first == same != other and sorted(first) == sorted(other)

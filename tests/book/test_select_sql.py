@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +16,9 @@ import torch
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.book import Book
+from rollbook.book import Book, BookError
 from rollbook.book.query import QueryError
+from rollbook.viewer.records import documents_of
 from tests.book.records import check, group, numbers, record, records, take
 from tests.strategies import exact_rows
 
@@ -198,6 +203,47 @@ def test_records_that_are_gone(url: str) -> None:
         assert book.sql("select count(*) from experiences").rows() == [(5,)]
         assert len(book.sql("select tokens from experiences")) == 5
         check(book)
+
+
+def test_records_that_are_deleted_while_they_are_read_are_left_out(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uids = [each.eid.uid for each in records(20)]
+    readers: list[Callable[[Book], int]] = [
+        lambda book: len(list(book)),
+        lambda book: sum(map(len, book.where().batches())),
+        lambda book: len(book.where(("info.i", ">=", 0)).experiences()),
+        lambda book: sum(batch.num_rows for batch in book.scan(["uid", "tokens"])),
+        lambda book: book.export(tmp_path / "out.jsonl", overwrite=True),
+        lambda book: len(book.sql("select seq from experiences where tokens is not null")),
+        lambda book: len(documents_of(book, [uid for uid in uids if uid not in gone])),
+    ]
+    with rollbook.open(url) as book:
+        book.append(records(8))
+        book.append(records(12, start=8))
+        gone: list[str] = []
+        read = book.ledger.read
+        for reader in readers:
+            for after in (1, 2):
+                reads = count(1)
+
+                @contextmanager
+                def interrupted(after: int = after, reads: Iterator[int] = reads) -> Iterator[Any]:
+                    with read() as tx:
+                        yield tx
+                    if next(reads) == after:  # Another process, between two looks into the ledger.
+                        monkeypatch.setattr(book.ledger, "read", read)
+                        book.delete(uids[len(gone)], author="ana")
+                        book.compact(garbage=0.0)
+
+                monkeypatch.setattr(book.ledger, "read", interrupted)
+                assert reader(book) in (20 - len(gone), 19 - len(gone))
+                assert book.ledger.read == read
+                gone.append(uids[len(gone)])
+        with pytest.raises(BookError, match=r"its bytes are gone \(deleted\)"):
+            documents_of(book, gone[:1])
+        with pytest.raises(BookError, match=r"its bytes are gone \(deleted\)"):
+            book.get([uids[-1], gone[0]])
 
 
 def test_records_of_different_types_in_one_book(url: str) -> None:

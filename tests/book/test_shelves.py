@@ -206,18 +206,22 @@ def test_views_are_private(shelf: Shelf) -> None:
 
 
 def test_places_that_are_not_there(shelf: Shelf) -> None:
-    [place] = shelf.put([b"x" * 100])
+    [place], [second] = shelf.put([b"x" * 100]), shelf.put([bytes(range(200))])
+    pieces = [Place(second.segment, second.offset + 3, 4), place, Place(second.segment, second.offset, 0), second]
+    assert [bytes(piece) for piece in shelf.get_many(pieces)] == [b"\3\4\5\6", b"x" * 100, b"", bytes(range(200))]
     size = shelf.segments()[place.segment]
-    with pytest.raises(Damaged, match="reaches to byte"):
-        shelf.get(Place(place.segment, 64, size - 63))
-    with pytest.raises(Damaged, match="reaches to byte"):
-        shelf.get(Place(place.segment, 1 << 50, 1 << 50))
-    for offset, length in [(0, 10), (-64, 10), (64, -1), ("64", 10), (64.0, 10), (64, None)]:
-        with pytest.raises(Damaged, match="no part lies at"):
-            shelf.get(Place(place.segment, offset, length))  # type: ignore[arg-type]
-    other = new_name()
-    with pytest.raises(MissingSegment, match=other):
-        shelf.get(Place(other, 64, 10))
+    reads: list[Callable[[Place], Any]] = [shelf.get, lambda place: shelf.get_many([second, place])]
+    for read in reads:
+        with pytest.raises(Damaged, match="reaches to byte"):
+            read(Place(place.segment, 64, size - 63))
+        with pytest.raises(Damaged, match="reaches to byte"):
+            read(Place(place.segment, 1 << 50, 1 << 50))
+        for offset, length in [(0, 10), (-64, 10), (64, -1), ("64", 10), (64.0, 10), (64, None)]:
+            with pytest.raises(Damaged, match="no part lies at"):
+                read(Place(place.segment, offset, length))  # type: ignore[arg-type]
+        other = new_name()
+        with pytest.raises(MissingSegment, match=other):
+            read(Place(other, 64, 10))
     assert not shelf.has(other) and not shelf.busy(other)
     shelf.remove(other)
 
@@ -232,7 +236,8 @@ def test_places_that_are_not_there(shelf: Shelf) -> None:
 )
 def test_hostile_names(shelf: Shelf, name: Any) -> None:
     shelf.put([b"something"])
-    for use in (shelf.has, shelf.busy, shelf.remove, lambda name: shelf.get(Place(name, 64, 1))):
+    reads = (lambda name: shelf.get(Place(name, 64, 1)), lambda name: shelf.get_many([Place(name, 64, 1)]))
+    for use in (shelf.has, shelf.busy, shelf.remove, *reads):
         with pytest.raises(Damaged, match="not a segment's name"):
             use(name)
 

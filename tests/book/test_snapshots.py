@@ -81,7 +81,7 @@ def lived(book: Book) -> None:
     )
     book.fail(EID(batch="b", task=7, run=0, suffix="s"), group_size=1)
     book.announce(2)
-    book.consumer("critic")
+    book.consumer("critic", create=True)
     book.lease(1, by="group").ack(step=1)
     book.lease(2, consumer="critic").ack(step=1)
     book.revise(record(1, 0), reward=7.0, author="ana")
@@ -391,7 +391,7 @@ def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, 
     first = sequence(book, "group", 4, 2)
     held = book.lease(1, by="group")
     book.announce(9)
-    book.consumer("judge")
+    book.consumer("judge", create=True)
     book.checkpoint("newer")
     book.lease(2, consumer="judge").ack()
     book.lease(1, by="group").ack()
@@ -449,7 +449,7 @@ def test_a_fork_ends_leases_that_lived_at_the_checkpoint(book: Book) -> None:
         assert set(other.lease(6).uids) == {each.eid.uid for each in some(range(3))}
         sound(other)
     with pytest.raises(LeaseLost):
-        lease.ack()
+        lease.nack()
 
 
 def test_a_fork_from_nowhere_is_refused(tmp_path: Path) -> None:

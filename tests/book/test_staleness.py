@@ -102,12 +102,12 @@ def test_a_lease_may_be_stricter(url: str) -> None:
 
 def test_each_consumer_has_its_own_bound(url: str) -> None:
     with rollbook.open(url, max_staleness=0) as book:
-        book.consumer("critic", max_staleness=2)
+        book.consumer("critic", create=True, max_staleness=2)
         book.announce(2)
         assert book.append(versioned(0, 1, 2)).stale == 2
         assert numbers(book.lease(9)) == [2]
         assert numbers(book.lease(9, consumer="critic")) == [0, 1, 2]
-        book.consumer("late", max_staleness=1)
+        book.consumer("late", create=True, max_staleness=1)
         assert numbers(book.lease(9, consumer="late")) == [1, 2]
         check(book)
 
@@ -167,3 +167,82 @@ def test_going_stale_frees_room(url: str) -> None:
         assert book.append(versioned(2, 2, start=3), timeout=0).admitted == 2
         assert numbers(book.lease(9)) == [3, 4]
         check(book)
+
+
+# --- lineages ----------------------------------------------------------------------------------------------------
+
+
+def test_versions_that_a_rewind_abandoned_are_stale(url: str) -> None:
+    with rollbook.open(url, max_staleness=2) as book:
+        book.consumer("unbounded")
+        book.announce(5)
+        book.append(versioned(4, 5))
+        book.checkpoint("saved")
+        book.append(versioned(5, 6, torch.tensor([5, 5, 7]), start=2))
+        book.announce(7)
+        book.append(versioned(7, start=5))
+        assert book.policy_lineage == 0
+        assert book.rewind("saved").lineage == book.policy_lineage == 1
+        # Versions up to the checkpoint's are shared.
+        assert (book.policy_version, book.counts().dropped) == (5, {"stale": 3})
+        event = book.history("//0/0/3")[-1]
+        assert (event.kind, event.reason, event.detail) == ("dropped", "stale", {"abandoned_version": 6})
+        assert book.counts("unbounded").waiting == 6
+        # A worker that has not loaded the other weights; and a version that no lineage had.
+        assert book.append(versioned(6, 7, 8, 5, start=6)).stale == 2
+        assert book.history("//0/0/6")[-1].detail == {"abandoned_version": 6}
+        book.checkpoint("again")
+        assert book.rewind("again").lineage == 2
+        book.announce(6)
+        assert book.append(versioned(6, 7, start=10)).stale == 1
+        book.announce(8)
+        assert book.append(versioned(7, start=12)).stale == 0
+        # Who comes later, asks for a bound later, or for one lease, sees the same; floors are 6 and, for all, 0.
+        book.consumer("late", max_staleness=8)
+        book.consumer("changed")
+        book.consumer("changed", change=True, max_staleness=8)
+        for name in ("late", "changed"):
+            assert numbers(book.lease(99, consumer=name)) == [0, 1, 2, 8, 9, 10, 12]
+        assert numbers(book.lease(99, consumer="unbounded", max_staleness=8)) == [0, 1, 2, 8, 9, 10, 12]
+        assert book.counts("unbounded").dropped == {"stale": 6}
+        assert numbers(book.lease(99)) == [8, 10, 12]
+        check(book)
+
+
+def test_records_name_the_lineage_that_sampled_them(url: str) -> None:
+    def sampled(i: int, version: int, lineage: int | None) -> rollbook.Experience:
+        entries = {"i": i} if lineage is None else {"i": i, "policy_lineage": lineage}
+        return record(suffix=f"{i}", info=entries, policy_versions=version)
+
+    with rollbook.open(url, max_staleness=9) as book:
+        book.announce(5)
+        book.checkpoint("first")
+        book.announce(7)
+        book.rewind("first")
+        book.announce(6)
+        book.checkpoint("second")
+        # Weights that are not announced yet; weights of the other lineage, under a number that is announced here, too.
+        rows = [sampled(0, 7, 1), sampled(1, 6, 0), sampled(2, 5, 0), sampled(3, 6, 1), sampled(4, 6, None)]
+        assert book.append(rows).stale == 1
+        book.announce(9)
+        assert book.append([sampled(5, 7, 0), sampled(6, 7, 1), sampled(7, 9, 9)]).stale == 1
+        book.rewind("second")
+        assert book.append([sampled(8, 6, 1), sampled(9, 7, 1), sampled(10, 6, 0), sampled(11, 7, 2)]).stale == 2
+        book.consumer("late", max_staleness=9)
+        assert numbers(book.lease(99)) == numbers(book.lease(99, consumer="late")) == [2, 3, 4, 8, 11]
+        check(book)
+        # A fork has its own records from there on: none of them is of versions that this book abandoned.
+        name = f"{url}&schema=twin" if url.startswith("postgresql") else f"{url}-twin" if url != "memory:" else url
+        with book.fork("second", name) as twin:
+            assert (twin.policy_lineage, twin.policy_version) == (2, 6)
+            assert twin.append(versioned(6, 7, 8)).stale == 0
+
+
+def test_a_lineage_that_was_tampered_with_is_refused(url: str) -> None:
+    with rollbook.open(url) as book:
+        for value in ("[", '{"seen": 0}', '{"branches": [[1, 2, "x"]], "late": [], "named": [], "seen": 0, "top": 1}'):
+            with book.ledger.write() as tx:
+                tx.run("DELETE FROM meta WHERE key = 'lineage'")
+                tx.run("INSERT INTO meta (key, value) VALUES ('lineage', ?)", (value,))
+            with pytest.raises(BookError, match="meta: lineage"):
+                book.append(versioned(1))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 import rollbook
 from rollbook import EID
-from rollbook.book import LeaseLost
-from tests.book.records import Clock, check, group, record
+from rollbook.book import LeaseLost, UnknownConsumer, consumers
+from tests.book.records import Clock, check, group, ledger, record, records
 
 
 def test_a_run_fails_once(url: str) -> None:
@@ -51,11 +53,49 @@ def test_feedback_returns_the_whole_group(url: str) -> None:
         check(book)
 
 
-def test_consumer_groups_can_be_listed(url: str) -> None:
+def test_consumer_groups_are_created_listed_and_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumers, "_REMOVED_AT_ONCE", 2)
     with rollbook.open(url, lease_seconds=60) as book:
-        book.lease(1, consumer="trian")
-        assert list(book.consumers()) == ["train", "trian"]
+        book.append(records(5))
+        for call in (
+            lambda: book.lease(1, consumer="trian"),
+            lambda: asyncio.run(book.alease(1, consumer="trian")),
+            lambda: book.consumer("trian"),
+            lambda: book.remove_consumer("trian"),
+            lambda: book.trained("trian"),
+        ):
+            with pytest.raises(UnknownConsumer, match=r"^consumer: got 'trian', .*; did you mean 'train'\?") as caught:
+                call()
+            assert isinstance(caught.value, KeyError)
+        lease = book.lease(1, consumer="replay", create=True, by="group")
+        assert book.consumer("replay", create=True) == book.consumer("replay")
+        assert list(book.consumers()) == ["train", "replay"]
         assert book.consumers()["train"].lease_seconds == 60
+        saved = book.checkpoint()
+        book.lease(1, consumer="replay").ack()
+        with pytest.raises(ValueError, match="remove_consumer: got 'train'"):
+            book.remove_consumer("train")
+
+        delete = consumers.delete_removed
+        monkeypatch.setattr(consumers, "delete_removed", lambda ledger: None)  # As if it were killed there.
+        book.remove_consumer("replay")
+        monkeypatch.setattr(consumers, "delete_removed", delete)
+        assert list(book.consumers()) == ["train"] and book.check().ok
+        with pytest.raises(LeaseLost):
+            lease.ack()
+        with book.snapshot("memory:") as copy:
+            check(copy)
+        book.compact()
+        with book.ledger.read() as tx:
+            for table in ("work", "groups", "work_before", "groups_before", "tallies"):
+                assert tx.one(f"SELECT MAX(consumer) FROM {table}")[0] in (1, None), table
+        check(book)
+        book.rewind(saved)
+        assert len(book.lease(9, consumer="replay", create=True)) == 5, "a new group under the name of the old one"
+        numbers_used = {row[1] for row in ledger(book)["leases"]}
+        assert len(numbers_used) == 2, "with a number of its own"
+        check(book)
+        assert book.check().ok
 
 
 def test_a_lost_lease_is_told_once() -> None:

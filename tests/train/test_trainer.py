@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 import rollbook
 from rollbook import Experience
+from rollbook.book import ConnectionLost, Lease, OutcomeUnknown
 from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.train.algorithm import Algorithm
@@ -158,6 +159,24 @@ def scored(rewards: list[float | None]) -> list[Experience]:
         )
         for i, reward in enumerate(rewards)
     ]
+
+
+def test_a_step_is_acknowledged_again_while_the_server_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = rollbook.open("memory:")
+    book.append(scored([1.0, 0.0]))
+    run = Trainer(models()[0], None, book, Algorithm.of("grpo"), groups=1)
+    acknowledge, failures = Lease.ack, [ConnectionLost("no server"), OutcomeUnknown("no answer")]
+
+    def ack(lease: Lease, *args: Any, **options: Any) -> int:
+        count = acknowledge(lease, *args, **options)
+        if failures:
+            raise failures.pop()
+        return count
+
+    monkeypatch.setattr(Lease, "ack", ack)
+    with pytest.warns(UserWarning, match="step 1 is not acknowledged yet: no"):
+        assert run.step().step == 1
+    assert not failures and book.trained() == {"0/0/0/0/": [1], "0/0/1/0/": [1]}
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from rollbook.book.errors import BackPressure as BackPressure
     from rollbook.book.errors import BookError as BookError
     from rollbook.book.errors import Conflict as Conflict
+    from rollbook.book.errors import ConnectionLost as ConnectionLost
     from rollbook.book.errors import Damaged as Damaged
     from rollbook.book.errors import LeaseLost as LeaseLost
+    from rollbook.book.errors import LockTimeout as LockTimeout
     from rollbook.book.errors import NewerLayout as NewerLayout
     from rollbook.book.errors import NotABook as NotABook
+    from rollbook.book.errors import OutcomeUnknown as OutcomeUnknown
     from rollbook.book.errors import QuotaExceeded as QuotaExceeded
     from rollbook.book.errors import ReadOnly as ReadOnly
+    from rollbook.book.errors import UnknownConsumer as UnknownConsumer
     from rollbook.book.findings import Finding as Finding
     from rollbook.book.findings import Report as Report
     from rollbook.book.leasing import Lease as Lease
@@ -56,12 +60,16 @@ _HOMES = {
             "BackPressure",
             "BookError",
             "Conflict",
+            "ConnectionLost",
             "Damaged",
             "LeaseLost",
+            "LockTimeout",
             "NewerLayout",
             "NotABook",
+            "OutcomeUnknown",
             "QuotaExceeded",
             "ReadOnly",
+            "UnknownConsumer",
         ),
         "errors",
     ),

@@ -21,6 +21,8 @@ from rollbook.book import (
     identities,
     inbox,
     kinds,
+    lineages,
+    purging,
     reading,
     reports,
     revising,
@@ -28,8 +30,8 @@ from rollbook.book import (
     work,
 )
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import BackPressure, BookError, Conflict, QuotaExceeded
-from rollbook.book.ledger import ConcurrentChange, Transaction
+from rollbook.book.errors import BackPressure, BookError, Conflict, ConnectionLost, OutcomeUnknown, QuotaExceeded
+from rollbook.book.ledger import RETRY_SECONDS, ConcurrentChange, Transaction, took_effect
 from rollbook.book.shelves import Place
 from rollbook.experiences import Experiences, from_rows, uncollected
 from rollbook.row_layout import RowLayout
@@ -88,8 +90,8 @@ class Coming:
 
     def select(self, indices: list[int]) -> Experiences:
         """The records at `indices`, on memory of their own."""
-        many = decode(self.frame, verify=False) if isinstance(self.many, RowLayout) else self.many
-        return many.take(indices)
+        records = decode(self.frame, verify=False) if isinstance(self.many, RowLayout) else self.many
+        return records.take(indices)
 
 
 class _Scratch(threading.local):
@@ -116,14 +118,14 @@ def as_many(given: Any) -> Experiences:
     return given if isinstance(given, Experiences) else from_rows(_rows(given), copy=False)
 
 
-def _rows(given: Any) -> list[Any]:
+def _rows(records: Any) -> list[Any]:
     from rollbook.experience import Experience
 
-    if isinstance(given, Experience):
-        return [given]
-    if isinstance(given, (str, bytes, dict)) or not isinstance(given, Iterable):
-        raise ValueError(f"append: got {type(given).__name__}, expected an Experience, several, or Experiences")
-    return list(given)
+    if isinstance(records, Experience):
+        return [records]
+    if isinstance(records, (str, bytes, dict)) or not isinstance(records, Iterable):
+        raise ValueError(f"append: got {type(records).__name__}, expected an Experience, several, or Experiences")
+    return list(records)
 
 
 def _prepare(records: Experiences | list[Any], evaluation: bool) -> Coming:
@@ -131,18 +133,18 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> Coming:
     # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
     # by this thread's next append: columns that the caller holds stay out of it.
     with uncollected():
-        many = None if isinstance(records, Experiences) else RowLayout.of(records)
-        if many is not None and not attachments.may_hold_media(many):
-            return _described(many, evaluation, encode(many, out=_scratch.of), {}, ())
+        layout = None if isinstance(records, Experiences) else RowLayout.of(records)
+        if layout is not None and not evaluation and not attachments.may_hold_media(layout):
+            return _described(layout, evaluation, encode(layout, out=_scratch.of), {}, ())
         columns = as_many(records)
-        lifted = attachments.lift(columns)
+        lifted = attachments.lift(columns, evaluation=[evaluation] * len(columns))
         frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
         return _described(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
 
 
-def _described(many: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> Coming:
-    named = identities.ids(many.columns["eid"])
-    return Coming(many, digests.digests(many, named), tags.tags(many, named), evaluation, *encoded)
+def _described(records: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> Coming:
+    ids = identities.ids(records.columns["eid"])
+    return Coming(records, digests.digests(records, ids), tags.tags(records, ids), evaluation, *encoded)
 
 
 def append(
@@ -158,7 +160,9 @@ def append(
     # at once; if some are not, it writes nothing.
     hopeful = book.quota is None and hasattr(book.shelf, "insert")
     attempts = 0
+    last_retry = time.monotonic() + RETRY_SECONDS
     revisions: list[tuple[int, int]]
+    last_retry = time.monotonic() + RETRY_SECONDS
     while True:
         if hopeful:
             hopeful, fresh, known, revisions = False, list(range(len(coming.tags))), 0, []
@@ -172,22 +176,33 @@ def append(
                 continue
         new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
         fates: dict[str, str] = {}
+        admit = Admit(book, new) if fresh else None
+        # Without a limit, or one of 0 s for limiters, the lock has its default limit.
+        lock_wait = max(end - time.monotonic(), 0.0) if end is not None and timeout else None
         try:
-            admit = Admit(book, new) if fresh else None
             if revisions:
                 # In one transaction with the new ones, which comes about only if one of them brings something.
-                changed = revising.add(book, coming, revisions, author, admit)
+                changed = revising.add(book, coming, revisions, author, admit, lock_wait)
                 fates = dict.fromkeys(changed, "revised")
                 known += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
                 admit.store()
-                with book.ledger.write(shared=True) as tx:
+                with book.ledger.write(shared=True, timeout=lock_wait) as tx:
                     admit(tx)
         except (_Overtaken, ConcurrentChange):
             attempts += 1
             if attempts > ATTEMPTS:
-                raise BookError(f"append: other writers changed the same records {ATTEMPTS} times") from None
+                raise BookError(
+                    f"append: other writers changed what is new {ATTEMPTS} times while it was written, or its segment "
+                    "was removed; nothing was admitted"
+                ) from None
             continue
+        except (ConnectionLost, OutcomeUnknown) as error:
+            # Ids make a second attempt safe; a look tells new records from those that were known before this call.
+            if not took_effect(book.ledger, error, admit.is_there if admit else lambda tx: False) or revisions:
+                if time.monotonic() >= last_retry:
+                    raise
+                continue
         result = Appended(known=known + doubled, revised=len(fates))
         if admit is None or admit.stale is None:
             return result, fates
@@ -278,7 +293,8 @@ class Encoded:
         """Encode records, unless they are encoded already."""
         if coming.frame is not None:
             return cls(coming.frame, coming.blobs, coming.uses)
-        lifted = attachments.lift(as_many(coming.many))
+        columns = as_many(coming.many)
+        lifted = attachments.lift(columns, evaluation=[coming.evaluation] * len(columns))
         return cls(encode(lifted.stripped), lifted.blobs, lifted.uses)
 
     def parts(self, known: Collection[str]) -> tuple[list[Any], list[str]]:
@@ -356,6 +372,8 @@ class Admit:
         self.encoded = Encoded.of(coming)
         self.together = hasattr(book.shelf, "insert")
         self.stored: Stored | None = None
+        self.placed: Stored | None = None
+        """Where the last call found or put the bytes."""
         self.vocabulary: str | None = None
         self.stale: set[int] | None = None
         """Which records were too old for some consumer; `None` until they are written."""
@@ -372,13 +390,21 @@ class Admit:
 
             self.vocabulary = to_keep(self.book)
 
+    def is_there(self, tx: Transaction) -> bool:
+        """Whether a call wrote the ledger and was committed."""
+        frame = None if self.placed is None else self.placed.frame
+        if frame is None:
+            return False
+        place = (self.coming.tags[0].uid, frame.segment, frame.offset)
+        return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", place) is not None
+
     def __call__(self, tx: Transaction) -> None:
         book, coming = self.book, self.coming
         uids = [tag.uid for tag in coming.tags]
         same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
             (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
             (consumers.ALL, ()),
-            ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version')", ()),
+            ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version', 'lineage')", ()),
             tx.next_number("records", len(uids)),
         )
         meta = dict(meta_rows)
@@ -386,7 +412,8 @@ class Admit:
             raise _Overtaken
         if book.tokenizer is not None and meta.get("tokenizer", book.tokenizer) != book.tokenizer:
             raise _Overtaken
-        stored = self._placed(tx)
+        self.placed = stored = self._placed(tx)
+        purging.seal_purged(tx, book, stored.frame.segment)
         listening = [] if coming.evaluation else consumers.parsed_rows(consumer_rows)
         # Where an append depends on how many records there are, or the other way round, appends come one by one.
         limited = []
@@ -400,15 +427,20 @@ class Admit:
         insert(tx, coming, stored, base)
         stale: set[int] = set()
         numbers: dict[int, str] = {}
-        announced = int(meta["policy_version"]) if "policy_version" in meta else None
+        lineage = lineages.of(meta)
+        if lineage.number and lineages.are_named(coming.many):
+            lineage = lineages.read(tx, lock=True)
+        newest = [tag.version_max for tag in coming.tags]
+        abandoned = lineage.admit(tx, coming.many, base, newest) if lineage.number else set()
         for consumer in listening:
             key = consumer.settings.sampler.key
             if key is not None and key not in tags.Tags._fields:
                 numbers[consumer.id] = json.dumps(tags.numbers(coming.many, key))
-            floor = work.floor_of(announced, consumer.settings.max_staleness)
-            if floor is not None:
+            if consumer.settings.max_staleness is not None:
+                floor = work.floor_of(lineage.announced, consumer.settings.max_staleness)
                 versions = [tag.version_min for tag in coming.tags]
-                stale.update(i for i, version in enumerate(versions) if version is not None and version < floor)
+                stale |= abandoned
+                stale.update(i for i, v in enumerate(versions) if floor is not None and v is not None and v < floor)
             if consumer.waiting > tx.now:
                 tx.notify(consumer.id)
         inbox.add(tx, [consumer.id for consumer in listening], base, len(uids), numbers)
@@ -577,11 +609,13 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
     return len(fresh)
 
 
-def configure(tx: Transaction, book: Book, name: str, settings: dict[str, Any], change: bool) -> Settings:
+def configure(
+    tx: Transaction, book: Book, name: str, settings: dict[str, Any], *, create: bool, change: bool
+) -> Settings:
     """See `Book.consumer`."""
-    current = consumers.find(tx, name)
-    if current is None:
+    if create and consumers.find(tx, name) is None:
         return book.make_consumer(tx, name, settings).settings
+    current = consumers.named(tx, name)
     new = current.settings.changed(settings)
     if new != current.settings and not change:
         names = [key for key in settings if getattr(new, key) != getattr(current.settings, key)]
@@ -632,6 +666,8 @@ def rerank(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
         consumer.state["unranked"] = seqs[-1] + 1
         return False
     del consumer.state["unranked"]
+    if consumer.settings.max_staleness is not None:
+        work.forget_abandoned(tx, consumer)
     if consumer.grouped:
         groups.begin(consumer)
     return False

@@ -13,6 +13,7 @@ Heavy are, from `least` bytes on:
 In the place of each stands the text `sha256:` and 64 hexadecimal digits. The column `book__media` lists, for each
 record that has any, {column, at, hash}: `at` is the entry's number in a media column, the byte where the reference
 begins in a text. What surrounds a medium (key, dtype, shape, the URL's type) stays where it was, and can be queried.
+The column `book__evaluation` is true for records that are for evaluation: a repair without a ledger reads it.
 
 A blob, as a shelf keeps it, all numbers little-endian:
 
@@ -43,7 +44,7 @@ import binascii
 import hashlib
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -66,7 +67,11 @@ Kind = Literal["tensor", "bytes", "text"]
 MAGIC = b"\x8dROLLMD\n"
 VERSION = 1
 COLUMN = "book__media"
-"""The column of references. Another column whose name begins so is kept under its name and one character more."""
+"""The column of references."""
+EVALUATION = "book__evaluation"
+"""The column that marks records for evaluation; absent where there are none."""
+OWN = (COLUMN, EVALUATION)
+"""Columns of the book. Another column whose name begins so is kept under its name and one character more."""
 REFERENCES = pa.large_list(
     pa.struct([("column", pa.large_string()), ("at", pa.int64()), ("hash", pa.large_string())]),
 )
@@ -270,8 +275,10 @@ def _from_base64(text: memoryview) -> bytes | None:
     return data if whole and len(text) == -(-len(data) // 3) * 4 else None
 
 
-def lift(many: Experiences, least: int = LEAST) -> Lifted:
+def lift(many: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ()) -> Lifted:
     """The records without their media of at least `least` bytes, and the media, each once.
+
+    `evaluation` says of each record whether it is for evaluation; without it none is.
 
     >>> import torch
     >>> from rollbook import Experience
@@ -297,9 +304,11 @@ def lift(many: Experiences, least: int = LEAST) -> Lifted:
         for row, at, cut in found:
             reference = cut.new.removeprefix(_PREFIX).decode()
             listed.setdefault(row, []).append({"column": name, "at": at, "hash": reference})
-    kept = {f"{name}+" if name.startswith(COLUMN) else name: changed.get(name, c) for name, c in columns.items()}
+    kept = {f"{name}+" if name.startswith(OWN) else name: changed.get(name, c) for name, c in columns.items()}
     if changed:
         kept[COLUMN] = pa.array([listed.get(row) for row in range(len(many))], REFERENCES)
+    if any(evaluation):
+        kept[EVALUATION] = pa.array(evaluation, pa.bool_())
     stripped = many if kept.keys() == columns.keys() else Experiences._of(kept, len(many))
     uses: list[tuple[str, ...]] = [()] * len(many)
     for row, items in listed.items():
@@ -404,6 +413,16 @@ def references(stripped: Experiences) -> list[tuple[str, ...]]:
     return [_distinct(listed) for listed in _listed(stripped.columns[COLUMN])]
 
 
+def purposes(stripped: Experiences) -> list[bool]:
+    """[N] Whether each record of a stored frame is for evaluation."""
+    column = stripped.columns.get(EVALUATION)
+    if column is None:
+        return [False] * len(stripped)
+    if not isinstance(column, pa.Array) or column.type != pa.bool_():
+        raise WireError(f"column {EVALUATION!r}: expected type bool")
+    return [bool(flag) for flag in column.to_pylist()]
+
+
 def _listed(column: pa.Array) -> list[list[dict[str, Any]]]:
     """The references of each record, each known to be shaped like one."""
     if column.type != REFERENCES:
@@ -430,7 +449,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
     rollbook.errors.WireError: record 0: info: the medium sha256:... is missing
     """
     columns = stripped.columns
-    if not any(name.startswith(COLUMN) for name in columns):
+    if not any(name.startswith(OWN) for name in columns):
         return stripped
     places: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for row, listed in enumerate(_listed(columns[COLUMN]) if COLUMN in columns else ()):
@@ -472,9 +491,9 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
             cuts.append(_Cut(start, stop, new))
         changed[name] = _with_cuts(column, cuts)
     kept = {
-        name[:-1] if name.startswith(COLUMN) else name: changed.get(name, column)
+        name[:-1] if name.startswith(OWN) else name: changed.get(name, column)
         for name, column in columns.items()
-        if name != COLUMN
+        if name not in OWN
     }
     return Experiences._of(kept, len(stripped))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from rollbook.book import (
     consumers,
     inbox,
     leasing,
+    lineages,
     measurements,
     reading,
     reports,
@@ -96,10 +98,15 @@ class Book:
         self.quota = quota
         self.appends = itertools.count(os.urandom(1)[0])
         """Counts appends, from anywhere on: programs that append once and end merge small segments now and then too."""
+        self.tender: threading.Thread | None = None
+        """Merges small segments beside appends, for a moment now and then."""
+        self.closed = False
         self.opened_with: dict[str, Any] = {}
         """Arguments of `rollbook.open` that open this book again."""
         self.known_kinds: set[tuple[str, str]] = set()
         """Columns and their types that the ledger is known to have noted."""
+        self.unsettled_checkpoints: dict[str | None, str] = {}
+        """Tokens of checkpoints whose outcome is unknown, by the name that was asked for."""
         self.untold: Any = None
         """The tokenizer itself, until the ledger is known to have its vocabulary."""
 
@@ -109,7 +116,7 @@ class Book:
             if settings:
                 raise ReadOnly(f"{self.url}: opened for reading, and got settings ({', '.join(settings)})")
             return
-        self.consumer(TRAIN, **settings)
+        self.consumer(TRAIN, create=True, **settings)
 
     def _writable(self, what: str) -> None:
         if self.read_only:
@@ -176,22 +183,46 @@ class Book:
 
     # --- taking -----------------------------------------------------------------------------------------------
 
-    def consumer(self, name: str = TRAIN, *, change: bool = False, **settings: Any) -> Settings:
-        """A consumer group: made with these settings (see `Settings`) if it is new; its settings.
+    def consumer(self, name: str = TRAIN, *, create: bool = False, change: bool = False, **settings: Any) -> Settings:
+        """Return a consumer group's settings (see `Settings`).
 
-        Other settings for a group that exists are refused, unless `change=True`: then they hold for everybody, and all
-        that waits is ranked anew.
+        Args:
+            create: Create the group, with these settings, if the book does not have it.
+            change: Change the settings of a group that exists, for everybody; all that waits is ranked anew. Without
+                it, other settings than those of the group are refused.
+
+        Raises:
+            UnknownConsumer: The book has no such group, and `create` is false.
         """
         with self.ledger.read() as tx:
-            found = consumers.find(tx, name)
+            found = consumers.find(tx, name) if create else consumers.named(tx, name)
         if found is not None and found.settings.changed(settings) == found.settings:
             return found.settings
         self._writable("consumer")
         with self.ledger.write() as tx:
-            configured = admission.configure(tx, self, name, settings, change)
+            configured = admission.configure(tx, self, name, settings, create=create, change=change)
         if found is not None:
             leasing.refresh(self, name)
         return configured
+
+    def remove_consumer(self, name: str) -> None:
+        """Remove a consumer group: its leases end, and no record is kept for its sake any more.
+
+        Events keep what it did, without its name. The group "train" cannot be removed.
+
+        >>> import rollbook
+        >>> book = rollbook.open("memory:")
+        >>> _ = book.consumer("replay", create=True)
+        >>> book.remove_consumer("replay")
+        >>> list(book.consumers())
+        ['train']
+        """
+        self._writable("remove_consumer")
+        if name == TRAIN:
+            raise ValueError(f"remove_consumer: got {name!r}, which every book has")
+        with self.ledger.write() as tx:
+            consumers.remove(tx, name)
+        consumers.delete_removed(self.ledger)
 
     def consumers(self) -> dict[str, Settings]:
         """The consumer groups there are, in the order they were made, and their settings."""
@@ -210,18 +241,30 @@ class Book:
         *,
         by: str = "experience",
         consumer: str = TRAIN,
-        timeout: float = 0.0,
+        create: bool = False,
+        timeout: float | None = 0.0,
+        exact: bool = False,
         max_staleness: int | None = None,
         seconds: float | None = None,
     ) -> Lease:
         """Claim `n` records, or (`by="group"`) `n` whole groups with all that waits of them.
 
-        Waits up to `timeout` seconds until all are there, then takes what there is: `lease.short` says why it is less.
-        `max_staleness` overrides the consumer's bound; what is older is dropped as stale, for good. `seconds`: how long
-        the lease lives without progress. A consumer that does not exist yet is made.
+        Args:
+            consumer: The consumer group that the records are for.
+            create: Create the group, with default settings, if the book does not have it.
+            timeout: How many seconds to wait until all are there, other writers' turns included; `None`: without limit.
+                After that the lease has what there is, and `lease.short` says why it is less.
+            exact: Claim all `n` or none.
+            max_staleness: Overrides the group's bound; what is older is dropped as stale, for good.
+            seconds: How long the lease lives without progress; by default the group's `lease_seconds`.
+
+        Raises:
+            UnknownConsumer: The book has no such group, and `create` is false.
+            LockTimeout: With `timeout=None`: another writer held the ledger for 30 s.
         """
         self._writable("lease")
-        return leasing.lease(self, leasing.wanted(consumer, n, by, max_staleness, seconds, timeout), timeout)
+        wanted = leasing.wanted(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
+        return leasing.lease(self, wanted, timeout)
 
     async def alease(
         self,
@@ -229,14 +272,16 @@ class Book:
         *,
         by: str = "experience",
         consumer: str = TRAIN,
-        timeout: float = 0.0,
+        create: bool = False,
+        timeout: float | None = 0.0,
+        exact: bool = False,
         max_staleness: int | None = None,
         seconds: float | None = None,
     ) -> Lease:
         """`lease` without blocking the event loop; a wait that is cancelled has claimed nothing."""
         self._writable("lease")
-        asked = leasing.wanted(consumer, n, by, max_staleness, seconds, timeout)
-        return await leasing.alease(self, asked, timeout)
+        wanted = leasing.wanted(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
+        return await leasing.alease(self, wanted, timeout)
 
     # --- the policy's version -----------------------------------------------------------------------------------
 
@@ -255,6 +300,16 @@ class Book:
         """The version that was announced last."""
         with self.ledger.read() as tx:
             return work.announced(tx)
+
+    @property
+    def policy_lineage(self) -> int:
+        """The number of the policy's lineage, which every rewind raises.
+
+        Whoever samples reads it with `policy_version` and puts it into `info["policy_lineage"]` of the records: then a
+        record of a version that a rewind abandoned is known as such, whenever it is appended.
+        """
+        with self.ledger.read() as tx:
+            return lineages.read(tx).number
 
     # --- measuring -----------------------------------------------------------------------------------------------
 
@@ -309,20 +364,28 @@ class Book:
             changes = {uid_of(key): dict(value) for key, value in uid.items()}
         else:
             changes = {uid_of(uid): fields}
-        if not all(changes.values()):
+        if not retrain and not all(changes.values()):
             raise ValueError("revise: got no field to change")
         choice("retrain", retrain, (False, True, "group"))
         return revising.revise(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
 
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
-        """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes."""
+        """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
+
+        Many records are worked through in pieces: a call that fails in the middle leaves the rest as it was, and
+        repeating it finishes.
+        """
         self._writable("redact")
         revising.signed(author, reason)
         return revising.redact(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
         """Remove records; the ledger keeps their ids, so that they are not admitted again. The next compaction removes
-        the bytes."""
+        the bytes.
+
+        Many records are worked through in pieces: a call that fails in the middle leaves the rest as it was, and
+        repeating it finishes.
+        """
         self._writable("delete")
         revising.signed(author, reason)
         return revising.delete(self, uids_of(uids), author=author, reason=reason)
@@ -354,8 +417,9 @@ class Book:
         version. The next leases are those that followed the checkpoint the first time. Living leases end, and what they
         held waits.
         Records that came later wait (`later="keep"`) or are dropped as "rewound" and their ids are free again
-        (`later="drop"`); consumers made later begin anew; later checkpoints are forgotten. Revisions stay, and what was
-        deleted stays deleted.
+        (`later="drop"`); for consumers with `max_staleness` those that were sampled by versions after the checkpoint's,
+        which are abandoned, are stale. Consumers made later begin anew; later checkpoints are forgotten. Revisions
+        stay, and what was deleted stays deleted.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -586,6 +650,9 @@ class Book:
 
     def close(self) -> None:
         """End writing and let go of files; what was returned is safe in any case."""
+        self.closed = True
+        if self.tender is not None:
+            self.tender.join()
         self.shelf.close()
         self.ledger.close()
 

@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rollbook.book import consumers, inbox, work
+from rollbook.book import consumers, inbox, purging, quarantine, work
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.findings import LISTED, Report
 from rollbook.book.inspecting import media_problems, pages, record_problems
@@ -193,7 +193,8 @@ def _counts(book: Book, report: Report) -> None:
                 report.add("tally", f"{state}: counted {told.get(state, 0)}, there are {came.get(key, 0)}", "records")
         for consumer in good:
             _count(tx, report, consumer, told.get("admitted", 0))
-        _stray(tx, report, "work", "consumer NOT IN (SELECT id FROM consumers)", "of a consumer that is not there")
+        stray = f"consumer NOT IN (SELECT id FROM consumers) AND {consumers.NOT_REMOVED}"
+        _stray(tx, report, "work", stray, "of a consumer that is not there")
         gone = "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq)"
         _stray(tx, report, "work", gone, "of a record that is not there")
 
@@ -239,6 +240,13 @@ def _count(tx: Transaction, report: Report, consumer: consumers.Consumer, admitt
 def _stray(tx: Transaction, report: Report, kind: str, condition: str, what: str) -> None:
     for consumer, seq in tx.all(f"SELECT consumer, seq FROM work WHERE {condition} LIMIT {LISTED}"):
         report.add(kind, f"a row {what}", f"consumer number {consumer}, record number {seq}")
+
+
+def _quarantined(book: Book, report: Report) -> None:
+    with book.ledger.read() as tx:
+        for uid in quarantine.uids(tx):
+            problem = "its history was lost: it is held back from consumers that may have trained on it"
+            report.add(quarantine.QUARANTINED, problem, uid)
 
 
 UNHELD = (
@@ -409,6 +417,8 @@ def _shelf(book: Book, report: Report) -> None:
             continue
         if name not in used and not book.shelf.busy(name):
             report.add("orphan", "a segment that nothing in the ledger points to", name)
+    for name, reason in purging.pending(book).items():
+        report.add("pending", f"holds deleted or redacted bytes; {reason}", name)
     if isinstance(book.shelf, FolderShelf):
         for kind, path in beside(book.shelf):
             what = "a file that a crash left behind" if kind == "leftover" else "no part of a book"
@@ -437,6 +447,7 @@ STAGES: Iterable[Callable[[Book, Report], None]] = (
     _records,
     _media,
     _counts,
+    _quarantined,
     _leases,
     _groups,
     _events,

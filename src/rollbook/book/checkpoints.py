@@ -8,15 +8,16 @@ voided are as many as its uses. Facts stay: revisions, redactions and deletions 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.algorithms.registry import choice, whole_number
-from rollbook.book import before, consumers, groups, inbox, purging, reading, revising, work
+from rollbook.book import before, consumers, groups, inbox, lineages, purging, quarantine, reading, revising, work
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import Conflict, Damaged
-from rollbook.book.ledger import Transaction, chunks, parsed
+from rollbook.book.errors import Conflict, Damaged, OutcomeUnknown
+from rollbook.book.ledger import Transaction, chunks, parsed, write_once
 from rollbook.book.naming import text_of
 from rollbook.book.windows import reached
 
@@ -67,6 +68,8 @@ class Rewound:
     """Records that came after the checkpoint, and were kept or dropped."""
     forgotten: tuple[str, ...]
     """Later checkpoints: what they speak of is void."""
+    lineage: int
+    """The number of the policy's lineage that begins: how many rewinds there were."""
 
 
 class Point(NamedTuple):
@@ -116,21 +119,44 @@ def make(book: Book, name: str | None, keep: int | None) -> str:
         text_of("checkpoint", name, 1, 200)
     if keep is not None:
         whole_number("keep", keep, 1)
-    with inbox.drained(book) as tx:
+    # A call that repeats one whose outcome is unknown has its token.
+    token = book.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
+
+    def transact(tx: Transaction) -> str:
+        used = _of_token(tx, token)
+        if used is not None:
+            return used
         state = json.dumps(_state(tx, book))
-        if not _is_there(tx, name, state):
-            name = _make(tx, name, state)
+        used = name if name is not None and _is_there(tx, name, state) else _make(tx, name, state, token)
         if keep is not None:
             for old in points(tx)[:-keep]:
                 _forget(tx, old)
         reached("during checkpoint")
-    return str(name)
+        return used
+
+    try:
+        return write_once(
+            book.ledger,
+            transact,
+            lambda tx, used: _of_token(tx, token) == used,
+            begin=lambda timeout: inbox.drained(book, timeout),
+        )
+    except OutcomeUnknown:
+        book.unsettled_checkpoints[name] = token
+        raise
 
 
-def _is_there(tx: Transaction, name: str | None, state: str) -> bool:
+def _of_token(tx: Transaction, token: str) -> str | None:
+    """The name of the checkpoint that the call with this token made."""
+    row = tx.one(
+        "SELECT checkpoints.name FROM checkpoints JOIN events ON events.id = checkpoints.event WHERE events.detail = ?",
+        (json.dumps({"token": token}),),
+    )
+    return None if row is None else str(row[0])
+
+
+def _is_there(tx: Transaction, name: str, state: str) -> bool:
     """Whether a checkpoint of this name says the very same; one that says something else is in the way."""
-    if name is None:
-        return False
     row = tx.one("SELECT event, state FROM checkpoints WHERE name = ?", (name,))
     if row is None:
         return False
@@ -143,14 +169,15 @@ def _is_there(tx: Transaction, name: str | None, state: str) -> bool:
     return True
 
 
-def _make(tx: Transaction, name: str | None, state: str) -> str:
+def _make(tx: Transaction, name: str | None, state: str, token: str) -> str:
+    """Make a checkpoint; `token` names the call, by which a checkpoint is found whose commit got no answer."""
     last = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
     while name is None:
         last += 1
         name = f"checkpoint-{last}"
         if tx.one("SELECT 1 FROM checkpoints WHERE name = ?", (name,)):
             name = None
-    work.record(tx, [work.Event("checkpoint", reason=name)])
+    work.record(tx, [work.Event("checkpoint", reason=name, detail={"token": token})])
     # The event is the checkpoint's own: no two have the same, and all that comes later has a larger number.
     event, seq = tx.one("SELECT (SELECT MAX(id) FROM events), (SELECT COALESCE(MAX(seq), 0) FROM records)")
     tx.run(
@@ -215,6 +242,7 @@ def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
     forgotten = [each for each in reversed(points(tx)) if each.event > point.event]
     for each in forgotten:
         _forget(tx, each)
+    lineage = lineages.branch(tx, point.state["policy_version"], point.seq)
     work.set_announced(tx, point.state["policy_version"])
     acks = _void_acks(tx, point)
     leases = void_leases(tx, point.name)
@@ -231,8 +259,15 @@ def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
         else:
             _begin_anew(tx, book, consumer, point, last)
         consumers.save(tx, consumer)
-    done = Rewound(point.name, acks, leases, came, tuple(each.name for each in reversed(forgotten)))
-    told = {"event": point.event, "acks": acks, "leases": leases, later: came, "forgotten": list(done.forgotten)}
+    done = Rewound(point.name, acks, leases, came, tuple(each.name for each in reversed(forgotten)), lineage.number)
+    told = {
+        "lineage": lineage.number,
+        "event": point.event,
+        "acks": acks,
+        "leases": leases,
+        later: came,
+        "forgotten": list(done.forgotten),
+    }
     work.record(tx, [work.Event("rewound", reason=point.name, detail=told)])
     return done
 
@@ -407,7 +442,9 @@ def _follow_revisions(
 
 def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
     """Records that came after the checkpoint, as if they came now: those that were kept wait. Their groups."""
-    floor = work.floor_of(work.announced(tx), consumer.settings.max_staleness)
+    lineage = lineages.read(tx)
+    bounded = consumer.settings.max_staleness is not None
+    floor = work.floor_of(lineage.announced, consumer.settings.max_staleness)
     key = consumer.settings.sampler.key
     gids: dict[str, None] = {}
     last = point.seq
@@ -417,20 +454,27 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
             return list(gids)
         seqs = [row.seq for row in found]
         gone: dict[int, str | None] = {}
+        newest: dict[int, int | None] = {}
         for marks, part in chunks(seqs):
-            gone.update(tx.all(f"SELECT seq, gone FROM records WHERE seq IN ({marks})", part))
+            for seq, reason, version in tx.all(
+                f"SELECT seq, gone, version_max FROM records WHERE seq IN ({marks})", part
+            ):
+                gone[seq], newest[seq] = reason, version
         stored = [seq for seq in seqs if gone[seq] is None]
+        gone.update(dict.fromkeys(quarantine.members(tx, stored), quarantine.QUARANTINED))
         numbers = {} if key is None else dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True))
         inserts, samples = consumer.inserts, consumer.samples
         moves, events = [], []
         for now in found:
             old = floor is not None and now.version is not None and now.version < floor
-            why = gone[now.seq] or ("stale" if old else None)
+            abandoned = bounded and lineage.is_abandoned(now.seq, newest[now.seq])
+            why = gone[now.seq] or ("stale" if old or abandoned else None)
+            detail = work.abandoned(newest[now.seq]) if abandoned else None
             new = inbox.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
             moves.append((now, new))
             inserts += new.state != work.DROPPED
             if new.state == work.DROPPED and (now.state, now.reason) != (new.state, new.reason):
-                events.append(work.Event(work.DROPPED, now.seq, consumer.id, why))
+                events.append(work.Event(work.DROPPED, now.seq, consumer.id, why, detail=detail))
             elif now.state == work.DROPPED != new.state:
                 told = {"what": work.DROPPED, "why": now.reason}
                 events.append(work.Event("voided", now.seq, consumer.id, point.name, detail=told))
@@ -446,9 +490,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
 def trained(book: Book, name: str) -> dict[str, list[int | None]]:
     """See `Book.trained`."""
     with book.ledger.read() as tx:
-        consumer = consumers.find(tx, name)
-        if consumer is None:
-            raise KeyError(f"consumer: got {name!r}, which is not in the book")
+        consumer = consumers.named(tx, name)
         found = tx.all(
             "SELECT records.uid, done.step FROM events AS done JOIN records ON records.seq = done.seq "
             f"WHERE done.kind = 'trained' AND done.consumer = ? AND {_UNVOIDED} ORDER BY done.id",

@@ -11,7 +11,10 @@ it, so that no append can be on its way to it, and it may go at once.
 
 from __future__ import annotations
 
+import atexit
+import threading
 import warnings
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +22,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.algorithms.registry import number, whole_number
-from rollbook.book import attachments, purging, reading, work
+from rollbook.book import attachments, consumers, purging, reading, work
 from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import ALIGN, MissingSegment, Place, SegmentBusy
@@ -37,6 +40,8 @@ FRAME_BYTES = 8 << 20
 """A new frame holds at most so many records and, unless it holds one only, about so many bytes."""
 PUT_BYTES = 64 << 20
 """How much is copied between two commits: about what a compactor holds in memory."""
+POINTED_AT_ONCE = 2000
+"""How many rows of the ledger one transaction has point to their copies: others wait for it."""
 MERGE = 8
 """So many small segments of about one size become one: each byte is then copied once for each step in size."""
 SMALL = 32 << 20
@@ -44,7 +49,7 @@ TEND_EVERY = 64
 """How many appends lie between two looks whether small segments should be merged."""
 TEND_ABOVE = 64
 TEND_BYTES = 8 << 20
-"""What an append merges at most, and only if there are more than `TEND_ABOVE` segments smaller than this."""
+"""What is merged at once beside appends, and only if there are more than `TEND_ABOVE` segments smaller than this."""
 _TEND_SECONDS = 60.0
 _REMOVE_AT_ONCE = 16
 _POINT = "during compaction"
@@ -70,6 +75,8 @@ class Compacted:
     """Records that lost their bytes: dropped by every consumer, and needed by no checkpoint."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Segments that hold something which is not what the ledger says, and what; they are left as they are."""
+    pending: dict[str, str] = field(default_factory=dict)
+    """Segments that still hold deleted or redacted bytes, and what the removal waits for."""
 
 
 def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: float = 3600.0) -> Compacted:
@@ -78,6 +85,7 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
     whole_number("small", small)
     number("grace", grace, 0.0)
     done = Compacted(before=sum(book.shelf.segments().values()))
+    consumers.delete_removed(book.ledger)
     done.purged = purging.purge(book)
     reached(_POINT)
     purging.look_for_forgotten(book)
@@ -86,6 +94,10 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
         _move(book, names, done)
     done.removed += _sweep(book, grace)
     book.ledger.clear_log()
+    done.pending = {
+        name: "it is damaged: repair the book first" if name in done.damaged else reason
+        for name, reason in purging.pending(book).items()
+    }
     done.after = sum(book.shelf.segments().values())
     return done
 
@@ -300,9 +312,29 @@ def _put(book: Book, names: Sequence[str], copies: _Copies, done: Compacted, lea
                 (fresh, place.offset, place.length, slot, share, row.seq, row.segment, row.start, row.slot)
                 for slot, row in enumerate(owner)
             ]
+    starts = range(0, max(len(records), len(media)), POINTED_AT_ONCE)
+    for start in starts:
+        part = slice(start, start + POINTED_AT_ONCE)
+        if not _repoint(book, names, fresh, records[part], media[part], copies.size, start == starts[-1], done):
+            return _Copies()
+        reached(_POINT)
+    return _Copies()
+
+
+def _repoint(
+    book: Book,
+    names: Sequence[str],
+    fresh: str,
+    records: Sequence[tuple[Any, ...]],
+    media: Sequence[tuple[Any, ...]],
+    size: int,
+    last: bool,
+    done: Compacted,
+) -> bool:
+    """Have the ledger point to copies of records and media in the segment `fresh`; whether the segment is there."""
     with book.ledger.write() as tx:
         if not book.shelf.has(fresh):
-            return _Copies()  # A remover thought it was left behind; everything is still where it was.
+            return False  # A remover thought it was left behind; everything is still where it was.
         had = [_pointing(tx, table, fresh) for table in ("records", "media")]
         # A record that was revised or purged meanwhile lies elsewhere: its row is left alone.
         tx.many(
@@ -313,16 +345,15 @@ def _put(book: Book, names: Sequence[str], copies: _Copies, done: Compacted, lea
         tx.many("UPDATE media SET segment = ?, start = ?, size = ? WHERE hash = ? AND segment = ? AND start = ?", media)
         moved = [_pointing(tx, table, fresh) - n for table, n in zip(("records", "media"), had, strict=True)]
         if any(moved):
-            detail = {"segments": len(names), "records": moved[0], "media": moved[1], "bytes": copies.size}
+            detail = {"segments": len(names), "records": moved[0], "media": moved[1], "bytes": size}
             work.record(tx, [work.Event("compacted", detail=detail)])
             done.written += not any(had)
-        for name in (*names, fresh):
+        for name in (*names, fresh) if last else ():
             if not _referred(tx, name):
                 tx.run(purging.MARK.format("VALUES (?, 0)"), (name,))
     done.records += moved[0]
     done.media += moved[1]
-    reached(_POINT)
-    return _Copies()
+    return True
 
 
 def _pointing(tx: Transaction, table: str, segment: str) -> int:
@@ -418,16 +449,32 @@ def make_room(book: Book, size: int) -> bool:
             return over() <= 0
 
 
-# --- along with appends -------------------------------------------------------------------------------------------
+# --- beside appends -----------------------------------------------------------------------------------------------
+
+_tenders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_tenders() -> None:
+    """A daemon thread that the interpreter stops inside Arrow's code would abort the process."""
+    for thread in list(_tenders):
+        thread.join(10.0)
 
 
 def after_append(book: Book) -> None:
-    """Now and then, merge some small segments if there are many, unless somebody else does: at most `TEND_BYTES`.
+    """Now and then, start a thread that merges small segments if there are many; an append never waits for it.
 
-    The append that asks for it has been committed: what goes wrong here is a warning, not that append's error.
+    The thread does one bounded step and ends. `Book.close` waits for it, and a forked child does not have it.
     """
-    if next(book.appends) % TEND_EVERY:
+    if next(book.appends) % TEND_EVERY or (book.tender is not None and book.tender.is_alive()):
         return
+    book.tender = threading.Thread(target=_tend, args=(book,), name="rollbook-merge", daemon=True)
+    _tenders.add(book.tender)
+    book.tender.start()
+
+
+def _tend(book: Book) -> None:
+    """Merge small segments if there are many, unless somebody else does: at most `TEND_BYTES`. Errors are warnings."""
     try:
         sizes = {name: size for name, size in book.shelf.segments().items() if size < TEND_BYTES}
         if len(sizes) <= TEND_ABOVE:
@@ -453,4 +500,5 @@ def after_append(book: Book) -> None:
         with book.ledger.write() as tx:
             tx.run("DELETE FROM meta WHERE key = 'tending'")
     except Exception as error:
-        warnings.warn(f"{book.url}: small segments could not be merged: {error}", RuntimeWarning, stacklevel=3)
+        if not book.closed:
+            warnings.warn(f"{book.url}: small segments could not be merged: {error}", RuntimeWarning, stacklevel=1)

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from rollbook.algorithms.registry import near, number, switch, whole_number
-from rollbook.book.errors import Damaged
-from rollbook.book.ledger import Transaction, parsed
+from rollbook.book.errors import Damaged, UnknownConsumer
+from rollbook.book.ledger import Ledger, Transaction, chunks, parsed
 from rollbook.book.limits import LIMITERS, REMOVERS, MaxAge, MaxSize, MaxUses, MinSize, SamplesToInserts, check_together
 from rollbook.book.naming import text_of
 from rollbook.book.samplers import SAMPLERS, First, Item, Priority, Sampler, State, built, described
@@ -288,19 +288,81 @@ def named(tx: Transaction, name: str) -> Consumer:
     """The consumer of this name, which must be there."""
     found = find(tx, name)
     if found is None:
-        known = [row[0] for row in tx.all("SELECT name FROM consumers ORDER BY id")]
-        raise KeyError(f"consumer: got {name!r}, the book has {', '.join(map(repr, known)) or 'none'}")
+        names = [row[0] for row in tx.all("SELECT name FROM consumers ORDER BY id")]
+        raise unknown(name, names)
     return found
+
+
+def unknown(name: str, names: list[str]) -> UnknownConsumer:
+    """The error for a name that is none of the book's consumers."""
+    return UnknownConsumer(f"consumer: got {name!r}, which the book does not have{near(name, names)}")
 
 
 def make(tx: Transaction, name: str, settings: Settings) -> Consumer:
     """A new consumer; its waiting room is empty until `work.enrol` fills it."""
-    number_ = tx.one("SELECT COALESCE(MAX(id), 0) + 1 FROM consumers")[0]
+    number_ = 1 + _last_number(tx)
     tx.run(
         f"INSERT INTO consumers (made, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, 0, 0, NULL, 0, NULL)",
         (tx.now, number_, name, settings.to_json(), "{}"),
     )
     return Consumer(number_, name, settings, {}, False, 0, 0, None, 0)
+
+
+def _last_number(tx: Transaction) -> int:
+    """The largest number that a consumer has or had: events of one that was removed keep its number."""
+    last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM consumers")[0])
+    row = tx.one("SELECT value FROM meta WHERE key = 'last_consumer'")
+    return last if row is None else max(last, _number_of("last_consumer", row[0]))
+
+
+def _number_of(key: str, text: Any) -> int:
+    """A consumer's number from a ledger that anybody may have written."""
+    if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise Damaged(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")
+    return int(text)
+
+
+_REMOVED = "removed_consumer:"
+NOT_REMOVED = f"'{_REMOVED}' || consumer NOT IN (SELECT key FROM meta)"
+"""Of a row with a `consumer`: not one that a removal has yet to delete."""
+_REMOVED_AT_ONCE = 2000
+_KEYS = {"work": "seq", "groups": "gid", "work_before": "seq", "groups_before": "gid"}
+
+
+def remove(tx: Transaction, name: str) -> None:
+    """Take a consumer out of the book and end its leases; `delete_removed` deletes its rows."""
+    consumer = named(tx, name)
+    last = _last_number(tx)
+    tx.run("UPDATE leases SET state = 'voided' WHERE consumer = ? AND state = 'active'", (consumer.id,))
+    tx.run("DELETE FROM work WHERE consumer = ? AND lease IS NOT NULL", (consumer.id,))
+    for table, column in (("tallies", "consumer"), ("inbox", "consumer"), ("consumers", "id")):
+        tx.run(f"DELETE FROM {table} WHERE {column} = ?", (consumer.id,))
+    tx.run("DELETE FROM meta WHERE key = 'last_consumer'")
+    notes = [("last_consumer", str(last)), (f"{_REMOVED}{consumer.id}", name)]
+    tx.many("INSERT INTO meta (key, value) VALUES (?, ?)", notes)
+
+
+def delete_removed(ledger: Ledger) -> None:
+    """Delete the rows of removed consumers, in short transactions; also those that a crash left."""
+    with ledger.read() as tx:
+        keys = [key for (key,) in tx.all("SELECT key FROM meta WHERE key LIKE ?", (f"{_REMOVED}%",))]
+        living = {number_ for (number_,) in tx.all("SELECT id FROM consumers")} if keys else set()
+    for key in keys:
+        number_ = _number_of(key, key.removeprefix(_REMOVED))
+        for table, column in _KEYS.items():
+            while number_ not in living and _delete_some(ledger, table, column, number_):
+                pass
+        with ledger.write() as tx:
+            tx.run("DELETE FROM meta WHERE key = ?", (key,))
+
+
+def _delete_some(ledger: Ledger, table: str, column: str, consumer: int) -> bool:
+    """Delete some rows of a consumer; whether there were any."""
+    with ledger.write() as tx:
+        rows = tx.all(f"SELECT {column} FROM {table} WHERE consumer = ? LIMIT {_REMOVED_AT_ONCE}", (consumer,))
+        for marks, part in chunks([value for (value,) in rows]):
+            tx.run(f"DELETE FROM {table} WHERE consumer = ? AND {column} IN ({marks})", (consumer, *part))
+    return bool(rows)
 
 
 def save(tx: Transaction, consumer: Consumer) -> None:

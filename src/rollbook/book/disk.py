@@ -111,6 +111,18 @@ class Disk:
         """Make a file that was not there, open for appending."""
         return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, FILE), path)
 
+    def open_append(self, path: str) -> tuple[File, bool]:
+        """Open a plain file for appending, and make it if it is not there; whether it was made now."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            file = File(os.open(path, flags), path)
+        except FileNotFoundError:
+            return self.create(path), True
+        if not stat.S_ISREG(os.fstat(file.fd).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "Not a plain file", path)
+        return file, False
+
     def append(self, file: File, pieces: Sequence[bytes | memoryview]) -> int:
         """Write all pieces behind the file's end; how many bytes they are."""
         written = 0

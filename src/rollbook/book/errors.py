@@ -6,6 +6,8 @@ what was expected.
 
 from __future__ import annotations
 
+import os
+
 from rollbook.errors import WireError
 
 
@@ -25,8 +27,30 @@ class Conflict(BookError):
     """Another record stands under the same id."""
 
 
+class UnknownConsumer(BookError, KeyError):
+    """The book has no consumer group of this name."""
+
+    # Not that of `KeyError`, which shows the message in quotes.
+    __str__ = Exception.__str__
+
+
 class LeaseLost(BookError):
     """The lease expired, was taken back or is finished: its records may be another's, and nothing was changed."""
+
+
+class LockTimeout(BookError, TimeoutError):
+    """Another writer held the ledger for the whole wait; nothing was changed."""
+
+
+class ConnectionLost(BookError):
+    """The server cannot be reached, or the connection broke before the commit; nothing was changed."""
+
+
+class OutcomeUnknown(BookError):
+    """The connection broke during the commit and the server could not be asked since: the call may have taken effect.
+
+    The same call may be repeated: `append`, `lease`, `ack` and `checkpoint` take effect once.
+    """
 
 
 class BackPressure(BookError):
@@ -46,3 +70,8 @@ class Damaged(BookError, WireError):
 
     def __init__(self, message: str, offset: int | None = None) -> None:
         WireError.__init__(self, message, offset)
+
+
+def moved(path: str | os.PathLike[str]) -> BookError:
+    """Return the error of a file or folder that is not the one that was opened."""
+    return BookError(f"{os.fspath(path)}: the book was moved, removed or replaced while it was open; reopen it")

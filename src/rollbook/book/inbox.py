@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import consumers, reading, tags, work
+from rollbook.book import consumers, lineages, quarantine, reading, tags, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction
@@ -97,23 +97,30 @@ def _enter(
 ) -> list[int]:
     """Make rows for those of these numbers that are training records; return them."""
     key = consumer.settings.sampler.key
-    floor = work.floor_of(work.announced(tx), consumer.settings.max_staleness)
+    bounded = consumer.settings.max_staleness is not None
+    lineage = lineages.read(tx)
+    floor = work.floor_of(lineage.announced, consumer.settings.max_staleness)
     column = f", {key}" if key in tags.Tags._fields else ""
     records = tx.all(
-        f"SELECT seq, gid, version_min, gone{column} FROM records WHERE evaluation = 0 AND seq {tx.in_ints} "
-        "ORDER BY seq",
+        f"SELECT seq, gid, version_min, gone, version_max{column} FROM records "
+        f"WHERE evaluation = 0 AND seq {tx.in_ints} ORDER BY seq",
         (tx.array(seqs),),
     )
     if column:
-        values = {row[0]: None if row[4] is None else float(row[4]) for row in records}
+        values = {row[0]: None if row[5] is None else float(row[5]) for row in records}
     elif key is not None:
         unknown = [row[0] for row in records if row[0] not in values and row[3] is None]
         values.update(zip(unknown, reading.numbers(book, tx, unknown, key), strict=True))
     rows = []
-    for seq, gid, version, gone, *_ in records:
+    quarantined = quarantine.members(tx, [row[0] for row in records])
+    details = {}
+    for seq, gid, version, gone, newest, *_ in records:
         stale = floor is not None and version is not None and version < floor
-        rows.append(new_row(consumer, seq, gid, version, values.get(seq), gone or ("stale" if stale else None)))
-    work.enter(tx, consumer, rows)
+        if bounded and lineage.is_abandoned(seq, newest):
+            stale, details[seq] = True, work.abandoned(newest)
+        dropped = gone or (quarantine.QUARANTINED if seq in quarantined else "stale" if stale else None)
+        rows.append(new_row(consumer, seq, gid, version, values.get(seq), dropped))
+    work.enter(tx, consumer, rows, details)
     work.keep_size(tx, consumer, PIECE)
     return [row.seq for row in rows]
 
@@ -152,15 +159,18 @@ def drain_all(book: Book, bounded: bool = False) -> None:
 
 
 @contextmanager
-def drained(book: Book) -> Iterator[Transaction]:
+def drained(book: Book, timeout: float | None = None) -> Iterator[Transaction]:
     """An exclusive transaction in which every inbox is empty: each consumer has a row for each record."""
-    with book.ledger.read() as tx:
-        count = tx.one("SELECT COALESCE(SUM(count), 0) FROM inbox")[0]
-    if count > PIECE:
-        drain_all(book)
-    with book.ledger.write() as tx:
+    drain_long(book)
+    with book.ledger.write(timeout=timeout) as tx:
         drain_within(tx, book)
         yield tx
+
+
+def drain_long(book: Book) -> None:
+    """Drain inboxes that are too long to be drained within one transaction."""
+    if book.ledger.all("SELECT COALESCE(SUM(count), 0) FROM inbox")[0][0] > PIECE:
+        drain_all(book)
 
 
 def drain_within(tx: Transaction, book: Book) -> None:

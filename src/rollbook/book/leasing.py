@@ -1,12 +1,14 @@
 """Leases: an atomic claim on records or whole groups, with a fencing number and an end.
 
 Invariant: a record is in at most one living lease of a consumer. Delivery is at least once; acknowledgement is exactly
-once: a lease that has ended, by its holder or by the database's clock, changes nothing any more and says `LeaseLost`.
+once: a lease that has ended, by its holder or by the database's clock, changes nothing any more and says `LeaseLost`,
+unless it repeats an acknowledgement that the ledger has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import threading
@@ -15,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.algorithms.registry import choice, number, whole_number
+from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.book import admission, consumers, groups, inbox, reading, work
 from rollbook.book.consumers import Consumer
-from rollbook.book.errors import LeaseLost
-from rollbook.book.ledger import Transaction
+from rollbook.book.errors import BookError, LeaseLost, LockTimeout, UnknownConsumer
+from rollbook.book.ledger import Transaction, write_once
 from rollbook.book.naming import text_of, uids_of
 from rollbook.book.samplers import First, Proportional
 from rollbook.book.windows import reached
@@ -35,6 +37,9 @@ AHEAD = 256
 """How many records a lease that takes them in order takes out of the inbox at once."""
 LOOK_SECONDS = 0.25
 """How long a wait for more lasts at most before another look, whatever it hears."""
+LAST_LOOK = 0.5
+"""How long the last look waits for other writers, in seconds."""
+_NO_STEP = object()
 
 
 class Wanted(NamedTuple):
@@ -46,6 +51,11 @@ class Wanted(NamedTuple):
     max_staleness: int | None
     seconds: float | None
     holder: str
+    """Host, process, and a token of the call, by which a lease is found whose commit got no answer."""
+    exact: bool = False
+    """All or nothing."""
+    create: bool = False
+    """Create the consumer if it is not there."""
 
 
 class Claim(NamedTuple):
@@ -59,6 +69,8 @@ class Claim(NamedTuple):
     seconds: float
     why: str
     """Why it is less than was asked for; empty if it is not."""
+    partial: Sequence[str] = ()
+    """Groups that are not complete."""
     serial: bool = False
     """Whether acknowledging them changes more of the consumer than their rows."""
 
@@ -87,6 +99,8 @@ class Lease:
         self._claim = claim
         self._experiences: Experiences | None = None
         self._left = dict(zip(claim.uids, claim.seqs, strict=True))
+        self._acks: list[tuple[Any, dict[str, int]]] = []
+        """The step and the records (id, number) of every `ack`."""
         self._lost = False
         self._seconds = claim.seconds
         self._renewed = time.monotonic()
@@ -114,6 +128,11 @@ class Lease:
         return self._claim.why
 
     @property
+    def partial(self) -> list[str]:
+        """The ids of groups that were handed out incomplete, because `partial_after` seconds had passed."""
+        return list(self._claim.partial)
+
+    @property
     def experiences(self) -> Experiences:
         """Its records."""
         if self._experiences is None:
@@ -124,6 +143,8 @@ class Lease:
 
     def batch(self, **options: Any) -> ExperienceBatch:
         """Its records as a batch (the options of `Experiences.batch`); with weights under `info["weights"]`."""
+        if not self:
+            raise BookError(f"lease.batch: the lease is empty: {self.short or 'no record was asked for'}")
         made = self.experiences.batch(**options)
         if self._claim.weights is not None:
             import torch
@@ -148,11 +169,14 @@ class Lease:
             raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
         if not self._claim.id:
             return self.expires
-        with self._book.ledger.write(shared=True) as tx:
+
+        def transact(tx: Transaction) -> float:
             self._check(tx, tx.all(f"{_LIVES}{tx.lock_row()}", (self._claim.id,)))
-            ends = tx.now + lasts
-            tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (ends, lasts, self._claim.id))
-        self.expires, self._seconds, self._renewed = ends, lasts, time.monotonic()
+            tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (tx.now + lasts, lasts, self._claim.id))
+            return tx.now + lasts
+
+        self.expires = write_once(self._book.ledger, transact, lambda tx, _: False, shared=True)
+        self._seconds, self._renewed = lasts, time.monotonic()
         return self.expires
 
     def ack(
@@ -167,14 +191,20 @@ class Lease:
         """These records (or some of them: ids or records) were trained on, in optimizer step `step`; how many.
 
         `priorities`: new numbers for a sampler with a `key`, by id (`dict(zip(lease.uids, numbers))`). `detail`: what
-        the ledger should say of all of them, `details` of each, by id (its micro-batch, its weight). Raises
-        `LeaseLost`, and changes nothing, if the lease has ended.
+        the ledger should say of all of them, `details` of each, by id (its micro-batch, its weight).
+
+        Idempotent: an `ack` of the same records in the same step changes nothing and returns the same count, also after
+        an error.
+
+        Raises:
+            LeaseLost: The lease has ended and these records were not acknowledged; nothing was changed.
+            OutcomeUnknown: The server does not answer; call `ack` again with the same arguments.
         """
         if step is not None:
             step = whole_number("step", step)
             if step >= 1 << 63:
                 raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
-        chosen = self._chosen(uids)
+        chosen = self._chosen(uids, step)
         given = {}
         if priorities is not None and not isinstance(priorities, Mapping):
             raise ValueError(
@@ -196,26 +226,43 @@ class Lease:
             count = self._ack(chosen, step, given, told)
         except _Again:
             count = self._ack(chosen, step, given, told)
+        self._acks.append((step, chosen))
         self._settle(chosen)
         return count
 
     def _ack(
         self,
-        chosen: Mapping[str, int],
+        chosen: dict[str, int],
         step: int | None,
         priorities: Mapping[int, float],
         details: Mapping[int, Mapping[str, Any]],
     ) -> int:
-        with self._book.ledger.write(shared=True) as tx:
-            consumer, rows = self._held(tx, chosen)
+        seqs = list(chosen.values())
+
+        def transact(tx: Transaction) -> int:
+            try:
+                consumer, rows = self._held(tx, chosen)
+            except LeaseLost:
+                count = self._repeats(tx, seqs, step)
+                if not count:
+                    raise
+                return count
             if priorities and consumer.settings.sampler.key is None:
                 raise ValueError(f"priorities: got some, and nothing follows them in {consumer.settings.sampler!r}")
+            count = len(rows)
+            if count < len(chosen):
+                count += len(self._acknowledged(tx, seqs, step))
             _train(tx, consumer, rows, step, self._claim.id, priorities, details)
-            if len(chosen) == len(self._left):
+            if chosen.keys() >= self._left.keys():
                 work.end_lease(tx, self._claim.id, "acked")
             consumers.save(tx, consumer)
             reached("during ack")
-        return len(rows)
+            return count
+
+        def committed(tx: Transaction, count: int) -> bool:
+            return len(self._acknowledged(tx, seqs, step)) == count > 0
+
+        return write_once(self._book.ledger, transact, committed, shared=True)
 
     def nack(self, reason: str = "given back", *, uids: Any = None, drop: bool = False) -> int:
         """Give records back, to be offered again at the place they had, or (`drop=True`) to be dropped; how many."""
@@ -223,7 +270,8 @@ class Lease:
         chosen = self._chosen(uids)
         if not chosen:
             return 0
-        with self._book.ledger.write(shared=True) as tx:
+
+        def transact(tx: Transaction) -> int:
             consumer, found = self._held(tx, chosen, always=True)
             if drop:
                 work.drop(tx, consumer, found, reason)
@@ -233,25 +281,61 @@ class Lease:
             if len(chosen) == len(self._left):
                 work.end_lease(tx, self._claim.id, "nacked")
             consumers.save(tx, consumer)
-        self._settle(chosen)
-        return len(found)
+            return len(found)
 
-    def _chosen(self, uids: Any) -> dict[str, int]:
+        def committed(tx: Transaction, _: int) -> bool:
+            held = f"SELECT 1 FROM work WHERE lease = ? AND seq {tx.in_ints}"
+            return tx.one(held, (self._claim.id, tx.array(list(chosen.values())))) is None
+
+        count = write_once(self._book.ledger, transact, committed, shared=True)
+        self._acks.append((_NO_STEP, {}))
+        self._settle(chosen)
+        return count
+
+    def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
+        """Those of these records that this lease has acknowledged in this step, without what rewinds voided."""
+        rows = tx.all(
+            "SELECT done.seq FROM events AS done WHERE done.kind = 'trained' AND done.lease = ? "
+            f"AND COALESCE(done.step, -1) = ? AND done.seq {tx.in_ints} AND NOT EXISTS (SELECT 1 FROM events "
+            "AS undone WHERE undone.seq = done.seq AND undone.kind = 'voided' AND undone.lease = done.lease "
+            "AND undone.id > done.id)",
+            (self._claim.id, -1 if step is None else step, tx.array(seqs)),
+        )
+        return {seq for (seq,) in rows}
+
+    def _repeats(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> int:
+        """How many records an `ack` acknowledged that this one repeats; 0 if it repeats none."""
+        acknowledged = self._acknowledged(tx, seqs, step)
+        # A record that was deleted while it was leased could not be acknowledged.
+        others = tx.array([seq for seq in seqs if seq not in acknowledged])
+        if tx.one(f"SELECT 1 FROM records WHERE gone IS NULL AND seq {tx.in_ints}", (others,)):
+            return 0
+        return len(acknowledged)
+
+    def _chosen(self, uids: Any, repeated_step: Any = _NO_STEP) -> dict[str, int]:
+        """The records of a call, by id; of an `ack`, those too that were acknowledged in the same step already."""
         if not self._claim.id:
             return {}
-        if not self._left:
+        if uids is None and self._left:
+            return dict(self._left)
+        # Without ids, the last call is repeated.
+        repeated = [ack for ack in self._acks[-1:] if uids is None] or self._acks
+        there = dict(self._left)
+        for step, acknowledged in repeated:
+            there.update(acknowledged if step == repeated_step else {})
+        if not there:
             raise LeaseLost(f"lease {self.fence}: all its records were acknowledged or given back already")
         if uids is None:
-            return dict(self._left)
+            return there
         listed = uids_of(uids)
         for uid in listed:
-            if uid not in self._left:
+            if uid not in there:
                 raise ValueError(f"uids: got {uid!r}, which this lease does not hold")
-        return {uid: self._left[uid] for uid in listed}
+        return {uid: there[uid] for uid in listed}
 
     def _settle(self, chosen: Mapping[str, int]) -> None:
         for uid in chosen:
-            del self._left[uid]
+            self._left.pop(uid, None)
 
     def _held(
         self, tx: Transaction, chosen: Mapping[str, int], always: bool = False
@@ -434,6 +518,8 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: Wanted | None)
     bound = settings.max_staleness if wanted is None or wanted.max_staleness is None else wanted.max_staleness
     if version:
         done &= work.forget_stale(tx, consumer, work.floor_of(int(version[0][0]), bound), piece)
+    if wanted is not None and wanted.max_staleness is not None and settings.max_staleness is None:
+        work.forget_abandoned(tx, consumer)  # a consumer's own bound was held as they came
     if consumer.grouped:
         done &= groups.build(tx, consumer, piece)
         if settings.partial_after is not None:
@@ -464,26 +550,55 @@ def takes_in_order(consumer: Consumer, wanted: Wanted) -> bool:
     )
 
 
-def attempt(book: Book, wanted: Wanted, last: bool) -> Claim | None:
-    """Claim what is asked for; if it is not all there, `None`, or on the `last` look what there is."""
-    while True:
-        # A lease that a crash of the server undoes is a lease that ended: its fence is not in the ledger any more.
-        with book.ledger.write(shared=True, durable=False) as tx:
-            consumer, done = refresh_queue(tx, book, wanted.consumer, wanted)
-            if consumer is not None:
-                claim = _claim(tx, book, consumer, wanted, last) if done else None
-                consumers.save(tx, consumer)
-                if done:
-                    return claim
+def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: float) -> Claim | None:
+    """Claim what is asked for; if it is not all there, `None`, or on the `last` look what there is.
+
+    With a `timeout` (of the lease, until `end`) that passes while others hold the ledger, the claim is empty.
+    """
+
+    def transact(tx: Transaction) -> tuple[bool, Claim | None]:
+        consumer, done = refresh_queue(tx, book, wanted.consumer, wanted)
         if consumer is None:
+            names = [name for (name,) in tx.all("SELECT name FROM consumers ORDER BY id")]
+            raise consumers.unknown(wanted.consumer, names)
+        claim = _claim(tx, book, consumer, wanted, last) if done else None
+        consumers.save(tx, consumer)
+        return done, claim
+
+    def committed(tx: Transaction, outcome: tuple[bool, Claim | None]) -> bool:
+        claim = outcome[1]
+        if claim is None or not claim.id:
+            return True
+        return tx.one("SELECT 1 FROM leases WHERE id = ? AND holder = ?", (claim.id, wanted.holder)) is not None
+
+    done = False
+    claim = None
+    while not done:
+        # The last look is for what is there now: it waits for other writers, too, if only for a moment.
+        lock_wait = max(end - time.monotonic(), LAST_LOOK if last else 0.0) if timeout else None
+        try:
+            # A lease that a crash of the server undoes is a lease that ended: its fence is not in the ledger any more.
+            done, claim = write_once(book.ledger, transact, committed, shared=True, durable=False, timeout=lock_wait)
+        except UnknownConsumer:
+            if not wanted.create:
+                raise
             with book.ledger.write() as tx:
                 if consumers.find(tx, wanted.consumer) is None:
                     book.make_consumer(tx, wanted.consumer)
+        except LockTimeout as error:
+            if timeout is None:
+                raise
+            return _empty(f"asked for {wanted.most}, got 0: {error}")
+    return claim
 
 
-def _ready(tx: Transaction, consumer: Consumer, count: int) -> list[tuple[str, float, float]]:
+def _empty(why: str) -> Claim:
+    return Claim(0, [], [], None, 0.0, 0.0, why)
+
+
+def _ready(tx: Transaction, consumer: Consumer, count: int) -> list[tuple[str, float, float, int | None, int]]:
     return tx.all(
-        "SELECT gid, rank, weight FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?",
+        "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?",
         (consumer.id, count),
     )
 
@@ -531,12 +646,14 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
     """Lease what waits; `None` if it is less than was asked for, and this is not the `last` look."""
     sampler = consumer.settings.sampler
     most, why = _allowed(tx, consumer, wanted)
+    partial: list[str] = []
     if wanted.by == "group":
         ready = _ready(tx, consumer, most)
         units = len(ready)
         if units < wanted.most and not last:
             return None
-        ranks = [rank for _, rank, _ in ready]
+        ranks = [rank for _, rank, *_ in ready]
+        partial = [gid for gid, _, _, size, runs in ready if size is not None and runs < size]
         rows, [(lease,)] = tx.ask(
             (
                 f"{_CLAIMED} AND work.gid {tx.in_texts} ORDER BY work.seq",
@@ -548,7 +665,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         for each in _parsed(rows):
             members[each.row.gid].append(each)
         taken = [each for group in members.values() for each in group]
-        odds = [weight for gid, _, weight in ready for _ in members[gid]]
+        odds = [weight for gid, _, weight, *_ in ready for _ in members[gid]]
         count, total = consumer.state.get("ready", (0, 0.0))
     else:
         in_order = (f"{_CLAIMED} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, most))
@@ -566,7 +683,12 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         count, total = work.tally(tx, consumer, work.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
     if units < most or not why:
         why = "no more was waiting" if wanted.by == "experience" else "no more groups were complete"
+    if units < wanted.most and wanted.exact:
+        return _empty(f"asked for exactly {wanted.most}, {units} can be leased: {why}")
     why = f"asked for {wanted.most}, got {units}: {why}" if units < wanted.most else ""
+    if partial:
+        more = f"{len(partial)} of {units} groups are partial, since partial_after has passed: {', '.join(partial[:3])}"
+        why = f"{why}; {more}" if why else more
     if not taken:
         return Claim(0, [], [], [] if isinstance(sampler, Proportional) else None, tx.now, 0.0, why)
     for rank in ranks:
@@ -596,12 +718,21 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         tx.now + seconds,
         seconds,
         why,
+        partial,
         _is_shared(consumer),
     )
 
 
 def wanted(
-    consumer: str, count: Any, by: str, max_staleness: int | None, seconds: float | None, timeout: float
+    consumer: str,
+    count: Any,
+    by: str,
+    max_staleness: int | None,
+    seconds: float | None,
+    timeout: float | None,
+    *,
+    exact: bool = False,
+    create: bool = False,
 ) -> Wanted:
     """Check what a lease asks for."""
     whole_number("lease", count, 1)
@@ -610,9 +741,11 @@ def wanted(
         whole_number("max_staleness", max_staleness)
     if seconds is not None and not number("seconds", seconds, 0.0, 1e9) > 0:
         raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
-    number("timeout", timeout, 0.0)
-    holder = f"{socket.gethostname()}/{os.getpid()}"
-    return Wanted(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder)
+    if timeout is not None:
+        number("timeout", timeout, 0.0)
+    holder = f"{socket.gethostname()}/{os.getpid()}/{os.urandom(6).hex()}"
+    options = (switch("exact", exact), switch("create", create))
+    return Wanted(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder, *options)
 
 
 def seconds_to_due(book: Book, name: str) -> tuple[int, float]:
@@ -633,26 +766,34 @@ def nothing(book: Book, consumer: str) -> Lease:
     return Lease(book, Wanted(consumer, 0, "experience", None, None, ""), Claim(0, [], [], None, 0.0, 0.0, ""))
 
 
-def lease(book: Book, asked: Wanted, timeout: float, stop: threading.Event | None = None) -> Lease:
+def lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Event | None = None) -> Lease:
     """See `Book.lease`; with `stop` set it ends early, with nothing."""
-    stop = stop or threading.Event()
-    end = time.monotonic() + timeout
-    claim = attempt(book, asked, timeout <= 0)
+    try:
+        return _lease(book, asked, timeout, stop or threading.Event())
+    except LockTimeout as error:
+        if timeout is None:
+            raise
+        return Lease(book, asked, _empty(f"asked for {asked.most}, got 0: {error}"))
+
+
+def _lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Event) -> Lease:
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    claim = attempt(book, asked, timeout == 0, timeout, end)
     if claim is None:
         number, _ = seconds_to_due(book, asked.consumer)
-        with book.ledger.turn(number, max(0.0, end - time.monotonic()), stop) as waiter:
+        with book.ledger.turn(number, end - time.monotonic(), stop) as waiter:
             while claim is None and waiter is not None and time.monotonic() < end and not stop.is_set():
                 waiter.mark()
-                claim = attempt(book, asked, False)
+                claim = attempt(book, asked, False, timeout, end)
                 if claim is None:
                     _, seconds = seconds_to_due(book, asked.consumer)
                     waiter.wait(max(0.0, min(seconds, end - time.monotonic())))
     if claim is None and not stop.is_set():
-        claim = attempt(book, asked, True)
-    return Lease(book, asked, claim or Claim(0, [], [], None, 0.0, 0.0, ""))
+        claim = attempt(book, asked, True, timeout, end)
+    return Lease(book, asked, claim or _empty(""))
 
 
-async def alease(book: Book, asked: Wanted, timeout: float) -> Lease:
+async def alease(book: Book, asked: Wanted, timeout: float | None) -> Lease:
     """See `Book.alease`; a wait that is cancelled has claimed nothing."""
     stop = threading.Event()
     loop = asyncio.get_running_loop()

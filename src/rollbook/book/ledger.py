@@ -19,16 +19,21 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from rollbook.book.errors import BookError, Damaged, NotABook
+from rollbook.book.errors import BookError, ConnectionLost, Damaged, LockTimeout, NotABook, OutcomeUnknown, moved
+from rollbook.book.locks import folder_lock, identity
 from rollbook.book.windows import reached
 from rollbook.files import FILE
 
-BUSY_SECONDS = 120.0
-"""How long a writer waits for the others before it gives up."""
+BUSY_SECONDS = 30.0
+"""How long a writer waits for other writers by default, in seconds."""
+_WRITE_LOCK = 120
+"""The byte of the file `-shm` that a writer locks."""
+RETRY_SECONDS = 30.0
+"""How long a write transaction is tried again that broken connections end."""
 LOG = "-wal"
 """What SQLite adds to a database's name for that of its write-ahead log."""
 _DAMAGE = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
@@ -37,7 +42,7 @@ MOST_BYTES = 64 << 20
 IN_ONE = 500
 """How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
 
-
+Result = TypeVar("Result")
 _AMONG = "IN (SELECT value FROM json_each(?))"
 
 
@@ -113,13 +118,19 @@ class Ledger(Protocol):
     clock: Any
     """What tells the time instead of the database, in tests; `None` in PostgreSQL."""
 
-    def write(self, *, shared: bool = False, durable: bool = True) -> Any:
+    def write(self, *, shared: bool = False, durable: bool = True, timeout: float | None = None) -> Any:
         """A context that gives a `Transaction` and commits it unless it is left by an error.
 
         Args:
             shared: Run beside other shared transactions; by default no other transaction writes.
             durable: Wait until the commit is on disk. Otherwise a server crash may undo it, together with all later
                 commits that did not wait either.
+            timeout: How many seconds to wait for other writers, `BUSY_SECONDS` by default.
+
+        Raises:
+            LockTimeout: Other writers held the ledger for so long.
+            ConnectionLost: The connection broke before the commit.
+            OutcomeUnknown: The connection broke during the commit.
         """
 
     def read(self) -> Any:
@@ -156,6 +167,63 @@ def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Seq
     for start in range(0, len(values), size):
         part = values[start : start + size]
         yield ",".join("?" * len(part)), part
+
+
+def took_effect(ledger: Ledger, error: BookError, committed: Callable[[Transaction], bool]) -> bool:
+    """Find out whether a write transaction that a broken connection ended took effect.
+
+    Args:
+        error: `ConnectionLost` or `OutcomeUnknown`, as the transaction raised it.
+        committed: Looks for a trace of the transaction.
+
+    Raises:
+        OutcomeUnknown: The server could not be asked.
+    """
+    if not isinstance(error, OutcomeUnknown):
+        return False
+    try:
+        # Not `read`: the broken session may still be committing, and holds the lock until that is done.
+        with ledger.write() as tx:
+            return committed(tx)
+    except BookError as failure:
+        raise OutcomeUnknown(f"{error}; then: {failure}") from failure
+
+
+def write_once(
+    ledger: Ledger,
+    transact: Callable[[Transaction], Result],
+    committed: Callable[[Transaction, Result], bool],
+    timeout: float | None = None,
+    begin: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Result:
+    """Run a write transaction; one that a broken connection ended is looked up, and run again if it had no effect.
+
+    Args:
+        transact: The body of the transaction.
+        committed: Looks for a trace of a transaction that had this result.
+        begin: Begins the transaction; by default `ledger.write`.
+        options: Those of `begin`.
+    """
+    results: list[Result] = []
+    start = time.monotonic()
+    patience = BUSY_SECONDS if timeout is None else timeout
+    while True:
+        try:
+            with (begin or ledger.write)(timeout=timeout, **options) as tx:
+                results.append(transact(tx))
+            return results[-1]
+        except (ConnectionLost, OutcomeUnknown) as error:
+            if took_effect(ledger, error, lambda tx: committed(tx, results[-1])):
+                return results[-1]
+            if time.monotonic() >= start + RETRY_SECONDS:
+                raise
+        except LockTimeout:
+            # A row's lock, whose wait is shorter: a session that paused with it has been ended.
+            left = start + patience - time.monotonic()
+            if left <= 0.01:
+                raise
+            timeout = left
 
 
 def parsed(text: Any, what: str) -> dict[str, Any]:
@@ -296,12 +364,49 @@ def check_plain(connection: sqlite3.Connection, path: Path) -> None:
         raise NotABook(f"{path}: it has a {found[0]} {str(found[1])[:80]!r} of its own, which no ledger has")
 
 
+def _holder(path: Path | None) -> str:
+    """Name the process that holds SQLite's write lock, where the system lists file locks (Linux).
+
+    The file itself must not be opened here: closing it would release this process's own locks on it.
+    """
+    if path is None:
+        return ""
+    try:
+        inode = os.stat(f"{path}-shm").st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        # 1: POSIX  ADVISORY  WRITE 4711 fe:01:1234 120 120
+        words = line.split()
+        if len(words) != 8 or words[3] != "WRITE" or not words[5].endswith(f":{inode}") or not words[4].isdigit():
+            continue
+        if int(words[6]) <= _WRITE_LOCK and (words[7] == "EOF" or int(words[7]) >= _WRITE_LOCK):
+            return f": process {words[4]} holds it"
+    return ""
+
+
+@contextmanager
+def take_turn(lock: threading.RLock, timeout: float | None) -> Iterator[float | None]:
+    """Hold the lock between the threads of one process; gives what is left of `timeout`."""
+    begin = time.monotonic()
+    if not lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+        raise LockTimeout(f"another thread of this process held the ledger for {timeout:.3g} s")
+    try:
+        yield None if timeout is None else max(begin + timeout - time.monotonic(), 0.0)
+    finally:
+        lock.release()
+
+
 _left_behind: list[sqlite3.Connection] = []
 """Connections of a parent process: closing one in the child would release the parent's locks."""
 
 
 class SQLiteLedger:
     """SQLite, in a file with a write-ahead log and a full sync at every commit, or (`path=None`) in memory.
+
+    Every transaction checks that the file is still the one that was opened, and a write transaction shares the lock of
+    its folder: a ledger that a repair replaces, or that is moved, takes no commit that would be lost.
 
     >>> ledger = SQLiteLedger(None)
     >>> with ledger.write() as tx:
@@ -324,7 +429,42 @@ class SQLiteLedger:
         self._turns = Turns()
         self._pid = os.getpid()
         self._closed = False
-        self._connection = self._connect()
+        self._identity: tuple[int, int] | None = None
+        self._connection = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        """Connect, and remember which file that was."""
+        if self.path is None:
+            return self._connect()
+        with nullcontext() if self.read_only else self._shared():
+            while True:
+                # A file system with layers may copy a file, under another inode, when it is first opened for writing.
+                before = identity(self.path)
+                connection = self._connect()
+                now = identity(self.path)
+                if before == now or before is None:
+                    break
+                connection.close()
+        if self._identity is not None and self._identity != now:
+            connection.close()
+            raise moved(self.path)
+        self._identity = now
+        return connection
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
+        """Keep repairs from replacing the ledger."""
+        if self.path is None:
+            yield
+            return
+        with ExitStack() as stack:
+            try:
+                had = stack.enter_context(folder_lock(self.path.parent, shared=True, seconds=BUSY_SECONDS))
+            except (FileNotFoundError, NotADirectoryError):
+                raise moved(self.path) from None
+            if not had:
+                raise BookError(f"{self.path.parent}: a repair held the book for {BUSY_SECONDS:g} s")
+            yield
 
     def _connect(self) -> sqlite3.Connection:
         if self.path is None:
@@ -407,9 +547,10 @@ class SQLiteLedger:
             )
         return error
 
-    def _patiently(self, connection: sqlite3.Connection, sql: str) -> None:
+    def _patiently(self, connection: sqlite3.Connection, sql: str, seconds: float | None = None) -> None:
         """Run a statement that others may hold up, looking again often: SQLite's own wait sleeps up to 100 ms."""
-        end = time.monotonic() + BUSY_SECONDS
+        seconds = BUSY_SECONDS if seconds is None else seconds
+        end = time.monotonic() + seconds
         pause = 0.0002
         while True:
             try:
@@ -419,7 +560,9 @@ class SQLiteLedger:
                 if "locked" not in str(error) and "busy" not in str(error):
                     raise
                 if time.monotonic() > end:
-                    raise BookError(f"{self.path}: other writers held the ledger for {BUSY_SECONDS:g} s") from None
+                    raise LockTimeout(
+                        f"{self.path}: other writers held the ledger for {seconds:.3g} s{_holder(self.path)}"
+                    ) from None
             time.sleep(pause * (0.5 + random.random()))
             pause = min(pause * 1.5, 0.005)
 
@@ -433,27 +576,32 @@ class SQLiteLedger:
             self._lock = threading.RLock()
             self._turns = Turns()
             self._pid = os.getpid()
-            self._connection = self._connect()
+            self._connection = self._open()
         return self._connection
 
     @contextmanager
-    def write(self, *, shared: bool = False, durable: bool = True) -> Iterator[_SQLiteTransaction]:
-        yield from self._transaction("BEGIN IMMEDIATE")
+    def write(
+        self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
+    ) -> Iterator[_SQLiteTransaction]:
+        with self._shared():
+            yield from self._transaction("BEGIN IMMEDIATE", timeout)
 
     @contextmanager
     def read(self) -> Iterator[_SQLiteTransaction]:
         yield from self._transaction("BEGIN")
 
-    def _transaction(self, begin: str) -> Iterator[_SQLiteTransaction]:
+    def _transaction(self, begin: str, timeout: float | None = None) -> Iterator[_SQLiteTransaction]:
         connection = self._current()
-        with self._lock:
+        with take_turn(self._lock, timeout) as seconds:
             try:
-                self._patiently(connection, begin)
+                self._patiently(connection, begin, seconds)
                 try:
                     if begin == "BEGIN":
                         # The first look takes the snapshot, and may meet one who recovers, clears the log or is the
                         # last to close the book.
                         self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+                    if self.path is not None and identity(self.path) != self._identity:
+                        raise moved(self.path)
                     yield _SQLiteTransaction(connection, self.clock())
                     if begin != "BEGIN":
                         reached("before commit")

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import number, whole_number
-from rollbook.book.errors import LeaseLost
+from rollbook.book.errors import BookError, LeaseLost
 from rollbook.book.leasing import Lease, nothing
 from rollbook.book.ledger import Transaction
 from rollbook.experiences import Experiences
@@ -75,6 +75,8 @@ class MixedLease:
 
     def batch(self, **options: Any) -> ExperienceBatch:
         """All records as one batch; with weights under `info["weights"]`."""
+        if not self:
+            raise BookError(f"lease.batch: the lease is empty: {self.short}")
         made = self.experiences.batch(**options)
         if self.weights is not None:
             import torch
@@ -173,12 +175,12 @@ class Mix:
         return given
 
     def lease(
-        self, n: int, *, timeout: float = 0.0, max_staleness: int | None = None, seconds: float | None = None
+        self, n: int, *, timeout: float | None = 0.0, max_staleness: int | None = None, seconds: float | None = None
     ) -> MixedLease:
         """Lease `n` records (or groups) in all. What one part cannot give is not taken from another: `short` says so,
         and the part is not owed for it."""
         whole_number("n", n, 1)
-        end = time.monotonic() + timeout
+        end = None if timeout is None else time.monotonic() + timeout
         given = self._promise(n)
         leases: list[Lease] = []
         try:
@@ -191,7 +193,7 @@ class Mix:
                         count,
                         by=part.by,
                         consumer=part.consumer,
-                        timeout=max(end - time.monotonic(), 0.0),
+                        timeout=None if end is None else max(end - time.monotonic(), 0.001 if timeout else 0.0),
                         max_staleness=max_staleness,
                         seconds=seconds,
                     )

@@ -20,6 +20,7 @@ from rollbook.book.shelves import (
     ALIGN,
     MissingSegment,
     Place,
+    by_segment,
     check_header,
     check_name,
     check_place,
@@ -27,6 +28,7 @@ from rollbook.book.shelves import (
     is_name,
     lay_out,
     new_name,
+    read_pieces,
     read_segment,
     too_short,
 )
@@ -90,6 +92,9 @@ class _Files:
 
     def read(self, place: Place) -> memoryview:
         return read_segment(self.disk, self._path(place.segment), place, mapped=False)
+
+    def read_many(self, places: Sequence[Place]) -> list[Buffer]:
+        return by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
 
     def has(self, name: str) -> bool:
         return self.disk.is_plain(self._path(name))
@@ -162,6 +167,39 @@ class _Objects:
             kept = data[place.offset - start :]
             self._parts.add(place, kept, len(kept))
         return np.frombuffer(kept, dtype=np.uint8).copy().data
+
+    def read_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """Ranges, asked for at once; with the header of each object that was not checked yet."""
+        fs = self.fs
+        unchecked = [
+            Place(segment, 0, ALIGN)
+            for segment in dict.fromkeys(place.segment for place in places)
+            if self._checked.get(segment) is None
+        ]
+        ranges = [*unchecked, *(place for place in places if place.length)]
+        try:
+            data: list[Any] = fs.cat_ranges(
+                [self._path(place.segment) for place in ranges],
+                [place.offset for place in ranges],
+                [place.stop for place in ranges],
+                on_error="return",
+            )
+        except FileNotFoundError as error:
+            raise MissingSegment(ranges[0].segment) from error
+        for place, piece in zip(ranges, data, strict=True):
+            if isinstance(piece, FileNotFoundError):
+                raise MissingSegment(place.segment) from None
+            if isinstance(piece, BaseException):
+                raise piece
+        for place, piece in zip(unchecked, data, strict=False):
+            check_header(bytes(piece), place.segment)
+            self._checked.add(place.segment, True, 1)
+        pieces = iter(data[len(unchecked) :])
+        result: list[Buffer] = [next(pieces) if place.length else b"" for place in places]
+        for place, found_bytes in zip(places, result, strict=True):
+            if len(memoryview(found_bytes)) != place.length:
+                raise too_short(place, place.offset + len(memoryview(found_bytes)))
+        return result
 
     def has(self, name: str) -> bool:
         fs = self.fs
@@ -254,6 +292,12 @@ class ObjectShelf:
     def get(self, place: Place) -> memoryview:
         """The bytes there, as a copy of their own; parts that were read last are kept and cost no request."""
         return self._store.read(check_place(place))
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each place: ranges of objects, asked for at once."""
+        for place in places:
+            check_place(place)
+        return self._store.read_many(places) if places else []
 
     def has(self, segment: str) -> bool:
         """Whether the segment is there; one request."""

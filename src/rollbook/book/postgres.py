@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ import orjson
 import xxhash
 
 from rollbook.addresses import redacted
-from rollbook.book.errors import BookError, NotABook
+from rollbook.book import ledger as ledgers
+from rollbook.book.errors import BookError, ConnectionLost, LockTimeout, NotABook, OutcomeUnknown
 from rollbook.book.ledger import ConcurrentChange, Turns
 from rollbook.book.windows import reached
 
@@ -34,26 +36,66 @@ CONNECTIONS = 8
 """How many connections the threads of one open book have at most; one thread needs one."""
 SHARDS = 64
 """A counter is the sum of so many rows: transactions that add to it seldom wait for each other."""
+IDLE_SECONDS = 20.0
+"""How long a writer may pause inside a transaction before its session is ended: shorter than `BUSY_SECONDS`, so that
+writers that wait for it get their turn. Also the longest wait for a lock in one statement."""
+READ_SECONDS = 3600.0
+"""The same for a reader, which blocks nobody and may copy data between two statements."""
+RECONNECT_SECONDS = 30.0
+"""How long to wait for a server that restarts."""
+NETWORK = {
+    "connect_timeout": 10,
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+"""libpq's limits for a server that does not answer; what the URL or the environment says comes first."""
+_HOLDERS = (
+    "FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
+    "WHERE l.locktype = 'advisory' AND l.granted AND l.classid = %s::bigint::oid "
+    "AND l.objid = (hashtext(%s)::bigint & 4294967295)::oid "
+    "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
 _CLOCK = "SELECT extract(epoch FROM clock_timestamp())"
 _left_behind: list[Any] = []
 
 
 def connect(url: str, schema: str) -> psycopg.Connection[Any]:
-    """A connection whose statements speak of `schema`."""
+    """Connect, with time limits, so that statements refer to `schema`."""
     try:
         import psycopg
         from psycopg import sql
+        from psycopg.conninfo import conninfo_to_dict
     except ImportError:
         raise ImportError("a book in PostgreSQL needs psycopg: pip install 'rollbook[postgres]'") from None
     try:
-        connection = psycopg.connect(url, autocommit=True)
-        connection.execute(sql.SQL("SET search_path TO {}").format(sql.Identifier(schema)))
-        connection.execute("SET statement_timeout TO 0")
-        connection.execute("SET synchronous_commit TO on")
-        connection.execute("SET client_min_messages TO warning")
+        chosen = conninfo_to_dict(url)
+        if "PGCONNECT_TIMEOUT" in os.environ:
+            chosen["connect_timeout"] = None
+        options: dict[str, Any] = {name: value for name, value in NETWORK.items() if name not in chosen}
+        options["fallback_application_name"] = f"rollbook {socket.gethostname()}/{os.getpid()}"
+        connection = psycopg.connect(url, autocommit=True, **options)
+        settings = (
+            "SET search_path TO {}; SET statement_timeout TO 0; SET synchronous_commit TO on; "
+            "SET client_min_messages TO warning; SET lock_timeout TO {}; SET idle_in_transaction_session_timeout TO {}"
+        )
+        limit = sql.Literal(_milliseconds(IDLE_SECONDS))
+        connection.execute(sql.SQL(settings).format(sql.Identifier(schema), limit, limit))
     except psycopg.OperationalError as error:
-        raise BookError(f"{redacted(url)}: no connection to PostgreSQL: {str(error).strip()}") from None
+        raise ConnectionLost(f"{redacted(url)}: no connection to PostgreSQL: {_line(error)}") from None
     return connection
+
+
+def _line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split())
+
+
+def _milliseconds(seconds: float) -> int:
+    """A limit as the server takes it, where 0 is none."""
+    return max(min(round(seconds * 1000), (1 << 31) - 1), 1)
 
 
 class PostgresTransaction:
@@ -283,33 +325,46 @@ class PostgresLedger:
                 self._changed.notify()
 
     @contextmanager
-    def write(self, *, shared: bool = False, durable: bool = True) -> Iterator[PostgresTransaction]:
-        begin = "BEGIN; " if durable else "BEGIN; SET LOCAL synchronous_commit TO off; "
+    def write(
+        self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
+    ) -> Iterator[PostgresTransaction]:
+        begin = "" if durable else "SET LOCAL synchronous_commit TO off; "
         kind = "_shared" if shared else ""
-        yield from self._transaction(f"{begin}SELECT pg_advisory_xact_lock{kind}({self._lock_key})", True)
+        begin += f"SELECT pg_advisory_xact_lock{kind}({self._lock_key})"
+        yield from self._transaction(begin, True, ledgers.BUSY_SECONDS if timeout is None else timeout)
 
     @contextmanager
     def read(self) -> Iterator[PostgresTransaction]:
-        yield from self._transaction("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", False)
+        idle = f"SET LOCAL idle_in_transaction_session_timeout TO {_milliseconds(READ_SECONDS)}"
+        yield from self._transaction(
+            f"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY; {idle}", False, math.inf
+        )
 
-    def _transaction(self, begin: str, writes: bool) -> Iterator[PostgresTransaction]:
+    def _transaction(self, begin: str, writes: bool, seconds: float) -> Iterator[PostgresTransaction]:
+        import psycopg
+
+        committing, broken = False, True
         try:
-            with self._begun(begin) as (connection, now):
+            with self._begun(begin, seconds) as (connection, now):
                 try:
                     with connection.pipeline() as pipeline:
                         tx = PostgresTransaction(connection, pipeline, now)
                         yield tx
                         if writes:
                             reached("before commit")
+                        committing = writes
                         connection.execute("COMMIT")
                         for consumer in tx.woken:
                             # Not within the transaction: the server lets one commit at a time that notifies.
                             connection.execute("SELECT pg_notify(%s, '')", (self.channel(consumer),))
-                except BaseException:
+                except BaseException as error:
                     self._undo(connection)
+                    broken = connection.closed
+                    if isinstance(error, psycopg.errors.LockNotAvailable):
+                        self._end_paused(connection)
                     raise
         except BaseException as error:
-            explained = self._explained(error)
+            explained = self._explained(error, broken, committing, seconds)
             if explained is error:
                 raise
             raise explained from error
@@ -317,38 +372,50 @@ class PostgresLedger:
             reached("after commit")
 
     @contextmanager
-    def _begun(self, begin: str) -> Iterator[tuple[psycopg.Connection[Any], float]]:
+    def _begun(self, begin: str, seconds: float) -> Iterator[tuple[psycopg.Connection[Any], float]]:
         """A connection in a new transaction, and the time; connections that broke while they lay idle, as they do when
         the server restarts, are replaced: nothing was under way that could be lost."""
         import psycopg
 
+        end = time.monotonic() + seconds
+        attempt = 0
         with ExitStack() as stack:
-            for attempt in range(CONNECTIONS + 1):
+            while True:
                 connection = stack.enter_context(self.connection())
+                left = max(end - time.monotonic(), 0.0)
+                # Where more is left, the session's limit holds.
+                limit = f"SET LOCAL lock_timeout TO {_milliseconds(left)}; " if left < IDLE_SECONDS else ""
                 try:
                     if self.clock is not None:
-                        connection.execute(begin.encode())
+                        connection.execute(f"BEGIN; {limit}{begin}".encode())
                         now = self.clock()
                     else:
-                        cursor = connection.execute(f"{begin}; {_CLOCK}".encode())
+                        cursor = connection.execute(f"BEGIN; {limit}{begin}; {_CLOCK}".encode())
                         while cursor.nextset():
                             pass
                         now = float(cursor.fetchone()[0])  # type: ignore[index]
                     break
+                except psycopg.errors.LockNotAvailable:
+                    self._undo(connection)
+                    self._end_paused(connection)
+                    if time.monotonic() >= end:
+                        raise
+                    stack.close()
                 except BaseException as error:
                     self._undo(connection)
+                    attempt += 1
                     broken = isinstance(error, psycopg.OperationalError) and connection.closed
-                    if not broken or attempt == CONNECTIONS:
+                    if not broken or attempt > CONNECTIONS:
                         raise
                     stack.close()
             yield connection, now
 
     def _again(self) -> Any:
-        end = time.monotonic() + 30
+        end = time.monotonic() + RECONNECT_SECONDS
         while True:
             try:
                 return connect(self.url, self.schema)
-            except BookError:
+            except ConnectionLost:
                 if time.monotonic() > end:
                     raise
             time.sleep(0.2)
@@ -362,18 +429,73 @@ class PostgresLedger:
         except psycopg.Error:
             connection.close()
 
-    def _explained(self, error: BaseException) -> BaseException:
+    def _end_paused(self, connection: psycopg.Connection[Any]) -> None:
+        """End the sessions that hold the book's lock and have waited for their clients for too long.
+
+        The server's own timer does not run within a pipeline, nor after one that ended with a flush.
+        """
         import psycopg
 
+        paused = (
+            f"{_HOLDERS} AND (a.state LIKE 'idle in transaction%%' OR a.wait_event = 'ClientRead') "
+            "AND a.state_change < clock_timestamp() - %s * interval '1 second'"
+        )
+        values = (LOCK, self.schema, IDLE_SECONDS)
+        with suppress(psycopg.Error):
+            # Looked at twice: one that has just ended a long statement goes on.
+            seen = connection.execute(f"SELECT a.pid, a.state_change {paused}", values).fetchall()
+            if seen:
+                time.sleep(0.1)
+            for pid, since in seen:
+                connection.execute(
+                    f"SELECT pg_terminate_backend(a.pid) {paused} AND a.pid = %s AND a.state_change = %s",
+                    (*values, pid, since),
+                )
+
+    def _explained(
+        self, error: BaseException, broken: bool = True, committing: bool = False, seconds: float = math.inf
+    ) -> BaseException:
+        import psycopg
+
+        where, text = redacted(self.url), _line(error)
         if isinstance(error, psycopg.errors.DiskFull):
-            return OSError(f"{redacted(self.url)}: {str(error).strip()}")
+            return OSError(f"{where}: {text}")
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
-            return BookError(f"{redacted(self.url)}: {str(error).strip()}")
+            return BookError(f"{where}: {text}")
         if isinstance(error, (psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected)):
-            return ConcurrentChange(str(error).strip())
+            return ConcurrentChange(text)
+        if isinstance(error, psycopg.errors.LockNotAvailable):
+            waited = min(seconds, ledgers.BUSY_SECONDS)
+            return LockTimeout(f"{where}: other writers held the ledger for {waited:.3g} s{self._holder()}")
+        if isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout):
+            return ConnectionLost(
+                f"{where}: this process paused for more than {IDLE_SECONDS:g} s inside a transaction, and the server "
+                "ended its session; nothing was changed"
+            )
         if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
-            return BookError(f"{redacted(self.url)}: the connection to PostgreSQL broke: {str(error).strip()}")
+            if not broken:
+                return BookError(f"{where}: {text}")
+            if committing:
+                return OutcomeUnknown(
+                    f"{where}: the connection to PostgreSQL broke during the commit, so its outcome is unknown; "
+                    f"repeat the same call: {text}"
+                )
+            return ConnectionLost(f"{where}: the connection to PostgreSQL broke, nothing was changed: {text}")
         return error
+
+    def _holder(self) -> str:
+        """Name a session that holds the book's lock, if there is one now."""
+        import psycopg
+
+        try:
+            with self.connection() as connection:
+                row = connection.execute(
+                    f"SELECT a.pid, a.application_name, COALESCE(a.client_addr::text, 'local'), a.state {_HOLDERS}",
+                    (LOCK, self.schema),
+                ).fetchone()
+        except (psycopg.Error, BookError):
+            return ""
+        return "" if row is None else f": session {row[0]} ({row[1]}, from {row[2]}) holds it, {row[3]}"
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return every row of one query, in one exchange with the server."""

@@ -59,6 +59,11 @@ _GET = (
     "SELECT substring(data FROM 1 FOR 64), octet_length(data), substring(data FROM %s FOR %s)"
     " FROM {} WHERE segment = %s"
 )
+_GET_MANY = (
+    "SELECT substring(blobs.data FROM place.start FOR place.length)"
+    " FROM unnest(%s::text[], %s::int[], %s::int[]) WITH ORDINALITY AS place(segment, start, length, number)"
+    " LEFT JOIN {} AS blobs ON blobs.segment = place.segment ORDER BY place.number"
+)
 _HAS = "SELECT 1 FROM {} WHERE segment = %s"
 _SIZES = "SELECT split_part(segment, '/', 1) AS name, sum(octet_length(data))::bigint FROM {} GROUP BY name"
 _REMOVE = f"DELETE FROM {{}} WHERE segment = %s AND {_QUIETLY} RETURNING octet_length(data)"
@@ -137,6 +142,41 @@ class PostgresShelf:
                 memory[filled : filled + len(data)] = data
                 filled += len(data)
         return memoryview(memory)
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each place, in one statement; each has at most two rows."""
+        segments = list(dict.fromkeys(check_place(place).segment for place in places))
+        if not places or max(place.length for place in places) > ROW_BYTES:
+            return [self.get(place) for place in places]
+        # In one snapshot with the header of each segment, which says whether the segment is there.
+        ranges = [(segment, 1, ALIGN) for segment in segments]
+        counts = []
+        for place in places:
+            rows = range(place.offset // ROW_BYTES, max(place.stop - 1, place.offset) // ROW_BYTES + 1)
+            counts.append(len(rows))
+            for number in rows:
+                start, stop = (min(max(byte - number * ROW_BYTES, 0), ROW_BYTES) for byte in (place.offset, place.stop))
+                ranges.append((_row_name(place.segment, number), start + 1, stop - start))
+        columns = [list(column) for column in zip(*ranges, strict=True)]
+
+        def select(connection: psycopg.Connection[Any]) -> list[Buffer]:
+            rows = connection.execute(self._sql(_GET_MANY), columns, binary=True).fetchall()
+            data = [None if row[0] is None else bytes(row[0]) for row in rows]
+            for segment, head in zip(segments, data, strict=False):
+                if head is None:
+                    raise MissingSegment(segment)
+                check_header(head, segment)
+            pieces: list[Buffer] = []
+            at = len(segments)
+            for place, count in zip(places, counts, strict=True):
+                piece = b"".join(part or b"" for part in data[at : at + count])
+                if len(piece) != place.length:
+                    raise too_short(place, self._sizes(connection).get(place.segment, 0))
+                pieces.append(piece)
+                at += count
+            return pieces
+
+        return self._run(select)
 
     def _sizes(self, connection: psycopg.Connection[Any]) -> dict[str, int]:
         return dict(sorted(connection.execute(self._sql(_SIZES)).fetchall()))

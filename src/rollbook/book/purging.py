@@ -85,8 +85,7 @@ def purge(book: Book) -> int:
             found = tx.all(f"SELECT work.seq, work.reason {_evicted(tx)} AND work.seq IN ({marks})", part)
             count += _take_bytes(tx, found)
     if count or unused:
-        with book.ledger.write() as tx:
-            _forget_media(tx)
+        _forget_media(book)
     return count
 
 
@@ -104,10 +103,15 @@ def _take_bytes(tx: Transaction, found: Sequence[tuple[int, str]]) -> int:
     return len(found)
 
 
-def _forget_media(tx: Transaction) -> None:
+def _forget_media(book: Book) -> None:
     """Media that no record uses: their bytes are garbage."""
-    tx.run(MARK.format(f"SELECT DISTINCT segment, 0 FROM media WHERE {_UNUSED}"))
-    tx.run(f"DELETE FROM media WHERE {_UNUSED}")
+    with book.ledger.read() as tx:
+        hashes = [key for (key,) in tx.all(f"SELECT hash FROM media WHERE {_UNUSED}")]
+    for marks, part in chunks(hashes):
+        with book.ledger.write() as tx:
+            unused = f"hash IN ({marks}) AND {_UNUSED}"
+            tx.run(MARK.format(f"SELECT DISTINCT segment, 0 FROM media WHERE {unused}"), part)
+            tx.run(f"DELETE FROM media WHERE {unused}", part)
 
 
 def take_finished(book: Book, least: int, most: int) -> int:
@@ -148,12 +152,32 @@ def take_finished(book: Book, least: int, most: int) -> int:
         with book.ledger.write() as tx:
             found = tx.all(f"SELECT work.seq {_finished(tx)} AND work.seq IN ({marks})", part)
             count += _take_bytes(tx, [(seq, "quota") for (seq,) in found])
-    with book.ledger.write() as tx:
-        _forget_media(tx)
+    _forget_media(book)
     return count
 
 
 # --- bytes that must go ---------------------------------------------------------------------------------------------
+
+
+def seal_purged(tx: Transaction, book: Book, segment: str) -> None:
+    """End this writer's open segment if bytes in it must go, so that the next compaction, of any process, can write it
+    anew. Other shelves than a folder's and memory's have no open segments."""
+    if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)) is not None:
+        book.shelf.seal()
+
+
+def pending(book: Book) -> dict[str, str]:
+    """Segments that hold deleted or redacted bytes, and what the removal of these waits for."""
+    with book.ledger.read() as tx:
+        segments = [segment for (segment,) in tx.all("SELECT segment FROM purges ORDER BY segment")]
+    return {
+        segment: "a writer has it open: it ends the segment when it appends next or closes the book, and a compaction "
+        "after that removes the bytes"
+        if book.shelf.busy(segment)
+        else "the next compaction removes the bytes"
+        for segment in segments
+        if book.shelf.has(segment)
+    }
 
 
 def look_for_forgotten(book: Book) -> None:
@@ -164,14 +188,15 @@ def look_for_forgotten(book: Book) -> None:
         since = int(row[0]) if row is not None else 0
         last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0])
         seqs = tx.all("SELECT DISTINCT seq FROM events WHERE id > ? AND kind IN ('deleted', 'redacted')", (since,))
-        names: set[str] = set()
-        for marks, part in chunks([seq for (seq,) in seqs]):
-            for (uid,) in tx.all(f"SELECT uid FROM records WHERE seq IN ({marks})", part):
-                # A rewound record's id has its number behind it.
-                names |= {uid, uid.rpartition("~")[0]}
         listed = {row[0] for row in tx.all("SELECT segment FROM purges")}
     if last == since:
         return
+    names: set[str] = set()
+    for marks, part in chunks([seq for (seq,) in seqs]):
+        with book.ledger.read() as tx:
+            uids = [uid for (uid,) in tx.all(f"SELECT uid FROM records WHERE seq IN ({marks})", part)]
+        # A rewound record's id has its number behind it.
+        names.update(uids, (uid.rpartition("~")[0] for uid in uids))
     found = []
     if names:
         for segment, size in book.shelf.segments().items():

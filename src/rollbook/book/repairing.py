@@ -2,7 +2,7 @@
 
 Invariant: nothing is destroyed: what a repair changes was copied or moved aside first, and what it could not recover is
 named. A record that was deleted or redacted does not come back. What the ledger lost of the past is not made up: a
-record whose history is not known is dropped as `recovered` for the consumers that there are, and new to others.
+record whose history is not known is quarantined, and offered to no consumer until `repair(url, offer=True)`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.addresses import POSTGRES, redacted
-from rollbook.book import checking, consumers, groups, inbox, inspecting, reading, rebuilding, tags, work
+from rollbook.book import (
+    checking,
+    consumers,
+    deletions,
+    groups,
+    inbox,
+    inspecting,
+    quarantine,
+    reading,
+    rebuilding,
+    tags,
+    work,
+)
 from rollbook.book import schema as tables
 from rollbook.book.book import Book
 from rollbook.book.checking import Past, readable
@@ -25,10 +37,13 @@ from rollbook.book.disk import Disk
 from rollbook.book.errors import BookError, NewerLayout, NotABook
 from rollbook.book.findings import Report
 from rollbook.book.inspecting import PAGE
-from rollbook.book.ledger import SQLiteLedger, Transaction, check_files, chunks
+from rollbook.book.ledger import BUSY_SECONDS, SQLiteLedger, Transaction, check_files, chunks
+from rollbook.book.locks import folder_lock
 from rollbook.book.opening import LEDGER, _folder, _postgres
 from rollbook.book.opening import open as open_book
+from rollbook.book.quarantine import QUARANTINED
 from rollbook.book.rebuilding import LOGS
+from rollbook.book.salvaging import Lost
 from rollbook.book.shelves import FolderShelf, Place, is_name
 from rollbook.errors import WireError
 from rollbook.files import FOLDER, make_private, private_opener
@@ -38,8 +53,13 @@ OLD_SECONDS = 60.0
 """A temporary file younger than this may be a living writer's."""
 
 
-def repair(url: str | os.PathLike[str]) -> Report:
+def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
     """Mend a book, and say what was done and what is lost; `report.ok` says whether all is well now.
+
+    Args:
+        url: The book's folder, or `postgresql://...`.
+        offer: Release quarantined records: those that a repair, now or before, recovered without knowing whether they
+            were trained on. They can be read, but are leased only after this.
 
     A folder whose ledger is damaged or missing gets a new one, of what can be read of the old one and what is found in
     the segments. What is changed is copied first, to `<folder>.before-repair-<time>` beside the folder; of a book in
@@ -51,14 +71,15 @@ def repair(url: str | os.PathLike[str]) -> Report:
     ...         _ = book.append([rollbook.Experience(eid={"suffix": "a"}, tokens=[1, 2, 3])])
     ...     os.unlink(f"{folder}/demo/ledger.sqlite")
     ...     report = repair(f"{folder}/demo")
-    ...     with rollbook.open(f"{folder}/demo") as book:
-    ...         report.ok, report.repairs["recovered"], book.counts().waiting
-    (True, 1, 1)
+    ...     [finding.kind for finding in report.findings], report.repairs["recovered"]
+    ...     repair(f"{folder}/demo", offer=True).ok
+    (['quarantined'], 1)
+    True
     """
     address = os.fspath(url)
     if address.startswith(POSTGRES):
         with Book(address, *_postgres(address, "r+", None, {}, None)) as book:
-            return _mended(book, Report(book.url), lambda: _copy_schema(book))
+            return _mended(book, Report(book.url), lambda: _copy_schema(book), offer)
     if "://" in address:
         raise ValueError(f"url: got {redacted(address)!r}, expected a folder or 'postgresql://...'")
     folder = Path(os.path.abspath(os.path.expanduser(address)))
@@ -71,8 +92,15 @@ def repair(url: str | os.PathLike[str]) -> Report:
     if why is None:
         # Not opened as users do: that looks at a consumer, which may be what is damaged.
         with Book(address, *_folder(folder, "r+", 256 << 20, None, Disk())) as book:
-            return _mended(book, report, lambda: _copy_ledger(path, _aside(folder)))
-    return _rebuilt(folder, path, report, why)
+            return _mended(book, report, lambda: _copy_ledger(path, _aside(folder)), offer)
+    # Write transactions share this lock: those that come later see that the ledger is another one, and raise.
+    with folder_lock(folder, shared=False, seconds=BUSY_SECONDS) as alone:
+        if not alone:
+            raise BookError(f"{folder}: other processes wrote to the book for {BUSY_SECONDS:g} s; repair it later")
+        why = _unsound(address, path)
+        if why is not None:
+            return _rebuilt(folder, path, report, why, offer)
+    return repair(url, offer=offer)  # Another repair was faster.
 
 
 def _unsound(address: str, path: Path) -> str | None:
@@ -91,15 +119,26 @@ def _unsound(address: str, path: Path) -> str | None:
     return next((f"{each.where}: {each.what}" for each in report.findings), None)
 
 
-def _mended(book: Book, report: Report, copy: Any) -> Report:
+_UNMENDED = {"orphan", "unused", "stranger", "event", QUARANTINED}
+
+
+def _mended(book: Book, report: Report, copy: Any, offer: bool) -> Report:
     """Mend a book whose ledger can be read."""
     before = checking.check(book)
-    if not before.counts or set(before.counts) <= {"orphan", "unused", "stranger", "event"}:
-        before.aside = None
+    well = set(before.counts) <= _UNMENDED
+    if well and not (offer and before.counts[QUARANTINED]):
         return before
     report.aside = copy()
-    _mend(book, report)
+    if not well:
+        _mend(book, report)
+    if offer:
+        _release(book, report)
     return _with_check(book, report)
+
+
+def _release(book: Book, report: Report) -> None:
+    with book.ledger.write() as tx:
+        report.did("offered", "quarantined records are offered for training", count=quarantine.release(tx))
 
 
 def _with_check(book: Book, report: Report) -> Report:
@@ -161,10 +200,12 @@ def _sync(path: str) -> None:
 # --- mending, in order ----------------------------------------------------------------------------------------------
 
 
-def _mend(book: Book, report: Report) -> None:
-    _mend_consumers(book, report)
+def _mend(book: Book, report: Report, lost: Lost | None = None) -> None:
+    complete = _mend_consumers(book, report)
+    if lost is not None and not complete:
+        _quarantine_all(book)
     _mend_records(book, report)
-    _mend_work(book, report)
+    _mend_work(book, report, lost is not None and lost.any("events"))
     _mend_leases(book, report)
     _mend_counts(book, report)
     if isinstance(book.shelf, FolderShelf) and report.aside is not None:
@@ -173,7 +214,25 @@ def _mend(book: Book, report: Report) -> None:
         work.record(tx, [work.Event("repaired", detail=dict(report.repairs))])
 
 
-def _mend_consumers(book: Book, report: Report) -> None:
+def _quarantine_all(book: Book) -> None:
+    """Hold all records back from new consumers: one that takes a lost consumer's name would train on them again."""
+    last = 0
+    while True:
+        with book.ledger.write() as tx:
+            rows = tx.all(
+                f"SELECT seq FROM records WHERE evaluation = 0 AND gone IS NULL AND seq > ? ORDER BY seq LIMIT {PAGE}",
+                (last,),
+            )
+            if not rows:
+                return
+            seqs = [seq for (seq,) in rows]
+            members = quarantine.members(tx, seqs)
+            quarantine.add(tx, [seq for seq in seqs if seq not in members])
+        last = seqs[-1]
+
+
+def _mend_consumers(book: Book, report: Report) -> bool:
+    """Reset what cannot be read of consumers, and make those again that others' rows name; whether none was missing."""
     with book.ledger.write() as tx:
         for number, why in readable(tx)[1].items():
             settings, state, name = tx.one("SELECT settings, state, name FROM consumers WHERE id = ?", (number,))
@@ -194,13 +253,18 @@ def _mend_consumers(book: Book, report: Report) -> None:
                 "state <> 'dropped') WHERE id = ?",
                 (settings, state, number, number, number),
             )
-        lost = tx.all("SELECT DISTINCT consumer FROM work WHERE consumer NOT IN (SELECT id FROM consumers) ORDER BY 1")
+        lost = tx.all(
+            f"SELECT consumer FROM work WHERE consumer NOT IN (SELECT id FROM consumers) AND {consumers.NOT_REMOVED} "
+            "UNION SELECT consumer FROM events WHERE consumer IS NOT NULL "
+            f"AND consumer NOT IN (SELECT id FROM consumers) AND {consumers.NOT_REMOVED} ORDER BY 1"
+        )
         for (number,) in lost:
             # The first consumer of every book is "train".
             name = "train" if number == 1 else f"recovered-{number}"
             made = consumers.make(tx, name, Settings())
             tx.run("UPDATE consumers SET id = ? WHERE id = ?", (number, made.id))
             report.did("consumer", f"number {number} had no row: it has the settings of a new one now", name)
+        return not lost and tx.one("SELECT 1 FROM consumers LIMIT 1") is not None
 
 
 def _mend_records(book: Book, report: Report) -> None:
@@ -303,8 +367,8 @@ def _copy(disk: Disk, source: str, target: str) -> None:
         os.fsync(copy.fileno())
 
 
-def _mend_work(book: Book, report: Report) -> None:
-    """One row for each record and consumer; what is missing is made from the events."""
+def _mend_work(book: Book, report: Report, gaps: bool) -> None:
+    """One row for each record and consumer; what is missing is made from the events. `gaps`: some of these are lost."""
     inbox.drain_all(book)
     with book.ledger.write() as tx:
         stray = (
@@ -319,11 +383,11 @@ def _mend_work(book: Book, report: Report) -> None:
         report.did("work", "rows in no known state, made anew from their events", count=count)
         tx.run("DELETE FROM inbox")  # what is in it is missing in `work`
         for consumer in consumers.all_consumers(tx):
-            _enter_missing(tx, book, consumer, report)
+            _enter_missing(tx, book, consumer, report, gaps)
             consumers.save(tx, consumer)
 
 
-def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Report) -> None:
+def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Report, gaps: bool) -> None:
     key = consumer.settings.sampler.key
     while True:
         found = tx.all(
@@ -342,18 +406,24 @@ def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Repo
             for marks, part in chunks([row[0] for row in found])
             for (seq,) in tx.all(f"SELECT seq FROM events WHERE kind = 'admitted' AND seq IN ({marks})", part)
         }
+        quarantined = quarantine.members(tx, stored)
         made = []
+        unknown = []
         for seq, uid, gid, version, gone in found:
             mine = said.get((seq, consumer.id), Past())
-            reason = gone or (
-                mine.reason if mine.kind == work.DROPPED else None if seq in known else rebuilding.RECOVERED
-            )
+            reason = gone or (mine.reason if mine.kind == work.DROPPED else None)
+            if gone is None and mine.kind not in (work.DROPPED, work.TRAINED):
+                if seq not in quarantined and (gaps or seq not in known):
+                    unknown.append(seq)
+                reason = QUARANTINED if seq in quarantined or gaps or seq not in known else None
             row = inbox.new_row(consumer, seq, gid, version, numbers.get(seq), reason)
             uses = len(mine.acks)
             if mine.kind == work.TRAINED:
                 row = row._replace(state=work.TRAINED, reason=None)
             made.append(row._replace(uses=uses))
             report.did("work", f"consumer {consumer.name!r} had no row for it: {row.state} now, as its events say", uid)
+        if unknown:
+            quarantine.add(tx, unknown)
         work.enter(tx, consumer, made)
 
 
@@ -417,7 +487,7 @@ def _mend_files(shelf: FolderShelf, aside: str, report: Report) -> None:
 # --- a new ledger ---------------------------------------------------------------------------------------------------
 
 
-def _rebuilt(folder: Path, path: Path, report: Report, why: str) -> Report:
+def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) -> Report:
     """A ledger made of what can be read of the old one and of the segments, in its place."""
     disk = Disk()
     shelf = FolderShelf(str(folder), disk)
@@ -432,22 +502,27 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str) -> Report:
     for tail in LOGS:
         if os.path.exists(f"{path}{tail}"):
             _copy(disk, f"{path}{tail}", os.path.join(aside, LEDGER + tail))
-    fresh = folder / f".{LEDGER}.{os.urandom(8).hex()}.tmp"
+    # In a folder of its own, which has a lock of its own.
+    work_folder = folder / f".repair.{os.urandom(8).hex()}.tmp"
+    work_folder.mkdir(FOLDER)
+    fresh = work_folder / LEDGER
     try:
         ledger = SQLiteLedger(fresh)
         try:
             tables.prepare(ledger, create=True, where=str(folder), meta={})
             book = Book(str(folder), ledger, shelf)
             lost = rebuilding.take_rows(book, aside, report)
-            rebuilding.take_parts(book, sizes, lost, report)
-            _mend(book, report)
+            rebuilding.take_parts(book, sizes, lost, *deletions.read(folder, disk), report)
+            _mend(book, report, lost)
+            if offer:
+                _release(book, report)
         finally:
             ledger.close()
+            shelf.close()
         _settle(fresh, path)
         disk.sync_folder(str(folder))
     finally:
-        for tail in LOGS:
-            Path(f"{fresh}{tail}").unlink(missing_ok=True)
+        shutil.rmtree(work_folder)
     with open_book(folder, "r") as book:
         return _with_check(book, report)
 

@@ -12,11 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import near
-from rollbook.book import additions, attachments, consumers, digests, inbox, kinds, reading, tags, work
+from rollbook.book import (
+    additions,
+    attachments,
+    consumers,
+    deletions,
+    digests,
+    inbox,
+    kinds,
+    purging,
+    reading,
+    tags,
+    work,
+)
 from rollbook.book.consumers import Consumer
+from rollbook.book.deletions import Deletion
 from rollbook.book.errors import BookError, Conflict
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.naming import text_of
+from rollbook.book.windows import reached
 from rollbook.equality import same
 from rollbook.experiences import from_rows
 from rollbook.fields import FIELDS
@@ -30,6 +44,11 @@ if TYPE_CHECKING:
 Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
 """From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""
 _TRIES = 50
+_AT_ONCE = 1000
+"""How many records one transaction of a deletion holds: others wait for it."""
+_REDACTED_AT_ONCE = 500
+_REDACTED_BYTES = 16 << 20
+"""How many records, and about how many bytes, a redaction reads and writes at once."""
 
 
 def rewrite(
@@ -43,6 +62,7 @@ def rewrite(
     given: Sequence[bytes] | None = None,
     retrain: bool | str = False,
     also: Admit | None = None,
+    timeout: float | None = None,
 ) -> list[int]:
     """Replace records by what `change` makes of them, and admit those of `also` in the same transaction; the places of
     those that it changed. If it changes none, none are admitted either."""
@@ -58,7 +78,7 @@ def rewrite(
         if not made:
             return []
         many = from_rows([new for _, _, _, new, _ in made])
-        lifted = attachments.lift(many)
+        lifted = attachments.lift(many, evaluation=[before[seq][2] for _, seq, *_ in made])
         blobs = list(lifted.blobs)
         parts = [encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)]
         if book.quota is not None and kind != "redacted":  # What must go is never kept for want of room.
@@ -70,43 +90,54 @@ def rewrite(
         places = book.shelf.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
         found_tags = tags.tags(many)
+        digest = digests.digests(many).whole if given is None else [given[i] for i, *_ in made]
         values: dict[str, list[float | None]] = {}
-        with inbox.drained(book) as tx:
+        with inbox.drained(book, timeout=timeout) as tx:
             if _revisions(tx, seqs) != before or not book.shelf.has(places[0].segment):
                 continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
             if kind == "redacted":
                 to_purge(tx, [seq for _, seq, *_ in made])
                 _scrub(tx, seqs)
+            purging.seal_purged(tx, book, places[0].segment)
             share = -(-places[0].length // len(made))
-            for slot, (i, seq, old, new, names) in enumerate(made):
-                n = before[seq][0] + 1
-                tag = found_tags[slot]
-                changed = ", ".join(
-                    f"{name} = ?"
-                    for name in (*tags.Tags._fields, "revision", "segment", "start", "size", "slot", "bytes")
-                )
-                tx.run(
-                    f"UPDATE records SET {changed} WHERE seq = ?",
-                    (*tag, n, places[0].segment, places[0].offset, places[0].length, slot, share, seq),
-                )
-                tx.run(
-                    "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (seq, n, tx.now, author, reason, ",".join(names), None if given is None else given[i]),
-                )
-                tx.run("DELETE FROM media_uses WHERE seq = ?", (seq,))
-                uses = lifted.uses[slot] if lifted.uses else ()
-                for key in uses:
-                    place = media[key]
-                    tx.run(
-                        "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                        (key, place.segment, place.offset, place.length),
+            columns = (*tags.Tags._fields, "revision", "segment", "start", "size", "slot", "bytes")
+            place = (places[0].segment, places[0].offset, places[0].length)
+            tx.many(
+                f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
+                [
+                    (*found_tags[slot], before[seq][0] + 1, *place, slot, share, seq)
+                    for slot, (_, seq, *_) in enumerate(made)
+                ],
+            )
+            tx.many(
+                "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        *(seq, before[seq][0] + 1, tx.now, author, reason, ",".join(names)),
+                        digest[slot],
                     )
-                    tx.run("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", (key, seq))
-                detail: dict[str, Any] = {"author": author, "fields": list(names), "revision": n}
+                    for slot, (_, seq, _, _, names) in enumerate(made)
+                ],
+            )
+            tx.many("DELETE FROM media_uses WHERE seq = ?", [(seq,) for _, seq, *_ in made])
+            uses = [
+                (key, seq)
+                for (_, seq, *_), keys in zip(made, lifted.uses or [()] * len(made), strict=True)
+                for key in keys
+            ]
+            tx.many(
+                "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                [(key, media[key].segment, media[key].offset, media[key].length) for key, _ in uses],
+            )
+            tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", uses)
+            events = []
+            for _, seq, old, new, names in made:
+                detail: dict[str, Any] = {"author": author, "fields": list(names), "revision": before[seq][0] + 1}
                 if kind == "revised":
                     detail["was"] = {name: _scalar(old, name) for name in names if _scalar(old, name) is not None}
                     detail["is"] = {name: _scalar(new, name) for name in names if _scalar(new, name) is not None}
-                work.record(tx, [work.Event(kind, seq, reason=reason, detail=detail)])
+                events.append(work.Event(kind, seq, reason=reason, detail=detail))
+            work.record(tx, events)
             tx.many(
                 "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(kinds.kinds_of(many))
             )
@@ -121,17 +152,20 @@ def rewrite(
                     follow(tx, consumer, _siblings(tx, [tag.gid for tag in found_tags], seqs_made), None, True)
             if also is not None:
                 also(tx)
+            if kind == "redacted":
+                blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in made]
+                deletions.add(book.shelf, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
         return [i for i, *_ in made]
     raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
 
 
-def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None]]:
-    """How often each was revised, and why it is gone, if it is."""
-    found: dict[int, tuple[int, str | None]] = {}
+def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
+    """How often each was revised, why it is gone, if it is, and whether it is for evaluation."""
+    states: dict[int, tuple[int, str | None, bool]] = {}
     for marks, part in chunks(seqs):
-        rows = tx.all(f"SELECT seq, revision, gone FROM records WHERE seq IN ({marks})", part)
-        found.update((seq, (revision, gone)) for seq, revision, gone in rows)
-    return found
+        rows = tx.all(f"SELECT seq, revision, gone, evaluation FROM records WHERE seq IN ({marks})", part)
+        states.update((seq, (revision, gone, bool(evaluation))) for seq, revision, gone, evaluation in rows)
+    return states
 
 
 def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
@@ -194,6 +228,7 @@ def add(
     revisions: Sequence[tuple[int, int]],
     author: str,
     also: Admit | None,
+    timeout: float | None = None,
 ) -> list[str]:
     """Late fields that came with records the book has already, and new records beside them if they change any; the ids
     of those that they changed."""
@@ -211,7 +246,9 @@ def add(
 
     digest = [coming.digests.whole[i] for i in indices]
     seqs = [seq for _, seq in revisions]
-    revised = rewrite(book, seqs, change, kind="revised", author=author, reason="append", given=digest, also=also)
+    revised = rewrite(
+        book, seqs, change, kind="revised", author=author, reason="append", given=digest, also=also, timeout=timeout
+    )
     if len(revised) < len(seqs):
         _remember(book, seqs, digest, author)
     return [coming.tags[indices[i]].uid for i in revised]
@@ -303,8 +340,34 @@ def redact(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: st
         names = [name for name, head in heads.items() if not same(getattr(old, head), getattr(new, head))]
         return (new, names) if names else None
 
-    seqs = reading.numbers_of(book, uids)
-    return len(rewrite(book, seqs, change, kind="redacted", author=author, reason=reason))
+    seqs = list(dict.fromkeys(reading.numbers_of(book, uids)))
+    return sum(
+        len(rewrite(book, piece, change, kind="redacted", author=author, reason=reason))
+        for piece in _pieces(book, seqs)
+    )
+
+
+def _pieces(book: Book, seqs: Sequence[int]) -> list[list[int]]:
+    """Split records into pieces that are rewritten together; raise if one of them has no bytes."""
+    pieces: list[list[int]] = []
+    room = 0
+    for start in range(0, len(seqs), _AT_ONCE):
+        part = seqs[start : start + _AT_ONCE]
+        with book.ledger.read() as tx:
+            places = reading.locate(tx, part)
+            sizes = dict(
+                row
+                for marks, some in chunks(part)
+                for row in tx.all(f"SELECT seq, bytes FROM records WHERE seq IN ({marks})", some)
+            )
+        reading.check_present(book, part, places)
+        for seq in part:
+            if not pieces or len(pieces[-1]) == _REDACTED_AT_ONCE or sizes[seq] > room:
+                pieces.append([])
+                room = _REDACTED_BYTES
+            pieces[-1].append(seq)
+            room -= sizes[seq]
+    return pieces
 
 
 def to_purge(tx: Transaction, seqs: Sequence[int]) -> None:
@@ -331,32 +394,34 @@ def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) 
     """See `Book.delete`."""
     seqs = reading.numbers_of(book, uids)
     count = 0
-    with inbox.drained(book) as tx:
-        fresh = []
-        for marks, part in chunks(seqs):
-            fresh += [
-                row[0]
-                for row in tx.all(
-                    f"SELECT seq FROM records WHERE seq IN ({marks}) AND (gone IS NULL OR gone <> 'deleted')", part
-                )
-            ]
-        to_purge(tx, fresh)
-        for seq in fresh:
-            tx.run(
-                "UPDATE records SET gone = 'deleted', segment = NULL, start = NULL, size = NULL, slot = NULL, "
-                "bytes = 0, reward = NULL, scored = 0 WHERE seq = ?",
-                (seq,),
-            )
-            tx.run("DELETE FROM media_uses WHERE seq = ?", (seq,))
-            work.record(tx, [work.Event("deleted", seq, reason=reason, detail={"author": author})])
-            count += 1
-        for consumer in consumers.all_consumers(tx):
-            found = [
-                row
-                for row in work.rows_of(tx, consumer, fresh)
-                if row.state in (work.WAITING, work.COOLING, work.LEASED)
-            ]
-            work.drop(tx, consumer, found, "deleted")
-            consumers.save(tx, consumer)
-        _scrub(tx, fresh)
+    for start in range(0, len(seqs), _AT_ONCE):
+        with inbox.drained(book) as tx:
+            count += _delete(tx, book, seqs[start : start + _AT_ONCE], author, reason)
+        reached("during delete")
     return count
+
+
+def _delete(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
+    """Delete those of these records that are not deleted yet; how many."""
+    present = tx.all(
+        f"SELECT seq, uid FROM records WHERE seq {tx.in_ints} AND (gone IS NULL OR gone <> 'deleted')",
+        (tx.array(seqs),),
+    )
+    fresh = [seq for seq, _ in present]
+    to_purge(tx, fresh)
+    tx.run(
+        "UPDATE records SET gone = 'deleted', segment = NULL, start = NULL, size = NULL, slot = NULL, "
+        f"bytes = 0, reward = NULL, scored = 0 WHERE seq {tx.in_ints}",
+        (tx.array(fresh),),
+    )
+    tx.run(f"DELETE FROM media_uses WHERE seq {tx.in_ints}", (tx.array(fresh),))
+    work.record(tx, [work.Event("deleted", seq, reason=reason, detail={"author": author}) for seq in fresh])
+    for consumer in consumers.all_consumers(tx):
+        rows = work.rows_of(tx, consumer, fresh)
+        work.drop(
+            tx, consumer, [row for row in rows if row.state in (work.WAITING, work.COOLING, work.LEASED)], "deleted"
+        )
+        consumers.save(tx, consumer)
+    _scrub(tx, fresh)
+    deletions.add(book.shelf, [Deletion(uid, tx.now, author, reason) for _, uid in present])
+    return len(fresh)

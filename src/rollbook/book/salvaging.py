@@ -10,13 +10,14 @@ import os
 import sqlite3
 import struct
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from rollbook.book import attachments
 from rollbook.book.errors import Damaged
 from rollbook.book.identities import ids
+from rollbook.book.pages import PageFile, Row
 from rollbook.book.schema import TABLES
-from rollbook.book.shelves import ALIGN, MissingSegment, Place
+from rollbook.book.shelves import ALIGN, MissingSegment, Place, is_name
 from rollbook.errors import WireError
 from rollbook.experiences import Experiences
 from rollbook.wire import HEADER_BYTES, decode, read_header
@@ -60,14 +61,16 @@ def connect(path: str, fresh: str) -> sqlite3.Connection | None:
     Where its first page is damaged, which says where the tables begin, that of `fresh` takes its place, a ledger that
     was just made: tables are always made in the same order, and so begin on the same pages.
     """
+    _apply_log(path)
+    size = page_bytes(path)
+    os.truncate(path, os.path.getsize(path) // size * size)  # Half a page would be read as one that ends in zeros.
     for transplant in (False, True):
-        if transplant:
-            _apply_log(path)
-            if not _transplant(path, fresh):
-                return None
+        if transplant and not _transplant(path, fresh):
+            return None
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             connection.execute("PRAGMA trusted_schema=OFF")
+            connection.execute("PRAGMA writable_schema=ON")  # A file that is shorter than it says is read, too.
             connection.execute("PRAGMA cell_size_check=ON")
             found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if found & set(TABLES):
@@ -78,6 +81,12 @@ def connect(path: str, fresh: str) -> sqlite3.Connection | None:
     return None
 
 
+def page_bytes(path: str) -> int:
+    """How long a page of a SQLite file is."""
+    with open(path, "rb") as file:
+        return PageFile(file).size
+
+
 def _transplant(path: str, fresh: str) -> bool:
     """Write the pages of a fresh ledger's schema over those of a damaged one; whether both have the same pages."""
     with open(fresh, "rb") as file:
@@ -86,14 +95,14 @@ def _transplant(path: str, fresh: str) -> bool:
     pages = [1, *_children(good)]
     with open(path, "r+b") as file:
         length = file.seek(0, os.SEEK_END)
-        if length < size * max(pages) or length % size:
+        if length < size * max(pages):
             return False
         for page in pages:
             file.seek((page - 1) * size)
             file.write(good[(page - 1) * size : page * size])
         # How many pages there are, and none that are free: what the header says of those is not known any more.
         file.seek(28)
-        file.write(struct.pack(">III", length // size, 0, 0))
+        file.write(struct.pack(">III", -(-length // size), 0, 0))
     return True
 
 
@@ -208,6 +217,57 @@ def _reads(connection: sqlite3.Connection, sql: str, at: int) -> bool:
     except sqlite3.Error:
         return False
     return True
+
+
+_COLUMNS = {
+    table: [column.split() for column in columns if not column.startswith("PRIMARY KEY")]
+    for table, columns in TABLES.items()
+}
+
+
+def page_rows(file: BinaryIO) -> Iterator[tuple[str, Row]]:
+    """(table, row) of all rows on intact pages of a ledger, whether its b-trees lead to them or not."""
+    for rows in PageFile(file).tables():
+        tables = [table for table in _COLUMNS if all(_fits_table(table, row) for row in rows)]
+        if len(tables) > 1:
+            tables = _told_apart(tables, rows)
+        for table in tables[:1]:
+            for number, *values in rows:
+                yield table, tuple(values) if not _is_numbered(table) else (number, *values[1:])
+
+
+def page_numbers(file: BinaryIO) -> Iterator[tuple[str, int]]:
+    """(id, number) of records, from intact pages of the ledger's index of ids."""
+    for entries in PageFile(file).indices():
+        if all(len(entry) == 2 and type(entry[0]) is str and type(entry[1]) is int for entry in entries):
+            yield from ((uid, seq) for uid, seq in entries if uid.count("/") == 4)
+
+
+def _is_numbered(table: str) -> bool:
+    """Whether the first column is the row's number, which a record leaves out."""
+    return _COLUMNS[table][0][1] == "{EVENT_ID}" or _COLUMNS[table][0][1:] == ["{INT}", "PRIMARY", "KEY"]
+
+
+def _fits_table(table: str, row: Row) -> bool:
+    number, *values = row
+    columns = _COLUMNS[table]
+    if len(values) != len(columns):
+        return False
+    if _is_numbered(table):
+        if values[0] is not None:
+            return False
+        values[0] = number
+    return all(map(_fits, values, columns))
+
+
+def _told_apart(tables: list[str], rows: list[Row]) -> list[str]:
+    """Tables of two columns look alike: tell them by what they hold."""
+    first = [row[1] for row in rows]
+    if "meta" in tables:
+        return ["meta" if "layout" in first else "columns"]
+    if all(map(is_name, first)):
+        return ["purges"]
+    return ["media_uses"] if "media_uses" in tables and all(len(text) == 64 for text in first) else []
 
 
 def _fits(value: Any, column: list[str]) -> bool:

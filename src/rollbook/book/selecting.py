@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -175,15 +176,14 @@ class Selection:
     def batches(self, rows: int = PIECE) -> Iterator[Experiences]:
         """Records piece by piece; those whose bytes are gone are left out."""
         for piece in self._pieces(whole_number("rows", rows, 1)):
-            seqs = [seq for seq, _, segment, *_ in piece if segment is not None]
-            if seqs:
-                yield reading.fetch(self._book, seqs)
+            located = _locations(piece)
+            present, records = reading.fetch_present(self._book, list(located), located=located)
+            if present:
+                yield records
 
     def __iter__(self) -> Iterator[Any]:
         for piece in self._pieces():
-            seqs = [seq for seq, _, segment, *_ in piece if segment is not None]
-            for part in reading.fetch_parts(self._book, seqs):
-                yield from part
+            yield from reading.fetch_rows(self._book, _locations(piece))
 
     def scan(self, columns: Sequence[str] | None = None, rows: int = PIECE) -> Iterator[pa.RecordBatch]:
         """Arrow batches of some columns; see `Book.scan`."""
@@ -191,13 +191,13 @@ class Selection:
         return scan(self._book, self, columns, rows)
 
     def _pieces(self, rows: int = PIECE) -> Iterator[list[Any]]:
-        """(seq, uid, segment, start, size, slot, gone) of the records that meet all conditions."""
+        """(seq, uid, segment, start, size, slot, gone, bytes) of the records that meet all conditions."""
         sql, values = in_ledger(self._asked)
         last = 0
         while True:
             with self._book.ledger.read() as tx:
                 found = tx.all(
-                    "SELECT seq, uid, segment, start, size, slot, gone FROM records "
+                    "SELECT seq, uid, segment, start, size, slot, gone, bytes FROM records "
                     f"WHERE seq > ? AND {sql} ORDER BY seq LIMIT ?",
                     (last, *values, rows),
                 )
@@ -213,24 +213,27 @@ class Selection:
                 return
 
     def _filtered(self, piece: list[Any], condition: Condition) -> list[Any]:
-        stored = [row for row in piece if row[2] is not None]
-        if not stored:
-            return []
-        values = dict(
-            zip([row[0] for row in stored], _values(self._book, [row[0] for row in stored], condition[0]), strict=True)
-        )
-        return [row for row in stored if _meets(values[row[0]], condition)]
+        values = _values(self._book, [row[0] for row in piece if row[2] is not None], condition[0])
+        return [row for row in piece if row[0] in values and _meets(values[row[0]], condition)]
 
     def __repr__(self) -> str:
         shown = " and ".join(f"{name} {test} {value!r}" for name, test, value in self._asked)
         return f"Selection({self._book.url!r}, {shown or 'all'})"
 
 
-def _values(book: Book, seqs: list[int], name: str) -> list[Any]:
+def _locations(piece: Sequence[Any]) -> dict[int, reading.Location]:
+    """Where the records of a piece lie that have bytes."""
+    return {row[0]: (row[0], *row[2:]) for row in piece if row[2] is not None}
+
+
+def _values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
+    """A field of those of these records that have bytes, by their numbers."""
     head, dot, key = name.partition(".")
-    many = reading.fetch(book, seqs, verify=False, media=False)
-    found = many.values(head)
-    return [None if value is None else value.get(key) for value in found] if dot else found
+    present, records = reading.fetch_present(book, seqs, verify=False, media=False)
+    values = records.values(head) if present else []
+    if dot:
+        values = [None if value is None else value.get(key) for value in values]
+    return dict(zip(present, values, strict=True))
 
 
 def _meets(value: Any, condition: Condition) -> bool:
@@ -274,6 +277,9 @@ def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: 
     names = [*LEDGER_COLUMNS, *(name for name in FIELDS if name not in LEDGER_COLUMNS)] if wanted is None else wanted
     from_ledger = [name for name in names if name in LEDGER_COLUMNS]
     from_frames = [name for name in names if name not in LEDGER_COLUMNS]
+    if from_frames and set(from_ledger) <= _IN_FRAMES:
+        # The frames have the same numbers: the ledger need not be asked twice.
+        from_ledger, from_frames = [], names
     for piece in selection._pieces(rows):
         kept = [row for row in piece if row[2] is not None] if from_frames else piece
         if not kept:
@@ -287,35 +293,51 @@ def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: 
             continue
         runs = [list(run) for _, run in groupby(kept, key=lambda row: row[2:5])]
         start = 0
-        for run, found in zip(runs, _runs(book, runs, from_frames), strict=True):
+        for run, (present, frame_columns) in zip(runs, _runs(book, runs, from_frames), strict=True):
             here = {name: array.slice(start, len(run)) for name, array in arrays.items()}
-            yield _batch(names, here | found)
             start += len(run)
+            if len(present) < len(run):
+                rows_present = [i for i, row in enumerate(run) if row[0] in set(present)]
+                here = {name: array.take(pa.array(rows_present, pa.int64())) for name, array in here.items()}
+            if present:
+                yield _batch(names, here | frame_columns)
 
 
 def _batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
-    made = {
-        name: array
-        for field in names
-        for name, array in arrays.items()
-        if name == field or name.startswith(f"{field}__")
-    }
-    return pa.RecordBatch.from_arrays(list(made.values()), names=list(made))
+    ordered = _ordered(tuple(names), tuple(arrays))
+    return pa.RecordBatch.from_arrays([arrays[name] for name in ordered], names=ordered)
 
 
-def _runs(book: Book, runs: Sequence[list[Any]], fields: Sequence[str]) -> Iterator[dict[str, pa.Array]]:
-    """The columns of each run of records, all of one frame: as they lie there if it is the whole of it."""
-    places = [Place(*run[0][2:5]) for run in runs]
+@lru_cache(256)
+def _ordered(names: tuple[str, ...], arrays: tuple[str, ...]) -> list[str]:
+    """The arrays of some fields, sides included, in the order of the fields."""
+    sides = (name for field in names for name in arrays if name == field or name.startswith(f"{field}__"))
+    return list(dict.fromkeys(sides))
+
+
+def _runs(
+    book: Book, runs: Sequence[list[Any]], fields: Sequence[str]
+) -> Iterator[tuple[list[int], dict[str, pa.Array]]]:
+    """The numbers and columns of each run of records, all of one frame: as they lie there if it is the whole of it,
+    without those that were deleted meanwhile."""
+    frames = [(Place(*run[0][2:5]), [row[5] for row in run]) for run in runs]
+    done = 0
     try:
-        views: Sequence[memoryview | None] = reading.views(book, places)
+        for run, found in zip(runs, reading.whole_arrays(book, frames, fields), strict=True):
+            if found is None:
+                yield frame_arrays(book, [row[0] for row in run], fields)
+            else:
+                yield [row[0] for row in run], _with_nulls(found, fields, len(run))
+            done += 1
     except MissingSegment:  # Compaction has moved some.
-        views = [None] * len(runs)
-    for run, place, view in zip(runs, places, views, strict=True):
-        found = None if view is None else reading.whole_arrays(place, view, [row[5] for row in run], fields)
-        if found is None:
+        for run in runs[done:]:
             yield frame_arrays(book, [row[0] for row in run], fields)
-        else:
-            yield {**{name: pa.nulls(len(run)) for name in fields if name not in found}, **found}
+
+
+def _with_nulls(arrays: dict[str, pa.Array], fields: Sequence[str], count: int) -> dict[str, pa.Array]:
+    """The arrays, with nulls for the fields that no record has."""
+    missing = {name: pa.nulls(count, LEDGER_TYPES.get(name)) for name in fields if name not in arrays}
+    return {**missing, **arrays} if missing else arrays
 
 
 LEDGER_TYPES: dict[str, pa.DataType] = {
@@ -346,6 +368,10 @@ LEDGER_TYPES: dict[str, pa.DataType] = {
 }
 
 
+_IN_FRAMES = {name for name in LEDGER_COLUMNS if name in FIELDS and FIELDS[name].kind in ("number", "integer")}
+"""Columns of the ledger that frames have as well, of the same type."""
+
+
 def ledger_arrays(tx: Transaction, names: Sequence[str], seqs: Sequence[int]) -> dict[str, pa.Array]:
     """Columns of the ledger, of records whose numbers rise."""
     chosen = ["seq", *names, *(["scored"] if "reward" in names else [])]
@@ -366,12 +392,21 @@ def ledger_arrays(tx: Transaction, names: Sequence[str], seqs: Sequence[int]) ->
     return arrays
 
 
-def frame_arrays(book: Book, seqs: list[int], fields: Sequence[str], portable: bool = False) -> dict[str, pa.Array]:
-    """Columns of frames, these fields' and their sides', as Arrow arrays; `portable` as Parquet has them."""
+def frame_arrays(
+    book: Book, seqs: list[int], fields: Sequence[str], portable: bool = False
+) -> tuple[list[int], dict[str, pa.Array]]:
+    """Read columns of frames, these fields' and their sides', as Arrow arrays; `portable` as Parquet has them.
 
-    def read(where: dict[int, reading.Location]) -> dict[str, pa.Array]:
-        many = reading.gather(book, [where[seq] for seq in seqs], verify=False, only=fields)
-        found = arrow.to_arrays(many.columns, portable)
-        return {**{name: pa.nulls(len(seqs)) for name in fields if name not in found}, **found}
+    Returns:
+        The numbers of those of these records that have bytes, and their columns.
+    """
 
-    return reading.retried(book, seqs, read)
+    def read(places: list[reading.Location]) -> tuple[list[int], dict[str, pa.Array]]:
+        if not places:
+            return [], {}
+        records = reading.gather(book, places, verify=False, only=fields)
+        arrays = arrow.to_arrays(records.columns, portable)
+        missing = {name: pa.nulls(len(places)) for name in fields if name not in arrays}
+        return [place[0] for place in places], {**missing, **arrays}
+
+    return reading.retried(book, seqs, read, skip=True)

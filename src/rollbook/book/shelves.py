@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -33,7 +33,8 @@ import xxhash
 
 from rollbook.algorithms.registry import whole_number
 from rollbook.book.disk import Disk, File, read_private
-from rollbook.book.errors import Damaged, NewerLayout
+from rollbook.book.errors import Damaged, NewerLayout, moved
+from rollbook.book.locks import identity
 from rollbook.book.windows import reached
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ class Shelf(Protocol):
 
     def get(self, place: Place) -> memoryview:
         """The bytes there. `MissingSegment` if the segment is gone, `Damaged` if it is too short or no segment."""
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each of many small places, to be read only, in as few requests as the shelf can; as `get`."""
 
     def has(self, segment: str) -> bool:
         """Whether the segment is there."""
@@ -224,6 +228,39 @@ def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryvie
         os.close(fd)
 
 
+def read_pieces(disk: Disk, path: str, places: Sequence[Place]) -> list[Buffer]:
+    """Several places of a segment that is a file, copied."""
+    fd = open_segment(disk, path)
+    try:
+        check_header(os.pread(fd, ALIGN, 0), places[0].segment)
+        # Before any memory is taken: a ledger's word for the length is not enough.
+        size = os.fstat(fd).st_size
+        pieces: list[Buffer] = []
+        for place in places:
+            if place.stop > size:
+                raise too_short(place, size)
+            piece = os.pread(fd, place.length, place.offset)
+            pieces.append(piece if len(piece) == place.length else read_private(fd, place.offset, place.stop, False))
+        return pieces
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(fd)
+
+
+def by_segment(places: Sequence[Place], read: Callable[[str, list[Place]], Sequence[Buffer]]) -> list[Buffer]:
+    """The bytes at each place, where `read` returns those of the places of one segment."""
+    numbers: dict[str, list[int]] = {}
+    for i, place in enumerate(places):
+        numbers.setdefault(check_place(place).segment, []).append(i)
+    pieces: list[Buffer] = [b""] * len(places)
+    for segment, indices in numbers.items():
+        for i, piece in zip(indices, read(segment, [places[i] for i in indices]), strict=True):
+            pieces[i] = piece
+    return pieces
+
+
 # --- a folder -------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +268,8 @@ class FolderShelf:
     """Segments as files of `folder`/segments, one open segment for each shelf that writes.
 
     The open segment is locked for as long as its writer lives, and never continued by another: a writer that died left
-    at most a tail that no ledger points to. A forked child starts a segment of its own.
+    at most a tail that no ledger points to. A forked child starts a segment of its own. A folder that is moved, removed
+    or replaced under the shelf is an error, and is not made again.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -249,7 +287,9 @@ class FolderShelf:
     def __init__(
         self, folder: str | os.PathLike[str], disk: Disk | None = None, segment_bytes: int = 256 << 20
     ) -> None:
-        self.folder = os.path.join(os.path.abspath(folder), "segments")
+        self.book_folder = os.path.abspath(folder)
+        self.folder = os.path.join(self.book_folder, "segments")
+        self._identity = identity(self.book_folder)
         self.disk = Disk() if disk is None else disk
         self.segment_bytes = whole_number("segment_bytes", segment_bytes, ALIGN)
         self._lock = threading.Lock()
@@ -275,6 +315,8 @@ class FolderShelf:
                 self._end()
             if self._file is None:
                 self._file = self._start()
+            elif identity(self._file.path) != identity(self._file.fd):
+                raise moved(self._file.path)
             file, fresh, base = self._file, not self._size, self._size or ALIGN
             try:
                 size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
@@ -300,6 +342,10 @@ class FolderShelf:
 
     def _start(self) -> File:
         """A new file of our own, locked before anybody could take it for one whose writer died."""
+        if self._identity is None:
+            self.disk.make_folder(self.book_folder)
+            self._identity = identity(self.book_folder)
+        self._check_unmoved()
         self.disk.make_folder(self.folder)
         self._check_folder()
         while True:
@@ -322,6 +368,10 @@ class FolderShelf:
                 f"{self.folder}: a link or a file, expected a folder: a book's segments lie in the book, not outside"
             )
 
+    def _check_unmoved(self) -> None:
+        if self._identity is not None and identity(self.book_folder) != self._identity:
+            raise moved(self.book_folder)
+
     def _path(self, segment: str) -> str:
         check_name(segment)
         with suppress(FileNotFoundError):
@@ -330,7 +380,15 @@ class FolderShelf:
 
     def get(self, place: Place) -> memoryview:
         """The bytes there, as private memory: a map if they are many, a copy if they are few."""
-        return read_segment(self.disk, self._path(check_place(place).segment), place, mapped=True)
+        try:
+            return read_segment(self.disk, self._path(check_place(place).segment), place, mapped=True)
+        except MissingSegment:
+            self._check_unmoved()
+            raise
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each place, copied; each file is opened once."""
+        return by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
 
     def has(self, segment: str) -> bool:
         """Whether the segment is there."""
@@ -449,6 +507,10 @@ class MemoryShelf:
                 raise too_short(place, len(memory))
             with memoryview(memory) as whole, whole[place.offset : place.stop] as part:
                 return np.array(part, dtype=np.uint8).data
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each place, copied."""
+        return [self.get(place) for place in places]
 
     def has(self, segment: str) -> bool:
         """Whether the segment is there."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollbook.addresses import POSTGRES, PostgresAddress, redacted
 from rollbook.algorithms.registry import near
-from rollbook.book import checkpoints, consumers, groups, reading, work
+from rollbook.book import checkpoints, consumers, groups, lineages, reading, work
 from rollbook.book.disk import Disk
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, chunks
@@ -160,6 +160,7 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
                     out.one(
                         f"SELECT setval('{table}_numbers', (SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}), false)"
                     )
+        consumers.delete_removed(made.ledger)
         reached("during snapshot")
         _copy_records(book, source, made)
         _copy_media(book, source, made)
@@ -175,8 +176,10 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
             _count_anew(out)
             _void_then(out, point)
             last = out.one("SELECT MAX(id) FROM events")[0]
+            lineage = lineages.read(out)
             checkpoints.undo(out, made, point, "drop")
             # In this book nothing of what was undone ever happened.
+            lineages.save(out, lineage.clipped(point.seq))
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
         detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])
         work.record(out, [work.Event("copied", reason=name, detail=detail)])

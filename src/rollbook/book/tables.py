@@ -130,7 +130,12 @@ class RecordsTable:
             if from_ledger:
                 arrays |= self._from_ledger(from_ledger, seqs)
             if stored and from_frames:
-                arrays |= selecting.frame_arrays(self.book, seqs, from_frames, portable=True)
+                present, columns_read = selecting.frame_arrays(self.book, seqs, from_frames, portable=True)
+                if len(present) < len(seqs):  # Deleted meanwhile: a row without bytes.
+                    place = {seq: i for i, seq in enumerate(present)}
+                    indices = pa.array([place.get(seq) for seq in seqs], pa.int64())
+                    columns_read = {name: array.take(indices) for name, array in columns_read.items()}
+                arrays |= columns_read
             kept = [name for name in columns if name in arrays and not pa.types.is_null(arrays[name].type)]
             if not kept:
                 # Bytes that are gone: as many nulls as there are records.

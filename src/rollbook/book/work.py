@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollbook.book import before, consumers, groups
+from rollbook.book import before, consumers, groups, lineages
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.ledger import Transaction, chunks
@@ -113,8 +113,11 @@ def tally(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, float
     return int(row[0]), float(row[1])
 
 
-def enter(tx: Transaction, consumer: Consumer, made: Sequence[Row]) -> None:
-    """Rows for records that this consumer has not seen; groups of a consumer that leases by group are looked at."""
+def enter(
+    tx: Transaction, consumer: Consumer, made: Sequence[Row], details: Mapping[int, dict[str, Any]] | None = None
+) -> None:
+    """Rows for records that this consumer has not seen; groups of a consumer that leases by group are looked at.
+    `details`: what the ledger says beside the reason why a record is dropped, by its number."""
     changes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
     for row in made:
         entry = changes[row.state, row.reason or ""]
@@ -123,7 +126,15 @@ def enter(tx: Transaction, consumer: Consumer, made: Sequence[Row]) -> None:
     tx.insert("work", ("consumer", *Row._fields), [(consumer.id, *row) for row in made])
     _tally(tx, consumer, changes)
     consumer.inserts += sum(row.state != DROPPED for row in made)
-    record(tx, [Event(DROPPED, row.seq, consumer.id, row.reason) for row in made if row.state == DROPPED])
+    about = details or {}
+    record(
+        tx,
+        [
+            Event(DROPPED, row.seq, consumer.id, row.reason, detail=about.get(row.seq))
+            for row in made
+            if row.state == DROPPED
+        ],
+    )
     if consumer.grouped:
         groups.refresh(tx, consumer, dict.fromkeys(row.gid for row in made))
 
@@ -153,14 +164,21 @@ def change(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]]
         groups.refresh(tx, consumer, dict.fromkeys(new.gid for _, new in moves), other)
 
 
-def drop(tx: Transaction, consumer: Consumer, found: Sequence[Row], reason: str) -> None:
-    """Give rows up, for a reason; what was leased counts as never handed out."""
+def drop(
+    tx: Transaction,
+    consumer: Consumer,
+    found: Sequence[Row],
+    reason: str,
+    details: Mapping[int, dict[str, Any]] | None = None,
+) -> None:
+    """Give rows up, for a reason; what was leased counts as never handed out. `details` as in `enter`."""
+    about = details or {}
     consumer.samples -= sum(row.state == LEASED for row in found)
     change(
         tx,
         consumer,
         [(row, row._replace(state=DROPPED, reason=reason, lease=None, until=None, attempts=0)) for row in found],
-        [Event(DROPPED, row.seq, consumer.id, reason, lease=row.lease) for row in found],
+        [Event(DROPPED, row.seq, consumer.id, reason, lease=row.lease, detail=about.get(row.seq)) for row in found],
     )
 
 
@@ -272,6 +290,32 @@ def forget_stale(tx: Transaction, consumer: Consumer, floor: int | None, most: i
     return len(stale) < most
 
 
+def forget_abandoned(tx: Transaction, consumer: Consumer) -> None:
+    """Drop waiting records that abandoned versions of the policy sampled."""
+    lineage = lineages.read(tx)
+    if not lineage.number:
+        return
+    last = min(after for _, after, _ in lineage.branches)
+    lowest = min(version for version, _, _ in lineage.branches)
+    while True:
+        waiting = tx.all(
+            "SELECT work.seq, records.version_max FROM work JOIN records ON records.seq = work.seq "
+            "WHERE work.consumer = ? AND work.state = 'waiting' AND work.seq > ? AND records.version_max > ? "
+            "ORDER BY work.seq LIMIT 1000",
+            (consumer.id, last, lowest),
+        )
+        details = {seq: abandoned(version) for seq, version in waiting if lineage.is_abandoned(seq, version)}
+        drop(tx, consumer, rows_of(tx, consumer, list(details)), "stale", details)
+        if len(waiting) < 1000:
+            return
+        last = waiting[-1][0]
+
+
+def abandoned(version: int | None) -> dict[str, Any]:
+    """What the ledger says of a record that is stale because an abandoned version sampled it."""
+    return {"abandoned_version": version}
+
+
 def floor_of(announced: int | None, max_staleness: int | None) -> int | None:
     """The oldest policy version that is fresh enough."""
     if announced is None or max_staleness is None:
@@ -299,5 +343,6 @@ def announce(tx: Transaction, version: int) -> None:
         raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
     if now == version:
         return
+    lineages.before_announcing(tx)
     set_announced(tx, version)
     record(tx, [Event("announced", detail={"version": version})])

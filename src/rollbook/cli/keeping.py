@@ -18,10 +18,12 @@ from rollbook.cli.terminal import FOUND, OK, print_json, printable, size, wrappe
 def check(options: argparse.Namespace) -> int:
     if options.repair and options.quick:
         raise ValueError("check: got --repair and --quick, expected one of them: a repair looks at every byte")
+    if options.offer and not options.repair:
+        raise ValueError("check: got --offer, expected --repair with it: checking alone changes nothing")
     if options.repair:
         from rollbook.book.repairing import repair
 
-        report = repair(book_at(options.path))
+        report = repair(book_at(options.path), offer=options.offer)
     else:
         import rollbook
 
@@ -186,4 +188,6 @@ def compact(options: argparse.Namespace) -> int:
         print(f"{freed}: {done.removed} segments removed, {done.records} records moved, {done.purged} records purged")
         for name, what in done.damaged.items():
             print(f"damaged: {name}: {printable(what)}", file=sys.stderr)
-    return FOUND if done.damaged else OK
+        for name, reason in done.pending.items():
+            print(wrapped(f"pending: {name} holds deleted or redacted bytes; {reason}", 2), file=sys.stderr)
+    return FOUND if done.damaged or done.pending else OK

@@ -305,6 +305,9 @@ def build() -> argparse.ArgumentParser:
 
     made = command("check", "keeping:check")
     made.add_argument("--repair", action="store_true", help="mend what can be mended; what is changed is kept aside")
+    made.add_argument(
+        "--offer", action="store_true", help="with --repair: offer records for training whose history was lost"
+    )
     made.add_argument("--quick", action="store_true", help="do not look at every byte of the data")
 
     command("compact", "keeping:compact")

@@ -7,7 +7,7 @@ in each batch as its own fields do, padded or packed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -54,19 +54,22 @@ class Whole:
     def rows(self, name: str) -> Rows | None:
         """A response-axis field of all rows, on the CPU, `None` if some batch lacks it. An `action_mask` that is not
         there is all True."""
-        parts, lengths = [], []
+        column = self.column(name)
+        return None if column is None else Rows(*column)
+
+    def column(self, name: str) -> tuple[torch.Tensor, list[int]] | None:
+        """`rows` as values end to end and lengths: making a tensor of every row takes longer than most arithmetic."""
+        parts = []
         for batch, spans in zip(self.batches, self._spans, strict=True):
             value = _field(batch, name)
             if value is None and name == "action_mask":
                 value = _all_true(batch)
             if value is None:
                 return None
-            values, own_lengths = _cut(value, spans)
-            parts.append(values)
-            lengths += own_lengths
+            parts.append(_cut(value, spans))
         if not parts:
-            return Rows(torch.zeros(0, dtype=torch.bool if name == "action_mask" else torch.float32), [])
-        return Rows(torch.cat(parts), lengths)
+            return torch.zeros(0, dtype=torch.bool if name == "action_mask" else torch.float32), []
+        return _end_to_end(parts)
 
     def token_rewards(self) -> tuple[Rows, torch.Tensor] | None:
         """The token rewards of all rows, on the CPU, 0 on rows without any, and [N] bool: which rows have them; `None`
@@ -84,23 +87,31 @@ class Whole:
             has += [row not in absent for row in range(size)]
         return Rows(torch.cat(parts), lengths), torch.tensor(has)
 
-    def of_each(self, find: Callable[[ExperienceBatch], Any]) -> Rows:
-        """All rows of what a function finds of each batch: (B, A), or `Rows` of a packed one."""
-        return _joined(_cut(find(batch), spans) for batch, spans in zip(self.batches, self._spans, strict=True))
+    def of_each(self, find: Callable[[ExperienceBatch], Any]) -> tuple[torch.Tensor, list[int]]:
+        """What a function finds of each batch, (B, A), or `Rows` of a packed one, as `column` gives it."""
+        return _end_to_end([_cut(find(batch), spans) for batch, spans in zip(self.batches, self._spans, strict=True)])
 
     def put(self, name: str, rows: Rows) -> None:
         """Give each batch its rows of a response-axis field (`extras.NAME` for one that a batch has no name for)."""
-        for batch, value in zip(self.batches, self.laid_out(rows), strict=True):
+        self.put_column(name, rows.values, rows.lengths)
+
+    def put_column(self, name: str, values: torch.Tensor, lengths: list[int]) -> None:
+        """`put` of values end to end."""
+        for batch, value in zip(self.batches, self._laid_out(values, lengths), strict=True):
             _set_field(batch, name, value)
 
     def laid_out(self, rows: Rows) -> list[Any]:
         """A response-axis column as each batch has its own fields: (B, A), 0 on padding, or `Rows` of a packed one."""
+        return self._laid_out(rows.values, rows.lengths)
+
+    def _laid_out(self, values: torch.Tensor, lengths: list[int]) -> list[Any]:
         parts: list[Any] = []
-        offsets, at = rows.offsets.tolist(), 0
+        start = row = 0
         for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
-            values = rows.values[offsets[at] : offsets[at + size]].to(_device(batch))
-            parts.append(Rows(values, rows.lengths[at : at + size]) if spans is None else spans.pad(values, 0))
-            at += size
+            stop = start + sum(lengths[row : row + size])
+            part = values[start:stop].to(_device(batch))
+            parts.append(Rows(part, lengths[row : row + size]) if spans is None else spans.pad(part, 0))
+            start, row = stop, row + size
         return parts
 
     def gathered(self, name: str, parts: Sequence[Any]) -> Rows:
@@ -113,7 +124,7 @@ class Whole:
             elif not isinstance(part, torch.Tensor) or part.shape != (size, spans.width):
                 raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected [{size}, {spans.width}]")
             columns.append(_cut(part, spans))
-        return _joined(columns)
+        return Rows(*_end_to_end(columns))
 
     # --- per row ------------------------------------------------------------------------------------------------
 
@@ -190,13 +201,14 @@ def _cut(value: Any, spans: Spans | None) -> tuple[torch.Tensor, list[int]]:
     if spans is not None:
         return spans.unpad(value.detach().cpu()), spans.lengths.tolist()
     rows = value if isinstance(value, Rows) else Rows(value)
-    return rows.values.detach().cpu(), rows.lengths
+    return rows.values.detach().to("cpu", copy=True), rows.lengths
 
 
-def _joined(parts: Iterable[tuple[torch.Tensor, list[int]]]) -> Rows:
-    columns = list(parts)
+def _end_to_end(columns: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
+    if len(columns) == 1:
+        return columns[0]
     values = [values for values, _ in columns]
-    return Rows(torch.cat(values) if values else torch.zeros(0), [n for _, lengths in columns for n in lengths])
+    return torch.cat(values) if values else torch.zeros(0), [n for _, lengths in columns for n in lengths]
 
 
 def _count(batch: ExperienceBatch) -> int:

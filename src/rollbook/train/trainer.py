@@ -22,6 +22,7 @@ from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.registry import number, whole_number
 from rollbook.algorithms.sources import row_rewards
 from rollbook.book.book import Book
+from rollbook.book.errors import ConnectionLost, OutcomeUnknown
 from rollbook.book.leasing import Lease
 from rollbook.book.windows import reached
 from rollbook.experience_maker import NaiveExperienceMaker
@@ -181,7 +182,7 @@ class Trainer:
             max_tokens=self.max_tokens,
             nonfinite_limit=nonfinite_limit,
         )
-        book.consumer(self.intake.consumer, change=True, **self.intake.settings(self.seed))
+        book.consumer(self.intake.consumer, create=True, change=True, **self.intake.settings(self.seed))
         if not self.resume():
             self._announce()
 
@@ -223,7 +224,7 @@ class Trainer:
                 )
             reached("learnt")
             with stages("acknowledge"):
-                lease.ack(step=step, details=self._told(lease, learned))
+                self._acknowledge(lease, step, self._told(lease, learned))
                 reached("acknowledged")
                 self.done = step
                 self._announce()
@@ -298,6 +299,22 @@ class Trainer:
         return self.book.lease(
             count, by=by, consumer=given.consumer, timeout=given.timeout, seconds=given.lease_seconds
         )
+
+    def _acknowledge(self, lease: Lease, step: int, details: Mapping[str, Mapping[str, Any]]) -> None:
+        """Acknowledge a step's records.
+
+        The weights have changed already: while the book's server cannot be reached, try again, for as long as the
+        lease lives.
+        """
+        end = time.monotonic() + self.intake.lease_seconds
+        while True:
+            try:
+                lease.ack(step=step, details=details)
+                return
+            except (ConnectionLost, OutcomeUnknown) as error:
+                if time.monotonic() >= end:
+                    raise
+                advise(f"step {step} is not acknowledged yet: {error}")
 
     @staticmethod
     def _weights(lease: Lease, count: int) -> list[float] | None:

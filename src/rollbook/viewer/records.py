@@ -15,9 +15,9 @@ import orjson
 from numpy.typing import NDArray
 
 from rollbook import freeform
-from rollbook.book.attachments import open_blob, references
+from rollbook.book.attachments import OWN, open_blob, references
 from rollbook.book.ledger import chunks
-from rollbook.book.reading import fetch, numbers_of
+from rollbook.book.reading import fetch, fetch_present, numbers_of
 from rollbook.book.shelves import MissingSegment, Place
 from rollbook.columns import texts
 from rollbook.errors import WireError
@@ -73,9 +73,15 @@ class Reader:
         return self._vocabulary
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
-        """These records, in this order; `KeyError` names one that is not there."""
+        """These records, in this order; `KeyError` names one that is not there. Of several, those that were deleted
+        meanwhile are left out; of one, `BookError` says so."""
         numbers = numbers_of(self.book, list(uids))
-        many = fetch(self.book, numbers, media=False)
+        if len(numbers) > 1:
+            numbers, many = fetch_present(self.book, numbers, media=False)
+            if not numbers:
+                return []
+        else:
+            many = fetch(self.book, numbers, media=False)
         evaluation: dict[int, bool] = {}
         versions: dict[int, int | None] = {}
         with self.book.ledger.read() as tx:
@@ -455,6 +461,6 @@ def record_json(many: Experiences, index: int = 0) -> dict[str, Any]:
         else:
             found[name] = plain(table.value(name, index))
     for name, column in table.columns.items():
-        if owner(name) is None and name != "book__media" and not isinstance(column, Ragged):
+        if owner(name) is None and name not in OWN and not isinstance(column, Ragged):
             found[name] = plain(column[index].as_py())
     return {name: value for name, value in found.items() if value is not None or name == "reward"}

@@ -30,7 +30,7 @@ LONGEST = 600.0
 
 def _opened(url: str) -> Book:
     book = rollbook.open(url, lease_seconds=SECONDS)
-    book.consumer("critic", lease_seconds=SECONDS)
+    book.consumer("critic", create=True, lease_seconds=SECONDS)
     return book
 
 

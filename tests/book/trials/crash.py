@@ -106,7 +106,7 @@ class Worker:
 
     def opened(self) -> Book:
         book = rollbook.open(self.url, **SETTINGS)
-        book.consumer("critic", lease_seconds=SECONDS)
+        book.consumer("critic", create=True, lease_seconds=SECONDS)
         return book
 
     def put(self, book: Book, piece: Piece) -> None:
