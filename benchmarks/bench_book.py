@@ -440,7 +440,7 @@ def uid(i: int) -> str:
 def grow(book: Book, count: int) -> None:
     """Rows for records until there are `count`, as many appends would have left them, all at the place of the first."""
     from rollbook.book import consumers, reports, work
-    from rollbook.book.admission import new_row
+    from rollbook.book.inbox import new_row
 
     with book.ledger.write() as tx:
         have, last = tx.one("SELECT COUNT(*), MAX(seq) FROM records")

@@ -6,7 +6,6 @@ is the longest time that the call held the write lock, plus the time of an appen
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import shutil
 import tempfile
@@ -25,8 +24,6 @@ RECORDS = {"folder": 1_000_000, "PostgreSQL": 100_000}
 QUICK = 50_000
 PART = 2_000
 """Records of one append while the book is filled."""
-CREATE: dict[str, Any] = {"create": True} if "create" in inspect.signature(Book.consumer).parameters else {}
-"""Where a book makes consumers only on request, the request."""
 MOST = 250.0
 """Milliseconds that a call may keep an append waiting."""
 
@@ -112,7 +109,7 @@ class Probe:
 
 def first_lease(book: Book) -> None:
     """Make a consumer group and lease from it."""
-    book.consumer("new", **CREATE)
+    book.consumer("new", create=True)
     book.lease(8, consumer="new").nack()
 
 
@@ -136,7 +133,7 @@ def calls(book: Book, count: int) -> dict[str, Callable[[], object]]:
 
 def _open(url: str) -> Book:
     book = rollbook.open(url)
-    book.consumer("stale", **CREATE, max_staleness=0)
+    book.consumer("stale", create=True, max_staleness=0)
     return book
 
 

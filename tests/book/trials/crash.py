@@ -250,7 +250,7 @@ def checked(url: str, logger: Logger, report: Report, *, others: bool, done: boo
     def act() -> None:
         os.close(ready)
         found = verify.check(url, log, logger.update if others else None, done=done, sample=sample, seed=report.checks)
-        os.write(told, "\n".join(["checked", *(text.replace("\n", " ")[:500] for text in found[:50])]).encode())
+        os.write(told, "\n".join(["checked", *(text.replace("\n", " ")[:900] for text in found[:50])]).encode())
 
     pid = fork(act, logger.say)
     os.close(told)

@@ -13,7 +13,6 @@ call that raises is repeated: `append` and `ack` must take effect once, whatever
 
 from __future__ import annotations
 
-import inspect
 import os
 import random
 import select
@@ -46,8 +45,6 @@ WRITERS = 3
 LONGEST = 120.0
 """How long a call may be repeated, the writers may take to go on after a fault, and the workers to come to an end."""
 
-CREATE: dict[str, Any] = {"create": True} if "create" in inspect.signature(Book.consumer).parameters else {}
-"""Where a book makes consumers only on request, the request."""
 Result = TypeVar("Result")
 
 
@@ -68,8 +65,8 @@ def repeat(call: Callable[[], Result], say: Callable[[str], None]) -> Result:
 
 def _open(url: str) -> Book:
     book = rollbook.open(url, lease_seconds=SECONDS)
-    book.consumer("critic", **CREATE, lease_seconds=SECONDS)
-    book.consumer(FRESH, **CREATE, lease_seconds=SECONDS, max_staleness=2)
+    book.consumer("critic", create=True, lease_seconds=SECONDS)
+    book.consumer(FRESH, create=True, lease_seconds=SECONDS, max_staleness=2)
     return book
 
 

@@ -108,7 +108,7 @@ def fork(act: Callable[[], None], say: Callable[[str], None]) -> int:
     except BaseException as error:
         import traceback
 
-        where = traceback.extract_tb(error.__traceback__)[-4:]
+        where = traceback.extract_tb(error.__traceback__)[-10:]
         trace = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(where))
         say(f"error {type(error).__name__}: {error} ({trace})".replace("\n", " ")[:3000])
     finally:
