@@ -257,6 +257,22 @@ class _PostgresWaiter:
             raise self.ledger._explained(error) from error
 
 
+@contextmanager
+def _pipeline(connection: psycopg.Connection[Any]) -> Iterator[psycopg.Pipeline]:
+    """A pipeline that, left by an error, ends without a word about the statements that it skips."""
+    import psycopg
+
+    context = connection.pipeline()
+    pipeline = context.__enter__()
+    try:
+        yield pipeline
+    except BaseException:
+        with suppress(psycopg.Error):
+            context.__exit__(None, None, None)
+        raise
+    context.__exit__(None, None, None)
+
+
 class PostgresLedger:
     """A schema of a PostgreSQL database. Each thread that uses it at the same time has a connection of its own."""
 
@@ -347,7 +363,7 @@ class PostgresLedger:
         try:
             with self._begun(begin, seconds) as (connection, now):
                 try:
-                    with connection.pipeline() as pipeline:
+                    with _pipeline(connection) as pipeline:
                         tx = PostgresTransaction(connection, pipeline, now)
                         yield tx
                         if writes:
@@ -358,10 +374,15 @@ class PostgresLedger:
                             # Not within the transaction: the server lets one commit at a time that notifies.
                             connection.execute("SELECT pg_notify(%s, '')", (self.channel(consumer),))
                 except BaseException as error:
-                    self._undo(connection)
                     broken = connection.closed
+                    failed = not broken and connection.info.transaction_status == psycopg.pq.TransactionStatus.INERROR
+                    self._undo(connection)
                     if isinstance(error, psycopg.errors.LockNotAvailable):
                         self._end_paused(connection)
+                    if failed:
+                        # The server skipped the rest of the pipeline. psycopg takes statements for prepared that were
+                        # in it: the next transaction gets another connection.
+                        connection.close()
                     raise
         except BaseException as error:
             explained = self._explained(error, broken, committing, seconds)
