@@ -145,7 +145,9 @@ def test_many_small_segments_become_one(url: str) -> None:
         assert [slot for (slot,) in _all(book, "SELECT slot FROM records ORDER BY seq")] == list(range(30))
 
 
-def test_small_segments_are_merged_beside_appends(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_small_segments_are_merged_beside_appends(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory:" if kind == "memory" else str(tmp_path / "book")
     monkeypatch.setattr(compaction, "TEND_EVERY", 4)
     monkeypatch.setattr(compaction, "TEND_ABOVE", 8)
     monkeypatch.setattr(compaction, "POINTED_AT_ONCE", 5)

@@ -446,9 +446,9 @@ class Admit:
             limited.append(_counted(tx, book, consumer))
             if _held_back(tx, limited[-1], len(uids)):
                 raise _Overtaken
-        tx.many(
-            "UPDATE records SET uid = ? WHERE seq = ?", [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
-        )
+        if same_uids:
+            renamed = [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
+            tx.many("UPDATE records SET uid = ? WHERE seq = ?", renamed)
         insert(tx, coming, stored, base)
         stale: set[int] = set()
         numbers: dict[int, str] = {}
