@@ -179,9 +179,13 @@ class Book:
         self._writable("drop")
         text_of("reason", reason)
         seqs = reading.numbers_of(self, uids_of(uids))
-        with inbox.drained(self) as tx:
-            given = consumers.all_consumers(tx) if consumer is None else [consumers.named(tx, consumer)]
-            return sum(work.give_up(tx, each, seqs, reason) for each in given)
+        count = 0
+        for start in range(0, len(seqs), inbox.PIECE):
+            with inbox.drained(self) as tx:
+                groups = consumers.all_consumers(tx) if consumer is None else [consumers.named(tx, consumer)]
+                piece = seqs[start : start + inbox.PIECE]
+                count += sum(work.give_up(tx, group, piece, reason) for group in groups)
+        return count
 
     # --- taking -----------------------------------------------------------------------------------------------
 

@@ -219,6 +219,8 @@ def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -
     if layout > LAYOUT:
         raise NewerLayout(f"{where}: the book has layout {layout}, this version knows up to {LAYOUT}; use a newer one")
     if layout < LAYOUT:
+        if layout not in MIGRATIONS:
+            raise NotABook(f"{where}: the book has layout {layout}, of an older version; this one reads {LAYOUT}")
         if not create:
             raise NotABook(f"{where}: the book has layout {layout}; open it for writing once, and it becomes {LAYOUT}")
         with ledger.write() as tx:
