@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.book import admission, consumers, groups, inbox, reading, work
 from rollbook.book.consumers import Consumer
-from rollbook.book.errors import BookError, LeaseLost, LockTimeout, UnknownConsumer
-from rollbook.book.ledger import Transaction, write_once
+from rollbook.book.errors import BookError, ConnectionLost, LeaseLost, LockTimeout, UnknownConsumer
+from rollbook.book.ledger import RETRY_SECONDS, Transaction, write_once
 from rollbook.book.naming import text_of, uids_of
 from rollbook.book.samplers import First, Proportional
 from rollbook.book.windows import reached
@@ -779,15 +779,22 @@ def lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Even
 def _lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Event) -> Lease:
     end = math.inf if timeout is None else time.monotonic() + timeout
     claim = attempt(book, asked, timeout == 0, timeout, end)
-    if claim is None:
-        number, _ = seconds_to_due(book, asked.consumer)
-        with book.ledger.turn(number, end - time.monotonic(), stop) as waiter:
-            while claim is None and waiter is not None and time.monotonic() < end and not stop.is_set():
-                waiter.mark()
-                claim = attempt(book, asked, False, timeout, end)
-                if claim is None:
-                    _, seconds = seconds_to_due(book, asked.consumer)
-                    waiter.wait(max(0.0, min(seconds, end - time.monotonic())))
+    lost = math.inf
+    while claim is None and time.monotonic() < end and not stop.is_set():
+        try:
+            number, _ = seconds_to_due(book, asked.consumer)
+            with book.ledger.turn(number, end - time.monotonic(), stop) as waiter:
+                while claim is None and waiter is not None and time.monotonic() < end and not stop.is_set():
+                    waiter.mark()
+                    claim = attempt(book, asked, False, timeout, end)
+                    lost = math.inf
+                    if claim is None:
+                        _, seconds = seconds_to_due(book, asked.consumer)
+                        waiter.wait(max(0.0, min(seconds, end - time.monotonic())))
+        except ConnectionLost:  # The server restarts, say: a wait goes on.
+            lost = min(lost, time.monotonic())
+            if time.monotonic() > lost + RETRY_SECONDS:
+                raise
     if claim is None and not stop.is_set():
         claim = attempt(book, asked, True, timeout, end)
     return Lease(book, asked, claim or _empty(""))

@@ -576,6 +576,7 @@ class PostgresLedger:
                 connection = stack.enter_context(self._again())
                 key = f"{LOCK + 2}, hashtext('{self.channel(consumer)}')"
                 while waiter is None and not stop.is_set() and time.monotonic() < end:
+                    # Short: a statement that waits for long keeps the server from vacuuming the book's tables.
                     wait = min(1.0, end - time.monotonic())
                     try:
                         connection.execute(f"SET lock_timeout TO {max(1, int(wait * 1000))}")
