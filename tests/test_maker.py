@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from rollbook.algorithms.kl import AdaptiveKL
 from rollbook.algorithms.results import Advantages
 from rollbook.experience_maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
 from rollbook.jagged import Rows
+from rollbook.making import estimating
 from rollbook.making.whole import Whole
 from rollbook.models import Actor, Critic
 from rollbook.progress import Progress
@@ -274,6 +277,48 @@ def test_a_constant_group_says_nothing(value: float, n: int, estimator: str) -> 
     )
     (batch,) = made.make_experience_list([[5]])
     assert batch.advantages.count_nonzero() == 0 and batch.info["reward"].tolist() == [value] * n
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rewards=st.lists(
+        st.sampled_from([0.0, -0.0, 1.0, 0.1, -2.5, 3e38, -3e38, 1e-42, math.nan]) | st.floats(-9, 9, width=32),
+        min_size=4,
+        max_size=24,
+    ),
+    size=st.integers(1, 5),
+    batches=st.integers(1, 3),
+    options=st.sampled_from(
+        [
+            ("rloo", {}),
+            ("dr_grpo", {}),
+            ("reinforce_baseline", {}),
+            ("grpo", {}),
+            ("group_norm", {"eps": 0.0}),
+            ("grpo", {"std": "population"}),
+        ]
+    ),
+)
+@pytest.mark.filterwarnings("ignore:.*every group has one sample", "ignore:.*encountered in")
+def test_scores_of_blocks_are_those_of_the_general_path(
+    rewards: list[float], size: int, batches: int, options: tuple[str, dict[str, Any]]
+) -> None:
+    rewards = rewards[: len(rewards) // size * size] or rewards[:1] * size
+    ones = torch.ones(len(rewards), 1)
+    cuts = [len(rewards) * i // batches for i in range(batches + 1)]
+    parts = [slice(*cut) for cut in itertools.pairwise(cuts)]
+    numbers = torch.tensor(rewards)
+    experiences = [
+        Experience(ones[part].long(), ones[part], *[None] * 4, None, ones[part].bool(), {"reward": numbers[part]})
+        for part in parts
+    ]
+    name, estimator_options = options
+    config = MakerConfig(n_samples_per_prompt=size, advantage_estimator=name, estimator_options=estimator_options)
+    short = estimating.score(Whole(experiences), config)
+    with mock.patch.object(estimating, "_block_scores", return_value=None):
+        general = estimating.score(Whole(experiences), config)
+    assert torch.equal(short.rewards.view(torch.int32), general.rewards.view(torch.int32))
+    assert repr(short.metrics) == repr(general.metrics)
 
 
 def test_normalised_once_and_clipped_last(actor: Actor) -> None:

@@ -152,6 +152,8 @@ class Whole:
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """[N] numbers cut as the rows are."""
+        if len(self.sizes) == 1:
+            return [values]
         return list(torch.split(values, self.sizes)) if self.sizes else []
 
     def entries(self, key: str) -> list[Any] | None:
