@@ -321,6 +321,55 @@ def test_scores_of_blocks_are_those_of_the_general_path(
     assert repr(short.metrics) == repr(general.metrics)
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+@pytest.mark.filterwarnings("ignore:.*invalid value")
+def test_padded_batches_are_those_of_the_general_path(data: st.DataObject) -> None:
+    odd = data.draw(st.sampled_from([0, 0, 0, 1]))  # rows without a prompt, actions that are not attended
+    count, prompt, slots = (data.draw(st.integers(*bounds)) for bounds in ((1, 4), (1 - odd, 3), (1, 6)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    attention = torch.zeros(count, prompt + slots, dtype=data.draw(st.sampled_from([torch.int64, torch.bool])))
+    actions = torch.zeros(count, slots, dtype=torch.bool)
+    for i in range(count):
+        end = data.draw(st.integers(0, slots))
+        attention[i, data.draw(st.integers(0, prompt - 1 + odd)) : prompt + end] = 1
+        actions[i, : end + odd] = True
+    if data.draw(st.booleans()):
+        actions &= torch.rand(actions.shape, generator=generator) < 0.7  # tokens of a tool
+    answers = [torch.randn(count, slots, generator=generator) for _ in range(3)]
+    for number in (math.nan, math.inf):
+        for answer in answers:
+            answer[torch.rand(answer.shape, generator=generator) < data.draw(st.sampled_from([0, 0, 0.2]))] = number
+    answers[1] = answers[1].to(data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    before = [answer.clone() for answer in answers]
+    rewards = torch.tensor(data.draw(st.lists(st.sampled_from([0.5, math.inf]), min_size=count, max_size=count)))
+    models: list[Any] = [lambda *_, answer=answer: answer for answer in answers]
+    critic = data.draw(st.sampled_from([models[2], None]))
+    samples = Samples(
+        torch.ones(attention.shape, dtype=torch.int64), attention, actions, slots, None, None, None, None, ["x"] * count
+    )
+
+    def make(times: int) -> tuple[Experience, dict[str, float]]:
+        maker = NaiveExperienceMaker(models[0], critic, lambda *_: rewards, models[1], None, 8, 0.1)
+        batch = maker._experiences([samples] * times)[0]
+        return batch, {key: value for key, value in maker._stages.metrics().items() if key.endswith("/tokens")}
+
+    short, tokens = make(1)
+    general, general_tokens = make(2)  # several batches take the general path
+    assert {key: 2 * value for key, value in tokens.items()} == general_tokens
+    assert list(short.info or ()) == list(general.info or ())
+    assert repr(short.info) == repr(general.info)
+    for name in ("sequences", "attention_mask", "action_mask", "labels", "ids", "advantages"):
+        assert repr(getattr(short, name)) == repr(getattr(general, name))
+    for name in ("action_log_probs", "base_action_log_probs", "values", "kl"):
+        ours, theirs = getattr(short, name), getattr(general, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+            ours.fill_(7.0)
+    assert all(torch.equal(now.nan_to_num(), then.nan_to_num()) for now, then in zip(answers, before, strict=True))
+
+
 def test_normalised_once_and_clipped_last(actor: Actor) -> None:
     for estimator in ("reinforce", "rloo", "reinforce++", "dr_grpo"):
         options = {"advantage_estimator": estimator, "advantages_norm": True}
