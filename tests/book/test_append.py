@@ -387,7 +387,7 @@ def test_a_few_records_are_read_without_the_rest_of_their_frames(url: str, objec
         for chosen in ([7], [100, 3, 77, 150]):
             assert exact_rows(book.get([uids[i] for i in chosen])) == exact_rows([rows[i] for i in chosen])
             assert read_bytes(len(chosen)) <= 3
-        book.consumer("some", sampler=Uniform())
+        book.consumer("some", create=True, sampler=Uniform())
         lease = book.lease(4, consumer="some")
         assert exact_rows(lease.experiences) == exact_rows([rows[row.info["i"]] for row in lease.experiences])
         assert read_bytes(4) <= 3

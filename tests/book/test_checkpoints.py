@@ -743,7 +743,7 @@ def act(book: Book, now: list[float], operations: list[tuple[str, Any, int]], fr
             made = [record(first, run, version=version) for run in range(second)]
             book.append(each for each in made if each.eid.uid not in book or book.history(each)[-1].reason == "rewound")
         elif kind in ("train", "nack", "hold", "critic"):
-            lease = book.lease(second, by=first, consumer="critic" if kind == "critic" else "train")
+            lease = book.lease(second, by=first, consumer="critic" if kind == "critic" else "train", create=True)
             if kind == "nack" and lease:
                 lease.nack()
             elif kind == "hold":

@@ -98,6 +98,12 @@ class Held:
     seconds: float
     expires: float
     state: str = "active"
+    last: tuple[int, int] | None = None
+    """The step of the last acknowledgement and how many records it had; `None` if what came last was none."""
+
+    def repeats(self, step: int) -> bool:
+        """Whether an acknowledgement of all that is left, which is nothing, repeats the last one."""
+        return not self.uids and self.last is not None and self.last[0] == step
 
 
 @dataclass
@@ -439,7 +445,7 @@ class Machine(RuleBasedStateMachine):
         if not wanted:
             assert lease.fence == 0 and not lease and lease.ack() == 0
             return
-        assert lease.fence == max(self.model.leases, default=0) + 1
+        assert lease.fence > max(self.model.leases, default=0)
         lasts = 10.0 if seconds is None else seconds
         self.model.leases[lease.fence] = Held(name, list(wanted), lasts, self.model.now + lasts)
         self.held[lease.fence] = lease
@@ -475,11 +481,16 @@ class Machine(RuleBasedStateMachine):
     def ack(self, data: st.DataObject, step: int) -> None:
         lease, held, living = self.living(data)
         part = self.part(data, held)
+        if part is None and held.repeats(step):
+            assert held.last is not None
+            assert lease.ack(step) == held.last[1], "the same acknowledgement again changes nothing"
+            return
         if not living:
             self.lost(lambda: lease.ack(step, uids=part))
             return
         chosen = self.settle(lease, held, part, "acked")
         assert lease.ack(step, uids=part) == len(chosen)
+        held.last = (step, len(chosen))
         self.model.train(self.model.readers[held.consumer], chosen)
 
     @precondition(lambda self: self.held)
@@ -491,6 +502,7 @@ class Machine(RuleBasedStateMachine):
             self.lost(lambda: lease.nack("too long", uids=part, drop=drop))
             return
         chosen = self.settle(lease, held, part, "nacked")
+        held.last = None
         assert lease.nack("too long", uids=part, drop=drop) == len(chosen)
         reader = self.model.readers[held.consumer]
         for uid in chosen:

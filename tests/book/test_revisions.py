@@ -317,10 +317,10 @@ def test_many_records_are_removed_in_pieces_and_repeating_finishes(
             return book.redact(uids, ["info.i"], author="ana")
 
         @contextmanager
-        def failing() -> Iterator[Any]:
+        def failing(**options: Any) -> Iterator[Any]:
             if len(sizes) == 2:
                 raise OSError("the disk is full")
-            with write() as tx:
+            with write(**options) as tx:
                 yield tx
                 sizes.append(tx.one("SELECT COUNT(*) FROM events WHERE kind IN ('deleted', 'redacted')")[0])
 

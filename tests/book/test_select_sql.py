@@ -238,8 +238,11 @@ def test_records_that_are_deleted_while_they_are_read_are_left_out(
 
                 monkeypatch.setattr(book.ledger, "read", interrupted)
                 assert reader(book) in (20 - len(gone), 19 - len(gone))
-                assert book.ledger.read == read
-                gone.append(uids[len(gone)])
+                if book.ledger.read != read:  # It looked only once.
+                    assert after == 2
+                    monkeypatch.setattr(book.ledger, "read", read)
+                else:
+                    gone.append(uids[len(gone)])
         with pytest.raises(BookError, match=r"its bytes are gone \(deleted\)"):
             documents_of(book, gone[:1])
         with pytest.raises(BookError, match=r"its bytes are gone \(deleted\)"):

@@ -174,7 +174,7 @@ def test_going_stale_frees_room(url: str) -> None:
 
 def test_versions_that_a_rewind_abandoned_are_stale(url: str) -> None:
     with rollbook.open(url, max_staleness=2) as book:
-        book.consumer("unbounded")
+        book.consumer("unbounded", create=True)
         book.announce(5)
         book.append(versioned(4, 5))
         book.checkpoint("saved")
@@ -198,8 +198,8 @@ def test_versions_that_a_rewind_abandoned_are_stale(url: str) -> None:
         book.announce(8)
         assert book.append(versioned(7, start=12)).stale == 0
         # Who comes later, asks for a bound later, or for one lease, sees the same; floors are 6 and, for all, 0.
-        book.consumer("late", max_staleness=8)
-        book.consumer("changed")
+        book.consumer("late", create=True, max_staleness=8)
+        book.consumer("changed", create=True)
         book.consumer("changed", change=True, max_staleness=8)
         for name in ("late", "changed"):
             assert numbers(book.lease(99, consumer=name)) == [0, 1, 2, 8, 9, 10, 12]
@@ -228,7 +228,7 @@ def test_records_name_the_lineage_that_sampled_them(url: str) -> None:
         assert book.append([sampled(5, 7, 0), sampled(6, 7, 1), sampled(7, 9, 9)]).stale == 1
         book.rewind("second")
         assert book.append([sampled(8, 6, 1), sampled(9, 7, 1), sampled(10, 6, 0), sampled(11, 7, 2)]).stale == 2
-        book.consumer("late", max_staleness=9)
+        book.consumer("late", create=True, max_staleness=9)
         assert numbers(book.lease(99)) == numbers(book.lease(99, consumer="late")) == [2, 3, 4, 8, 11]
         check(book)
         # A fork has its own records from there on: none of them is of versions that this book abandoned.

@@ -162,7 +162,6 @@ def append(
     attempts = 0
     last_retry = time.monotonic() + RETRY_SECONDS
     revisions: list[tuple[int, int]]
-    last_retry = time.monotonic() + RETRY_SECONDS
     while True:
         if hopeful:
             hopeful, fresh, known, revisions = False, list(range(len(coming.tags))), 0, []
@@ -186,9 +185,12 @@ def append(
                 fates = dict.fromkeys(changed, "revised")
                 known += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
-                admit.store()
-                with book.ledger.write(shared=True, timeout=lock_wait) as tx:
-                    admit(tx)
+                if admit.together:
+                    admit.store()
+                    with book.ledger.write(shared=True, timeout=lock_wait) as tx:
+                        admit(tx)
+                else:
+                    book.group_commit.run(book, admit, lock_wait)
         except (_Overtaken, ConcurrentChange):
             attempts += 1
             if attempts > ATTEMPTS:
@@ -325,6 +327,25 @@ def _store(book: Book, encoded: Encoded) -> Stored:
     return encoded.stored(book.shelf.put(parts), new)
 
 
+def store_all(book: Book, admits: Sequence[Admit]) -> None:
+    """Put the bytes of several appends on the shelf, with one sync."""
+    admits = [admit for admit in admits if admit.stored is None]
+    known: set[str] = set()
+    if any(admit.encoded.blobs for admit in admits):
+        with book.ledger.read() as tx:
+            known = set().union(*(admit.encoded.known_media(tx) for admit in admits))
+    listed = [admit.encoded.parts(known) for admit in admits]
+    parts = [part for parts, _ in listed for part in parts]
+    if book.quota is not None:
+        check_quota(book, sum(map(len, parts)))
+    places = book.shelf.put(parts)
+    start = 0
+    for admit, (own, new) in zip(admits, listed, strict=True):
+        admit.stored = admit.encoded.stored(places[start : start + len(own)], new)
+        start += len(own)
+        admit.keep_vocabulary()
+
+
 def check_quota(book: Book, size: int) -> None:
     """Raise unless so many bytes more fit into the book's quota, after making room for them if need be."""
     from rollbook.book.compaction import make_room
@@ -385,6 +406,10 @@ class Admit:
                 check_quota(self.book, sum(map(len, self.encoded.parts(())[0])))
         elif self.stored is None:
             self.stored = _store(self.book, self.encoded)
+        self.keep_vocabulary()
+
+    def keep_vocabulary(self) -> None:
+        """Prepare the tokenizer's vocabulary for the ledger, if that does not have it."""
         if self.book.untold is not None and self.vocabulary is None:
             from rollbook.book.vocabularies import to_keep
 
@@ -421,9 +446,9 @@ class Admit:
             limited.append(_counted(tx, book, consumer))
             if _held_back(tx, limited[-1], len(uids)):
                 raise _Overtaken
-        tx.many(
-            "UPDATE records SET uid = ? WHERE seq = ?", [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
-        )
+        if same_uids:
+            renamed = [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
+            tx.many("UPDATE records SET uid = ? WHERE seq = ?", renamed)
         insert(tx, coming, stored, base)
         stale: set[int] = set()
         numbers: dict[int, str] = {}
@@ -669,5 +694,5 @@ def rerank(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
     if consumer.settings.max_staleness is not None:
         work.forget_abandoned(tx, consumer)
     if consumer.grouped:
-        groups.begin(consumer)
+        groups.begin(tx, consumer)
     return False

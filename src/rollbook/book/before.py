@@ -24,7 +24,8 @@ def note(tx: Transaction, table: str, consumer: int, key: str, values: Sequence[
     listed = ", ".join(f"now.{name}" for name in COLUMNS[table])
     among = tx.in_ints if key == "seq" else tx.in_texts
     # What came after the checkpoint was nothing then.
-    tx.run(
+    tx.later(
+        f"{table}_before",
         f"INSERT INTO {table}_before (checkpoint, {_LISTED[table]}) SELECT point.event, {listed} "
         f"FROM {table} AS now CROSS JOIN (SELECT event, seq FROM checkpoints ORDER BY event DESC LIMIT 1) AS point "
         f"WHERE now.consumer = ? AND now.{key} {among} AND now.seq <= point.seq ON CONFLICT DO NOTHING",

@@ -37,6 +37,7 @@ from rollbook.book.checkpoints import Checkpoint, Rewound
 from rollbook.book.compaction import Compacted
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import ReadOnly
+from rollbook.book.group_commit import GroupCommit
 from rollbook.book.leasing import Lease
 from rollbook.book.ledger import Ledger, Transaction
 from rollbook.book.naming import text_of, uid_of, uids_of
@@ -103,6 +104,7 @@ class Book:
         self.closed = False
         self.opened_with: dict[str, Any] = {}
         """Arguments of `rollbook.open` that open this book again."""
+        self.group_commit = GroupCommit()
         self.known_kinds: set[tuple[str, str]] = set()
         """Columns and their types that the ledger is known to have noted."""
         self.unsettled_checkpoints: dict[str | None, str] = {}

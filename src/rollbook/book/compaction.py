@@ -464,8 +464,11 @@ def _wait_for_tenders() -> None:
 def after_append(book: Book) -> None:
     """Now and then, start a thread that merges small segments if there are many; an append never waits for it.
 
-    The thread does one bounded step and ends. `Book.close` waits for it, and a forked child does not have it.
+    The thread does one bounded step and ends. `Book.close` waits for it, and a forked child does not have it. Rows of
+    a database need no merging: they are read many at once.
     """
+    if hasattr(book.shelf, "insert"):
+        return
     if next(book.appends) % TEND_EVERY or (book.tender is not None and book.tender.is_alive()):
         return
     book.tender = threading.Thread(target=_tend, args=(book,), name="rollbook-merge", daemon=True)

@@ -370,7 +370,8 @@ def save(tx: Transaction, consumer: Consumer) -> None:
     """Write back what a transaction changed."""
     now = consumer.as_saved()
     if now != consumer.saved:
-        tx.run(
+        tx.later(
+            "consumers",
             "UPDATE consumers SET state = ?, grouped = ?, inserts = ?, samples = ?, floor = ?, generation = ? "
             "WHERE id = ?",
             (*now, consumer.id),

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book import before
@@ -34,8 +35,8 @@ def refresh(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Col
     chosen = tx.array(listed)
     work_rows, record_rows, group_rows = tx.ask(
         (
-            f"SELECT gid, state, seq, version, value, uses FROM work WHERE consumer = ? AND gid {tx.in_texts} "
-            "ORDER BY seq",
+            # Without an order, which would have SQLite read all rows of the consumer in that order.
+            f"SELECT gid, state, seq, version, value, uses FROM work WHERE consumer = ? AND gid {tx.in_texts}",
             (consumer.id, chosen),
         ),
         (
@@ -51,7 +52,7 @@ def refresh(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Col
         ),
     )
     members: defaultdict[str, list[Any]] = defaultdict(list)
-    for gid, *member in work_rows:
+    for gid, *member in sorted(work_rows, key=itemgetter(2)):
         members[gid].append(member)
     totals = {gid: total for gid, *total in record_rows}
     earlier = {gid: row for gid, *row in group_rows}
@@ -138,11 +139,13 @@ def ripen(tx: Transaction, consumer: Consumer, most: int) -> bool:
     return len(due) < most
 
 
-def begin(consumer: Consumer) -> None:
+def begin(tx: Transaction, consumer: Consumer) -> None:
     """Begin to keep groups for a consumer that leases by group for the first time, or to rank them anew: those of the
     rows that it has are made by `build`, the others as their rows come."""
     consumer.grouped = True
-    consumer.state["ungrouped"] = 1
+    (last,) = tx.one("SELECT MAX(seq) FROM work WHERE consumer = ?", (consumer.id,))
+    if last is not None:
+        consumer.state["ungrouped"], consumer.state["ungrouped_last"] = 1, last
 
 
 def build(tx: Transaction, consumer: Consumer, most: int) -> bool:
@@ -150,15 +153,17 @@ def build(tx: Transaction, consumer: Consumer, most: int) -> bool:
     start = consumer.state.get("ungrouped")
     if start is None:
         return True
-    found = tx.all(
-        "SELECT seq, gid FROM work WHERE consumer = ? AND seq >= ? ORDER BY seq LIMIT ?", (consumer.id, start, most)
+    rows = tx.all(
+        "SELECT seq, gid FROM work WHERE consumer = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?",
+        (consumer.id, start, consumer.state.get("ungrouped_last", start), most),
     )
-    gids = dict.fromkeys(gid for _, gid in found)
+    gids = dict.fromkeys(gid for _, gid in rows)
     refresh(tx, consumer, gids, gids)
-    if len(found) < most:
+    if len(rows) < most:
         del consumer.state["ungrouped"]
+        consumer.state.pop("ungrouped_last", None)
         return True
-    consumer.state["ungrouped"] = found[-1][0] + 1
+    consumer.state["ungrouped"] = rows[-1][0] + 1
     return False
 
 
@@ -166,6 +171,6 @@ def rebuild(tx: Transaction, consumer: Consumer) -> None:
     """Make all groups anew, within an exclusive transaction."""
     tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
     consumer.state.pop("ready", None)
-    begin(consumer)
+    begin(tx, consumer)
     while not build(tx, consumer, 1000):
         pass

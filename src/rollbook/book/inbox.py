@@ -72,7 +72,7 @@ def drain(tx: Transaction, book: Book, consumer: Consumer, most: int = PIECE) ->
         done.append(first)
     records = _enter(tx, book, consumer, seqs, values)
     if done:
-        tx.run(f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
+        tx.later("inbox", f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
     if cut is not None:
         tx.run(
             "UPDATE inbox SET first = ?, count = count - ? WHERE consumer = ? AND first = ?",

@@ -505,7 +505,7 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: Wanted | None)
     [consumer] = consumers.parsed_rows(rows)
     settings = consumer.settings
     if wanted is not None and wanted.by == "group" and not consumer.grouped:
-        groups.begin(consumer)
+        groups.begin(tx, consumer)
     if expired:
         work.expire(tx, consumer)
     piece = inbox.PIECE
@@ -656,13 +656,13 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         partial = [gid for gid, _, _, size, runs in ready if size is not None and runs < size]
         rows, [(lease,)] = tx.ask(
             (
-                f"{_CLAIMED} AND work.gid {tx.in_texts} ORDER BY work.seq",
+                f"{_CLAIMED} AND work.gid {tx.in_texts}",
                 (consumer.id, tx.array([gid for gid, *_ in ready])),
             ),
             tx.next_number("leases", 1),
         )
         members: dict[str, list[Waiting]] = {gid: [] for gid, *_ in ready}
-        for each in _parsed(rows):
+        for each in _parsed(sorted(rows)):
             members[each.row.gid].append(each)
         taken = [each for group in members.values() for each in group]
         odds = [weight for gid, _, weight, *_ in ready for _ in members[gid]]

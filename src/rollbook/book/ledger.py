@@ -67,6 +67,10 @@ class Transaction(Protocol):
     def run(self, sql: str, values: Sequence[Any] = ()) -> None:
         """Run one statement. In PostgreSQL an error may surface at a later statement."""
 
+    def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
+        """Run one statement that changes rows of `table` at any time before the next query, or the commit: its effect
+        does not depend on that of the other statements since."""
+
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
         """Run one statement and return how many rows it changed."""
 
@@ -74,10 +78,11 @@ class Transaction(Protocol):
         """Run one statement for each row of values."""
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
-        """Insert rows in one statement; `conflict` is an `ON CONFLICT` clause."""
+        """Insert rows in one statement, as `later` does; `conflict` is an `ON CONFLICT` clause."""
 
     def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Set `columns` of the rows that `keys` name; each row of values has the columns first, then the keys."""
+        """Set `columns` of the rows that `keys` name, as `later` does; each row of values has the columns first, then
+        the keys."""
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return every row of the answer."""
@@ -250,6 +255,9 @@ class _SQLiteTransaction:
         self.now = now
 
     def run(self, sql: str, values: Sequence[Any] = ()) -> None:
+        self.connection.execute(sql, values)
+
+    def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
         self.connection.execute(sql, values)
 
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:

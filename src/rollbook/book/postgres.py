@@ -110,13 +110,28 @@ class PostgresTransaction:
         self.now = now
         self.woken: set[int] = set()
         self.shard = connection.info.backend_pid % SHARDS
+        self._later: dict[str, tuple[str, Sequence[Any]]] = {}
+        """Statements that are sent as one, by the table that each changes."""
 
     def _send(self, sql: str, values: Sequence[Any]) -> psycopg.Cursor[Any]:
+        self.flush()
         cursor = self.connection.cursor()
         return cursor.execute(_marked(sql), values) if values else cursor.execute(sql.encode())
 
+    def flush(self) -> None:
+        """Send what `later` has gathered."""
+        if self._later:
+            statements, self._later = list(self._later.values()), {}
+            values = [value for _, values in statements for value in values]
+            self.connection.cursor().execute(_marked(_combined(tuple(sql for sql, _ in statements))), values)
+
     def run(self, sql: str, values: Sequence[Any] = ()) -> None:
         self._send(sql, values)
+
+    def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
+        if table in self._later:
+            self.flush()
+        self._later[table] = (sql, values)
 
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
         cursor = self._send(sql, values)
@@ -124,16 +139,17 @@ class PostgresTransaction:
         return cursor.rowcount
 
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+        self.flush()
         self.connection.cursor().executemany(_marked(sql), list(rows))
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
         if rows:
-            self.run(_insert(table, tuple(columns), conflict), (_rows_json(table, tuple(columns), rows),))
+            self.later(table, _insert(table, tuple(columns), conflict), (_rows_json(table, tuple(columns), rows),))
 
     def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         if rows:
             names = (*columns, *keys)
-            self.run(_update(table, tuple(keys), tuple(columns)), (_rows_json(table, names, rows),))
+            self.later(table, _update(table, tuple(keys), tuple(columns)), (_rows_json(table, names, rows),))
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         return self._send(sql, values).fetchall()
@@ -175,6 +191,13 @@ SEQUENCES = (
 @lru_cache(maxsize=512)
 def _marked(sql: str) -> Any:
     return sql.replace("%", "%%").replace("?", "%s")
+
+
+@lru_cache(maxsize=256)
+def _combined(statements: tuple[str, ...]) -> str:
+    """One statement that does what several do that do not depend on each other: it costs little more than one."""
+    *first, last = statements
+    return (f"WITH {', '.join(f'done{i} AS ({sql})' for i, sql in enumerate(first))} " if first else "") + last
 
 
 @lru_cache(maxsize=1)
@@ -366,6 +389,7 @@ class PostgresLedger:
                     with _pipeline(connection) as pipeline:
                         tx = PostgresTransaction(connection, pipeline, now)
                         yield tx
+                        tx.flush()
                         if writes:
                             reached("before commit")
                         committing = writes

@@ -87,7 +87,8 @@ class PostgresShelf:
         name = new_name()
         spans, pieces = lay_out(parts)
         for number, data in enumerate(_rows([header(), *pieces]) if spans else ()):
-            tx.run("INSERT INTO blobs (segment, data, made) VALUES (?, ?, ?)", (_row_name(name, number), data, tx.now))
+            row = (_row_name(name, number), data, tx.now)
+            tx.later("blobs", "INSERT INTO blobs (segment, data, made) VALUES (?, ?, ?)", row)
         return [Place(name, ALIGN + start, length) for start, length in spans]
 
     def put(self, parts: Sequence[Buffer]) -> list[Place]:

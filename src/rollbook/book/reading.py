@@ -72,6 +72,9 @@ def runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list
     """
     for place in places:
         check_place(place)
+    if len(places) > 1 and hasattr(book.shelf, "insert"):
+        yield from _together(book, places)
+        return
     at = 0
     while at < len(places):
         first, end = places[at], at + 1
@@ -89,6 +92,19 @@ def runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list
             yield from ((book.shelf.get(place), [place]) for place in run)
         else:
             yield memory, run
+        at = end
+
+
+def _together(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
+    """The same from a database, where each frame of an append is a segment: many of them in one exchange."""
+    at = 0
+    while at < len(places):
+        end, size = at, 0
+        while end < len(places) and (end == at or size + places[end].length <= _TOGETHER):
+            size += places[end].length
+            end += 1
+        for place, data in zip(places[at:end], book.shelf.get_many(places[at:end]), strict=True):
+            yield memoryview(bytearray(data)), [place]
         at = end
 
 
@@ -246,16 +262,13 @@ def _match(book: Book, many: Experiences, where: Sequence[Location], rows: Seque
     """Whether some rows of `many` have the digests that the ledger has for their records."""
     if not rows:
         return True
-    expected: dict[int, Any] = {}
-    with book.ledger.read() as tx:
-        for marks, part in chunks([where[i][0] for i in rows]):
-            found = tx.all(
-                "SELECT seq, CASE WHEN revision = 0 THEN whole ELSE (SELECT revisions.whole FROM revisions "
-                "WHERE revisions.seq = records.seq AND revisions.n = records.revision) END "
-                f"FROM records WHERE seq IN ({marks})",
-                part,
-            )
-            expected.update((seq, None if digest is None else bytes(digest)) for seq, digest in found)
+    found = book.ledger.all(
+        "SELECT seq, CASE WHEN revision = 0 THEN whole ELSE (SELECT revisions.whole FROM revisions "
+        "WHERE revisions.seq = records.seq AND revisions.n = records.revision) END "
+        f"FROM records WHERE seq {book.ledger.in_ints}",
+        (book.ledger.array([where[i][0] for i in rows]),),
+    )
+    expected = {seq: None if digest is None else bytes(digest) for seq, digest in found}
     chosen = many if len(rows) == len(many) else many.take(list(rows))
     try:
         return [expected.get(where[i][0]) for i in rows] == digests(chosen).whole

@@ -230,7 +230,7 @@ def expire(tx: Transaction, consumer: Consumer) -> None:
 
 def end_lease(tx: Transaction, lease: int, state: str) -> None:
     """A lease's last state."""
-    tx.run("UPDATE leases SET state = ? WHERE id = ?", (state, lease))
+    tx.later("leases", "UPDATE leases SET state = ? WHERE id = ?", (state, lease))
 
 
 def thaw(tx: Transaction, consumer: Consumer, most: int) -> bool:
