@@ -42,13 +42,15 @@ reading the mask (38 MB for 512 samples) and copying (25 MB) take longer than ma
 
 What is below 1, and why:
 
-- `make_experience` is timed with models that compute nothing. What they return is checked, cut to the samples' own
-  tokens and put back with zeros around them: for 8 samples 1 ms, mostly Python calls; for 512 bound by memory. With the
-  advantages that follow it is faster.
-- `process_experiences` takes about 0.15 ms; LightRFT's six tensor operations take 0.02 ms. Groups are numbered, rewards
-  are sorted in float64 so that scores do not depend on the order, and missing rewards are looked for.
+- `make_experience` is timed with models that compute nothing. What they return is checked and copied, with zeros after
+  each response; LightRFT keeps the models' own tensors. For 8 samples this takes 0.25 ms against 0.06 ms, mostly numpy
+  calls for each row; for 512 both take about 16 ms, bound by memory. With the advantages that follow it is faster.
+- `process_experiences` takes 0.02 to 0.03 ms for both sizes, about 1.5 times as long as LightRFT's eight tensor
+  operations: rewards are sorted in float64, so that scores do not depend on the order of rows, and checked for missing
+  ones.
+- `make_experience_batch` with `packing_samples` takes 0.2 ms for 8 samples, against 0.12 ms.
 - `is_vl_experience` looks at six fields rather than at the class, which takes 0.1 microseconds longer.
-- `Experience(...)` and `BufferItem(...)` take about a microsecond on both sides, 0.1 more here: they accept more
+- `Experience(...)` and `BufferItem(...)` take 0.6 microseconds on both sides, up to 0.04 more here: they accept more
   fields.
 - Other rows near 1 take 0.1 to 0.5 ms for 8 samples on both sides and vary between runs.
 """

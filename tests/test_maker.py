@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from rollbook.algorithms.kl import AdaptiveKL
 from rollbook.algorithms.results import Advantages
 from rollbook.experience_maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
 from rollbook.jagged import Rows
+from rollbook.making import estimating
 from rollbook.making.whole import Whole
 from rollbook.models import Actor, Critic
 from rollbook.progress import Progress
@@ -274,6 +277,97 @@ def test_a_constant_group_says_nothing(value: float, n: int, estimator: str) -> 
     )
     (batch,) = made.make_experience_list([[5]])
     assert batch.advantages.count_nonzero() == 0 and batch.info["reward"].tolist() == [value] * n
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rewards=st.lists(
+        st.sampled_from([0.0, -0.0, 1.0, 0.1, -2.5, 3e38, -3e38, 1e-42, math.nan]) | st.floats(-9, 9, width=32),
+        min_size=4,
+        max_size=24,
+    ),
+    size=st.integers(1, 5),
+    batches=st.integers(1, 3),
+    options=st.sampled_from(
+        [
+            ("rloo", {}),
+            ("dr_grpo", {}),
+            ("reinforce_baseline", {}),
+            ("grpo", {}),
+            ("group_norm", {"eps": 0.0}),
+            ("grpo", {"std": "population"}),
+        ]
+    ),
+)
+@pytest.mark.filterwarnings("ignore:.*every group has one sample", "ignore:.*encountered in")
+def test_scores_of_blocks_are_those_of_the_general_path(
+    rewards: list[float], size: int, batches: int, options: tuple[str, dict[str, Any]]
+) -> None:
+    rewards = rewards[: len(rewards) // size * size] or rewards[:1] * size
+    ones = torch.ones(len(rewards), 1)
+    cuts = [len(rewards) * i // batches for i in range(batches + 1)]
+    parts = [slice(*cut) for cut in itertools.pairwise(cuts)]
+    numbers = torch.tensor(rewards)
+    experiences = [
+        Experience(ones[part].long(), ones[part], *[None] * 4, None, ones[part].bool(), {"reward": numbers[part]})
+        for part in parts
+    ]
+    name, estimator_options = options
+    config = MakerConfig(n_samples_per_prompt=size, advantage_estimator=name, estimator_options=estimator_options)
+    short = estimating.score(Whole(experiences), config)
+    with mock.patch.object(estimating, "_block_scores", return_value=None):
+        general = estimating.score(Whole(experiences), config)
+    assert torch.equal(short.rewards.view(torch.int32), general.rewards.view(torch.int32))
+    assert repr(short.metrics) == repr(general.metrics)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+@pytest.mark.filterwarnings("ignore:.*invalid value")
+def test_padded_batches_are_those_of_the_general_path(data: st.DataObject) -> None:
+    odd = data.draw(st.sampled_from([0, 0, 0, 1]))  # rows without a prompt, actions that are not attended
+    count, prompt, slots = (data.draw(st.integers(*bounds)) for bounds in ((1, 4), (1 - odd, 3), (1, 6)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    attention = torch.zeros(count, prompt + slots, dtype=data.draw(st.sampled_from([torch.int64, torch.bool])))
+    actions = torch.zeros(count, slots, dtype=torch.bool)
+    for i in range(count):
+        end = data.draw(st.integers(0, slots))
+        attention[i, data.draw(st.integers(0, prompt - 1 + odd)) : prompt + end] = 1
+        actions[i, : end + odd] = True
+    if data.draw(st.booleans()):
+        actions &= torch.rand(actions.shape, generator=generator) < 0.7  # tokens of a tool
+    answers = [torch.randn(count, slots, generator=generator) for _ in range(3)]
+    for number in (math.nan, math.inf):
+        for answer in answers:
+            answer[torch.rand(answer.shape, generator=generator) < data.draw(st.sampled_from([0, 0, 0.2]))] = number
+    answers[1] = answers[1].to(data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    before = [answer.clone() for answer in answers]
+    rewards = torch.tensor(data.draw(st.lists(st.sampled_from([0.5, math.inf]), min_size=count, max_size=count)))
+    models: list[Any] = [lambda *_, answer=answer: answer for answer in answers]
+    critic = data.draw(st.sampled_from([models[2], None]))
+    samples = Samples(
+        torch.ones(attention.shape, dtype=torch.int64), attention, actions, slots, None, None, None, None, ["x"] * count
+    )
+
+    def make(times: int) -> tuple[Experience, dict[str, float]]:
+        maker = NaiveExperienceMaker(models[0], critic, lambda *_: rewards, models[1], None, 8, 0.1)
+        batch = maker._experiences([samples] * times)[0]
+        return batch, {key: value for key, value in maker._stages.metrics().items() if key.endswith("/tokens")}
+
+    short, tokens = make(1)
+    general, general_tokens = make(2)  # several batches take the general path
+    assert {key: 2 * value for key, value in tokens.items()} == general_tokens
+    assert list(short.info or ()) == list(general.info or ())
+    assert repr(short.info) == repr(general.info)
+    for name in ("sequences", "attention_mask", "action_mask", "labels", "ids", "advantages"):
+        assert repr(getattr(short, name)) == repr(getattr(general, name))
+    for name in ("action_log_probs", "base_action_log_probs", "values", "kl"):
+        ours, theirs = getattr(short, name), getattr(general, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+            ours.fill_(7.0)
+    assert all(torch.equal(now.nan_to_num(), then.nan_to_num()) for now, then in zip(answers, before, strict=True))
 
 
 def test_normalised_once_and_clipped_last(actor: Actor) -> None:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rollbook.errors import explain_missing
 
 try:
@@ -20,6 +22,7 @@ except ModuleNotFoundError as error:
 
 from rollbook.algorithms.advantages import cumulative_returns, gae
 from rollbook.algorithms.filters import clip_filter_like_weight_func
+from rollbook.algorithms.kl import KL, k1
 from rollbook.algorithms.kl import kl as token_kl_values
 from rollbook.algorithms.layout import Layout
 from rollbook.algorithms.ranks import ALONE
@@ -34,10 +37,11 @@ from rollbook.jagged import Rows
 from rollbook.making import estimating
 from rollbook.making.collecting import batch_of, if_any, maker_sampling, prompts_of, samples_of
 from rollbook.making.config import MakerConfig
+from rollbook.making.padded import padded_experience
 from rollbook.making.passes import Passes
 from rollbook.making.recording import records_of
 from rollbook.making.scoring import Scorer
-from rollbook.making.whole import Whole
+from rollbook.making.whole import Whole, mean_by_row
 from rollbook.moving import pin_memory, to
 from rollbook.progress import Progress, Stages, advise
 from rollbook.rollout.engine import Engine
@@ -349,9 +353,13 @@ class NaiveExperienceMaker:
     def _experiences(
         self, many: Sequence[Samples], records: Sequence[Sequence[Record]] | None = None
     ) -> list[Experience]:
-        known: Sequence[Any] = [None] * len(many) if records is None else records
-        batches = [batch_of(samples, rows) for samples, rows in zip(many, known, strict=True)]
-        self._pass(batches)
+        batch = self._padded_experience(many[0]) if len(many) == 1 else None
+        if batch is not None:
+            batches = [batch]
+        else:
+            known: Sequence[Any] = [None] * len(many) if records is None else records
+            batches = [batch_of(samples, rows) for samples, rows in zip(many, known, strict=True)]
+            self._pass(batches)
         with self._stages("reward"), self._bar("reward", sum(map(len, batches))) as bar:
             self.scorer.score(many, batches, bar)
         for samples, batch in zip(many, batches, strict=True):
@@ -364,6 +372,19 @@ class NaiveExperienceMaker:
         with self._bar("log-probs", 1 if not self.passes.models else len(self.passes.models)) as bar:
             results = self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
         self._measure_kl(*results)
+        self._resume_training()
+
+    def _padded_experience(self, samples: Samples) -> Experience | None:
+        """The batch after `_pass`, by the short path for padded tensors where it applies."""
+        if self.config.wants_entropy or KL[self.config.kl_estimator].function is not k1:
+            return None
+        with self._bar("log-probs", len(self.passes.models)) as bar:
+            batch = padded_experience(samples, self.passes, self._stages, bar)
+        if batch is not None:
+            self._resume_training()
+        return batch
+
+    def _resume_training(self) -> None:
         for model in (self.actor, self.critic):
             if _trains(model):
                 model.train()
@@ -381,7 +402,9 @@ class NaiveExperienceMaker:
         else:
             kl = torch.zeros(len(mask))
         whole.put_column("kl", kl, lengths)
-        whole.put_numbers("kl", layout.row_means(kl))
+        whole.put_numbers(
+            "kl", mean_by_row(kl.double().numpy(), np.array(lengths, dtype=np.int64), layout.counts.numpy())
+        )
 
     def process_experiences(
         self, experiences: Sequence[Experience], max_new_tokens: int | None = None

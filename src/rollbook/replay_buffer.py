@@ -247,7 +247,7 @@ class NaiveReplayBuffer:
         if sheets is None or any(a.shape != b.shape for a, b in zip(values, masks, strict=True)):
             sheets, (values, masks) = None, self._rows(attribute)
         every = _end_to_end(values).to(torch.float64, copy=True)
-        masked = _end_to_end(masks) == 0
+        masked = torch.logical_not(_end_to_end(masks))  # several times as fast as == 0
         _clear(every, masked)
         if every.is_cpu:  # by numpy, whose small operations take a fraction of torch's time
             array: Any = every.numpy()

@@ -401,7 +401,7 @@ def create_high_entropy_mask(
     if not 0 < high_entropy_token_ratio < 1:
         return action_mask.clone()
     marked: torch.Tensor = high_entropy_mask(entropy, action_mask, high_entropy_token_ratio)
-    return marked.to(entropy.dtype)
+    return marked.view(torch.uint8).to(entropy.dtype)  # twice as fast as from bool
 
 
 def _calculate_repeatness(s: str) -> float:

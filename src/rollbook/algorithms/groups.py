@@ -100,6 +100,29 @@ def segment_sums(values: Floats, index: NDArray[np.int64], count: int) -> Floats
     return sums
 
 
+def sums_of_blocks(blocks: Floats) -> Floats:
+    """[groups] The sum of each row of a matrix, added up as `segment_sums` does."""
+    return np.add.reduceat(blocks.reshape(-1), np.arange(0, blocks.size, blocks.shape[1]))
+
+
+def block_means(blocks: Floats) -> tuple[Floats, Floats]:
+    """Sort the rewards of each group and compute its mean, exactly the reward if all are equal.
+
+    Args:
+        blocks: [groups, n] finite rewards.
+
+    Returns:
+        [groups, n] the rewards in ascending order, and [groups] the means.
+    """
+    ascending = blocks.copy()
+    ascending.sort(axis=1)
+    low = ascending[:, 0]
+    means = sums_of_blocks(ascending)
+    means /= blocks.shape[1]
+    np.copyto(means, low, where=low == ascending[:, -1])
+    return ascending, means
+
+
 class Grouped:
     """Rewards and the groups they belong to, over the rows of all `ranks`.
 
@@ -234,10 +257,7 @@ class Grouped:
     def mean(self) -> Floats:
         """[groups] The mean reward; of equal rewards exactly that reward; 0 if there is none."""
         if self.block:
-            ascending = np.sort(self.values.reshape(-1, self.block), axis=1)
-            low, high = ascending[:, 0], ascending[:, -1]
-            starts = np.arange(0, len(self.values), self.block)
-            return np.where(low == high, low, np.add.reduceat(ascending.reshape(-1), starts) / self.block)
+            return block_means(self.values.reshape(-1, self.block))[1]
         low, high = self.ends
         return np.where(low == high, low, self._sums(self.run_values) / np.maximum(self.count, 1))
 

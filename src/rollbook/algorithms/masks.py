@@ -6,6 +6,7 @@ marked; a row's marks do not depend on padding, on other rows (unless asked for)
 
 from __future__ import annotations
 
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,9 @@ def high_entropy_mask(
     if ratio <= 0 or ratio >= 1 or not values.numel():
         return layout.give(layout.mask.clone())
     values = values if values.is_floating_point() else values.to(torch.float64)
-    keys = torch.where(values.isnan(), torch.full((), -torch.inf, dtype=values.dtype, device=values.device), values)
+    keys = values
+    if not values.is_cpu or isnan(values.sum()):  # a sum costs a tenth of the replacement, but waits for a device
+        keys = torch.where(values.isnan(), torch.full((), -torch.inf, dtype=values.dtype, device=values.device), values)
     if over == "batch":
         whole = Layout((1, keys.numel()), None, layout.mask.reshape(1, -1))
         marked = _marked(whole, keys.reshape(1, -1), ratio).reshape(layout.shape)
@@ -53,23 +56,23 @@ def high_entropy_mask(
 
 def _marked(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
     """[of `shape`] The tokens that count and come first in their row when it is sorted by key, from the highest."""
+    if layout.mask.device.type == "cpu" and keys.dtype in NUMPY:
+        return _by_row(layout, keys, ratio)
     # In float64, as Python multiplies: 100 * 0.29 is a little less than 29, here as there.
     wanted = (layout.counts.to(torch.float64) * ratio).floor().clamp(min=1).to(torch.int64)
-    if layout.mask.device.type == "cpu" and keys.dtype in NUMPY:
-        return _by_row(layout, keys, wanted)
     return _by_order(layout, keys, wanted) if layout.packed else _by_least(layout, keys, wanted, ratio)
 
 
-def _by_row(layout: Layout, keys: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _by_row(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
     """On the host, row by row, among the tokens that count alone."""
     marked = torch.zeros(layout.shape, dtype=torch.bool)
-    lengths = layout.row_lengths.tolist()
     rows: Any = map(memory, (marked, layout.mask, keys))
     if layout.packed:
-        rows = [np.split(one, np.cumsum(lengths)[:-1]) for one in rows]
-    for flags, mask, values, count in zip(*rows, wanted.tolist(), strict=True):
+        rows = [np.split(column, layout.offsets[1:-1]) for column in rows]
+    for flags, mask, values in zip(*rows, strict=True):
         slots = np.flatnonzero(mask)
         if len(slots):
+            count = max(1, int(len(slots) * ratio))
             first, last = slots[0], slots[-1] + 1
             where = slice(first, last) if last - first == len(slots) else slots
             candidates = values[where]

@@ -142,7 +142,7 @@ def batch_of(samples: Samples, records: Sequence[Experience] | None = None) -> E
         raise ValueError(f"samples: got {type(samples).__name__}, expected Samples")
     if samples.sequences is None or samples.sequences.dim() != 2:
         raise ValueError("samples.sequences: got no matrix, expected (B, S), or (1, tokens) packed")
-    info: dict[str, Any] = dict(zip(("response_length", "total_length"), _lengths(samples), strict=True))
+    info: dict[str, Any] = dict(zip(("response_length", "total_length"), lengths_of_samples(samples), strict=True))
     shared: dict[str, Any] = {"labels": samples.labels, "references": samples.references}
     packs = samples.packed_seq_lens is not None
     if packs:
@@ -216,7 +216,7 @@ def _attended(attention: torch.Tensor, action_mask: torch.Tensor) -> torch.Tenso
     return attention
 
 
-def _lengths(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+def lengths_of_samples(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """[B] each: how many actions and how many tokens, as float32; counted, where nobody did."""
     responses, totals = samples.response_length, samples.total_length
     home = samples.sequences.device

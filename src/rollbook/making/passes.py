@@ -96,7 +96,7 @@ class Passes:
         joined, tokens = None, _tokens(batches)
         for name, model in self.models.items():
             with stages(name) as stage:
-                if hasattr(type(model), "token_stats") or hasattr(type(model), "token_values"):
+                if is_planned(model):
                     joined = _joined(batches) if joined is None else joined
                     found = self._planned(name, model, joined, entropy and name == "policy", stage)
                 else:
@@ -143,6 +143,11 @@ _Column: TypeAlias = tuple[torch.Tensor, list[int]]
 _STAGES = {"actor": "policy", "initial_model": "reference", "teacher": "teacher", "critic": "values"}
 
 
+def is_planned(model: Any) -> bool:
+    """Whether a model is one of `rollbook.models`, which are asked for a whole rollout."""
+    return hasattr(type(model), "token_stats") or hasattr(type(model), "token_values")
+
+
 def _is_bare(model: Any) -> bool:
     """Whether it is a model of transformers by itself, which is called in another way."""
     return hasattr(type(model), "prepare_inputs_for_generation")
@@ -175,13 +180,19 @@ def _call(model: Any, batch: ExperienceBatch) -> torch.Tensor | Rows:
         found = model(tokens, actions, numbers.unsqueeze(0).to(tokens.device), packed_seq_lens=lengths, **media)
     else:
         found = model(batch.sequences, int(batch.action_mask.shape[1]), batch.attention_mask, **media)
-    found = found[0] if isinstance(found, tuple) else found
-    if not isinstance(found, torch.Tensor):
-        raise ValueError(f"{type(model).__name__}: got {type(found).__name__} back, expected a tensor (B, A)")
-    expected = tuple(batch.action_mask.shape) if batch.layout == "padded" else (1, len(batch.action_mask.values))
-    if tuple(found.shape) != expected:
-        raise ValueError(f"{type(model).__name__}: got shape {list(found.shape)} back, expected {list(expected)}")
-    return found if batch.layout == "padded" else Rows(found[0], batch.action_mask.lengths)
+    if batch.layout == "padded":
+        return checked_answer(model, found, tuple(batch.action_mask.shape))
+    return Rows(checked_answer(model, found, (1, len(batch.action_mask.values)))[0], batch.action_mask.lengths)
+
+
+def checked_answer(model: Any, answer: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor of a model's answer, or of the first part of it, if it has the shape."""
+    answer = answer[0] if isinstance(answer, tuple) else answer
+    if not isinstance(answer, torch.Tensor):
+        raise ValueError(f"{type(model).__name__}: got {type(answer).__name__} back, expected a tensor (B, A)")
+    if tuple(answer.shape) != shape:
+        raise ValueError(f"{type(model).__name__}: got shape {list(answer.shape)} back, expected {list(shape)}")
+    return answer
 
 
 def _settled(

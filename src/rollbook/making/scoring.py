@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rollbook.batch import ExperienceBatch, Samples
-from rollbook.making.whole import Whole
+from rollbook.making.whole import Whole, batch_device
 from rollbook.progress import Progress
 from rollbook.rewards.choose import as_reward
 from rollbook.rewards.functions import KNOWN
@@ -43,10 +43,11 @@ class Called(Reward):
 
     def look(self, batches: Sequence[ExperienceBatch], inputs: Sequence[RewardInput]) -> None:
         """Ask the model of all batches, whose rows `inputs` are."""
-        scores = [score for batch in batches for score in self._ask(batch)]
+        scores = [score for batch in batches for score in self.scores(batch).tolist()]
         self._found = {id(one): score for one, score in zip(inputs, scores, strict=True)}
 
-    def _ask(self, batch: ExperienceBatch) -> list[float]:
+    def scores(self, batch: ExperienceBatch) -> torch.Tensor:
+        """[B] What the model says of a batch, float32, on the CPU."""
         padded = batch if batch.layout == "padded" else batch.pad()
         mask = padded.attention_mask
         found = self.model(padded.sequences, torch.ones_like(padded.sequences) if mask is None else mask)
@@ -58,13 +59,17 @@ class Called(Reward):
         scores = torch.as_tensor(found).detach().float().cpu().reshape(-1)
         if len(scores) != len(batch):
             raise WrongCount(f"reward_model: got {len(scores)} scores back, expected {len(batch)}, one for each sample")
-        return scores.tolist()
+        return scores
 
     def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
         """The scores of samples that were looked at."""
         rewards = [self._found[id(one)] for one in inputs]
-        errors = [None if math.isfinite(score) else f"reward_model: gave {score}" for score in rewards]
+        errors = list(map(_score_error, rewards))
         return Scores(rewards=[score if math.isfinite(score) else math.nan for score in rewards], errors=errors)
+
+
+def _score_error(score: float) -> str | None:
+    return None if math.isfinite(score) else f"reward_model: gave {score}"
 
 
 class Scorer:
@@ -127,6 +132,11 @@ class Scorer:
 
     def score(self, many: Sequence[Samples], batches: Sequence[ExperienceBatch], bar: Progress | None = None) -> None:
         """Put `reward` (B,), float32, `reward_metrics`, `reward_parts` and `reward_error` into each batch's `info`."""
+        if type(self.source) is Called and len(batches) == 1 and "error" not in (batches[0].info or {}):
+            self._score_tokens(self.source, batches[0])
+            if bar is not None:
+                bar.advance(len(batches[0]))
+            return
         inputs = [one for samples, batch in zip(many, batches, strict=True) for one in self.inputs(samples, batch)]
         failed = [one for batch in batches for one in (batch.info or {}).get("error") or [None] * len(batch)]
         for model in self._called:
@@ -149,6 +159,15 @@ class Scorer:
             at = stop
         if bar is not None:
             bar.advance(at)
+
+    def _score_tokens(self, source: Called, batch: ExperienceBatch) -> None:
+        """`score` of one batch by a source that reads its tokens, without an input and a score object per sample."""
+        scores = source.scores(batch)
+        numbers = scores.tolist()
+        batch.info = {**(batch.info or {}), "reward": scores.to(batch_device(batch), copy=True)}
+        if not all(map(math.isfinite, numbers)):
+            batch.info["reward"][~scores.isfinite()] = math.nan
+            batch.info["reward_error"] = list(map(_score_error, numbers))
 
     def need(self) -> Reward:
         """The source, or an error where there is none."""

@@ -109,7 +109,7 @@ class Whole:
         start = row = 0
         for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
             stop = start + sum(lengths[row : row + size])
-            part = values[start:stop].to(_device(batch))
+            part = values[start:stop].to(batch_device(batch))
             parts.append(Rows(part, lengths[row : row + size]) if spans is None else spans.pad(part, 0))
             start, row = stop, row + size
         return parts
@@ -148,10 +148,12 @@ class Whole:
     def put_numbers(self, key: str, values: torch.Tensor) -> None:
         """Give each batch its rows' numbers in `info`."""
         for batch, part in zip(self.batches, self.split(values), strict=True):
-            batch.info = {**(batch.info or {}), key: part.to(_device(batch))}
+            batch.info = {**(batch.info or {}), key: part.to(batch_device(batch))}
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """[N] numbers cut as the rows are."""
+        if len(self.sizes) == 1:
+            return [values]
         return list(torch.split(values, self.sizes)) if self.sizes else []
 
     def entries(self, key: str) -> list[Any] | None:
@@ -190,6 +192,27 @@ class Whole:
         """[N] Which run each row is of; `None` without ids, where each row is one."""
         ids = self.ids()
         return None if ids is None else [run_id(eid) for eid in ids]
+
+
+def mean_by_row(values: NDArray[np.float64], lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> torch.Tensor:
+    """Compute each row's mean over the slots that count.
+
+    Args:
+        values: (total,) rows end to end, 0 where nothing counts.
+        lengths: [B] slots of each row.
+        counts: [B] how many of them count.
+
+    Returns:
+        [B] float32, 0 for a row in which nothing counts.
+
+    >>> mean_by_row(np.array([1.0, 0.0, 3.0]), np.array([2, 0, 1]), np.array([1, 0, 1]))
+    tensor([1., 0., 3.])
+    """
+    filled = lengths > 0  # reduceat has no empty segments
+    sums = np.zeros(len(lengths), dtype=np.float32)
+    if len(values):
+        sums[filled] = np.add.reduceat(values, (lengths.cumsum() - lengths)[filled])
+    return torch.from_numpy(sums / np.maximum(counts, 1).astype(np.float32))
 
 
 def _described(value: Any) -> str:
@@ -257,8 +280,11 @@ def _set_field(batch: ExperienceBatch, name: str, value: Any) -> None:
         setattr(batch, name, value)
 
 
-def _device(batch: ExperienceBatch) -> torch.device:
+def batch_device(batch: ExperienceBatch) -> torch.device:
+    """Where a batch's tokens are."""
     sequences = batch.sequences
+    if isinstance(sequences, torch.Tensor):
+        return sequences.device
     if isinstance(sequences, Rows):
         return sequences.values.device
     return sequences[0].device if len(sequences) else torch.device("cpu")
