@@ -125,7 +125,7 @@ def test_one_record_or_one_step_is_read_alone(
 ) -> None:
     measured: list[int] = []
     frames: set[Any] = set()
-    rows, views = bulk.Bulk.rows, reading.views
+    rows, runs = bulk.Bulk.rows, reading.runs
 
     def count_rows(self: bulk.Bulk, columns: Any, count: int) -> Any:
         measured.append(count)
@@ -133,10 +133,10 @@ def test_one_record_or_one_step_is_read_alone(
 
     def count_frames(book: Any, places: Any) -> Any:
         frames.update(places)
-        return views(book, places)
+        return runs(book, places)
 
     monkeypatch.setattr(bulk.Bulk, "rows", count_rows)
-    monkeypatch.setattr(reading, "views", count_frames)
+    monkeypatch.setattr(reading, "runs", count_frames)
 
     def read(*arguments: str) -> tuple[int, int]:
         measured.clear()

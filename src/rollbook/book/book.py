@@ -296,10 +296,10 @@ class Book:
         self._writable("announce")
         version = whole_number("version", version)
         with self.ledger.write() as tx:
-            work.announce(tx, version)
-        for name, settings in self.consumers().items():
+            is_new = work.announce(tx, version)
+        for name, settings in self.consumers().items() if is_new else ():
             if settings.max_staleness is not None:
-                leasing.refresh(self, name)
+                leasing.drop_stale(self, name)
 
     @property
     def policy_version(self) -> int | None:

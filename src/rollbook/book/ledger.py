@@ -46,6 +46,14 @@ Result = TypeVar("Result")
 _AMONG = "IN (SELECT value FROM json_each(?))"
 
 
+def _array(values: Sequence[Any]) -> str:
+    try:
+        return json.dumps(values)
+    except TypeError:
+        # SQLite keeps whatever it is given, bytes in a column of texts too.
+        raise Damaged(f"got {str(values)[:100]}, expected numbers or texts; see `rollbook check`") from None
+
+
 class ConcurrentChange(Exception):
     """Another transaction inserted the same row, or the two waited for each other: nothing was written, try again."""
 
@@ -291,7 +299,7 @@ class _SQLiteTransaction:
         return [self.all(sql, values) for sql, values in queries]
 
     def array(self, values: Sequence[Any]) -> str:
-        return json.dumps(values)
+        return _array(values)
 
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
         key = {"records": "seq", "leases": "id"}[table]
@@ -635,7 +643,7 @@ class SQLiteLedger:
 
     def array(self, values: Sequence[Any]) -> str:
         """The parameter of `in_ints`."""
-        return json.dumps(values)
+        return _array(values)
 
     def changes(self) -> tuple[int, int]:
         """Return numbers that change when another connection, or this one, has written."""

@@ -336,13 +336,15 @@ def set_announced(tx: Transaction, version: int | None) -> None:
         tx.run("INSERT INTO meta (key, value) VALUES ('policy_version', ?)", (str(version),))
 
 
-def announce(tx: Transaction, version: int) -> None:
-    """Write a version that is announced; what is too old by it is dropped piece by piece, by `forget_stale`."""
+def announce(tx: Transaction, version: int) -> bool:
+    """Write a version that is announced, and return whether it is another one; what is too old by it is dropped piece
+    by piece, by `forget_stale`."""
     now = announced(tx)
     if now is not None and version < now:
         raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
     if now == version:
-        return
+        return False
     lineages.before_announcing(tx)
     set_announced(tx, version)
     record(tx, [Event("announced", detail={"version": version})])
+    return True
