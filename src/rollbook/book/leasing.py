@@ -515,16 +515,16 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: Wanted | None)
     """
     text_of("consumer", name, 1, 200)
     mine = "consumer = (SELECT id FROM consumers WHERE name = ?)"
-    rows, expired, rested, unseen, version = tx.ask(
+    rows, [(expired, rested, unseen, version)] = tx.ask(
         (f"{consumers.BY_NAME}{tx.lock_row()}", (name,)),
         (
-            f"SELECT 1 FROM leases WHERE {mine} AND state = 'active' AND "
-            "(expires <= ? OR expires > ? + seconds + 1) LIMIT 1",
-            (name, tx.now, tx.now),
+            f"SELECT (SELECT 1 FROM leases WHERE {mine} AND state = 'active' AND "
+            "(expires <= ? OR expires > ? + seconds + 1) LIMIT 1), "
+            f"(SELECT 1 FROM work WHERE {mine} AND state = 'cooling' AND until <= ? LIMIT 1), "
+            f"(SELECT 1 FROM inbox WHERE {mine} LIMIT 1), "
+            "(SELECT value FROM meta WHERE key = 'policy_version')",
+            (name, tx.now, tx.now, name, tx.now, name),
         ),
-        (f"SELECT 1 FROM work WHERE {mine} AND state = 'cooling' AND until <= ? LIMIT 1", (name, tx.now)),
-        (f"SELECT 1 FROM inbox WHERE {mine} LIMIT 1", (name,)),
-        ("SELECT value FROM meta WHERE key = 'policy_version'", ()),
     )
     if not rows:
         return None, True
@@ -542,8 +542,8 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: Wanted | None)
         done &= work.thaw(tx, consumer, piece)
     done &= work.forget_old(tx, consumer, piece)
     bound = settings.max_staleness if wanted is None or wanted.max_staleness is None else wanted.max_staleness
-    if version:
-        done &= work.forget_stale(tx, consumer, work.floor_of(int(version[0][0]), bound), piece)
+    if version is not None and bound is not None:
+        done &= work.forget_stale(tx, consumer, work.floor_of(int(version), bound), piece)
     if wanted is not None and wanted.max_staleness is not None and settings.max_staleness is None:
         work.forget_abandoned(tx, consumer)  # a consumer's own bound was held as they came
     if consumer.grouped:

@@ -59,6 +59,9 @@ _HOLDERS = (
     "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
 _CLOCK = "SELECT extract(epoch FROM clock_timestamp())"
+_SCANS = ("enable_seqscan", "enable_hashjoin", "enable_mergejoin")
+"""Ways to read whole tables: right for queries, wrong for writes, which find a few rows by their keys. Before the
+server has statistics of a new or fast-growing table, it would choose them."""
 _left_behind: list[Any] = []
 
 
@@ -80,6 +83,7 @@ def connect(url: str, schema: str) -> psycopg.Connection[Any]:
         settings = (
             "SET search_path TO {}; SET statement_timeout TO 0; SET synchronous_commit TO on; "
             "SET client_min_messages TO warning; SET lock_timeout TO {}; SET idle_in_transaction_session_timeout TO {}"
+            + "".join(f"; SET {name} TO off" for name in _SCANS)
         )
         limit = sql.Literal(_milliseconds(IDLE_SECONDS))
         connection.execute(sql.SQL(settings).format(sql.Identifier(schema), limit, limit))
@@ -375,8 +379,9 @@ class PostgresLedger:
     @contextmanager
     def read(self) -> Iterator[PostgresTransaction]:
         idle = f"SET LOCAL idle_in_transaction_session_timeout TO {_milliseconds(READ_SECONDS)}"
+        scans = "; ".join(f"SET LOCAL {name} TO on" for name in _SCANS)
         yield from self._transaction(
-            f"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY; {idle}", False, math.inf
+            f"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY; {idle}; {scans}", False, math.inf
         )
 
     def _transaction(self, begin: str, writes: bool, seconds: float) -> Iterator[PostgresTransaction]:
