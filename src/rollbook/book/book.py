@@ -39,7 +39,7 @@ from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import ReadOnly
 from rollbook.book.group_commit import GroupCommit
 from rollbook.book.leasing import Lease
-from rollbook.book.ledger import Ledger, Transaction
+from rollbook.book.ledger import Ledger, Transaction, let_others
 from rollbook.book.naming import text_of, uid_of, uids_of
 from rollbook.book.selecting import Selection
 from rollbook.book.shelves import Shelf
@@ -185,6 +185,7 @@ class Book:
                 groups = consumers.all_consumers(tx) if consumer is None else [consumers.named(tx, consumer)]
                 piece = seqs[start : start + inbox.PIECE]
                 count += sum(work.give_up(tx, group, piece, reason) for group in groups)
+            let_others(self.ledger)
         return count
 
     # --- taking -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rollbook.book import consumers, lineages, quarantine, reading, tags, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import Damaged
-from rollbook.book.ledger import Transaction
+from rollbook.book.ledger import Transaction, let_others
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -156,6 +156,8 @@ def drain_all(book: Book, bounded: bool = False) -> None:
                 empty = current is None or drain(tx, book, current)
                 if current is not None:
                     consumers.save(tx, current)
+            if not empty:
+                let_others(book.ledger)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.book import admission, consumers, groups, inbox, reading, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import BookError, ConnectionLost, Damaged, LeaseLost, LockTimeout, UnknownConsumer
-from rollbook.book.ledger import RETRY_SECONDS, Transaction, write_once
+from rollbook.book.ledger import RETRY_SECONDS, Transaction, let_others, write_once
 from rollbook.book.naming import text_of, uids_of
 from rollbook.book.samplers import First, Proportional
 from rollbook.book.windows import reached
@@ -564,6 +564,8 @@ def drop_stale(book: Book, name: str) -> None:
             floor = work.floor_of(work.announced(tx), consumer.settings.max_staleness)
             done = inbox.drain(tx, book, consumer) & work.forget_stale(tx, consumer, floor, inbox.PIECE)
             consumers.save(tx, consumer)
+        if not done:
+            let_others(book.ledger)
 
 
 def refresh(book: Book, name: str) -> None:
@@ -574,6 +576,8 @@ def refresh(book: Book, name: str) -> None:
             consumer, done = refresh_queue(tx, book, name, None)
             if consumer is not None:
                 consumers.save(tx, consumer)
+        if not done:
+            let_others(book.ledger)
 
 
 def takes_in_order(consumer: Consumer, wanted: Wanted) -> bool:
@@ -618,6 +622,8 @@ def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: 
         try:
             # A lease that a crash of the server undoes is a lease that ended: its fence is not in the ledger any more.
             done, claim = write_once(book.ledger, transact, committed, shared=True, durable=False, timeout=lock_wait)
+            if not done:
+                let_others(book.ledger)
         except UnknownConsumer:
             if not wanted.create:
                 raise
@@ -796,17 +802,32 @@ def wanted(
     return Wanted(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder, *options)
 
 
-def seconds_to_due(book: Book, name: str) -> tuple[int, float]:
-    """Return a consumer's number, and after how many seconds at most time alone brings it something."""
+class Outlook(NamedTuple):
+    """What who waits for records can expect."""
+
+    consumer: int
+    """The consumer's number."""
+    seconds: float
+    """After how long, at most, time alone brings something."""
+    enough: bool
+    """Whether a look is worth it: as much waits as is asked for, as far as that is known without a lock."""
+
+
+def outlook(book: Book, asked: Wanted) -> Outlook:
+    """Look at a consumer's queue without a lock."""
     with book.ledger.read() as tx:
-        number = consumers.named(tx, name).id
+        consumer = consumers.named(tx, asked.consumer)
+        number = consumer.id
+        enough = asked.by == "group" or (
+            work.tally(tx, consumer, work.WAITING)[0] + inbox.size(tx, number) >= asked.most
+        )
         leases, rests, partial = tx.ask(
             ("SELECT MIN(expires) FROM leases WHERE consumer = ? AND state = 'active'", (number,)),
             ("SELECT MIN(until) FROM work WHERE consumer = ? AND state = 'cooling'", (number,)),
             ("SELECT MIN(due) FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL", (number,)),
         )
         due = [moment for [(moment,)] in (leases, rests, partial) if moment is not None]
-    return number, max(0.0, min([LOOK_SECONDS, *(moment - tx.now for moment in due)]))
+    return Outlook(number, max(0.0, min([LOOK_SECONDS, *(moment - tx.now for moment in due)])), enough)
 
 
 def nothing(book: Book, consumer: str) -> Lease:
@@ -830,15 +851,16 @@ def _lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Eve
     lost = math.inf
     while claim is None and time.monotonic() < end and not stop.is_set():
         try:
-            number, _ = seconds_to_due(book, asked.consumer)
+            number = outlook(book, asked).consumer
             with book.ledger.turn(number, end - time.monotonic(), stop) as waiter:
                 while claim is None and waiter is not None and time.monotonic() < end and not stop.is_set():
                     waiter.mark()
-                    claim = attempt(book, asked, False, timeout, end)
+                    _, seconds, enough = outlook(book, asked)
+                    if enough or not seconds:
+                        claim = attempt(book, asked, False, timeout, end)
                     lost = math.inf
                     if claim is None:
-                        _, seconds = seconds_to_due(book, asked.consumer)
-                        waiter.wait(max(0.0, min(seconds, end - time.monotonic())))
+                        waiter.wait(max(0.001, min(seconds, end - time.monotonic())))
         except ConnectionLost:  # The server restarts, say: a wait goes on.
             lost = min(lost, time.monotonic())
             if time.monotonic() > lost + RETRY_SECONDS:

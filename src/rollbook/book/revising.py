@@ -28,7 +28,7 @@ from rollbook.book import (
 from rollbook.book.consumers import Consumer
 from rollbook.book.deletions import Deletion
 from rollbook.book.errors import BookError, Conflict
-from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.ledger import Transaction, chunks, let_others
 from rollbook.book.naming import text_of
 from rollbook.book.windows import reached
 from rollbook.equality import same
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
 """From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""
 _TRIES = 50
-_AT_ONCE = 1000
+_AT_ONCE = 500
 """How many records one transaction of a deletion holds: others wait for it."""
 _REDACTED_AT_ONCE = 500
 _REDACTED_BYTES = 16 << 20
@@ -398,6 +398,8 @@ def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) 
         with inbox.drained(book) as tx:
             count += _delete(tx, book, seqs[start : start + _AT_ONCE], author, reason)
         reached("during delete")
+        if start + _AT_ONCE < len(seqs):
+            let_others(book.ledger)
     return count
 
 
