@@ -54,11 +54,11 @@ def named(what: str, size: int) -> str:
 def comparisons(sizes: Sequence[int], postgres: bool) -> list[Comparison]:
     """The targets, and what stands beside them without one."""
     made = []
-    for size, target in zip(sizes, (12, 25), strict=True):
+    for size, target, bound in zip(sizes, (7, 18), (5, 4), strict=True):
         ours, theirs, raw = (named(what, size) for what in ("append rows", "Trinity write", "raw write and sync"))
         made += [
             Comparison(ours, ours, theirs, target=target),
-            Comparison(ours, ours, raw, target=3, bound=True),
+            Comparison(ours, ours, raw, target=bound, bound=True),
             Comparison(named("append columns", size), named("append columns", size), theirs),
             Comparison(ours, ours, named("SQLite blobs", size)),
             Comparison(ours, ours, named("Parquet files", size)),
@@ -66,7 +66,7 @@ def comparisons(sizes: Sequence[int], postgres: bool) -> list[Comparison]:
     for size in sizes:
         made += [
             Comparison(f"{read}, batches of {size}", named(read, size), THEIR_READ, target=target)
-            for read, target in (("mapped columns", 100), ("rows", 15))
+            for read, target in (("mapped columns", 40), ("rows", 8))
         ]
         made.append(Comparison(named("rows, every field", size), named("rows, every field", size), THEIR_ROWS))
     made += [

@@ -152,6 +152,14 @@ def test_news_come_without_moving_the_reader(chrome: Chrome, growing: Server) ->
     page.wait("document.querySelectorAll('tr[aria-rowindex]').length > 0")
     page.key("j", "j")
     page.wait("document.activeElement.tagName === 'TR'")
+    measured(growing, 3 * GROUPS * RUNS)
+    page.wait("document.querySelector('.facts').innerText.includes('step 2')")
+    # What stands above the table has its height.
+    page.wait(
+        "(() => { const top = document.activeElement.getBoundingClientRect().top; const now = Date.now(); "
+        "if (top !== window.seenTop) { window.seenTop = top; window.seenAt = now; } "
+        "return now - window.seenAt > 700; })()"
+    )
     before = page.eval(
         "[document.activeElement.cells[0].innerText, document.activeElement.getBoundingClientRect().top]"
     )

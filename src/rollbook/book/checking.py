@@ -16,8 +16,8 @@ from rollbook.book import consumers, inbox, purging, quarantine, work
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.findings import LISTED, Report
 from rollbook.book.inspecting import media_problems, pages, record_problems
-from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.schema import INDICES, LAYOUT, TABLES
+from rollbook.book.ledger import LAYOUT, Transaction, chunks
+from rollbook.book.schema import INDICES, TABLES
 from rollbook.book.shelves import ALIGN, FolderShelf, MissingSegment, Place
 from rollbook.errors import WireError
 

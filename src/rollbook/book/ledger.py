@@ -28,6 +28,8 @@ from rollbook.book.locks import folder_lock, identity
 from rollbook.book.windows import reached
 from rollbook.files import FILE
 
+LAYOUT = 2
+"""The number of the tables' layout (see `rollbook.book.schema`)."""
 BUSY_SECONDS = 30.0
 """How long a writer waits for other writers by default, in seconds."""
 _WRITE_LOCK = 120

@@ -11,9 +11,8 @@ from typing import Any
 
 from rollbook.book.digests import FORMAT
 from rollbook.book.errors import NewerLayout, NotABook
-from rollbook.book.ledger import Ledger, Transaction
+from rollbook.book.ledger import LAYOUT, Ledger, Transaction
 
-LAYOUT = 2
 TYPES = {
     "sqlite": {"EVENT_ID": "INTEGER PRIMARY KEY", "INT": "INTEGER", "REAL": "REAL", "BYTES": "BLOB"},
     "postgresql": {

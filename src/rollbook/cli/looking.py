@@ -159,13 +159,13 @@ def _told(path: str) -> dict[str, Any]:
 def _from_ledger(ledger: Any) -> dict[str, Any]:
     import sqlite3
 
-    from rollbook.book.schema import LAYOUT, layout_of
+    from rollbook.book.ledger import LAYOUT
 
     try:
-        layout = layout_of(ledger)
-        if layout is not None and layout != LAYOUT:
-            raise ValueError(f"the book has layout {layout}, this version reads {LAYOUT}")
         with ledger.read() as tx:
+            layout = tx.one("SELECT value FROM meta WHERE key = 'layout'")
+            if layout is not None and layout[0] != str(LAYOUT):
+                raise ValueError(f"the book has layout {layout[0]}, this version reads {LAYOUT}")
             meta = dict(tx.all("SELECT key, value FROM meta WHERE key IN ('policy_version', 'made') LIMIT 2"))
             tallies = tx.all("SELECT consumer, state, SUM(n) FROM tallies GROUP BY 1, 2")
             unseen = dict(tx.all("SELECT consumer, SUM(count) FROM inbox GROUP BY 1"))
