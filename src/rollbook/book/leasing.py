@@ -244,11 +244,9 @@ class Lease:
                 consumer, rows = self._held(tx, chosen)
             except LeaseLost:
                 count = self._repeats(tx, seqs, step)
-                if count:
-                    return count
-                if not self._taken_again(tx):
+                if not count:
                     raise
-                consumer, rows = self._held(tx, chosen, always=True)
+                return count
             if priorities and consumer.settings.sampler.key is None:
                 raise ValueError(f"priorities: got some, and nothing follows them in {consumer.settings.sampler!r}")
             count = len(rows)
@@ -364,33 +362,9 @@ class Lease:
         seqs = set(chosen.values())
         return consumer, [row for row in work.checked(rows) if row.seq in seqs]
 
-    def _taken_again(self, tx: Transaction) -> bool:
-        """Lease the records again if a crash of the server undid this lease, which does not wait for the disk, and
-        nobody has leased them since; return whether that was so."""
-        row = tx.one(_LIVES, (self._claim.id,))
-        if row is not None and row[2] == self._wanted.holder:
-            return False
-        consumer = consumers.find(tx, self._wanted.consumer, lock=True)
-        if consumer is None:
-            return False
-        seqs = list(self._left.values())
-        rows = work.rows_of(tx, consumer, seqs)
-        empty = len(rows) == len(seqs)
-        while not empty:  # The crash may have put them back into the inbox.
-            empty = inbox.drain(tx, self._book, consumer)
-            rows = work.rows_of(tx, consumer, seqs)
-        if len(rows) < len(seqs) or any(row.state != work.WAITING for row in rows):
-            return False
-        lease = tx.one(*tx.next_number("leases", 1))[0]
-        write_lease(tx, consumer, lease, self._wanted.holder, self._seconds, rows)
-        consumers.save(tx, consumer)
-        self._claim = self._claim._replace(id=lease)
-        return True
-
     def _check(self, tx: Transaction, rows: Sequence[Any]) -> None:
         """Raise unless the lease lives."""
-        # A crash of the server may undo a lease, and another one may get its number.
-        row = rows[0] if rows and rows[0][2] == self._wanted.holder else None
+        row = rows[0] if rows else None
         self._lost = row is None or row[0] != "active" or row[1] <= tx.now
         if row is None or row[0] != "active":
             raise LeaseLost(f"lease {self.fence}: it is {row[0] if row else 'not in the book'}, nothing was changed")
@@ -459,7 +433,7 @@ def _told(error: BaseException) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-_LIVES = "SELECT state, expires, holder FROM leases WHERE id = ?"
+_LIVES = "SELECT state, expires FROM leases WHERE id = ?"
 
 
 class _Again(Exception):
@@ -620,8 +594,7 @@ def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: 
         # The last look is for what is there now: it waits for other writers, too, if only for a moment.
         lock_wait = max(end - time.monotonic(), LAST_LOOK if last else 0.0) if timeout else None
         try:
-            # A lease that a crash of the server undoes is a lease that ended: its fence is not in the ledger any more.
-            done, claim = write_once(book.ledger, transact, committed, shared=True, durable=False, timeout=lock_wait)
+            done, claim = write_once(book.ledger, transact, committed, shared=True, timeout=lock_wait)
             if not done:
                 let_others(book.ledger)
         except UnknownConsumer:
@@ -687,24 +660,6 @@ def _allowed(tx: Transaction, consumer: Consumer, wanted: Wanted) -> tuple[int, 
     return wanted.most, ""
 
 
-def write_lease(
-    tx: Transaction, consumer: Consumer, lease: int, holder: str, seconds: float, rows: Sequence[work.Row]
-) -> None:
-    """Write that rows are leased."""
-    tx.insert(
-        "leases",
-        ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
-        [(lease, consumer.id, holder, tx.now, tx.now + seconds, seconds, "active", len(rows))],
-    )
-    work.change(
-        tx,
-        consumer,
-        [(row, row._replace(state=work.LEASED, lease=lease)) for row in rows],
-        [work.Event(work.LEASED, row.seq, consumer.id, lease=lease) for row in rows],
-    )
-    consumer.samples += len(rows)
-
-
 def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last: bool) -> Claim | None:
     """Lease what waits; `None` if it is less than was asked for, and this is not the `last` look."""
     sampler = consumer.settings.sampler
@@ -763,7 +718,18 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         raw = [(max(total, weight) / (count * weight)) ** sampler.beta for weight in odds]
         weights = [value / max(raw) for value in raw]
     seconds = consumer.settings.lease_seconds if wanted.seconds is None else wanted.seconds
-    write_lease(tx, consumer, lease, wanted.holder, seconds, [row for row, _ in taken])
+    tx.insert(
+        "leases",
+        ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
+        [(lease, consumer.id, wanted.holder, tx.now, tx.now + seconds, seconds, "active", len(taken))],
+    )
+    work.change(
+        tx,
+        consumer,
+        [(row, row._replace(state=work.LEASED, lease=lease)) for row, _ in taken],
+        [work.Event(work.LEASED, row.seq, consumer.id, lease=lease) for row, _ in taken],
+    )
+    consumer.samples += len(taken)
     return Claim(
         lease,
         [each.row.seq for each in taken],
