@@ -924,8 +924,9 @@ def test_transformers_serve_gives_clear_errors():
         assert "first_temperature: transformers-serve servers take no token ids" in fire.error
     with serve("transformers-serve") as server:
         with OpenAIEngine(server.url, tokenizer=tiny.bytes_(), retokenize=True) as engine:
-            (one,) = engine.generate(["text"], max_tokens=3)
-            assert "did not give the log-probs (logprobs=None asks for none)" in one.error
+            # A response without tokens, which this server may give, lacks no log-probs.
+            errors = [one.error or "" for one in engine.generate(["text"] * 8, max_tokens=3)]
+            assert any("did not give the log-probs (logprobs=None asks for none)" in error for error in errors)
             (one,) = engine.generate(["text"], max_tokens=3, logprobs=None)
             assert not one.failed and one.logprobs is None and one.info["retokenized"] is True
             assert one.response_ids == tiny.bytes_()(one.text)["input_ids"]
