@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 
 import rollbook
 from rollbook import EID, Experience, Experiences
-from rollbook.book import Appended, BookError, Conflict, Damaged, MaxSize, Uniform
+from rollbook.book import Appended, Book, BookError, Conflict, Damaged, LockTimeout, MaxSize, Uniform, group_commit
+from rollbook.book.admission import Admit
 from rollbook.book.objects import ObjectShelf
 from rollbook.experiences import from_rows
 from tests.book.records import check, group, ledger, record, records, take
@@ -285,6 +287,111 @@ def test_two_threads_that_append_the_same_admit_it_once(url: str) -> None:
         check(book)
 
 
+class HeldWriter:
+    """Appends of threads beside one that is in the middle of writing to a folder's book."""
+
+    def __init__(self, book: Book, monkeypatch: pytest.MonkeyPatch, fail: BaseException | None = None) -> None:
+        self.book = book
+        self.errors: dict[int, BaseException] = {}
+        self.threads: list[threading.Thread] = []
+        self.writing, self.release = threading.Event(), threading.Event()
+        put = book.shelf.put
+
+        def held_put(parts: Any) -> Any:
+            monkeypatch.setattr(book.shelf, "put", put)
+            self.writing.set()
+            assert self.release.wait(30)
+            if fail is not None:
+                raise fail
+            return put(parts)
+
+        monkeypatch.setattr(book.shelf, "put", held_put)
+
+    def append(self, number: int, **options: Any) -> None:
+        """Start to append record `number` in a thread, and wait until it is in the queue."""
+
+        def run() -> None:
+            try:
+                self.book.append(records(1, start=number), **options)
+            except BaseException as error:
+                self.errors[number] = error
+
+        thread = threading.Thread(target=run)
+        waiting = len(self.book.group_commit._waiting)
+        thread.start()
+        self.threads.append(thread)
+        if len(self.threads) == 1:
+            assert self.writing.wait(30)
+            return
+        end = time.monotonic() + 30
+        while len(self.book.group_commit._waiting) == waiting and thread.is_alive():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def finish(self) -> None:
+        self.release.set()
+        for thread in self.threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_an_interrupted_writer_loses_no_append_of_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rollbook.open(tmp_path / "book") as book:
+        writer = HeldWriter(book, monkeypatch)
+        for number in range(4):
+            writer.append(number)
+        commit = group_commit._commit
+
+        def interrupted(*args: Any) -> None:
+            monkeypatch.setattr(group_commit, "_commit", commit)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(group_commit, "_commit", interrupted)  # for the thread that writes 1, 2 and 3
+        writer.finish()
+        assert [type(error) for error in writer.errors.values()] == [KeyboardInterrupt]
+        assert len(book) == 3
+        book.append(records(1, start=9))
+        assert len(book) == 4
+        check(book)
+
+
+def test_an_append_waits_for_other_threads_no_longer_than_its_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rollbook.open(tmp_path / "book") as book:
+        writer = HeldWriter(book, monkeypatch)
+        writer.append(0)
+        writer.append(1, timeout=0.05)
+        writer.threads[1].join(30)
+        assert isinstance(writer.errors.pop(1), LockTimeout)
+        writer.append(2)
+        writer.finish()
+        assert not writer.errors
+        assert sorted(row.info["i"] for row in book) == [0, 2]
+        check(book)
+
+
+def test_an_append_that_fails_does_not_fail_those_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rollbook.open(tmp_path / "book") as book:
+        writer = HeldWriter(book, monkeypatch, OSError("disk full"))
+        for number in range(4):
+            writer.append(number)
+        admits = Admit.__call__
+
+        def faulty(self: Admit, tx: Any) -> Any:
+            if self.coming.select([0])[0].info["i"] == 2:
+                raise OSError("bad append")
+            return admits(self, tx)
+
+        monkeypatch.setattr(Admit, "__call__", faulty)
+        writer.finish()
+        assert {number: str(error) for number, error in writer.errors.items()} == {0: "disk full", 2: "bad append"}
+        assert sorted(row.info["i"] for row in book) == [1, 3]
+        check(book)
+
+
 def test_aappend(url: str) -> None:
     with rollbook.open(url) as book:
         assert asyncio.run(book.aappend(records(2), evaluation=True)) == Appended(admitted=2)
@@ -361,42 +468,47 @@ def long_records(count: int) -> list[Experience]:
     ]
 
 
-@pytest.mark.parametrize("objects", [False, True])
-def test_a_few_records_are_read_without_the_rest_of_their_frames(url: str, objects: bool, tmp_path: Path) -> None:
-    if objects and url != "memory:":
-        pytest.skip("one ledger is enough")
+def test_a_few_records_are_read_without_the_rest_of_their_frames(url: str) -> None:
+    with rollbook.open(url) as book:
+        check_partial_reads(book)
+
+
+def test_a_few_records_are_read_without_the_rest_of_their_objects(tmp_path: Path) -> None:
+    with rollbook.open("memory:") as book:
+        book.shelf = ObjectShelf(f"memory://{tmp_path.name}")
+        check_partial_reads(book)
+
+
+def check_partial_reads(book: Book) -> None:
     rows = long_records(192)
     uids = [row.eid.uid for row in rows]
-    with rollbook.open(url) as book:
-        if objects:
-            book.shelf = ObjectShelf(f"memory://{tmp_path.name}")
-        shelf: Any = Counted(book.shelf)
-        book.shelf = shelf
-        book.append(rows[:64])
-        book.append(rows[64:])
-        with book.ledger.read() as tx:
-            share = float(tx.one("SELECT AVG(bytes) FROM records")[0])
+    shelf: Any = Counted(book.shelf)
+    book.shelf = shelf
+    book.append(rows[:64])
+    book.append(rows[64:])
+    with book.ledger.read() as tx:
+        share = float(tx.one("SELECT AVG(bytes) FROM records")[0])
 
-        def read_bytes(count: int) -> float:
-            """What was read since the last time: times the size of so many records, without frame headers."""
-            factor = (shelf.bytes - 2 * 4096) / (share * count)
-            assert shelf.requests == 3  # the headers, the offsets, the values, of both frames at once
-            shelf.bytes = shelf.requests = 0
-            return factor
-
-        for chosen in ([7], [100, 3, 77, 150]):
-            assert exact_rows(book.get([uids[i] for i in chosen])) == exact_rows([rows[i] for i in chosen])
-            assert read_bytes(len(chosen)) <= 3
-        book.consumer("some", create=True, sampler=Uniform())
-        lease = book.lease(4, consumer="some")
-        assert exact_rows(lease.experiences) == exact_rows([rows[row.info["i"]] for row in lease.experiences])
-        assert read_bytes(4) <= 3
-        # The digest of a revised record is that of the revision.
-        book.revise({uid: {"reward": 3.0} for uid in uids[64:]}, author="a")
+    def read_bytes(count: int) -> float:
+        """What was read since the last time: times the size of so many records, without frame headers."""
+        factor = (shelf.bytes - 2 * 4096) / (share * count)
+        assert shelf.requests == 3  # the headers, the offsets, the values, of both frames at once
         shelf.bytes = shelf.requests = 0
-        assert exact(book[uids[90]]) == exact(rows[90].replace(reward=3.0))
-        assert read_bytes(1) <= 3
-        assert exact_rows(book.get(uids[:64])) == exact_rows(rows[:64]) and shelf.requests == 1
+        return factor
+
+    for chosen in ([7], [100, 3, 77, 150]):
+        assert exact_rows(book.get([uids[i] for i in chosen])) == exact_rows([rows[i] for i in chosen])
+        assert read_bytes(len(chosen)) <= 3
+    book.consumer("some", create=True, sampler=Uniform())
+    lease = book.lease(4, consumer="some")
+    assert exact_rows(lease.experiences) == exact_rows([rows[row.info["i"]] for row in lease.experiences])
+    assert read_bytes(4) <= 3
+    # The digest of a revised record is that of the revision.
+    book.revise({uid: {"reward": 3.0} for uid in uids[64:]}, author="a")
+    shelf.bytes = shelf.requests = 0
+    assert exact(book[uids[90]]) == exact(rows[90].replace(reward=3.0))
+    assert read_bytes(1) <= 3
+    assert exact_rows(book.get(uids[:64])) == exact_rows(rows[:64]) and shelf.requests == 1
 
 
 def test_a_flipped_bit_is_seen_by_whoever_reads_the_record() -> None:

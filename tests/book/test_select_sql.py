@@ -159,6 +159,7 @@ class Closed:
     """A shelf that nobody may read from."""
 
     private = True
+    transactional = False
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"the shelf was asked to {name}")

@@ -158,7 +158,7 @@ def append(
     end = None if timeout is None else time.monotonic() + timeout
     # Where bytes and rows are written by one transaction, the first attempt takes all records for new and writes them
     # at once; if some are not, it writes nothing.
-    hopeful = book.quota is None and hasattr(book.shelf, "insert")
+    hopeful = book.quota is None and book.shelf.transactional
     attempts = 0
     last_retry = time.monotonic() + RETRY_SECONDS
     revisions: list[tuple[int, int]]
@@ -185,7 +185,7 @@ def append(
                 fates = dict.fromkeys(changed, "revised")
                 known += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
-                if admit.together:
+                if book.shelf.transactional:
                     admit.store()
                     with book.ledger.write(shared=True, timeout=lock_wait) as tx:
                         admit(tx)
@@ -316,20 +316,11 @@ class Encoded:
         return Stored(places[0], dict(zip(new, places[1:], strict=True)), self.uses)
 
 
-def _store(book: Book, encoded: Encoded) -> Stored:
-    known: set[str] = set()
-    if encoded.blobs:
-        with book.ledger.read() as tx:
-            known = encoded.known_media(tx)
-    parts, new = encoded.parts(known)
-    if book.quota is not None:
-        check_quota(book, sum(map(len, parts)))
-    return encoded.stored(book.shelf.put(parts), new)
-
-
 def store_all(book: Book, admits: Sequence[Admit]) -> None:
-    """Put the bytes of several appends on the shelf, with one sync."""
+    """Put the bytes of appends on the shelf, with one sync; those that are there already stay where they are."""
     admits = [admit for admit in admits if admit.stored is None]
+    if not admits:
+        return
     known: set[str] = set()
     if any(admit.encoded.blobs for admit in admits):
         with book.ledger.read() as tx:
@@ -340,9 +331,9 @@ def store_all(book: Book, admits: Sequence[Admit]) -> None:
         check_quota(book, sum(map(len, parts)))
     places = book.shelf.put(parts)
     start = 0
-    for admit, (own, new) in zip(admits, listed, strict=True):
-        admit.stored = admit.encoded.stored(places[start : start + len(own)], new)
-        start += len(own)
+    for admit, (own_parts, new) in zip(admits, listed, strict=True):
+        admit.stored = admit.encoded.stored(places[start : start + len(own_parts)], new)
+        start += len(own_parts)
         admit.keep_vocabulary()
 
 
@@ -391,7 +382,6 @@ class Admit:
         self.coming = coming
         self.columns = kinds.kinds_of(coming.many) - book.known_kinds
         self.encoded = Encoded.of(coming)
-        self.together = hasattr(book.shelf, "insert")
         self.stored: Stored | None = None
         self.placed: Stored | None = None
         """Where the last call found or put the bytes."""
@@ -401,11 +391,11 @@ class Admit:
 
     def store(self) -> None:
         """Put their bytes on the shelf, once."""
-        if self.together:
-            if self.book.quota is not None:
-                check_quota(self.book, sum(map(len, self.encoded.parts(())[0])))
-        elif self.stored is None:
-            self.stored = _store(self.book, self.encoded)
+        if not self.book.shelf.transactional:
+            store_all(self.book, [self])
+            return
+        if self.book.quota is not None:
+            check_quota(self.book, sum(map(len, self.encoded.parts(())[0])))
         self.keep_vocabulary()
 
     def keep_vocabulary(self) -> None:
@@ -485,7 +475,7 @@ class Admit:
 
     def _placed(self, tx: Transaction) -> Stored:
         """Where the bytes are, written now or before, and still there."""
-        if self.together:
+        if self.book.shelf.transactional:
             parts, new = self.encoded.parts(self.encoded.known_media(tx))
             return self.encoded.stored(self.book.shelf.insert(tx, parts), new)  # type: ignore[attr-defined]
         stored = self.stored

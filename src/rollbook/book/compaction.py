@@ -467,7 +467,7 @@ def after_append(book: Book) -> None:
     The thread does one bounded step and ends. `Book.close` waits for it, and a forked child does not have it. Rows of
     a database need no merging: they are read many at once.
     """
-    if hasattr(book.shelf, "insert"):
+    if book.shelf.transactional:
         return
     if next(book.appends) % TEND_EVERY or (book.tender is not None and book.tender.is_alive()):
         return

@@ -253,6 +253,7 @@ class ObjectShelf:
     """
 
     private = True
+    transactional = False
 
     def __init__(
         self,

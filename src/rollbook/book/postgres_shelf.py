@@ -76,6 +76,7 @@ class PostgresShelf:
     """
 
     private = True
+    transactional = True
 
     def __init__(self, ledger: PostgresLedger) -> None:
         self.ledger = ledger

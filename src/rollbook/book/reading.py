@@ -72,7 +72,7 @@ def runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list
     """
     for place in places:
         check_place(place)
-    if len(places) > 1 and hasattr(book.shelf, "insert"):
+    if len(places) > 1 and book.shelf.transactional:
         yield from _together(book, places)
         return
     at = 0

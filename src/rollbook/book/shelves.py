@@ -88,6 +88,8 @@ class Shelf(Protocol):
 
     private: bool
     """Whether views from `get` are writable memory of their own."""
+    transactional: bool
+    """Whether it has `insert(tx, parts)`, which writes bytes within a transaction of the ledger."""
 
     def put(self, parts: Sequence[Buffer]) -> list[Place]:
         """Write all parts, with one write and one sync; durable when it returns. Threads may call it at once."""
@@ -283,6 +285,7 @@ class FolderShelf:
     """
 
     private = True
+    transactional = False
 
     def __init__(
         self, folder: str | os.PathLike[str], disk: Disk | None = None, segment_bytes: int = 256 << 20
@@ -469,6 +472,7 @@ class MemoryShelf:
     """
 
     private = True
+    transactional = False
 
     def __init__(self, segment_bytes: int = 256 << 20) -> None:
         self.segment_bytes = whole_number("segment_bytes", segment_bytes, ALIGN)
