@@ -281,7 +281,7 @@ class _PostgresWaiter:
             for _ in self.connection.notifies(timeout=seconds, stop_after=1):
                 pass
         except psycopg.Error as error:
-            raise self.ledger._explained(error) from error
+            raise self.ledger._explained(error, self.connection.closed) from error
 
 
 @contextmanager
@@ -503,7 +503,7 @@ class PostgresLedger:
                 )
 
     def _explained(
-        self, error: BaseException, broken: bool = True, committing: bool = False, seconds: float = math.inf
+        self, error: BaseException, broken: bool, committing: bool = False, seconds: float = math.inf
     ) -> BaseException:
         import psycopg
 
@@ -559,7 +559,7 @@ class PostgresLedger:
                 except psycopg.Error as error:
                     attempt += 1
                     if not connection.closed or attempt > CONNECTIONS:
-                        raise self._explained(error) from error
+                        raise self._explained(error, connection.closed) from error
 
     def array(self, values: Sequence[Any]) -> list[Any]:
         """The parameter of `in_ints`."""
@@ -591,7 +591,7 @@ class PostgresLedger:
                     except psycopg.errors.LockNotAvailable:
                         continue
                     except psycopg.Error as error:
-                        raise self._explained(error) from error
+                        raise self._explained(error, connection.closed) from error
             yield waiter
 
     def bounds(self) -> tuple[int, int]:
@@ -608,8 +608,9 @@ class PostgresLedger:
                 cursor.nextset()
                 seq, event = cursor.fetchone()  # type: ignore[misc]
             except BaseException as error:
+                broken = connection.closed
                 self._undo(connection)
-                raise self._explained(error) from error
+                raise self._explained(error, broken) from error
         return seq or 0, event or 0
 
     def clear_log(self) -> None:
