@@ -24,14 +24,14 @@ from benchmarks import harness, lightrft_technique, peers
 from benchmarks.harness import Comparison, Contender, Options, Report, Times
 from benchmarks.workload import PROMPT_RANGE, RESPONSE_MAX, Row, Workload, make_workload
 from rollbook import Experiences
-from rollbook.batch import BufferItem, ExperienceBatch, from_experiences
-from rollbook.experience import Experience, gather_token_ids
-from rollbook.replay_buffer import (
+from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.replay_buffer import (
     NaiveReplayBuffer,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
 )
+from rollbook.core.experience import Experience, gather_token_ids
 
 THEIR_GATHER = "Trinity gather_token_ids"
 GATHER = "gather_token_ids, from columns"

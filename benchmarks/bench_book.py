@@ -32,7 +32,7 @@ from benchmarks.harness import Comparison, Contender, Options, Report
 from benchmarks.workload import Workload, check_same, make_workload, touch
 from rollbook import Experience, Experiences
 from rollbook.book import Book, First, Proportional, Uniform
-from rollbook.wire import encode
+from rollbook.core.wire import encode
 
 N = 512
 SIZES = (8, 64)

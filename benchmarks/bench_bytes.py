@@ -12,9 +12,10 @@ import numpy as np
 from benchmarks import harness, peers
 from benchmarks.harness import FRESH, WARM, Comparison, Contender, Options, Report
 from benchmarks.workload import Workload, check_same, make_workload, touch
-from rollbook import Experiences, wire
-from rollbook.experience import Experience
-from rollbook.ragged import Ragged
+from rollbook import Experiences
+from rollbook.core import wire
+from rollbook.core.experience import Experience
+from rollbook.core.ragged import Ragged
 
 THEIR_WRITE = "Trinity serialize_many"
 THEIR_READ = "Trinity deserialize_many"

@@ -16,7 +16,7 @@ from benchmarks import harness, lightrft_technique
 from benchmarks.bench_batches import BATCH_SIZE, compact, make_rollout, materialised, same, their_items
 from benchmarks.harness import Comparison, Contender, Options, Report
 from benchmarks.workload import make_workload
-from rollbook.batch import ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
 
 OURS = "from_experiences to the device, padded there"
 OURS_PACKED = "from_experiences to the device, packed"

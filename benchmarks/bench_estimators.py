@@ -25,9 +25,9 @@ from benchmarks.harness import Comparison, Contender, Options, Report, Times
 from benchmarks.workload import RESPONSE_MAX, RESPONSE_MEDIAN, RESPONSE_SIGMA, Workload, make_workload
 from rollbook.algorithms import estimate, scan
 from rollbook.algorithms.advantages import gae, grpo
-from rollbook.experience import Experience
-from rollbook.experience_maker import NaiveExperienceMaker
-from rollbook.jagged import Rows
+from rollbook.compat.lightrft.maker import NaiveExperienceMaker
+from rollbook.core.experience import Experience
+from rollbook.core.rows import Rows
 
 SHAPES = ((128, 8192), (32, 2048))
 GAMMA, LAM = 0.99, 0.95

@@ -23,10 +23,10 @@ from benchmarks import lightrft_technique as technique
 from benchmarks.bench_batches import Rollout, make_rollout
 from benchmarks.harness import Comparison, Contender, Options, Report
 from benchmarks.workload import make_workload
-from rollbook import experience_maker, replay_buffer
-from rollbook.experience_maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
-from rollbook.replay_buffer import BufferItem, NaiveReplayBuffer
-from rollbook.trajectory_saver import create_high_entropy_mask
+from rollbook.compat.lightrft import maker, replay_buffer
+from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
+from rollbook.compat.lightrft.replay_buffer import BufferItem, NaiveReplayBuffer
+from rollbook.compat.lightrft.saver import create_high_entropy_mask
 
 SIZES = (512, 8)
 ROUNDS = 9
@@ -205,7 +205,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
         Pair(
             "to",
             lambda given: technique.to(given, "cpu"),
-            lambda given: experience_maker.to(given, "cpu"),
+            lambda given: maker.to(given, "cpu"),
             lambda: list(values),
             lambda: list(values),
             few,
@@ -213,7 +213,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
         Pair(
             "clip_filter_like_weight_func",
             technique.clip_filter_like_weight_func,
-            experience_maker.clip_filter_like_weight_func,
+            maker.clip_filter_like_weight_func,
             lambda: groups,
             lambda: groups,
             64,

@@ -26,9 +26,9 @@ from benchmarks import harness
 from benchmarks.bench_batches import BatchReport, Measured
 from benchmarks.bench_tokens import VOCABULARY, lightrft, ours, plain, verl
 from benchmarks.harness import Comparison, Contender, Times
-from rollbook.algorithms import _scan_triton
+from rollbook.algorithms.kernels import scan_triton
 from rollbook.algorithms.scan import gae_scan
-from rollbook.algorithms.tokens import TokenStats, from_hidden, from_logits, top_k
+from rollbook.models.logprobs import TokenStats, from_hidden, from_logits, top_k
 
 DEVICE = "cuda"
 TOKENS, MORE_TOKENS, WIDTH = 16_384, 32_768, 2_048
@@ -287,8 +287,8 @@ def bench_scan(rounds: int, seed: int) -> BatchReport:
         GAE: lambda: gae_scan(rewards, values, full, gamma=GAMMA, lam=LAM),
         GAE_HOLES: lambda: gae_scan(rewards, values, holes, gamma=GAMMA, lam=LAM),
         GAE_PACKED: lambda: gae_scan(*flat, [SLOTS] * ROWS, gamma=GAMMA, lam=LAM),
-        GAE_KERNEL: lambda: _scan_triton.gae(rewards, values, full, None, GAMMA, LAM),
-        GAE_KERNEL_PACKED: lambda: _scan_triton.gae(*flat, offsets, GAMMA, LAM),
+        GAE_KERNEL: lambda: scan_triton.gae(rewards, values, full, None, GAMMA, LAM),
+        GAE_KERNEL_PACKED: lambda: scan_triton.gae(*flat, offsets, GAMMA, LAM),
         LOOP: lambda: by_loop(rewards, values, full),
         OUTPUTS: lambda: (outputs[0].copy_(rewards), outputs[1].copy_(values)),
     }

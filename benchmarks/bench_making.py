@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
+from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.rollout import Prompt
 

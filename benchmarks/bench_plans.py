@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks import harness, peers
 from benchmarks.harness import Comparison, Contender, Options, Report, Times
 from benchmarks.workload import PROMPT_RANGE, RESPONSE_MAX, RESPONSE_MEDIAN, RESPONSE_SIGMA
-from rollbook.planner import Cost, plan
+from rollbook.batch.plan import Cost, plan
 
 Lengths = NDArray[np.int64]
 

@@ -24,11 +24,11 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import harness, lightrft_saving
 from benchmarks.harness import Comparison, Contender, Options, Report
 from benchmarks.workload import Workload, make_workload
-from rollbook.batch import ExperienceBatch, from_experiences
-from rollbook.experience import Experience
-from rollbook.saving.offsets import Decoder
-from rollbook.saving.repetition import reflections, repeat_score
-from rollbook.trajectory_saver import TrajectorySaver
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.saver import TrajectorySaver
+from rollbook.core.experience import Experience
+from rollbook.io.trajectories.offsets import Decoder
+from rollbook.io.trajectories.repetition import reflections, repeat_score
 
 SAMPLES, BATCH, RATIO = 128, 8, 0.2
 TARGET = 15.0

@@ -21,7 +21,7 @@ from torch.distributions import Categorical
 from benchmarks import harness
 from benchmarks.bench_batches import BatchReport, Measured
 from benchmarks.harness import Comparison, Contender, Options, Report
-from rollbook.algorithms.tokens import from_hidden, from_logits
+from rollbook.models.logprobs import from_hidden, from_logits
 
 VOCABULARY = 151_936
 SHAPE = (8, 64)

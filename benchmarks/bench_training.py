@@ -28,7 +28,7 @@ from torch import nn
 
 import rollbook
 from benchmarks.bench_making import GIB, model
-from rollbook.experience_maker import NaiveExperienceMaker
+from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.train import Algorithm, Batching, Optimizing, Prompts, Trainer, maker_config
 

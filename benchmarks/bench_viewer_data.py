@@ -26,9 +26,9 @@ import numpy as np
 import rollbook
 from benchmarks import harness
 from rollbook import EID, Experience
-from rollbook.viewer.answers import Answers
-from rollbook.viewer.index import Index
-from rollbook.viewer.sources import BookSource, load, open_source
+from rollbook.inspect.answers import Answers
+from rollbook.inspect.index import Index
+from rollbook.inspect.sources import BookSource, load, open_source
 
 STEP, GROUP, TOKENS = 512, 16, 96
 TEXT = """let me verify this again so the area is half of the product and we get wait that is not right check the

@@ -22,9 +22,9 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Comparison, Options, Report, Times
-from rollbook.viewer import frames
-from rollbook.viewer.assets import manifest
-from rollbook.viewer.documents import Segment, Trajectory
+from rollbook.inspect import frames
+from rollbook.inspect.assets import manifest
+from rollbook.inspect.documents import Segment, Trajectory
 from tests.browser.chrome import Chrome, Page
 
 SAMPLES = 16

@@ -28,7 +28,7 @@ import numpy as np
 import rollbook
 from benchmarks import peers, raw_queue
 from rollbook import Experience
-from rollbook.wire import encode
+from rollbook.core.wire import encode
 
 PROCESSES = (1, 4, 8, 16)
 BATCHES = (8, 64)

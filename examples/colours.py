@@ -38,7 +38,7 @@ from transformers import (
 
 import rollbook
 from rollbook import EID
-from rollbook.experience_maker import NaiveExperienceMaker
+from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.train import (
     Algorithm,

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import rollbook
-from rollbook.experience_maker import NaiveExperienceMaker
+from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.train import Algorithm, Batching, Learner, Optimizing, Prompts, complete, evaluate, maker_config
 from rollbook.train.evaluating import Evaluation, difference

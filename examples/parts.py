@@ -15,8 +15,8 @@ from pathlib import Path
 import rollbook
 from rollbook.algorithms import estimate
 from rollbook.algorithms.losses import ppo
-from rollbook.experience import EID, Experience, Experiences
-from rollbook.planner import plan
+from rollbook.batch.plan import plan
+from rollbook.core.experience import EID, Experience, Experiences
 
 LETTERS = "abcdefghij"
 VOCABULARY = {letter: i for i, letter in enumerate(LETTERS + ">.")}

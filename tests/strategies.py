@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from rollbook import EID, CustomField, Experience
-from rollbook.fields import FIELDS, Field, tensor_fields
+from rollbook.core.fields import FIELDS, Field, tensor_fields
 
 INTEGER_DTYPES = [
     torch.int8,

@@ -18,15 +18,12 @@ import pytest
 import torch
 
 from rollbook import EID, CustomField, Experience, Experiences
-from rollbook.algorithms.sources import inputs_of
-from rollbook.batch import ExperienceBatch, from_experiences, pin_memory, to
-from rollbook.experience_maker import Experience as BatchOfTheMaker
-from rollbook.experience_maker import ExperienceVL, Samples
-from rollbook.jagged import Rows
-from rollbook.making.collecting import batch_of as batch_of_samples
-from rollbook.making.scoring import Scorer
-from rollbook.planner import plan
-from rollbook.replay_buffer import (
+from rollbook.algorithms.inputs import inputs_of
+from rollbook.batch.plan import plan
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences, pin_memory, to
+from rollbook.compat.lightrft.maker import Experience as BatchOfTheMaker
+from rollbook.compat.lightrft.maker import ExperienceVL, Samples
+from rollbook.compat.lightrft.replay_buffer import (
     BufferItem,
     BufferItemVL,
     is_vl_experience,
@@ -35,6 +32,9 @@ from rollbook.replay_buffer import (
     split_experience_batch,
     zero_pad_sequences,
 )
+from rollbook.compat.lightrft.rewards import Scorer
+from rollbook.compat.lightrft.samples import batch_of as batch_of_samples
+from rollbook.core.rows import Rows
 
 
 def words(text: str) -> list[str]:
@@ -260,7 +260,7 @@ def test_pin_memory_without_an_accelerator_says_so_once() -> None:
     code = """
 import warnings, torch
 torch.accelerator.is_available = lambda: False
-from rollbook.batch import ExperienceBatch, pin_memory
+from rollbook.compat.lightrft.batch import ExperienceBatch, pin_memory
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     one, batch = torch.ones(1), ExperienceBatch(torch.ones(1, 2), torch.ones(1, 1), *[None] * 7)

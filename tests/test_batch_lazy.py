@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
-from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch, ExperienceVL, to
-from rollbook.jagged import Rows
-from rollbook.media import Pool
-from rollbook.replay_buffer import (
+from rollbook.compat.lightrft.batch import BufferItem, BufferItemVL, ExperienceBatch, ExperienceVL, to
+from rollbook.compat.lightrft.replay_buffer import (
     NaiveReplayBuffer,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
 )
+from rollbook.core.media import Pool
+from rollbook.core.rows import Rows
 
 
 def item(tokens: int, actions: int, **given: Any) -> BufferItem:

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rollbook import EID, Experience, Experiences
-from rollbook.batch import ExperienceBatch, from_experiences
-from rollbook.fields import BATCH_FIELDS, FIELDS
-from rollbook.replay_buffer import (
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.replay_buffer import (
     BufferItem,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
 )
+from rollbook.core.fields import BATCH_FIELDS, FIELDS
 from tests.strategies import SEEDS, exact, make_tensor, record_lists
 
 ITEM_FIELDS = [f.name for f in dataclasses.fields(BufferItem)]

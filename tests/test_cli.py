@@ -260,7 +260,7 @@ def test_what_is_no_file_is_refused_before_it_is_opened(folder: Path, tmp_path: 
     script = """
 import sys
 from rollbook.cli import main
-from rollbook.experiences import Experiences
+from rollbook.core.experiences import Experiences
 from rollbook.train.sources import read
 book, pipe, new = sys.argv[1:]
 for command in (["import", new, pipe], ["import", new, pipe, "--format", "jsonl"],

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 import rollbook
-from rollbook import progress
 from rollbook.book import reading
-from rollbook.cli import main, terminal
+from rollbook.cli import main
 from rollbook.cli.parser import COMMANDS
-from rollbook.viewer import bulk, following, sources
+from rollbook.core import metrics, terminal
+from rollbook.inspect import bulk, following, sources
 from tests.viewer import story
 
 ESCAPE = re.compile("\x1b\\[[0-9;]*m")
@@ -157,7 +157,7 @@ def test_one_record_or_one_step_is_read_alone(
         assert read(*command) == expected, command
 
 
-class Shown(progress.Progress):
+class Shown(metrics.Progress):
     """A bar that is drawn without a terminal too, after some seconds."""
 
     def __init__(self, label: str, total: int, *, seconds: float, after: float) -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID, CustomField, Experience, Experiences
-from rollbook.experience import (
+from rollbook.core.experience import (
     gather_action_masks,
     gather_attention_masks,
     gather_multi_modal_inputs,
@@ -21,7 +21,7 @@ from rollbook.experience import (
     group_by,
     split_dpo_experience_to_single_turn,
 )
-from rollbook.fields import FIELDS, tensor_fields
+from rollbook.core.fields import FIELDS, tensor_fields
 from tests.strategies import (
     COLUMN_DTYPES,
     FLOAT_DTYPES,

@@ -14,8 +14,9 @@ import torch
 
 import rollbook
 from benchmarks import peers
-from rollbook import Experiences, draw, fields
+from rollbook import Experiences, draw
 from rollbook.algorithms import ESTIMATORS
+from rollbook.core import fields
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -210,8 +211,8 @@ def test_book_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_seeing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's code runs, and every command and every lens with a key is named on it."""
     from rollbook.cli.parser import COMMANDS
-    from rollbook.viewer import filters
-    from rollbook.viewer.documents import LENSES
+    from rollbook.inspect import filters
+    from rollbook.inspect.documents import LENSES
 
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "seeing.md"
@@ -230,10 +231,12 @@ def test_seeing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_page() -> None:
     """The page's code runs and finds something, and its list is the code's own."""
-    from rollbook.doctor import page
+    from rollbook.inspect.doctor import page
 
     text = (ROOT / "docs" / "doctor.md").read_text()
-    assert text.endswith(page().strip() + "\n"), "docs/doctor.md: the illnesses are not those of rollbook.doctor.page()"
+    assert text.endswith(page().strip() + "\n"), (
+        "docs/doctor.md: the illnesses are not those of rollbook.inspect.doctor.page()"
+    )
     scope: dict[str, Any] = {}
     for code in blocks(ROOT / "docs" / "doctor.md"):
         exec(code, scope)

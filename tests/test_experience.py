@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollbook import EID, CustomField, Experience, Experiences
-from rollbook.fields import FIELDS
+from rollbook.core.fields import FIELDS
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID, Experience, Experiences
-from rollbook.fields import FIELDS
-from rollbook.ragged import Ragged
+from rollbook.core.fields import FIELDS
+from rollbook.core.ragged import Ragged
 from tests.strategies import exact, exact_rows, full_record, make_tensor, memory_of, record_lists
 
 Rows = list[Experience]

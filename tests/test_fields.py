@@ -17,15 +17,16 @@ import pyarrow as pa
 import pytest
 import torch
 
-import rollbook.experience
-from rollbook import EID, CustomField, Experience, Experiences, fields, wire
-from rollbook.experience import (
+import rollbook.core.experience
+from rollbook import EID, CustomField, Experience, Experiences
+from rollbook.core import fields, wire
+from rollbook.core.experience import (
     from_hf_datasets,
     gather_response_attrs,
     split_dpo_experience_to_single_turn,
     to_hf_datasets,
 )
-from rollbook.fields import FIELDS, Field
+from rollbook.core.fields import FIELDS, Field
 from tests.strategies import exact, exact_rows
 
 
@@ -454,7 +455,7 @@ def test_order_of_fields_and_keywords() -> None:
 
 def _typed_class() -> tuple[list[str], ast.arguments]:
     """The annotated attributes and the `__init__` that type checkers see."""
-    source = Path(rollbook.experience.__file__).read_text(encoding="utf-8")
+    source = Path(rollbook.core.experience.__file__).read_text(encoding="utf-8")
     (made,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Experience"]
     (block,) = [n for n in made.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     attributes = [n.target.id for n in block.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]

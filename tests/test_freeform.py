@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import WireError
-from rollbook.equality import same
-from rollbook.freeform import MAX_DEPTH, dumps, loads
+from rollbook.core.equality import same
+from rollbook.core.freeform import MAX_DEPTH, dumps, loads
 
 TEXT = st.text(st.characters(), max_size=8)  # lone surrogates included
 SCALARS = st.one_of(

@@ -51,9 +51,9 @@ def test_names_load_when_used() -> None:
     script = """
 import sys
 import rollbook
-assert "rollbook.ids" not in sys.modules
+assert "rollbook.core.ids" not in sys.modules
 rollbook.EID(1, 2)
-assert "rollbook.ids" in sys.modules
+assert "rollbook.core.ids" in sys.modules
 assert "torch" not in sys.modules and "pyarrow" not in sys.modules
 rollbook.Experience(tokens=[1, 2])
 assert "torch" in sys.modules
@@ -113,13 +113,13 @@ def test_columns_are_read_without_torch(tmp_path: Path) -> None:
     (tmp_path / "rows.rollbook").write_bytes(Experience.serialize_many(rows))
     script = """
 import sys
-import rollbook.wire, rollbook.fields, rollbook.ragged, rollbook.experiences, rollbook.ids, rollbook.freeform
-from rollbook.experiences import Experiences
+import rollbook.core.wire, rollbook.core.fields, rollbook.core.ragged, rollbook.core.experiences, rollbook.core.ids, rollbook.core.freeform
+from rollbook.core.experiences import Experiences
 assert "torch" not in sys.modules, "after the imports"
 data = open(sys.argv[1], "rb").read()
-many = rollbook.wire.decode(data)
+many = rollbook.core.wire.decode(data)
 with open(sys.argv[1], "rb") as file:
-    frames = list(rollbook.wire.iter_frames(file))
+    frames = list(rollbook.core.wire.iter_frames(file))
 assert [len(frame) for frame in frames] == [2]
 assert len(many) == 2
 tokens = many.column("tokens")
@@ -142,7 +142,7 @@ assert Experiences.from_bytes(many.compact().to_bytes("zstd")).values("reward") 
 assert Experiences.from_arrow(many.to_arrow()).values("reward") == [0.5, 1.5]
 assert "torch" not in sys.modules, "after reading columns"
 try:
-    rollbook.wire.decode(data[:-64])
+    rollbook.core.wire.decode(data[:-64])
 except rollbook.WireError:
     pass
 assert "torch" not in sys.modules, "after damaged bytes"
@@ -192,14 +192,14 @@ for command in {commands}:
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(command) in (0, 1), command
 from urllib.request import Request, urlopen
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 with Server("book") as server:
     headers = {{"Authorization": f"Bearer {{server.token}}"}}
     assert urlopen(Request(f"http://127.0.0.1:{{server.port}}/api/run", headers=headers)).status == 200
 assert main(["import", "copy", "verl.jsonl", "--format", "verl"]) == main(["train"]) == 2
 import rollbook
-assert rollbook.train.__name__ == "rollbook.train" and rollbook.doctor.ILLNESSES
-for name in ("rollbook.Experience", "rollbook.trajectory_saver", "rollbook.train.Trainer"):
+assert rollbook.train.__name__ == "rollbook.train" and rollbook.inspect.doctor.ILLNESSES
+for name in ("rollbook.Experience", "rollbook.compat.lightrft.saver", "rollbook.train.Trainer"):
     try:
         eval(name)
     except ModuleNotFoundError as error:
@@ -210,7 +210,7 @@ for name in ("rollbook.Experience", "rollbook.trajectory_saver", "rollbook.train
     done = subprocess.run([python, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 2
-    assert "rollbook import: rollbook.experience needs torch: pip install 'rollbook[torch]'" in done.stderr
+    assert "rollbook import: rollbook.core.experience needs torch: pip install 'rollbook[torch]'" in done.stderr
     assert "rollbook train: " in done.stderr and done.stderr.count("pip install 'rollbook[") == 2
 
 

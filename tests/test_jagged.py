@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.fields import DTYPES
-from rollbook.jagged import Rows, Segments, Spans, concatenated, segments
-from rollbook.ragged import Ragged
+from rollbook.core.fields import DTYPES
+from rollbook.core.ragged import Ragged
+from rollbook.core.rows import Rows, Segments, Spans, concatenated, segments
 
 TYPES = [getattr(torch, name) for name in DTYPES if hasattr(torch, name)]
 lengths_and_room = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6)

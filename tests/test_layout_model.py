@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 from rollbook import EID, Experience
-from rollbook.batch import BufferItem, ExperienceBatch, from_experiences
-from rollbook.jagged import Rows
-from rollbook.replay_buffer import make_experience_batch
+from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.replay_buffer import make_experience_batch
+from rollbook.core.rows import Rows
 
 VOCABULARY = 64
 LAYOUTS: dict[str, Callable[[list[BufferItem]], ExperienceBatch]] = {

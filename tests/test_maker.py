@@ -19,12 +19,12 @@ from rollbook import EID
 from rollbook.algorithms import ESTIMATORS
 from rollbook.algorithms.kl import AdaptiveKL
 from rollbook.algorithms.results import Advantages
-from rollbook.experience_maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
-from rollbook.jagged import Rows
-from rollbook.making import estimating
-from rollbook.making.whole import Whole
+from rollbook.compat.lightrft import estimation
+from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
+from rollbook.compat.lightrft.rollout_batches import Whole
+from rollbook.core.metrics import Progress
+from rollbook.core.rows import Rows
 from rollbook.models import Actor, Critic
-from rollbook.progress import Progress
 from rollbook.rollout import Line, Prompt, ScriptedEngine
 from rollbook.rollout.local import TransformersEngine
 from tests import tiny
@@ -314,9 +314,9 @@ def test_scores_of_blocks_are_those_of_the_general_path(
     ]
     name, estimator_options = options
     config = MakerConfig(n_samples_per_prompt=size, advantage_estimator=name, estimator_options=estimator_options)
-    short = estimating.score(Whole(experiences), config)
-    with mock.patch.object(estimating, "_block_scores", return_value=None):
-        general = estimating.score(Whole(experiences), config)
+    short = estimation.score(Whole(experiences), config)
+    with mock.patch.object(estimation, "_block_scores", return_value=None):
+        general = estimation.score(Whole(experiences), config)
     assert torch.equal(short.rewards.view(torch.int32), general.rewards.view(torch.int32))
     assert repr(short.metrics) == repr(general.metrics)
 

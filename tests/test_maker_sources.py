@@ -11,10 +11,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from rollbook.experience_maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
-from rollbook.making.whole import Whole
+from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
+from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
+from rollbook.compat.lightrft.rollout_batches import Whole
 from rollbook.models import Actor
-from rollbook.replay_buffer import make_experience_batch, split_experience_batch
 from rollbook.rollout import Line, ScriptedEngine
 from tests import tiny
 from tests.rewards.server import nobody, serve
@@ -172,7 +172,7 @@ def test_urls_and_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["slow", 500, "garbage", "nan"])
 def test_faults_of_a_server_are_its_samples(fault: Any) -> None:
-    from rollbook.retry import Backoff
+    from rollbook.core.retry import Backoff
     from rollbook.rewards import as_reward
 
     quick = Backoff(tries=2, first=0.01)
@@ -189,7 +189,7 @@ def test_faults_of_a_server_are_its_samples(fault: Any) -> None:
 
 
 def test_a_server_that_is_not_there_and_one_that_cannot_count() -> None:
-    from rollbook.retry import Backoff
+    from rollbook.core.retry import Backoff
     from rollbook.rewards import as_reward
 
     source = as_reward(nobody(), backoff=Backoff(tries=2, first=0.01))
@@ -306,7 +306,7 @@ def test_of_a_failed_sample_nothing_is_trained_on() -> None:
     (samples,) = maker(model=Seen(), engine=engine).generate_samples(["ab", "c"])
     rollouts = list(samples.rollouts or ())
     rollouts[1] = rollouts[1].replace(finish_reason="error", error="cut off")
-    from rollbook.making.collecting import batch_of, samples_of
+    from rollbook.compat.lightrft.samples import batch_of, samples_of
 
     for packed in (False, True):
         made = samples_of(rollouts, packed=packed)

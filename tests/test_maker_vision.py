@@ -11,12 +11,12 @@ import torch
 
 from rollbook import Experiences
 from rollbook.algorithms import losses
-from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
-from rollbook.making.whole import Whole
+from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
+from rollbook.compat.lightrft.rollout_batches import Whole
+from rollbook.core.images import load_image
 from rollbook.models import Actor, Critic
 from rollbook.rewards.types import RewardInput
 from rollbook.rollout import Prompt
-from rollbook.rollout.pictures import load_image
 from tests import tiny
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
@@ -93,7 +93,7 @@ def test_each_prompt_has_its_own_images_processed_once() -> None:
 
 
 def _items(batch: Any) -> Any:
-    from rollbook.replay_buffer import split_experience_batch
+    from rollbook.compat.lightrft.replay_buffer import split_experience_batch
 
     return split_experience_batch(batch)
 

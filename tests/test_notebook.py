@@ -12,7 +12,7 @@ import pytest
 
 import rollbook
 from rollbook import Experience, Experiences
-from rollbook.notebook import ROWS
+from rollbook.core.notebook import ROWS
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 

@@ -20,8 +20,9 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from rollbook import Experience, Experiences, planner
-from rollbook.planner import Cost, MicroBatch, Plan, PlanError, plan
+from rollbook import Experience, Experiences
+from rollbook.batch import plan as planner
+from rollbook.batch.plan import Cost, MicroBatch, Plan, PlanError, plan
 
 Request = dict[str, Any]
 USUAL = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -519,14 +520,14 @@ def test_promise_pure() -> None:
     script = """
 import sys
 import numpy as np
-from rollbook.planner import Cost, plan
+from rollbook.batch.plan import Cost, plan
 lengths = np.arange(1, 40)
 groups = list("abc") * 13
 lengths.flags.writeable = False
 made = plan(lengths, token_cap=200, ranks=2, groups=groups, keep_groups="rank", cost=Cost(1, 1))
 made.report()
 assert groups == list("abc") * 13
-print([name for name in ("torch", "transformers", "pyarrow", "pandas", "rollbook.experience") if name in sys.modules])
+print([name for name in ("torch", "transformers", "pyarrow", "pandas", "rollbook.core.experience") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "[]", done.stderr

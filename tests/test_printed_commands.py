@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from rollbook.cli.parser import COMMANDS, build, main
+from rollbook.inspect.server import Server
 from rollbook.train.asking import prompts_of
 from rollbook.train.config import effective
 from rollbook.train.running import run
-from rollbook.viewer.server import Server
 from tests.test_docs import files_of
 
 ROOT = Path(__file__).parents[1]

@@ -11,11 +11,11 @@ import pytest
 import rollbook
 from rollbook.book.repairing import repair
 from rollbook.cli.parser import main
+from rollbook.compat.lightrft.saver import TrajectorySaver
+from rollbook.inspect.annotations import Annotations
 from rollbook.train.config import effective
 from rollbook.train.running import Run
 from rollbook.train.tracking import Jsonl
-from rollbook.trajectory_saver import TrajectorySaver
-from rollbook.viewer.annotations import Annotations
 from tests.book.records import records
 from tests.saver import making
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.fields import COLUMNAR, DTYPES, INTEGERS
-from rollbook.ragged import Ragged, promote
+from rollbook.core.fields import COLUMNAR, DTYPES, INTEGERS
+from rollbook.core.ragged import Ragged, promote
 
 ROWS = st.lists(st.one_of(st.none(), st.lists(st.integers(0, 100), max_size=6)), max_size=8)
 DTYPE = st.sampled_from(sorted(COLUMNAR))

@@ -21,10 +21,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from rollbook import EID
-from rollbook.batch import ExperienceBatch
-from rollbook.equality import same
-from rollbook.jagged import Rows
-from rollbook.replay_buffer import (
+from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.compat.lightrft.replay_buffer import (
     BufferItem,
     BufferItemVL,
     NaiveReplayBuffer,
@@ -32,6 +30,8 @@ from rollbook.replay_buffer import (
     remove_padding_in_sequences,
     split_experience_batch,
 )
+from rollbook.core.equality import same
+from rollbook.core.rows import Rows
 
 FIELDS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "kl", "action_entropy"]
 NOTHING = dict.fromkeys([*FIELDS[:5], "attention_mask", "action_mask", "info"])
@@ -767,7 +767,7 @@ def test_items_with_tensors_of_their_own_lose_padding_in_either_way(
     large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few bytes are copied item by item, many onto one sheet: the items are the same, and the given ones unchanged."""
-    monkeypatch.setattr("rollbook.items.LARGE", large)
+    monkeypatch.setattr("rollbook.compat.lightrft.items.LARGE", large)
     items = [
         BufferItem(
             torch.tensor([0, 5, 6, 7, 0]),

@@ -24,9 +24,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollbook import EID, CustomField, Experience, Experiences, freeform, sparse, wire
-from rollbook.experience import from_hf_datasets, to_hf_datasets
-from rollbook.fields import FIELDS
+from rollbook import EID, CustomField, Experience, Experiences
+from rollbook.core import freeform, sparse, wire
+from rollbook.core.experience import from_hf_datasets, to_hf_datasets
+from rollbook.core.fields import FIELDS
 from tests.attacks import corpus
 from tests.attacks.outcome import stacked
 from tests.strategies import (

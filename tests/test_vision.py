@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 from rollbook import Experience
-from rollbook.batch import BufferItem, BufferItemVL, ExperienceBatch, from_experiences
-from rollbook.replay_buffer import make_experience_batch
+from rollbook.compat.lightrft.batch import BufferItem, BufferItemVL, ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.replay_buffer import make_experience_batch
 from tests import tiny
 
 

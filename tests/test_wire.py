@@ -13,9 +13,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from rollbook import Experience, Experiences, WireError, freeform, wire
-from rollbook.arrow import to_arrays
-from rollbook.fields import DTYPES, FIELDS, SIDES
+from rollbook import Experience, Experiences, WireError
+from rollbook.core import freeform, wire
+from rollbook.core.arrow import to_arrays
+from rollbook.core.fields import DTYPES, FIELDS, SIDES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "wire.md").read_text()
 

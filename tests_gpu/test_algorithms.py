@@ -15,7 +15,7 @@ from rollbook.algorithms.aggregate import MODES
 from rollbook.algorithms.corrections import importance_weights, staleness_weights
 from rollbook.algorithms.kl import KL, kl_loss, penalise
 from rollbook.algorithms.losses import LOSSES
-from rollbook.jagged import Rows
+from rollbook.core.rows import Rows
 
 DEVICE = torch.device("cuda")
 ROWS, WIDTH = 9, 700

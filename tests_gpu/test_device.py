@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rollbook.batch import ExperienceBatch, from_experiences, pin_memory
-from rollbook.experiences import Experiences
-from rollbook.replay_buffer import NaiveReplayBuffer, make_experience_batch, split_experience_batch
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences, pin_memory
+from rollbook.compat.lightrft.replay_buffer import NaiveReplayBuffer, make_experience_batch, split_experience_batch
+from rollbook.core.experiences import Experiences
 from tests import test_layout_model as layouts
 from tests.strategies import full_record
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.batch import from_experiences
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
 from tests import tiny
 from tests.models import test_vision_models, zoo

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rollbook import EID, Experience
-from rollbook.batch import from_experiences
-from rollbook.replay_buffer import split_experience_batch
-from rollbook.trajectory_saver import TrajectorySaver
+from rollbook.compat.lightrft.batch import from_experiences
+from rollbook.compat.lightrft.replay_buffer import split_experience_batch
+from rollbook.compat.lightrft.saver import TrajectorySaver
 
 
 class Bytes:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook.algorithms import _scan_triton as scan
+from rollbook.algorithms.kernels import scan_triton as scan
 
 DEVICE = torch.device("cuda")
 

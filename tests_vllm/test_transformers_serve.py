@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.retry import Backoff
+from rollbook.core.retry import Backoff
 from rollbook.rollout.openai import OpenAIEngine
 from tests import tiny
 from tests_vllm.conftest import PYTHON, free_port, started

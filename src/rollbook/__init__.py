@@ -11,27 +11,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook._lazy import lazily
+from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.batch import ExperienceBatch as ExperienceBatch
     from rollbook.book.opening import open as open
-    from rollbook.custom_field import CustomField as CustomField
-    from rollbook.errors import WireError as WireError
-    from rollbook.experience import Experience as Experience
-    from rollbook.experiences import Experiences as Experiences
-    from rollbook.ids import EID as EID
+    from rollbook.compat.lightrft.batch import ExperienceBatch as ExperienceBatch
+    from rollbook.core.custom_field import CustomField as CustomField
+    from rollbook.core.errors import WireError as WireError
+    from rollbook.core.experience import Experience as Experience
+    from rollbook.core.experiences import Experiences as Experiences
+    from rollbook.core.ids import EID as EID
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "EID": "ids",
-    "CustomField": "custom_field",
-    "Experience": "experience",
-    "ExperienceBatch": "batch",
-    "Experiences": "experiences",
-    "WireError": "errors",
-    "open": "book.opening",
+    "EID": "rollbook.core.ids",
+    "CustomField": "rollbook.core.custom_field",
+    "Experience": "rollbook.core.experience",
+    "ExperienceBatch": "rollbook.compat.lightrft.batch",
+    "Experiences": "rollbook.core.experiences",
+    "WireError": "rollbook.core.errors",
+    "open": "rollbook.book.opening",
 }
 _MODULES = (
     "adapters",

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from rollbook.batch import ExperienceBatch
-    from rollbook.planner import Plan
+    from rollbook.batch.plan import Plan
+    from rollbook.compat.lightrft.batch import ExperienceBatch
 
 # Okabe and Ito's colours, which people with any colour vision tell apart; padding is hatched besides.
 COLOURS = {"padding": "#ececec", "prompt": "#56b4e9", "action": "#009e73", "masked": "#e69f00"}
@@ -75,8 +75,8 @@ def draw_batch(batch: ExperienceBatch, title: str = "") -> str:
     """An SVG of a batch: a row for each sample, or one row if it is packed; token ids in the cells.
 
     >>> import torch
-    >>> from rollbook.batch import BufferItem
-    >>> from rollbook.replay_buffer import make_experience_batch
+    >>> from rollbook.compat.lightrft.batch import BufferItem
+    >>> from rollbook.compat.lightrft.replay_buffer import make_experience_batch
     >>> items = [BufferItem(torch.arange(n), torch.zeros(n - 1), *[None] * 6, {}) for n in (3, 5)]
     >>> draw_batch(make_experience_batch(items)).count("<rect")
     12
@@ -121,14 +121,14 @@ def _row(canvas: _Canvas, x: float, y: float, cells: Iterable[tuple[int, str]]) 
 
 
 def _slots(batch: ExperienceBatch) -> int:
-    from rollbook.layouts import checked, widths
+    from rollbook.compat.lightrft.layouts import checked, widths
 
     return widths(checked(batch))[1]
 
 
 def _cells(batch: ExperienceBatch) -> list[list[tuple[int, str]]]:
     """For each row of a batch its tokens, and what each is."""
-    from rollbook.layouts import action_starts, checked, spans_of_rows, widths
+    from rollbook.compat.lightrft.layouts import action_starts, checked, spans_of_rows, widths
 
     values = checked(batch)
     mask = batch.action_mask
@@ -226,9 +226,9 @@ def documentation() -> dict[str, str]:
     """The pictures of the documentation, by file name."""
     import torch
 
-    from rollbook.batch import BufferItem
-    from rollbook.planner import plan
-    from rollbook.replay_buffer import make_experience_batch
+    from rollbook.batch.plan import plan
+    from rollbook.compat.lightrft.batch import BufferItem
+    from rollbook.compat.lightrft.replay_buffer import make_experience_batch
 
     items = []
     for first, prompt, mask in ((11, 3, [1, 1, 1, 1]), (21, 2, [1, 1, 0, 0, 1, 1, 1]), (31, 4, [1, 1])):

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from rollbook import EID, CustomField, Experience, Experiences
-from rollbook.batch import ExperienceBatch, from_experiences
-from rollbook.fields import FIELDS
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.core.fields import FIELDS
 from tests.strategies import make_tensor
 
 LAYOUTS = ("left", "prompt_left_response_right", "packed")

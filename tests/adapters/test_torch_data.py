@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks import peers
 from rollbook import Experience, Experiences, WireError
-from rollbook.adapters import ExperienceDataset
-from rollbook.batch import ExperienceBatch, from_experiences
-from rollbook.wire import write_frame
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.core.wire import write_frame
+from rollbook.io.torch_dataset import ExperienceDataset
 from tests.adapters.samples import make_records
 
 RECORDS = make_records(0, count=23)
@@ -127,7 +127,7 @@ def test_seeds_differ_and_blocks_mix() -> None:
 
 def test_files_are_read_a_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_file(tmp_path / "frames", RECORDS, [2] * 11 + [1])
-    module = importlib.import_module("rollbook.adapters.torch_data")
+    module = importlib.import_module("rollbook.io.torch_dataset")
     loaded: list[int] = []
     decode = module.decode
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rollbook import Experience
-from rollbook.adapters import from_trl, to_trl
-from rollbook.batch import ExperienceBatch, from_experiences
-from rollbook.replay_buffer import split_experience_batch
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.replay_buffer import split_experience_batch
+from rollbook.compat.trl import from_trl, to_trl
 from tests.adapters.samples import EXPERT, LAYOUTS, make_batch, make_records, scored_records
 
 

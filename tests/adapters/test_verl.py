@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from benchmarks import peers
 from rollbook import Experience, Experiences
-from rollbook.adapters import experiences_from_verl, from_verl, to_verl
-from rollbook.batch import ExperienceBatch, from_experiences
-from rollbook.replay_buffer import make_experience_batch, split_experience_batch
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
+from rollbook.compat.verl import experiences_from_verl, from_verl, to_verl
 from tests.adapters.samples import EXPERT, LAYOUT, LAYOUTS, MORE, RESPONSE, make_batch, make_records, odd_bits
 from tests.strategies import full_record
 

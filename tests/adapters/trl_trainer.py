@@ -23,9 +23,9 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from rollbook import Experiences  # noqa: E402
-from rollbook.adapters import from_trl, to_trl  # noqa: E402
-from rollbook.batch import ExperienceBatch, from_experiences  # noqa: E402
-from rollbook.replay_buffer import split_experience_batch  # noqa: E402
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences  # noqa: E402
+from rollbook.compat.lightrft.replay_buffer import split_experience_batch  # noqa: E402
+from rollbook.compat.trl import from_trl, to_trl  # noqa: E402
 from tests.adapters.samples import TRL_NAMES, make_records, scored_records  # noqa: E402
 
 PAD = 60

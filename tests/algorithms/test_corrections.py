@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.algorithms.corrections import Correction, diagnostics, importance_weights, staleness_weights
-from rollbook.jagged import Rows
+from rollbook.core.rows import Rows
 
 USUAL = settings(deadline=None, max_examples=60)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rollbook import Experience, Experiences
 from rollbook.algorithms import ESTIMATORS, estimate
-from rollbook.algorithms.ranks import ALONE, Ranks
-from rollbook.algorithms.sources import group_id, group_numbers, inputs_of, run_id
+from rollbook.algorithms.inputs import group_id, group_numbers, inputs_of, run_id
+from rollbook.core.process_group import ALONE, Ranks
 
 TEXT = st.sampled_from(["", "a", "b/c", "50%", "1"])
 EIDS = st.fixed_dictionaries(

@@ -25,7 +25,7 @@ from rollbook.algorithms.filters import (
     truncated,
     zero_variance,
 )
-from rollbook.jagged import Rows
+from rollbook.core.rows import Rows
 from tests.algorithms.test_corrections import Ragged, ragged
 
 USUAL = settings(deadline=None, max_examples=80)

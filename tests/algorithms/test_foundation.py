@@ -17,9 +17,9 @@ from rollbook.algorithms.layout import Layout
 from rollbook.algorithms.moments import whiten
 from rollbook.algorithms.registry import Registry, number
 from rollbook.algorithms.results import Report
-from rollbook.jagged import Rows
-from rollbook.planner import Denominators
-from rollbook.ragged import Ragged
+from rollbook.batch.plan import Denominators
+from rollbook.core.ragged import Ragged
+from rollbook.core.rows import Rows
 
 FLOATS = st.floats(-10, 10, width=32)
 ROWS = st.lists(st.lists(st.tuples(FLOATS, st.booleans()), max_size=5), min_size=1, max_size=6)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.algorithms.kl import KL, AdaptiveKL, FixedKL, corrected_k3, k3, kl, kl_loss, penalise, token_kl
-from rollbook.jagged import Rows
+from rollbook.core.rows import Rows
 
 
 def naive(name: str, lp: float, ref: float, old: float | None = None) -> float:

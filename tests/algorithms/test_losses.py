@@ -36,9 +36,9 @@ from rollbook.algorithms.losses import (
     value_loss,
 )
 from rollbook.algorithms.losses.reinforce import CLIP_MODES, REGULARIZERS, WEIGHTS
-from rollbook.jagged import Rows
-from rollbook.planner import Denominators
-from rollbook.ragged import Ragged
+from rollbook.batch.plan import Denominators
+from rollbook.core.ragged import Ragged
+from rollbook.core.rows import Rows
 
 NAMES = ("lp", "old", "adv", "ref")
 Row = list[tuple[float, float, float, float]]

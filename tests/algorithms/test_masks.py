@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.algorithms.masks import high_entropy_mask
-from rollbook.jagged import Rows
+from rollbook.core.rows import Rows
 from tests.algorithms.test_corrections import Ragged, ragged
 
 USUAL = settings(deadline=None, max_examples=100)

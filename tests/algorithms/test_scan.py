@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.algorithms import _scan_numba, scan
+from rollbook.algorithms import scan
+from rollbook.algorithms.kernels import scan_numba
 
-WAYS = {"numba": _scan_numba, "numpy": None}
+WAYS = {"numba": scan_numba, "numpy": None}
 nan = math.nan
 
 
@@ -171,7 +172,7 @@ def test_every_way_and_layout_is_the_naive_loop(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lam", [0.95, 0.0])
 def test_rows_of_several_blocks_are_equal_bit_for_bit(dtype: torch.dtype, lam: float) -> None:
-    block = _scan_numba.BLOCK
+    block = scan_numba.BLOCK
     lengths = [2 * block + 7, block, block + 1, 1, 0, 3 * block, block - 1, 5, 0, 2 * block, 64, 65]
     generator = torch.Generator().manual_seed(1)
     total = sum(lengths)

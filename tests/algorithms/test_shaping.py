@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from rollbook.algorithms.advantages import grpo
 from rollbook.algorithms.corrections import importance_weights
 from rollbook.algorithms.filters import zero_variance
-from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.shaping import (
     RunningNorm,
     clip_advantages,
@@ -39,7 +38,8 @@ from rollbook.algorithms.shaping import (
     shape_rank,
     shape_repetition,
 )
-from rollbook.jagged import Rows
+from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.rows import Rows
 from tests.algorithms.test_corrections import Ragged, ragged
 
 USUAL = settings(deadline=None, max_examples=60)

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.algorithms import _heads, _vocabulary, tokens
-from rollbook.algorithms._heads import Head
-from rollbook.algorithms.tokens import (
+from rollbook.algorithms.kernels import vocabulary as _vocabulary
+from rollbook.models import logprobs, output_layers
+from rollbook.models.logprobs import (
     TokenStats,
     entropy_from_logits,
     from_hidden,
@@ -25,6 +25,7 @@ from rollbook.algorithms.tokens import (
     top_k,
     top_k_from_hidden,
 )
+from rollbook.models.output_layers import Head
 
 INF = float("inf")
 
@@ -51,7 +52,7 @@ def cut(piece: int, tile: tuple[int, int]) -> Iterator[None]:
     """Pieces and tiles of another size than the usual."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_vocabulary, "_PIECE_CPU", piece)
-        patch.setattr(_heads, "_TILE_CPU", tile)
+        patch.setattr(output_layers, "_TILE_CPU", tile)
         yield
 
 
@@ -690,7 +691,7 @@ def test_memory_beside_the_logits_is_small() -> None:
     # In a process of its own, whose largest size nothing else has raised.
     script = """
 import resource, sys, torch
-from rollbook.algorithms.tokens import from_logits, from_hidden
+from rollbook.models.logprobs import from_logits, from_hidden
 torch.set_num_threads(1)
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 def settle():
@@ -716,4 +717,4 @@ print(first * 1024 / (256 * 100_000 * 4), (peak() - before) * 1024 / (2048 * 25_
 
 def test_results_are_named() -> None:
     assert TokenStats._fields == ("log_probs", "entropy")
-    assert tokens.TopK._fields == ("ids", "log_probs")
+    assert logprobs.TopK._fields == ("ids", "log_probs")

@@ -19,7 +19,8 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from rollbook import Experience, wire
+from rollbook import Experience
+from rollbook.core import wire
 from tests.attacks import corpus
 from tests.attacks.corpus import Flat, field_of, message_of, metadata_of, schema_message, text_of
 from tests.attacks.outcome import Meter, decoded, read_as_any, stated_size

@@ -22,7 +22,8 @@ import pyarrow as pa
 import torch
 import xxhash
 
-from rollbook import EID, CustomField, Experience, Experiences, fields, wire
+from rollbook import EID, CustomField, Experience, Experiences
+from rollbook.core import fields, wire
 
 CONTINUATION = b"\xff\xff\xff\xff"
 END = CONTINUATION + bytes(4)

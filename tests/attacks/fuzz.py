@@ -33,7 +33,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rollbook import wire
+from rollbook.core import wire
 from tests.attacks import corpus
 from tests.attacks.outcome import ROOT, SPARE, Meter, decoded, read_as_any, stated_size, streamed
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from rollbook import Experience, Experiences, WireError, sparse, wire
-from rollbook.fields import FIELDS
-from rollbook.stack import read_stack
+from rollbook import Experience, Experiences, WireError
+from rollbook.core import sparse, wire
+from rollbook.core.fields import FIELDS
+from rollbook.core.stack import read_stack
 from tests.strategies import exact_rows
 
 SPARE = 64 << 20

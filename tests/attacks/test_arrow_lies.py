@@ -12,9 +12,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from rollbook import Experience, WireError, fields, wire
-from rollbook.columns import MEDIA, OTHER, PLAIN_TYPES
-from rollbook.equality import same
+from rollbook import Experience, WireError
+from rollbook.core import fields, wire
+from rollbook.core.columns import MEDIA, OTHER, PLAIN_TYPES
+from rollbook.core.equality import same
 from tests.attacks import corpus
 from tests.attacks.outcome import decoded, refusal, stacked
 

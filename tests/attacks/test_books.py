@@ -20,10 +20,10 @@ import pytest
 import xxhash
 
 import rollbook
-from rollbook import wire
 from rollbook.book import BookError, shelves
 from rollbook.book.repairing import repair
 from rollbook.cli import main
+from rollbook.core import wire
 from tests.attacks.outcome import SPARE, Meter, in_child
 from tests.book.records import record, records, take
 

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rollbook import Experience, WireError, wire
+from rollbook import Experience, WireError
+from rollbook.core import wire
 from tests.attacks import corpus
 from tests.attacks.outcome import SPARE, Meter, decoded, read_as_any, refusal, streamed
 

@@ -12,7 +12,8 @@ import orjson
 import pyarrow as pa
 import pytest
 
-from rollbook import WireError, freeform, wire
+from rollbook import WireError
+from rollbook.core import freeform, wire
 from tests.attacks import corpus
 from tests.attacks.outcome import decoded, judged, refusal
 

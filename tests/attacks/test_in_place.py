@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook import Experience, Experiences, fields, wire
+from rollbook import Experience, Experiences
+from rollbook.core import fields, wire
 from tests.attacks import corpus
 from tests.attacks.outcome import ROOT
 

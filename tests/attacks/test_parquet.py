@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook import Experience, Experiences, WireError, parquet
+from rollbook import Experience, Experiences, WireError
+from rollbook.inspect.files.records import Arrow
+from rollbook.inspect.files.stores import dicts
+from rollbook.io import parquet
 from rollbook.train import sources
-from rollbook.viewer.files.records import Arrow
-from rollbook.viewer.files.stores import dicts
 from tests.attacks.outcome import in_child
 
 LARGE = "x" * 1_000_000
@@ -73,9 +74,9 @@ def bombs(folder: Path) -> dict[str, Path]:
 READ = """
 import sys, time
 from rollbook import Experiences, WireError
-from rollbook.book.transfer.rows import Errors, Report, objects
+from rollbook.io.rows import Errors, Report, objects
 from rollbook.train import sources
-from rollbook.viewer.files.stores import Table, dicts
+from rollbook.inspect.files.stores import Table, dicts
 from tests.attacks.outcome import Meter
 
 readers = {

@@ -156,7 +156,7 @@ def test_a_pickle_that_calls_is_refused_and_calls_nothing(name: str, tmp_path: P
         ("nt", "system"),
         ("builtins", "exec"),
         ("__builtin__", "eval"),
-        ("rollbook.wire", "decode"),
+        ("rollbook.core.wire", "decode"),
         ("rollbook", "Experience"),
         ("trinity.common.experience", "__class__.__init__"),
         ("trinity.common.experience", "Experience.deserialize"),
@@ -424,7 +424,7 @@ def test_a_num_items_that_lies_is_refused(number: Any) -> None:
 
 
 def test_tensors_of_every_type_in_every_field_do_no_harm() -> None:
-    from rollbook import fields, trxp
+    from rollbook.core import fields, trxp
 
     taken = 0
     for name, dtype in trxp._SAFETENSORS.items():

@@ -19,7 +19,7 @@ from rollbook import EID, Experience, Experiences
 from rollbook.book import Appended, Book, BookError, Conflict, Damaged, LockTimeout, MaxSize, Uniform, group_commit
 from rollbook.book.admission import Admit
 from rollbook.book.objects import ObjectShelf
-from rollbook.experiences import from_rows
+from rollbook.core.experiences import from_rows
 from tests.book.records import check, group, ledger, record, records, take
 from tests.strategies import exact, exact_rows, full_record, record_lists
 

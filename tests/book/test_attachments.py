@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from rollbook import EID, Experience, Experiences
 from rollbook.book import attachments
 from rollbook.book.attachments import COLUMN, REFERENCES, Blob, blob_size, lift, open_blob, references, restore
-from rollbook.columns import MEDIA
-from rollbook.errors import WireError
-from rollbook.fields import Field, declare, withdraw
-from rollbook.ragged import Ragged
-from rollbook.wire import Limits, decode, encode
+from rollbook.core.columns import MEDIA
+from rollbook.core.errors import WireError
+from rollbook.core.fields import Field, declare, withdraw
+from rollbook.core.ragged import Ragged
+from rollbook.core.wire import Limits, decode, encode
 from tests.strategies import ARRAYS, BOXED_DTYPES, COLUMN_DTYPES, SEEDS, exact, exact_rows, make_tensor, record_lists
 
 PIXELS = {"pixel_values": torch.arange(4096, dtype=torch.float32).reshape(4, 1024)}
@@ -608,7 +608,7 @@ def test_no_torch_is_needed(tmp_path: Any) -> None:
     script = """
 import sys
 from rollbook.book.attachments import lift, references, restore
-from rollbook.wire import decode, encode
+from rollbook.core.wire import decode, encode
 many = decode(open(sys.argv[1], "rb").read())
 lifted = lift(many)
 stored = {key: blob.data for key, blob in lifted.blobs.items()}

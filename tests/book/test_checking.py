@@ -19,7 +19,7 @@ from rollbook.book import Book, BookError, NewerLayout, NotABook, findings
 from rollbook.book.findings import KINDS, Report
 from rollbook.book.repairing import repair
 from rollbook.book.shelves import FolderShelf
-from rollbook.wire import encode
+from rollbook.core.wire import encode
 from tests.book.records import Clock, group, numbers, record, records, take
 
 

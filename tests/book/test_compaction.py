@@ -28,9 +28,9 @@ from rollbook.book.errors import BookError, QuotaExceeded, ReadOnly
 from rollbook.book.limits import MaxSize
 from rollbook.book.shelves import Place
 from rollbook.cli import main
-from rollbook.experience import Experience
-from rollbook.experiences import Experiences
-from rollbook.wire import encode
+from rollbook.core.experience import Experience
+from rollbook.core.experiences import Experiences
+from rollbook.core.wire import encode
 
 MARKER = "this-text-must-not-stay"
 ROOT = Path(__file__).parents[2]

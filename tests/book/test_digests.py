@@ -20,11 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest as H
 
-from rollbook import EID, CustomField, Experience, Experiences, freeform
+from rollbook import EID, CustomField, Experience, Experiences
 from rollbook.book.additions import changed
 from rollbook.book.digests import Digests, digests, is_late
-from rollbook.equality import same
-from rollbook.fields import FIELDS, Field, declare, withdraw
+from rollbook.core import freeform
+from rollbook.core.equality import same
+from rollbook.core.fields import FIELDS, Field, declare, withdraw
 from tests.strategies import FREEFORM_DICTS, full_record, record_lists, records
 
 FEW = settings(max_examples=40)
@@ -411,7 +412,7 @@ def test_unknown_columns_conflict() -> None:
 
 
 def test_odd_shapes_are_added_as_they_are() -> None:
-    from rollbook.experience import restore
+    from rollbook.core.experience import restore
 
     old = full_record("multi_turn", advantages=None, info={"n": 1})
     given = {name: getattr(old, name) for name in FIELDS}
@@ -493,7 +494,7 @@ def test_digests_and_tags_do_without_torch(tmp_path: Path) -> None:
     path.write_bytes(Experiences(_golden()).to_bytes())
     code = f"""
 import sys
-from rollbook.experiences import Experiences
+from rollbook.core.experiences import Experiences
 from rollbook.book.digests import digests
 from rollbook.book.tags import numbers, tags
 many = Experiences.from_bytes(open({str(path)!r}, "rb").read())

@@ -25,7 +25,7 @@ from rollbook.book.book import Book
 from rollbook.book.ledger import SQLiteLedger
 from rollbook.book.locks import folder_lock
 from rollbook.book.shelves import WriterStopped
-from rollbook.errors import WireError
+from rollbook.core.errors import WireError
 from tests.book.forgetful import FailingDisk
 from tests.book.trials.log import Log
 from tests.book.trials.records import Piece, digest, expected, made

@@ -6,7 +6,7 @@ import pytest
 
 import rollbook
 from rollbook.book import EasyToHard, Last, MaxUses, NewestPolicy, Priority, Proportional
-from rollbook.ids import EID
+from rollbook.core.ids import EID
 from tests.book.records import Clock, check, group, numbers, record, records, take
 
 

@@ -16,9 +16,9 @@ import rollbook
 from rollbook.book import Book, ReadOnly, repair
 from rollbook.book.errors import Damaged
 from rollbook.book.measurements import numbers, plain
-from rollbook.viewer.following import Follower
-from rollbook.viewer.index import Index
-from rollbook.viewer.records import Reader
+from rollbook.inspect.following import Follower
+from rollbook.inspect.index import Index
+from rollbook.inspect.records import Reader
 from tests.book.records import record, records
 
 NUMBERS = st.floats() | st.integers(-(2**63), 2**63 - 1)

@@ -10,13 +10,13 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 
 import rollbook
-from rollbook.addresses import redacted
 from rollbook.book import Appended, BookError, Last, NewerLayout, NotABook, ReadOnly, disk, schema
 from rollbook.book.disk import Disk
 from rollbook.book.opening import LEDGER
 from rollbook.book.repairing import repair
 from rollbook.cli.parser import main
-from rollbook.viewer.sources import BookSource
+from rollbook.core.addresses import redacted
+from rollbook.inspect.sources import BookSource
 from tests.book.postgres import Server
 from tests.book.records import check, numbers, records, take
 from tests.strategies import exact_rows

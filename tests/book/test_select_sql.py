@@ -18,7 +18,7 @@ import rollbook
 from rollbook import EID, Experience
 from rollbook.book import Book, BookError
 from rollbook.book.query import QueryError
-from rollbook.viewer.records import documents_of
+from rollbook.inspect.records import documents_of
 from tests.book.records import check, group, numbers, record, records, take
 from tests.strategies import exact_rows
 

@@ -25,7 +25,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook import Experience, wire
+from rollbook import Experience
 from rollbook.book import disk as disk_module
 from rollbook.book import windows
 from rollbook.book.disk import Disk, network_mount
@@ -43,6 +43,7 @@ from rollbook.book.shelves import (
     header,
     new_name,
 )
+from rollbook.core import wire
 from tests.book.forgetful import FailingDisk, ForgetfulDisk
 
 NAME = "0000019a4b1c2d3e-0123456789abcdef.rbs"

@@ -25,12 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID, CustomField, Experience, Experiences, WireError
-from rollbook.book.transfer import FORMATS, guess, read, tables, write
-from rollbook.book.transfer.formats import EXTENSIONS
-from rollbook.book.transfer.jsonl import encode_lines, line
-from rollbook.book.transfer.rows import regroup
-from rollbook.fields import FIELDS, Field, declare, withdraw
-from rollbook.wire import Limits, to_trxp
+from rollbook.core.fields import FIELDS, Field, declare, withdraw
+from rollbook.core.wire import Limits, to_trxp
+from rollbook.io.formats import EXTENSIONS
+from rollbook.io.jsonl import encode_lines, line
+from rollbook.io.rows import regroup
+from rollbook.io.transfer import FORMATS, guess, read, tables, write
 from tests.strategies import exact_rows, full_record, record_lists
 
 TWO_WAY = list(EXTENSIONS.values())
@@ -562,7 +562,7 @@ def test_datasets_and_their_splits(tmp_path: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, rollbook.book.transfer; print([m for m in ('torch', 'datasets', 'pandas') if m in sys.modules])"
+    code = "import sys, rollbook.io.transfer; print([m for m in ('torch', 'datasets', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.strip() == "[]"
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from rollbook import Experience, WireError
-from rollbook.book.transfer import guess, read, tables, trinity_sqlite
-from rollbook.wire import to_trxp
+from rollbook.core.wire import to_trxp
+from rollbook.io import trinity_sqlite
+from rollbook.io.transfer import guess, read, tables
 
 DATA = Path(__file__).parent / "data"
 RELEASES = ["0.5.1", "0.5.2", "0.6.0"]

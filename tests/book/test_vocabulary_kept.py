@@ -14,7 +14,7 @@ from rollbook import Experience
 from rollbook.book import vocabularies
 from rollbook.book.checking import check
 from rollbook.book.errors import Damaged
-from rollbook.viewer.vocabulary import Vocabulary
+from rollbook.core.vocabulary import Vocabulary
 from tests.tiny import bytes_, words
 
 
@@ -57,7 +57,7 @@ def test_it_outlives_its_writer_and_is_built_once(durable_url: str, monkeypatch:
 
 
 def test_a_book_that_had_only_a_fingerprint_gets_it_later(durable_url: str) -> None:
-    from rollbook.rollout.fingerprints import tokenizer_fingerprint
+    from rollbook.core.fingerprints import tokenizer_fingerprint
 
     with rollbook.open(durable_url, tokenizer=tokenizer_fingerprint(words())) as book:
         book.append(record())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests import apt
 from tests.browser.chrome import BrowserError, Chrome, Page, find
 from tests.viewer import story

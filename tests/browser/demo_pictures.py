@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import rollbook
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Chrome
 
 DOCS = Path(__file__).parents[2] / "docs" / "pictures"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Page
 from tests.browser.conftest import GROUPS, RUNS, STEPS
 from tests.viewer import story

@@ -14,7 +14,7 @@ import pytest
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import measured
 from tests.viewer.story import tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import STEPS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import GROUPS, RUNS, measured
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import rollbook
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import GROUPS, RUNS, measured
 from tests.viewer import story

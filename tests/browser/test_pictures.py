@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Chrome
 from tests.browser.conftest import measured
 from tests.viewer import story

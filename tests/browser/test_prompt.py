@@ -9,7 +9,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Page
 from tests.browser.conftest import GROUPS, RUNS, STEPS
 from tests.viewer import story

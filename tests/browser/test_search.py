@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Page
 from tests.browser.conftest import GROUPS, RUNS, STEPS, measured
 from tests.viewer import story
@@ -133,7 +133,7 @@ def test_a_search_during_the_reading_of_texts_says_so_and_goes_on(
     searching = server.api.answers.searching  # type: ignore[union-attr]
     done: list[bool] = []
     monkeypatch.setattr(searching, "complete", lambda: bool(done))
-    monkeypatch.setattr("rollbook.viewer.search._PATIENCE", 0.0)
+    monkeypatch.setattr("rollbook.inspect.search._PATIENCE", 0.0)
     search(page, q="let me verify")
     said = page.text("p[role=status]")
     total = measured(server).api.answers.run()["progress"]["total"]  # type: ignore[union-attr]

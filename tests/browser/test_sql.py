@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Page
 from tests.browser.conftest import GROUPS, RUNS, STEPS
 

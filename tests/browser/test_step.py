@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rollbook
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import GROUPS, RUNS, STEPS, measured
 from tests.viewer import story

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Page
 
 # The contrast of each text against what is really behind it, transparent grounds laid over each other.

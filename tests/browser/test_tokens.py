@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.viewer import frames
-from rollbook.viewer.documents import Trajectory
-from rollbook.viewer.server import Server
+from rollbook.inspect import frames
+from rollbook.inspect.documents import Trajectory
+from rollbook.inspect.server import Server
 from tests.browser.chrome import Page
 
 STRANGE = "5/2/1/0/s"

@@ -15,8 +15,8 @@ from PIL import Image
 
 import rollbook
 from rollbook import EID, Experience
+from rollbook.inspect.server import Server
 from rollbook.rollout import Prompt, Sample
-from rollbook.viewer.server import Server
 from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import measured
 from tests.browser.test_tokens import document, drawn, open_at, path

@@ -9,7 +9,7 @@ import torch
 
 from rollbook.algorithms.aggregate import aggregate, masked_mean
 from rollbook.algorithms.moments import whiten
-from rollbook.algorithms.tokens import entropy_from_logits
+from rollbook.models.logprobs import entropy_from_logits
 from tests.conformance.algorithms import LIGHTRFT, TRINITY, decoded
 
 WHOLE_AREAS = ("kl", "policy_loss", "schedule")

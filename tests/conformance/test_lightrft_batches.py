@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.experience_maker import Experience, ExperienceVL, Samples
-from rollbook.replay_buffer import (
+from rollbook.compat.lightrft.maker import Experience, ExperienceVL, Samples
+from rollbook.compat.lightrft.replay_buffer import (
     BufferItem,
     BufferItemVL,
     is_vl_experience,

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from rollbook import EID
-from rollbook.experience_maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
-from rollbook.making.collecting import prompts_of, samples_of
+from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
+from rollbook.compat.lightrft.samples import prompts_of, samples_of
 from rollbook.models import Actor
 from rollbook.rewards import RewardInput, as_reward, think_boxed_format
 from rollbook.rollout import Prompt, ScriptedEngine

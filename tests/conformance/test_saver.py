@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from rollbook.experience_maker import Experience, ExperienceVL
-from rollbook.replay_buffer import remove_padding_in_sequences, split_experience_batch
-from rollbook.trajectory_saver import (
+from rollbook.compat.lightrft.maker import Experience, ExperienceVL
+from rollbook.compat.lightrft.replay_buffer import remove_padding_in_sequences, split_experience_batch
+from rollbook.compat.lightrft.saver import (
     TrajectorySaver,
     _calculate_entropy_from_log_probs,
     _calculate_repeatness,

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rollbook import WireError
-from rollbook.experience import (
+from rollbook.core.experience import (
     EID,
     Experience,
     Experiences,
@@ -31,7 +31,7 @@ from rollbook.experience import (
     split_dpo_experience_to_single_turn,
     to_hf_datasets,
 )
-from rollbook.wire import to_trxp
+from rollbook.core.wire import to_trxp
 
 DATA = json.loads((Path(__file__).parent / "trinity.json").read_text())
 CASES = {case["id"]: case for case in DATA["cases"]}

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks import peers
-from rollbook.experience import CustomField, Experience
-from rollbook.wire import to_trxp
+from rollbook.core.experience import CustomField, Experience
+from rollbook.core.wire import to_trxp
 
 DATA = json.loads((Path(__file__).parent / "legacy.json").read_text())
 PAYLOADS = {item["id"]: item for item in DATA["legacy"] + DATA["trxp"]}

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.doctor import Thresholds, examine, look
-from rollbook.doctor.examining import diagnose, span_of
-from rollbook.doctor.samples import Samples
-from rollbook.viewer.index import Index
-from rollbook.viewer.sources import load, open_source
+from rollbook.inspect.doctor import Thresholds, examine, look
+from rollbook.inspect.doctor.examining import diagnose, span_of
+from rollbook.inspect.doctor.samples import Samples
+from rollbook.inspect.index import Index
+from rollbook.inspect.sources import load, open_source
 from tests.doctor.books import PLANTS, Run
 from tests.doctor.test_healthy import columns
 
@@ -89,7 +89,7 @@ def test_negative_steps() -> None:
 def test_torch_is_not_imported(loops: str) -> None:
     script = (
         "import json, sys\n"
-        "from rollbook.doctor import examine, lines\n"
+        "from rollbook.inspect.doctor import examine, lines\n"
         "found = examine(sys.argv[1])\n"
         "lines(found)\n"
         "print(json.dumps([len(found.findings), 'torch' in sys.modules]))\n"

@@ -9,9 +9,9 @@ import pytest
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.doctor import ILLNESSES, Thresholds, examine
-from rollbook.doctor.examining import diagnose
-from rollbook.doctor.samples import Samples
+from rollbook.inspect.doctor import ILLNESSES, Thresholds, examine
+from rollbook.inspect.doctor.examining import diagnose
+from rollbook.inspect.doctor.samples import Samples
 from tests.doctor.books import Run
 
 KINDS = ("binary", "signs", "continuous", "parts", "none")

@@ -9,10 +9,10 @@ import pytest
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.doctor import ILLNESSES, Diagnosis, Thresholds, examine
-from rollbook.viewer import filters
-from rollbook.viewer.index import Index
-from rollbook.viewer.sources import load, open_source
+from rollbook.inspect import filters
+from rollbook.inspect.doctor import ILLNESSES, Diagnosis, Thresholds, examine
+from rollbook.inspect.index import Index
+from rollbook.inspect.sources import load, open_source
 from tests.doctor.books import PLANTS, Run
 
 # A filter cannot say these exactly: it opens more than the ill ones (ranks within a step, orders within a group).

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rollbook.doctor import Diagnosis, Examined, Finding, lines
+from rollbook.inspect.doctor import Diagnosis, Examined, Finding, lines
 
 HOSTILE = "a\x1b[31m\x07/\u202ex\n/0/0/\ud800"
 

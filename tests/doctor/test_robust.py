@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.doctor import Thresholds, lines
-from rollbook.doctor.examining import diagnose
-from rollbook.doctor.samples import NUMBERS, Samples
-from rollbook.doctor.thresholds import LOOK
-from rollbook.viewer import filters
+from rollbook.inspect import filters
+from rollbook.inspect.doctor import Thresholds, lines
+from rollbook.inspect.doctor.examining import diagnose
+from rollbook.inspect.doctor.samples import NUMBERS, Samples
+from rollbook.inspect.doctor.thresholds import LOOK
 
 EAGER = Thresholds(samples=1, groups=2, certainty=0.0, trend=0.0, trend_steps=3)
 ODD = [0.0, 1.0, 1e300, -1e300, math.inf, -math.inf, 1e-300]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rollbook.doctor.statistics import at_least, block_medians, by_step, order, pairs, parts_of, trend
+from rollbook.inspect.doctor.statistics import at_least, block_medians, by_step, order, pairs, parts_of, trend
 
 numbers = hnp.arrays(np.float64, st.integers(0, 40), elements=st.integers(-5, 5).map(float))
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.doctor import ILLNESSES, Thresholds, page, table
-from rollbook.doctor.report import meanings
+from rollbook.inspect.doctor import ILLNESSES, Thresholds, page, table
+from rollbook.inspect.doctor.report import meanings
 
 NAMES = [each.name for each in fields(Thresholds)]
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.batch import from_experiences
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.models import Actor, policy_log_probs
 from rollbook.models.sequences import process_sequences, sampling_of
 from tests import tiny

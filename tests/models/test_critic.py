@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from rollbook.batch import from_experiences
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.models import Actor, Critic, values
 from tests import tiny
 from tests.models import zoo

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import Experience, Experiences
-from rollbook.batch import ExperienceBatch, from_experiences
-from rollbook.jagged import Rows
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.core.ragged import Ragged
+from rollbook.core.rows import Rows
 from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
-from rollbook.ragged import Ragged
 from tests import tiny
 from tests.models import zoo
 

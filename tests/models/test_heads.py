@@ -11,7 +11,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollbook import Experience
-from rollbook.batch import ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
 from rollbook.models import Actor, policy_log_probs, scoring
 from rollbook.models.forward import Rowwise
 from rollbook.models.heads import Head

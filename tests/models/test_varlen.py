@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from rollbook.batch import from_experiences
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
 from rollbook.models.varlen import NAME, PackedMask, attend, best_attention, bounds_of, register, use_varlen, why_not
 from tests import tiny

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rollbook import Experience
-from rollbook.batch import ExperienceVL, from_experiences
+from rollbook.compat.lightrft.batch import ExperienceVL, from_experiences
 from rollbook.models import Actor, Critic, policy_log_probs, values
 from rollbook.models.forward import Rowwise
 from rollbook.models.heads import inputs_of

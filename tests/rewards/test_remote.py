@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from rollbook import EID, Experience
-from rollbook.retry import Backoff
+from rollbook.core.retry import Backoff
 from rollbook.rewards import RemoteReward, RewardError, RewardInput, as_reward
 from rollbook.rewards.images import Encoder
 from rollbook.rollout import Prompt, Sample

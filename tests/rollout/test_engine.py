@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook import EID, Experience
-from rollbook.retry import Backoff, asked_wait
+from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
+from rollbook.core.retry import Backoff, asked_wait
 from rollbook.rollout import Cancel, Engine, Line, Prompt, RunInfo, Sample, Sampling, ScriptedEngine
-from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
 from tests import tiny
 
 CHAT = [{"role": "user", "content": "hi"}]

@@ -13,10 +13,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rollbook.ids import EID
+from rollbook.core.ids import EID
+from rollbook.core.sampling import Prompt, Sample, Sampling
 from rollbook.rollout.engine import Cancel
 from rollbook.rollout.local import TransformersEngine
-from rollbook.rollout.types import Prompt, Sample, Sampling
 from tests import tiny
 from tests.tiny import SPECIAL, bytes_, gpt2, llama, llava, picture, qwen3, words
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rollbook import EID
-from rollbook.retry import Backoff
+from rollbook.core.retry import Backoff
 from rollbook.rollout import Cancel, Prompt, Sampling
 from rollbook.rollout.connection import events
 from rollbook.rollout.content import chat_messages, scrubbed

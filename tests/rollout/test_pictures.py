@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rollbook import EID, Experiences
+from rollbook.core import images as under_test
+from rollbook.core.images import load_image, recorded, told
 from rollbook.rewards.types import RewardInput
 from rollbook.rollout import Prompt, Sample
-from rollbook.rollout import pictures as under_test
-from rollbook.rollout.pictures import load_image, recorded, told
 
 
 def noise(mode: str = "RGB", size: tuple[int, int] = (7, 5), seed: int = 0) -> Image.Image:

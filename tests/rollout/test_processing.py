@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from rollbook.batch.vision import placeholders
+from rollbook.core.sampling import Prompt, Sampling
 from rollbook.rollout.processing import Prepared, Preparer, load_image
-from rollbook.rollout.types import Prompt, Sampling
-from rollbook.vision import placeholders
 from tests.tiny import SPECIAL, bytes_, llava, picture, words
 
 IMAGE = SPECIAL.index("<image>")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from rollbook import EID
-from rollbook.batch import from_experiences
-from rollbook.experience import Experience
+from rollbook.compat.lightrft.batch import from_experiences
+from rollbook.core.experience import Experience
 from tests import tiny
 
 TOKENIZER = tiny.bytes_()

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from rollbook import EID
-from rollbook.batch import from_experiences
-from rollbook.replay_buffer import BufferItem, split_experience_batch
-from rollbook.trajectory_saver import TrajectorySaver
+from rollbook.compat.lightrft.batch import from_experiences
+from rollbook.compat.lightrft.replay_buffer import BufferItem, split_experience_batch
+from rollbook.compat.lightrft.saver import TrajectorySaver
 from tests.saver.making import TOKENIZER, read, record, rollout
 
 

@@ -19,18 +19,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID, Experience, Experiences
-from rollbook.algorithms.tokens import entropy_from_logits, from_logits
-from rollbook.batch import ExperienceBatch, from_experiences
-from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
-from rollbook.replay_buffer import BufferItem, remove_padding_in_sequences, split_experience_batch
-from rollbook.rollout import ScriptedEngine
-from rollbook.trajectory_saver import (
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
+from rollbook.compat.lightrft.replay_buffer import BufferItem, remove_padding_in_sequences, split_experience_batch
+from rollbook.compat.lightrft.saver import (
     TrajectorySaver,
     _calculate_entropy_from_log_probs,
     _calculate_reflection_pattern_score,
     _check_reflection_pattern,
     create_trajectory_saver,
 )
+from rollbook.models.logprobs import entropy_from_logits, from_logits
+from rollbook.rollout import ScriptedEngine
 from tests.saver.making import END, TEXTS, TOKENIZER, batches, ids, read, record, rollout
 
 ARRAYS = ("advantages", "return", "action_log_probs", "values", "base_action_log_probs", "action_entropy", "logprobs")

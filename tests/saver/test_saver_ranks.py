@@ -12,9 +12,9 @@ import torch
 import torch.multiprocessing as mp
 from PIL import Image
 
-from rollbook.algorithms.ranks import ALONE
-from rollbook.batch import from_experiences
-from rollbook.trajectory_saver import TrajectorySaver
+from rollbook.compat.lightrft.batch import from_experiences
+from rollbook.compat.lightrft.saver import TrajectorySaver
+from rollbook.core.process_group import ALONE
 from tests.saver.making import TOKENIZER, read, rollout
 
 WORLD = 2

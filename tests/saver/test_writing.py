@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from rollbook.saving.background import Background
-from rollbook.saving.files import Files
-from rollbook.trajectory_saver import TrajectorySaver
+from rollbook.compat.lightrft.saver import TrajectorySaver
+from rollbook.io.trajectories.background import Background
+from rollbook.io.trajectories.files import Files
 from tests.saver.making import TOKENIZER, read, rollout
 
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from rollbook.saving import files as module
-from rollbook.saving.pictures import Picture
+from rollbook.io.trajectories import files as module
+from rollbook.io.trajectories.pictures import Picture
 
 files = module.Files(Path(sys.argv[1]), True)
 
@@ -96,7 +96,7 @@ def test_a_disk_that_fails_leaves_the_old_file(at: str, tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"rollbook.saving.files.os.{at}", full)
+        patch.setattr(f"rollbook.io.trajectories.files.os.{at}", full)
         assert made.save_trajectories(rollout(2, 2), 1) == (None, {"trajectory/save_errors": 1.0})
     assert read(path) == before and sorted(one.name for one in tmp_path.iterdir()) == ["images", Path(path or "").name]
     assert "No space left" in made.errors[0]
@@ -161,7 +161,7 @@ def test_errors_in_the_background_come_with_the_next_save(tmp_path: Path) -> Non
 
 def test_a_program_that_ends_has_written_everything(tmp_path: Path) -> None:
     program = (
-        "import sys; from rollbook.trajectory_saver import TrajectorySaver; from rollbook import Experience\n"
+        "import sys; from rollbook.compat.lightrft.saver import TrajectorySaver; from rollbook import Experience\n"
         "class T:\n    def decode(self, ids): return ''.join(chr(97 + i) for i in ids)\n"
         "saver = TrajectorySaver(sys.argv[1], T(), background=True)\n"
         "saver.save_trajectories([Experience(tokens=[1, 2, 3])] , 1)\n"

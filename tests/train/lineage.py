@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import rollbook
 from rollbook.book.book import Book
-from rollbook.doctor import examine
+from rollbook.inspect.doctor import examine
 from rollbook.train import saving
 from rollbook.train.config import effective
 from rollbook.train.data import Prompts

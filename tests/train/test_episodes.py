@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollbook import EID, Experience
-from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
+from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.models import Actor, Critic
 from rollbook.rollout import Line, Prompt, ScriptedEngine
 from rollbook.rollout.engine import Engine

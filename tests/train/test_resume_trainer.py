@@ -21,7 +21,7 @@ import rollbook
 from rollbook import EID, Experience
 from rollbook.book import windows
 from rollbook.book.book import Book
-from rollbook.experience_maker import NaiveExperienceMaker
+from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor, Critic
 from rollbook.train import saving
 from rollbook.train.algorithm import Algorithm

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 import rollbook
 from rollbook import Experience
 from rollbook.book import ConnectionLost, Lease, OutcomeUnknown
-from rollbook.experience_maker import NaiveExperienceMaker
+from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import complete, maker_config

@@ -15,8 +15,8 @@ import torch
 from rollbook.algorithms.advantages import ESTIMATORS
 from rollbook.algorithms.kl import KL, kl, token_kl
 from rollbook.algorithms.losses import LOSSES
-from rollbook.jagged import Rows
-from rollbook.planner import Denominators
+from rollbook.batch.plan import Denominators
+from rollbook.core.rows import Rows
 from tests.conformance.algorithms import LIGHTRFT, TRINITY
 from tests.vectors import make, peers
 

@@ -6,7 +6,7 @@ import json
 import socket
 from typing import Any, NamedTuple
 
-from rollbook.viewer.server import Server
+from rollbook.inspect.server import Server
 
 SECONDS = 60
 """Far above what anything here takes on a busy machine; what hangs takes longer."""

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from rollbook import Experience, Experiences
-from rollbook.book import transfer
+from rollbook.io import transfer
 
 DATA = Path(__file__).parent / "data"
 TRINITY = Path(__file__).parent.parent / "book" / "data"
@@ -206,7 +206,7 @@ def inspect(folder: Path) -> Path:
 
 def inspect_json(folder: Path) -> Path:
     """The same as inspect's JSON, which has the header's keys and then the samples."""
-    from rollbook.viewer.files.stores import Members
+    from rollbook.inspect.files.stores import Members
 
     store = Members(str(DATA / "inspect-0.3.285.eval"), r"samples/[^/]+\.json", ("header.json",))
     samples = [row for _, _, row in store.scan(False)]

@@ -15,10 +15,10 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.book import Book
-from rollbook.viewer.answers import Answers
-from rollbook.viewer.index import SHOWN, Index
-from rollbook.viewer.listing import KEPT
-from rollbook.viewer.sources import BookSource, load, open_source
+from rollbook.inspect.answers import Answers
+from rollbook.inspect.index import SHOWN, Index
+from rollbook.inspect.listing import KEPT
+from rollbook.inspect.sources import BookSource, load, open_source
 from tests.viewer import story
 
 

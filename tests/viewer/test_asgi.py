@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rollbook.viewer.asgi import AsgiViewer, asgi_app
-from rollbook.viewer.frames import decode
+from rollbook.inspect.asgi import AsgiViewer, asgi_app
+from rollbook.inspect.frames import decode
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, Got
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.viewer.assets import TYPES, manifest
-from rollbook.viewer.bundle import RUN_PAGES, BundleError, join_modules, join_styles, page_script, page_style
+from rollbook.inspect.assets import TYPES, manifest
+from rollbook.inspect.bundle import RUN_PAGES, BundleError, join_modules, join_styles, page_script, page_style
 
-STATIC = Path(str(resources.files("rollbook.viewer") / "static"))
+STATIC = Path(str(resources.files("rollbook.inspect") / "static"))
 
 
 def test_point_12_what_is_served_is_what_the_package_holds_by_hash() -> None:

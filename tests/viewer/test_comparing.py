@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.viewer.comparing import Side, compare, phrases_of, span
-from rollbook.viewer.index import Index
-from rollbook.viewer.sources import load, open_source
-from rollbook.viewer.statistics import edges, group_means, group_test, histograms, kolmogorov, quantiles
+from rollbook.inspect.comparing import Side, compare, phrases_of, span
+from rollbook.inspect.index import Index
+from rollbook.inspect.sources import load, open_source
+from rollbook.inspect.statistics import edges, group_means, group_test, histograms, kolmogorov, quantiles
 
 NAMES = ["one", "two", "three", "four", "five", "six"]
 WORDS = ["so", "we", "count", "again", "let", "me", "verify", "this", "the", "answer", "is", ".", "what", "?", *NAMES]

@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import rollbook
-from rollbook import EID, Experience, Experiences, freeform
-from rollbook.ids import step_of
+from rollbook import EID, Experience, Experiences
+from rollbook.core import freeform
+from rollbook.core.ids import step_of
+from rollbook.core.vocabulary import Vocabulary
+from rollbook.inspect.documents import LENSES, Trajectory, derive, prompt_hash
+from rollbook.inspect.frames import decode, encode
+from rollbook.inspect.pictures import Album, Looked
+from rollbook.inspect.plain import plain
+from rollbook.inspect.records import Reader, documents_from, documents_of, record_json, untagged
 from rollbook.rollout import Prompt, Sample
-from rollbook.viewer.documents import LENSES, Trajectory, derive, prompt_hash
-from rollbook.viewer.frames import decode, encode
-from rollbook.viewer.pictures import Album, Looked
-from rollbook.viewer.plain import plain
-from rollbook.viewer.records import Reader, documents_from, documents_of, record_json, untagged
-from rollbook.viewer.vocabulary import Vocabulary
 from tests.tiny import bytes_
 
 VOCABULARY = Vocabulary.of(bytes_())
@@ -289,7 +290,7 @@ def test_a_book_shows_its_records_without_torch(tmp_path: Path) -> None:
         book.append(rows)
         book.append(Experience(eid={"batch": 3, "task": 1, "run": 0, "suffix": "e"}, tokens=[20, 21]), evaluation=True)
     code = (
-        "import sys, json, rollbook\nfrom rollbook.viewer.records import Reader\n"
+        "import sys, json, rollbook\nfrom rollbook.inspect.records import Reader\n"
         f"reader = Reader(rollbook.open({str(tmp_path / 'book')!r}, 'r'))\n"
         "one, two = reader.documents(['3/1/1/0/s', '3/1/0/0/e'])\n"
         "record = reader.record('3/1/0/0/s')\njson.dumps(record, allow_nan=False)\n"
@@ -534,5 +535,5 @@ def test_damaged_free_form_values_are_one_error() -> None:
         {"$bytes": "sha256:" + "a" * 64},
         {"$array": {}},
     ):
-        with pytest.raises(rollbook.errors.WireError):
+        with pytest.raises(rollbook.core.errors.WireError):
             untagged(bad)

@@ -26,14 +26,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import Experience
-from rollbook.trajectory_saver import TrajectorySaver
-from rollbook.viewer.documents import Trajectory
-from rollbook.viewer.files import FAMILIES, FileSource, Unknown, limits, making, open_file_source, recognise, stores
-from rollbook.viewer.files.source import step_in
-from rollbook.viewer.frames import decode, encode
-from rollbook.viewer.index import Index
-from rollbook.viewer.plain import plain
-from rollbook.viewer.sources import load, open_source
+from rollbook.compat.lightrft.saver import TrajectorySaver
+from rollbook.inspect.documents import Trajectory
+from rollbook.inspect.files import FAMILIES, FileSource, Unknown, limits, making, open_file_source, recognise, stores
+from rollbook.inspect.files.source import step_in
+from rollbook.inspect.frames import decode, encode
+from rollbook.inspect.index import Index
+from rollbook.inspect.plain import plain
+from rollbook.inspect.sources import load, open_source
 from tests import tiny
 from tests.viewer import files_made as made
 from tests.viewer.files_made import EVIL, MAKERS, lines
@@ -471,7 +471,7 @@ def test_looking_imports_no_torch(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         paths.append(str(make(tmp_path / name / "x") if name == "lightrft" else make(tmp_path / name)))
     script = (
-        "import sys\nfrom rollbook.viewer.files import open_file_source\nfrom rollbook.viewer.index import Index\n"
+        "import sys\nfrom rollbook.inspect.files import open_file_source\nfrom rollbook.inspect.index import Index\n"
         "for path in sys.argv[1:]:\n"
         "    with open_file_source(path) as source, Index() as index:\n"
         "        source.refresh(index)\n"
@@ -508,7 +508,7 @@ def test_lines_that_are_appended(tmp_path: Path) -> None:
 
 def test_a_large_file_is_read_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages need not wait for the last row, and what is read of a file is not read again."""
-    monkeypatch.setattr("rollbook.viewer.files.source._SECONDS", 0.0)
+    monkeypatch.setattr("rollbook.inspect.files.source._SECONDS", 0.0)
     made.verl(tmp_path)
     source = open_source(tmp_path)
     assert isinstance(source, FileSource)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollbook.viewer.filters import FLAGS, described, order, parse
-from rollbook.viewer.index import Index
+from rollbook.inspect.filters import FLAGS, described, order, parse
+from rollbook.inspect.index import Index
 
 Row = dict[str, Any]
 Test = Callable[[Row], bool]

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.errors import WireError
-from rollbook.viewer.documents import KINDS, LENSES, ROLES, Picture, Segment, Trajectory
-from rollbook.viewer.frames import decode, encode
+from rollbook.core.errors import WireError
+from rollbook.inspect.documents import KINDS, LENSES, ROLES, Picture, Segment, Trajectory
+from rollbook.inspect.frames import decode, encode
 
 CHARACTERS = st.text(st.characters(categories=["L", "N", "P", "S", "Z", "Cc", "Cf", "Cs"]), max_size=12)
 JSON = st.recursive(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.viewer import guard as guards
-from rollbook.viewer.guard import Guard, authorities, checked_token, new_token
-from rollbook.viewer.messages import Request
+from rollbook.inspect import guard as guards
+from rollbook.inspect.guard import Guard, authorities, checked_token, new_token
+from rollbook.inspect.messages import Request
 
 TOKEN = "a-token-for-the-tests"
 HOSTS = authorities(8420, "127.0.0.1", ["viewer.example", "tunnel.example:9000"])

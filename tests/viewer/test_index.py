@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.viewer.documents import Trajectory
-from rollbook.viewer.index import COLUMNS, SHOWN, Index
-from rollbook.viewer.summaries import summarise
+from rollbook.inspect.documents import Trajectory
+from rollbook.inspect.index import COLUMNS, SHOWN, Index
+from rollbook.inspect.summaries import summarise
 
 
 def row(n: int, **given: Any) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def test_the_file_goes_when_it_is_closed_and_when_the_process_ends() -> None:
     assert not folder.exists()
     with pytest.raises(ValueError, match="closed"):
         index.query("SELECT 1")
-    code = "from rollbook.viewer.index import Index; index = Index(); print(index.path.parent)"
+    code = "from rollbook.inspect.index import Index; index = Index(); print(index.path.parent)"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert not Path(made.stdout.strip()).exists()
 

@@ -20,9 +20,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollbook.viewer import queries
-from rollbook.viewer.queries import Busy, TooLate, Workers, as_csv, cell
-from rollbook.viewer.server import Server
+from rollbook.inspect import queries
+from rollbook.inspect.queries import Busy, TooLate, Workers, as_csv, cell
+from rollbook.inspect.server import Server
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, post
 
@@ -258,7 +258,7 @@ def test_closing_ends_the_children(book: Path) -> None:
 
 
 ORPHAN = """
-from rollbook.viewer.queries import Workers
+from rollbook.inspect.queries import Workers
 workers = Workers(children=1)
 workers.mask(["a"], ["b"])
 print(workers._idle[0].process.pid, flush=True)

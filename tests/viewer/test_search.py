@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.viewer import search as searching
-from rollbook.viewer.documents import Trajectory
-from rollbook.viewer.index import Index
-from rollbook.viewer.queries import TooLate
-from rollbook.viewer.search import Search, phrases
-from rollbook.viewer.sources import BookSource, load
+from rollbook.inspect import search as searching
+from rollbook.inspect.documents import Trajectory
+from rollbook.inspect.index import Index
+from rollbook.inspect.queries import TooLate
+from rollbook.inspect.search import Search, phrases
+from rollbook.inspect.sources import BookSource, load
 
 SAID = {
     "1/1/0/0/s": "First I add the sides. Wait, let me verify: 3 + 4 = 7.",

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.viewer.documents import KINDS, ROLES, Segment
-from rollbook.viewer.segments import _FIXED, segments_of
+from rollbook.inspect.documents import KINDS, ROLES, Segment
+from rollbook.inspect.segments import _FIXED, segments_of
 
 BAR = "\uff5c"
 PIECES = [

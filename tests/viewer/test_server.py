@@ -28,13 +28,13 @@ from typing import Any
 import pytest
 
 import rollbook
-from rollbook.viewer import api as apis
-from rollbook.viewer import assets, listening, queries, server
-from rollbook.viewer.annotations import Annotations
-from rollbook.viewer.api import ROUTES
-from rollbook.viewer.frames import decode
-from rollbook.viewer.messages import Request, image_type
-from rollbook.viewer.server import Server
+from rollbook.inspect import api as apis
+from rollbook.inspect import assets, listening, queries, server
+from rollbook.inspect.annotations import Annotations
+from rollbook.inspect.api import ROUTES
+from rollbook.inspect.frames import decode
+from rollbook.inspect.messages import Request, image_type
+from rollbook.inspect.server import Server
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, Got, ask, connect, parsed, post, receive, send
 
@@ -1020,7 +1020,7 @@ def test_a_path_that_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> N
 
 SERVE = """
 import sys
-from rollbook.viewer.server import serve
+from rollbook.inspect.server import serve
 serve(sys.argv[1], port=0, json=len(sys.argv) > 2)
 """
 

@@ -21,12 +21,12 @@ import pytest
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.viewer.answers import Answers
-from rollbook.viewer.frames import decode
-from rollbook.viewer.index import Index
-from rollbook.viewer.server import Server
-from rollbook.viewer.single import MOST, Exported, as_iframe, export_html, response_key, write_html
-from rollbook.viewer.sources import Source, load, open_source
+from rollbook.inspect.answers import Answers
+from rollbook.inspect.frames import decode
+from rollbook.inspect.index import Index
+from rollbook.inspect.server import Server
+from rollbook.inspect.single import MOST, Exported, as_iframe, export_html, response_key, write_html
+from rollbook.inspect.sources import Source, load, open_source
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, ask, post
 

@@ -15,10 +15,10 @@ import rollbook
 from rollbook import EID, Experience
 from rollbook.book import Book
 from rollbook.book.errors import BookError
-from rollbook.viewer.answers import Answers
-from rollbook.viewer.index import Index
-from rollbook.viewer.sources import BookSource, Watcher, load, named, open_source
-from rollbook.viewer.vocabulary import Vocabulary
+from rollbook.core.vocabulary import Vocabulary
+from rollbook.inspect.answers import Answers
+from rollbook.inspect.index import Index
+from rollbook.inspect.sources import BookSource, Watcher, load, named, open_source
 from tests.book.conftest import *  # noqa: F403 (the fixtures of books of each kind)
 
 PNG = base64.b64decode(

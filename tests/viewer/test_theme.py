@@ -8,7 +8,7 @@ from importlib import resources
 
 import pytest
 
-SHEET = (resources.files("rollbook.viewer") / "static" / "theme.css").read_text()
+SHEET = (resources.files("rollbook.inspect") / "static" / "theme.css").read_text()
 SELECTORS = {
     ("light", "default"): [":root"],
     ("light", "safe"): [":root", ':root[data-palette="safe"]'],

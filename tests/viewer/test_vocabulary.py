@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rollbook.errors import WireError
-from rollbook.viewer import vocabulary
-from rollbook.viewer.vocabulary import Vocabulary, text_and_ends
+from rollbook.core import vocabulary
+from rollbook.core.errors import WireError
+from rollbook.core.vocabulary import Vocabulary, text_and_ends
 from tests.tiny import TEXT, bytes_, words
 
 WORDS = [TEXT, "naïve café — 漢字かな交じり文 🙂👩‍👩‍👧 Ελληνικά", "  two  spaces\n\tand tabs", "don't can't won't"] * 3
@@ -242,7 +242,7 @@ def test_without_tokenizers_the_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     code = (
         "import sys; sys.modules['tokenizers'] = None\n"
-        "from rollbook.viewer.vocabulary import Vocabulary\n"
+        "from rollbook.core.vocabulary import Vocabulary\n"
         f"try: Vocabulary.from_path({str(tmp_path)!r})\nexcept ImportError as error: print(error)\n"
         "print('torch' in sys.modules, 'pyarrow' in sys.modules)"
     )

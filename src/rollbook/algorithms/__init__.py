@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook._lazy import lazily
+from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.algorithms.advantages import ESTIMATORS as ESTIMATORS
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from rollbook.algorithms.losses import LOSSES as LOSSES
     from rollbook.algorithms.masks import high_entropy_mask as high_entropy_mask
     from rollbook.algorithms.moments import whiten as whiten
-    from rollbook.algorithms.ranks import Ranks as Ranks
+    from rollbook.core.process_group import Ranks as Ranks
 
 _HOMES = {
-    "ESTIMATORS": "advantages",
-    "KL": "kl",
-    "LOSSES": "losses",
-    "Ranks": "ranks",
-    "clip_filter_like_weight_func": "filters",
-    "estimate": "advantages",
-    "high_entropy_mask": "masks",
-    "whiten": "moments",
+    "ESTIMATORS": "rollbook.algorithms.advantages",
+    "KL": "rollbook.algorithms.kl",
+    "LOSSES": "rollbook.algorithms.losses",
+    "Ranks": "rollbook.core.process_group",
+    "clip_filter_like_weight_func": "rollbook.algorithms.filters",
+    "estimate": "rollbook.algorithms.advantages",
+    "high_entropy_mask": "rollbook.algorithms.masks",
+    "whiten": "rollbook.algorithms.moments",
 }
 _MODULES = (
     "advantages",
@@ -50,19 +50,17 @@ _MODULES = (
     "corrections",
     "filters",
     "groups",
+    "inputs",
     "kl",
     "layout",
     "losses",
     "masks",
     "moments",
     "penalties",
-    "ranks",
     "registry",
     "results",
     "scan",
     "shaping",
-    "sources",
-    "tokens",
 )
 
 __all__ = [

@@ -12,9 +12,9 @@ import torch
 
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_mask, as_tensor
 from rollbook.algorithms.registry import choice, number
-from rollbook.jagged import Rows
-from rollbook.planner import Denominators
-from rollbook.ragged import Ragged
+from rollbook.batch.plan import Denominators
+from rollbook.core.ragged import Ragged
+from rollbook.core.rows import Rows
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 

@@ -14,8 +14,8 @@ import torch
 
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_tensor
 from rollbook.algorithms.registry import number
-from rollbook.jagged import Rows
-from rollbook.ragged import Ragged
+from rollbook.core.ragged import Ragged
+from rollbook.core.rows import Rows
 
 
 def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:

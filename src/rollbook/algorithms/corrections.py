@@ -19,10 +19,10 @@ import torch
 from rollbook.algorithms.arguments import is_per_row
 from rollbook.algorithms.kl import k3
 from rollbook.algorithms.layout import Layout, PerToken, as_tensor
-from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Report, rows_where
-from rollbook.jagged import Rows
+from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.rows import Rows
 
 LEVELS = ("token", "sequence", "geometric")
 KINDS = ("cut", "exponential", "linear")

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from rollbook.algorithms.arguments import state_of
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, numbered
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
-from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice, number, whole_number
 from rollbook.algorithms.results import Report, rows_where
-from rollbook.jagged import NUMPY, memory
+from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.rows import NUMPY, memory
 
 SINGLETON = ("drop", "keep")
 TRUNCATED = ("length", "response_truncated")

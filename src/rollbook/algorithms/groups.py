@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.moments import STD
-from rollbook.algorithms.ranks import ALONE, Ranks, check_ranks
 from rollbook.algorithms.registry import choice
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import spread_scan
+from rollbook.core.process_group import ALONE, Ranks, check_ranks
 
 Floats = NDArray[np.float64]
 SINGLETON = ("zero", "raw")

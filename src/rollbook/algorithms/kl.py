@@ -19,8 +19,8 @@ from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike
 from rollbook.algorithms.registry import Registry, number, switch
 from rollbook.algorithms.results import Loss, Report, rows_where
 from rollbook.algorithms.scan import Places
-from rollbook.planner import Denominators
-from rollbook.ragged import Ragged
+from rollbook.batch.plan import Denominators
+from rollbook.core.ragged import Ragged
 
 KL = Registry("KL estimator")
 """Every estimator by name; all are elementwise, on tensors of any shape."""

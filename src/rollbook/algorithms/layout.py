@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.fields import DTYPES
-from rollbook.jagged import NUMPY, Rows, memory
-from rollbook.ragged import Ragged, offsets_of
+from rollbook.core.fields import DTYPES
+from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.rows import NUMPY, Rows, memory
 
 PerToken: TypeAlias = torch.Tensor | NDArray[Any] | Rows | Ragged | Sequence[Any]
 """An entry for each token of B rows: a padded matrix (B, A), or packed: `Rows`, a `Ragged` column, a list of rows."""

@@ -14,7 +14,7 @@ import torch
 
 from rollbook.algorithms.layout import Layout, PerToken
 from rollbook.algorithms.registry import choice, number
-from rollbook.jagged import NUMPY, memory
+from rollbook.core.rows import NUMPY, memory
 
 
 def high_entropy_mask(

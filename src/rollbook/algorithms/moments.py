@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from rollbook.algorithms.layout import Layout, PerToken
-from rollbook.algorithms.ranks import ALONE, Ranks, check_ranks
 from rollbook.algorithms.registry import choice, number
+from rollbook.core.process_group import ALONE, Ranks, check_ranks
 
 STD = ("sample", "population")
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.groups import Floats, Grouped, as_rewards
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
-from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import number, switch, whole_number
+from rollbook.core.process_group import ALONE, Ranks
 
 
 def overlong_penalty(

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.jagged import Rows
-from rollbook.ragged import Ragged
-from rollbook.recycle import empty
+from rollbook.core.ragged import Ragged
+from rollbook.core.recycle import empty
+from rollbook.core.rows import Rows
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.algorithms.registry import choice, number
-from rollbook.ragged import offsets_of
-from rollbook.recycle import empty
+from rollbook.core.ragged import offsets_of
+from rollbook.core.recycle import empty
 
 OBSERVATIONS = ("skip", "through", "zeroed")
 LARGE = 1 << 15
@@ -291,9 +291,9 @@ def _compiled(tokens: int) -> Any:
     """The module of compiled scans, if it is loaded or the call is worth loading it; else `None`."""
     if not _numba and tokens >= LARGE:
         try:
-            from rollbook.algorithms import _scan_numba
+            from rollbook.algorithms.kernels import scan_numba
 
-            _numba.append(_scan_numba)
+            _numba.append(scan_numba)
         except ImportError:
             _numba.append(None)
     return _numba[0] if _numba else None
@@ -301,9 +301,9 @@ def _compiled(tokens: int) -> Any:
 
 @cache
 def _triton_module() -> Any:
-    from rollbook.algorithms import _scan_triton
+    from rollbook.algorithms.kernels import scan_triton
 
-    return _scan_triton if _scan_triton.READY else None
+    return scan_triton if scan_triton.READY else None
 
 
 def _triton(tensor: torch.Tensor) -> Any:

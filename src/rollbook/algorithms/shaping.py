@@ -33,9 +33,9 @@ from rollbook.algorithms.penalties import length_penalty as length_penalty
 from rollbook.algorithms.penalties import overlong_penalty as overlong_penalty
 from rollbook.algorithms.penalties import rank_penalty as rank_penalty
 from rollbook.algorithms.penalties import repetition_penalty as repetition_penalty
-from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Report, rows_where
+from rollbook.core.process_group import ALONE, Ranks
 
 OPERATIONS = ("add", "sub", "mul", "div")
 _OTHER_REASONS = ("missing reward", "infinite reward", "missing value", "zero divisor")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook._lazy import lazily
+from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.book.admission import Appended as Appended
@@ -55,45 +55,23 @@ if TYPE_CHECKING:
     from rollbook.book.shelves import WriterStopped as WriterStopped
 
 _HOMES = {
-    **dict.fromkeys(
-        (
-            "BackPressure",
-            "BookError",
-            "Conflict",
-            "ConnectionLost",
-            "Damaged",
-            "LeaseLost",
-            "LockTimeout",
-            "NewerLayout",
-            "NotABook",
-            "OutcomeUnknown",
-            "QuotaExceeded",
-            "ReadOnly",
-            "UnknownConsumer",
-        ),
-        "errors",
-    ),
-    **dict.fromkeys(
-        ("Balanced", "EasyToHard", "First", "Last", "NewestPolicy", "Priority", "Proportional", "Uniform"), "samplers"
-    ),
-    **dict.fromkeys(("MaxAge", "MaxSize", "MaxUses", "MinSize", "SamplesToInserts"), "limits"),
-    "Appended": "admission",
-    "Book": "book",
-    "Checkpoint": "checkpoints",
-    "Compacted": "compaction",
-    "Rewound": "checkpoints",
-    "Counts": "reports",
-    "Finding": "findings",
-    "Lease": "leasing",
-    "Report": "findings",
-    "repair": "repairing",
-    "Mix": "mixing",
-    "Part": "mixing",
-    "QueryError": "query",
-    "QueryTimeout": "query",
-    "Settings": "consumers",
-    "WriterStopped": "shelves",
-    "open": "opening",
+    "Appended": "rollbook.book.admission",
+    "Book": "rollbook.book.book",
+    "Checkpoint": "rollbook.book.checkpoints",
+    "Compacted": "rollbook.book.compaction",
+    "Rewound": "rollbook.book.checkpoints",
+    "Counts": "rollbook.book.reports",
+    "Finding": "rollbook.book.findings",
+    "Lease": "rollbook.book.leasing",
+    "Report": "rollbook.book.findings",
+    "repair": "rollbook.book.repairing",
+    "Mix": "rollbook.book.mixing",
+    "Part": "rollbook.book.mixing",
+    "QueryError": "rollbook.book.query",
+    "QueryTimeout": "rollbook.book.query",
+    "Settings": "rollbook.book.consumers",
+    "WriterStopped": "rollbook.book.shelves",
+    "open": "rollbook.book.opening",
 }
 
 # Not `open`: a star would hide the built-in one.

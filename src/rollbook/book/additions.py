@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 
 from rollbook.book.digests import is_late
-from rollbook.equality import same
-from rollbook.fields import FIELDS
+from rollbook.core.equality import same
+from rollbook.core.fields import FIELDS
 
 if TYPE_CHECKING:
-    from rollbook.experience import Experience
+    from rollbook.core.experience import Experience
 
 
 class Difference(NamedTuple):

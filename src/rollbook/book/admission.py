@@ -33,9 +33,9 @@ from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import BackPressure, BookError, Conflict, ConnectionLost, OutcomeUnknown, QuotaExceeded
 from rollbook.book.ledger import RETRY_SECONDS, ConcurrentChange, Transaction, took_effect
 from rollbook.book.shelves import Place
-from rollbook.experiences import Experiences, from_rows, uncollected
-from rollbook.row_layout import RowLayout
-from rollbook.wire import decode, encode
+from rollbook.core.experiences import Experiences, from_rows, uncollected
+from rollbook.core.row_layout import RowLayout
+from rollbook.core.wire import decode, encode
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -119,7 +119,7 @@ def as_many(given: Any) -> Experiences:
 
 
 def _rows(records: Any) -> list[Any]:
-    from rollbook.experience import Experience
+    from rollbook.core.experience import Experience
 
     if isinstance(records, Experience):
         return [records]
@@ -581,7 +581,7 @@ def insert(tx: Transaction, coming: Coming, stored: Stored | None, base: int, go
 
 def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | None) -> int:
     """See `Book.fail`."""
-    from rollbook.experience import Experience
+    from rollbook.core.experience import Experience
 
     if reason in ("deleted", "rewound"):
         raise ValueError(f"reason: got {reason!r}, which the ledger says of records; expected another word")

@@ -7,7 +7,7 @@ column of their own, so nothing that a user keeps can pass for one.
 Heavy are, from `least` bytes on:
 
 - a tensor in a media column (`multi_modal_inputs`);
-- base64 in a free-form column, as the value of `$bytes` or `data` (bytes, tensors and arrays as `rollbook.freeform`
+- base64 in a free-form column, as the value of `$bytes` or `data` (bytes, tensors and arrays as `rollbook.core.freeform`
   writes them, a server's `input_audio` and `source`), of `b64_json`, or in a `data:...;base64,` URL.
 
 In the place of each stands the text `sha256:` and 64 hexadecimal digits. The column `book__media` lists, for each
@@ -54,14 +54,14 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from rollbook import arrow
-from rollbook.columns import MEDIA, Columns, Values
-from rollbook.errors import WireError
-from rollbook.experiences import Experiences
-from rollbook.fields import owner
-from rollbook.ragged import allocate, check_shape, offsets_of
-from rollbook.row_layout import RowLayout
-from rollbook.wire import DEFAULT_LIMITS
+from rollbook.core import arrow
+from rollbook.core.columns import MEDIA, Columns, Values
+from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences
+from rollbook.core.fields import owner
+from rollbook.core.ragged import allocate, check_shape, offsets_of
+from rollbook.core.row_layout import RowLayout
+from rollbook.core.wire import DEFAULT_LIMITS
 
 Kind = Literal["tensor", "bytes", "text"]
 MAGIC = b"\x8dROLLMD\n"
@@ -181,7 +181,7 @@ def open_blob(data: Any, *, verify: bool = False) -> Blob:
     >>> open_blob(blob.data.replace(b"png", b"jpg"))
     Traceback (most recent call last):
         ...
-    rollbook.errors.WireError: byte 56: the blob does not match its checksum
+    rollbook.core.errors.WireError: byte 56: the blob does not match its checksum
     """
     view = memoryview(data).cast("B")
     kind, described, length, digest, checksum, size = _read_header(view)
@@ -446,7 +446,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
     >>> restore(lifted.stripped, {}.__getitem__)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    rollbook.errors.WireError: record 0: info: the medium sha256:... is missing
+    rollbook.core.errors.WireError: record 0: info: the medium sha256:... is missing
     """
     columns = stripped.columns
     if not any(name.startswith(OWN) for name in columns):

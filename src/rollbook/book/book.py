@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.addresses import redacted
 from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.book import (
     admission,
@@ -43,6 +42,7 @@ from rollbook.book.ledger import Ledger, Transaction, let_others
 from rollbook.book.naming import text_of, uid_of, uids_of
 from rollbook.book.selecting import Selection
 from rollbook.book.shelves import Shelf
+from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from rollbook.book.findings import Report
     from rollbook.book.sql_columns import Result
     from rollbook.book.writer import Writer
-    from rollbook.experience import Experience
-    from rollbook.experiences import Experiences
-    from rollbook.ids import EID
-    from rollbook.viewer.vocabulary import Vocabulary
+    from rollbook.core.experience import Experience
+    from rollbook.core.experiences import Experiences
+    from rollbook.core.ids import EID
+    from rollbook.core.vocabulary import Vocabulary
 
 TRAIN = "train"
 """The consumer group that is meant where none is named."""
@@ -613,12 +613,12 @@ class Book:
         **options: Any,
     ) -> int:
         """Write the records that meet all conditions (all, if there are none) as Parquet, a HF dataset, JSONL, frames
-        or TRXP (see `rollbook.book.transfer.FORMATS`); how many. The format follows from the path unless it is given.
+        or TRXP (see `rollbook.io.transfer.FORMATS`); how many. The format follows from the path unless it is given.
 
         Files do not say what a record is for: those for training are written, or (`evaluation=True`) those that are
         kept beside, for `import_(..., evaluation=True)`.
         """
-        from rollbook.book import transfer
+        from rollbook.io import transfer
 
         kept = self.where(*conditions, evaluation=int(switch("evaluation", evaluation)))
         return transfer.write(kept.batches(), path, format, overwrite=overwrite, **options)
@@ -633,13 +633,13 @@ class Book:
         on_error: str = "raise",
         **options: Any,
     ) -> Appended:
-        """Append what a file, folder or database of any of `rollbook.book.transfer.FORMATS` holds, batch by batch.
+        """Append what a file, folder or database of any of `rollbook.io.transfer.FORMATS` holds, batch by batch.
 
         Again is nothing: records that are there already stay. `on_error="skip"` leaves out rows that cannot be read,
         and warns how many.
         """
-        from rollbook.book import transfer
-        from rollbook.progress import advise
+        from rollbook.core.metrics import advise
+        from rollbook.io import transfer
 
         self._writable("import_")
         done = Appended()
@@ -678,7 +678,7 @@ class Book:
         return f"Book({self.url!r}: {counts.admitted:,} records, {states})"
 
     def _repr_html_(self) -> str:
-        from rollbook.notebook import table
+        from rollbook.core.notebook import table
 
         headers = ["consumer", "records", "waiting", "leased", "trained", "dropped"]
         counts = [self.counts(name) for name in self.consumers()]

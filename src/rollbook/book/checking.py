@@ -19,7 +19,7 @@ from rollbook.book.inspecting import media_problems, pages, record_problems
 from rollbook.book.ledger import LAYOUT, Transaction, chunks
 from rollbook.book.schema import INDICES, TABLES
 from rollbook.book.shelves import ALIGN, FolderShelf, MissingSegment, Place
-from rollbook.errors import WireError
+from rollbook.core.errors import WireError
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book

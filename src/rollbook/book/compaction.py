@@ -27,10 +27,10 @@ from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import ALIGN, MissingSegment, Place, SegmentBusy
 from rollbook.book.windows import reached
-from rollbook.errors import WireError
-from rollbook.experiences import Experiences
-from rollbook.ragged import Ragged
-from rollbook.wire import encode
+from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences
+from rollbook.core.ragged import Ragged
+from rollbook.core.wire import encode
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book

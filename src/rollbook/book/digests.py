@@ -22,7 +22,7 @@ from one field to another change the digest. By kind:
 | number, integer | `number`, `integer` | float64 or int64, 8 zero bytes |
 | text | `text` | H(UTF-8, lone surrogates as if they were characters) |
 | eid | `uid` | H(uid): ids are equal if they print alike |
-| json | `json` | H(tagged JSON of `rollbook.freeform` in canonical form) |
+| json | `json` | H(tagged JSON of `rollbook.core.freeform` in canonical form) |
 | custom_fields | `custom` | H(JSON of [[source, destination, dtype], ...]) |
 | media | `media` | H(for each key, sorted: uint64 length, key, H(form), H(elements)) |
 | unknown column | `arrow`, type | H(the value, see `_arrow_value`) |
@@ -49,16 +49,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest as H
 
-from rollbook import arrow, freeform
 from rollbook.book.identities import Ids, ids
-from rollbook.columns import Column, Values, numbers, texts
-from rollbook.errors import WireError
-from rollbook.fields import BY_CODE, DTYPES, Field, owner
-from rollbook.ragged import Ragged, check_shape
+from rollbook.core import arrow, freeform
+from rollbook.core.columns import Column, Values, numbers, texts
+from rollbook.core.errors import WireError
+from rollbook.core.fields import BY_CODE, DTYPES, Field, owner
+from rollbook.core.ragged import Ragged, check_shape
 
 if TYPE_CHECKING:
-    from rollbook.experiences import Experiences
-    from rollbook.row_layout import RowLayout
+    from rollbook.core.experiences import Experiences
+    from rollbook.core.row_layout import RowLayout
 
 FORMAT = 1
 """Of the digests; a ledger that holds others compares records, not digests."""
@@ -97,7 +97,7 @@ def is_late(field: Field) -> bool:
     whatever comes up (`info`, `metrics`). The rest says what was sampled and how, and so does one of the floats:
     `logprobs` are the engine's own, drawn with the tokens. A declared field is sorted by the same rule.
 
-    >>> from rollbook.fields import FIELDS
+    >>> from rollbook.core.fields import FIELDS
     >>> [name for name, field in FIELDS.items() if is_late(field)]  # doctest: +NORMALIZE_WHITESPACE
     ['reward', 'token_level_reward', 'advantages', 'returns', 'info', 'metrics', 'teacher_logprobs', 'loss_weights',
      'policy_logprobs', 'ref_logprobs', 'entropy', 'values']

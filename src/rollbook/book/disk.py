@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.files import FILE, FOLDER
+from rollbook.core.files import FILE, FOLDER
 
 MOUNTS = Path("/proc/self/mountinfo")
 _AT_ONCE = 1024  # buffers that one writev takes; POSIX promises 16, Linux and macOS take 1,024

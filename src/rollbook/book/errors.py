@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from rollbook.errors import WireError
+from rollbook.core.errors import WireError
 
 
 class BookError(ValueError):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rollbook.columns import EidParts, numbers, texts
-from rollbook.errors import WireError
+from rollbook.core.columns import EidParts, numbers, texts
+from rollbook.core.errors import WireError
 
 
 class Ids(NamedTuple):

@@ -14,7 +14,7 @@ from rollbook.book import attachments, reading, tags
 from rollbook.book.findings import Report
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import MissingSegment, Place
-from rollbook.errors import WireError
+from rollbook.core.errors import WireError
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book

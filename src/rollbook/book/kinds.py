@@ -11,13 +11,13 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-from rollbook import arrow
 from rollbook.book.sql_columns import superset
-from rollbook.columns import PLAIN_TYPES
-from rollbook.experiences import Experiences
-from rollbook.fields import BY_CODE, DTYPES, FIELDS
-from rollbook.ragged import Ragged
-from rollbook.row_layout import RowLayout
+from rollbook.core import arrow
+from rollbook.core.columns import PLAIN_TYPES
+from rollbook.core.experiences import Experiences
+from rollbook.core.fields import BY_CODE, DTYPES, FIELDS
+from rollbook.core.ragged import Ragged
+from rollbook.core.row_layout import RowLayout
 
 _TENSOR = re.compile(r"([a-z0-9]{3,8})((?:x[0-9]{1,9}){0,32})")
 _PORTABLE = {d.name: pa.from_numpy_dtype(d.portable) for d in BY_CODE.values()}

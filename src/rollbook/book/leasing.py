@@ -25,13 +25,13 @@ from rollbook.book.ledger import RETRY_SECONDS, Transaction, let_others, write_o
 from rollbook.book.naming import text_of, uids_of
 from rollbook.book.samplers import First, Proportional
 from rollbook.book.windows import reached
-from rollbook.progress import advise
+from rollbook.core.metrics import advise
 
 if TYPE_CHECKING:
-    from rollbook.batch import ExperienceBatch
     from rollbook.book.book import Book
-    from rollbook.experience import Experience
-    from rollbook.experiences import Experiences
+    from rollbook.compat.lightrft.batch import ExperienceBatch
+    from rollbook.core.experience import Experience
+    from rollbook.core.experiences import Experiences
 
 AHEAD = 256
 """How many records a lease that takes them in order takes out of the inbox at once."""

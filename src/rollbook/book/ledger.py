@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 from rollbook.book.errors import BookError, ConnectionLost, Damaged, LockTimeout, NotABook, OutcomeUnknown, moved
 from rollbook.book.locks import folder_lock, identity
 from rollbook.book.windows import reached
-from rollbook.files import FILE
+from rollbook.core.files import FILE
 
 LAYOUT = 2
 """The number of the tables' layout (see `rollbook.book.schema`)."""

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 from rollbook.book import tags
 from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction, parsed
-from rollbook.columns import texts
+from rollbook.core.columns import texts
 
 if TYPE_CHECKING:
-    from rollbook.experiences import Experiences
-    from rollbook.row_layout import RowLayout
+    from rollbook.core.experiences import Experiences
+    from rollbook.core.row_layout import RowLayout
 
 KEY = "policy_lineage"
 """The entry of `info` in which a record names its lineage."""

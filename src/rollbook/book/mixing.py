@@ -18,12 +18,12 @@ from rollbook.algorithms.registry import number, whole_number
 from rollbook.book.errors import BookError, LeaseLost
 from rollbook.book.leasing import Lease, nothing
 from rollbook.book.ledger import Transaction
-from rollbook.experiences import Experiences
+from rollbook.core.experiences import Experiences
 
 if TYPE_CHECKING:
-    from rollbook.batch import ExperienceBatch
     from rollbook.book.book import Book
-    from rollbook.experience import Experience
+    from rollbook.compat.lightrft.batch import ExperienceBatch
+    from rollbook.core.experience import Experience
 
 
 @dataclass(frozen=True)

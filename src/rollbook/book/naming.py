@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollbook.experience import Experience
-    from rollbook.ids import EID
+    from rollbook.core.experience import Experience
+    from rollbook.core.ids import EID
 
 
 def text_of(name: str, given: object, least: int = 1, most: int = 1 << 20) -> str:

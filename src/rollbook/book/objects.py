@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from rollbook.addresses import redacted
 from rollbook.book.disk import Disk
 from rollbook.book.shelves import (
     ALIGN,
@@ -33,6 +32,7 @@ from rollbook.book.shelves import (
     too_short,
 )
 from rollbook.book.windows import reached
+from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rollbook.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
 from rollbook.algorithms.registry import choice, whole_number
 from rollbook.book import schema
 from rollbook.book.admission import check_tokenizer
@@ -22,6 +21,7 @@ from rollbook.book.disk import Disk
 from rollbook.book.errors import BookError, Damaged, NotABook
 from rollbook.book.ledger import Ledger, SQLiteLedger, check_files
 from rollbook.book.shelves import FolderShelf, MemoryShelf, Shelf
+from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
 
 LEDGER = "ledger.sqlite"
 MODES = ("a", "r+", "r")
@@ -116,7 +116,7 @@ def open(
 def _fingerprint(tokenizer: Any) -> str | None:
     if tokenizer is None or isinstance(tokenizer, str):
         return tokenizer
-    from rollbook.rollout.fingerprints import tokenizer_fingerprint
+    from rollbook.core.fingerprints import tokenizer_fingerprint
 
     if not (hasattr(tokenizer, "backend_tokenizer") or hasattr(tokenizer, "get_vocab")):
         raise ValueError(

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from rollbook.addresses import redacted
 from rollbook.book import ledger as ledgers
 from rollbook.book.errors import BookError, ConnectionLost, LockTimeout, NotABook, OutcomeUnknown
 from rollbook.book.ledger import ConcurrentChange, Turns
 from rollbook.book.windows import reached
+from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
     import psycopg

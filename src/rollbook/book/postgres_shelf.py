@@ -34,7 +34,7 @@ from rollbook.book.shelves import (
     too_short,
 )
 from rollbook.book.windows import reached
-from rollbook.ragged import allocate
+from rollbook.core.ragged import allocate
 
 if TYPE_CHECKING:
     import psycopg

@@ -14,8 +14,8 @@ from rollbook.book import attachments, consumers, reading, work
 from rollbook.book.identities import ids
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import ALIGN, MissingSegment, Place
-from rollbook.errors import WireError
-from rollbook.wire import read_header
+from rollbook.core.errors import WireError
+from rollbook.core.wire import read_header
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book

@@ -19,18 +19,18 @@ from rollbook.book.digests import digests
 from rollbook.book.errors import BookError, Damaged
 from rollbook.book.ledger import Ledger, Transaction, chunks
 from rollbook.book.shelves import MissingSegment, Place, check_place
-from rollbook.errors import WireError
-from rollbook.experiences import Experiences, uncollected
-from rollbook.fields import owner
-from rollbook.sparse import Reader, Span, read_rows
-from rollbook.stack import Stack, read_stack
-from rollbook.wire import decode, decode_arrays, read_header
+from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences, uncollected
+from rollbook.core.fields import owner
+from rollbook.core.sparse import Reader, Span, read_rows
+from rollbook.core.stack import Stack, read_stack
+from rollbook.core.wire import decode, decode_arrays, read_header
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from rollbook.book.book import Book
-    from rollbook.experience import Experience
+    from rollbook.core.experience import Experience
 
 Result = TypeVar("Result")
 _ATTEMPTS = 20
@@ -211,7 +211,7 @@ def retried(
 def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
     """These records, in this order.
 
-    Of a frame of which few records are read, only their bytes are: see `rollbook.sparse`. The frame's checksum says
+    Of a frame of which few records are read, only their bytes are: see `rollbook.core.sparse`. The frame's checksum says
     nothing about them, so that with `verify` they are compared with the digests in the ledger, and where one differs
     the frame is read whole.
     """

@@ -35,12 +35,12 @@ from rollbook.book.inspecting import PAGE
 from rollbook.book.ledger import SQLiteLedger, Transaction, chunks, parsed
 from rollbook.book.opening import LEDGER
 from rollbook.book.shelves import Place
-from rollbook.errors import WireError
-from rollbook.files import FOLDER
+from rollbook.core.errors import WireError
+from rollbook.core.files import FOLDER
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
-    from rollbook.experiences import Experiences
+    from rollbook.core.experiences import Experiences
 
 RECOVERED = "recovered"
 LOGS = ("", "-wal", "-shm", "-journal")

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollbook.addresses import POSTGRES, redacted
 from rollbook.book import (
     checking,
     consumers,
@@ -45,8 +44,9 @@ from rollbook.book.quarantine import QUARANTINED
 from rollbook.book.rebuilding import LOGS
 from rollbook.book.salvaging import Lost
 from rollbook.book.shelves import FolderShelf, Place, is_name
-from rollbook.errors import WireError
-from rollbook.files import FOLDER, make_private, private_opener
+from rollbook.core.addresses import POSTGRES, redacted
+from rollbook.core.errors import WireError
+from rollbook.core.files import FOLDER, make_private, private_opener
 
 DAMAGED = "damaged"
 OLD_SECONDS = 60.0

@@ -31,15 +31,15 @@ from rollbook.book.errors import BookError, Conflict
 from rollbook.book.ledger import Transaction, chunks, let_others
 from rollbook.book.naming import text_of
 from rollbook.book.windows import reached
-from rollbook.equality import same
-from rollbook.experiences import from_rows
-from rollbook.fields import FIELDS
-from rollbook.wire import encode
+from rollbook.core.equality import same
+from rollbook.core.experiences import from_rows
+from rollbook.core.fields import FIELDS
+from rollbook.core.wire import encode
 
 if TYPE_CHECKING:
     from rollbook.book.admission import Admit, Coming
     from rollbook.book.book import Book
-    from rollbook.experience import Experience
+    from rollbook.core.experience import Experience
 
 Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
 """From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""

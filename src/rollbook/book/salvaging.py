@@ -18,9 +18,9 @@ from rollbook.book.identities import ids
 from rollbook.book.pages import PageFile, Row
 from rollbook.book.schema import TABLES
 from rollbook.book.shelves import ALIGN, MissingSegment, Place, is_name
-from rollbook.errors import WireError
-from rollbook.experiences import Experiences
-from rollbook.wire import HEADER_BYTES, decode, read_header
+from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences
+from rollbook.core.wire import HEADER_BYTES, decode, read_header
 
 if TYPE_CHECKING:
     from rollbook.book.shelves import Shelf

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from rollbook import arrow
 from rollbook.algorithms.registry import near, number, whole_number
 from rollbook.book import reading, tags
 from rollbook.book.ledger import Transaction
 from rollbook.book.shelves import MissingSegment, Place
-from rollbook.experiences import Experiences
-from rollbook.fields import FIELDS
+from rollbook.core import arrow
+from rollbook.core.experiences import Experiences
+from rollbook.core.fields import FIELDS
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rollbook.addresses import POSTGRES, PostgresAddress, redacted
 from rollbook.algorithms.registry import near
 from rollbook.book import checkpoints, consumers, groups, lineages, reading, work
 from rollbook.book.disk import Disk
@@ -23,8 +22,9 @@ from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, chunks
 from rollbook.book.schema import TABLES
 from rollbook.book.shelves import MissingSegment, Place
 from rollbook.book.windows import reached
-from rollbook.errors import WireError
-from rollbook.wire import decode, encode
+from rollbook.core.addresses import POSTGRES, PostgresAddress, redacted
+from rollbook.core.errors import WireError
+from rollbook.core.wire import decode, encode
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book

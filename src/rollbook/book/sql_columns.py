@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rollbook.fields import COLUMNAR, DTYPES
-from rollbook.ragged import promote
+from rollbook.core.fields import COLUMNAR, DTYPES
+from rollbook.core.ragged import promote
 
 _NUMBERS = {pa.from_numpy_dtype(np.dtype(name)): name for name in COLUMNAR if DTYPES[name].storage == name}
 _NUMBERS[pa.bool_()] = "bool"

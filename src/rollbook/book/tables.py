@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from rollbook.book import kinds, query, schema, selecting
 from rollbook.book.sql_columns import Result, unify
-from rollbook.ids import EID, step_of
+from rollbook.core.ids import EID, step_of
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book

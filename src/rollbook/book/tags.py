@@ -16,19 +16,19 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rollbook import arrow, freeform
-from rollbook import columns as physical
 from rollbook.algorithms.registry import near
 from rollbook.book.digests import boxes, clean
 from rollbook.book.identities import Ids, ids
-from rollbook.columns import Column
-from rollbook.errors import WireError
-from rollbook.fields import COLUMNAR, DTYPES, FIELDS
-from rollbook.ragged import Ragged
+from rollbook.core import arrow, freeform
+from rollbook.core import columns as physical
+from rollbook.core.columns import Column
+from rollbook.core.errors import WireError
+from rollbook.core.fields import COLUMNAR, DTYPES, FIELDS
+from rollbook.core.ragged import Ragged
 
 if TYPE_CHECKING:
-    from rollbook.experiences import Experiences
-    from rollbook.row_layout import RowLayout
+    from rollbook.core.experiences import Experiences
+    from rollbook.core.row_layout import RowLayout
 
 UNSCORED, SCORED, NOT_A_NUMBER = 0, 1, 2
 """What `Tags.scored` says: no reward, a number (infinities too), NaN (could not be scored)."""

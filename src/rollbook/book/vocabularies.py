@@ -11,17 +11,17 @@ import binascii
 from typing import TYPE_CHECKING
 
 from rollbook.book.errors import Damaged
-from rollbook.errors import WireError
-from rollbook.progress import advise
+from rollbook.core.errors import WireError
+from rollbook.core.metrics import advise
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
-    from rollbook.viewer.vocabulary import Vocabulary
+    from rollbook.core.vocabulary import Vocabulary
 
 
 def to_keep(book: Book) -> str | None:
     """What the ledger is to keep of the tokenizer that the book was opened with; `None` if it has it."""
-    from rollbook.viewer.vocabulary import Vocabulary
+    from rollbook.core.vocabulary import Vocabulary
 
     with book.ledger.read() as tx:
         if tx.one("SELECT 1 FROM meta WHERE key = 'vocabulary'"):
@@ -38,7 +38,7 @@ def to_keep(book: Book) -> str | None:
 
 def kept(book: Book) -> Vocabulary | None:
     """See `Book.vocabulary`."""
-    from rollbook.viewer.vocabulary import Vocabulary
+    from rollbook.core.vocabulary import Vocabulary
 
     with book.ledger.read() as tx:
         row = tx.one("SELECT value FROM meta WHERE key = 'vocabulary'")

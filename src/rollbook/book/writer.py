@@ -18,11 +18,11 @@ from rollbook.algorithms.registry import number, whole_number
 from rollbook.book import admission
 from rollbook.book.admission import Appended, as_many
 from rollbook.book.errors import BookError
-from rollbook.experiences import Experiences
+from rollbook.core.experiences import Experiences
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
-    from rollbook.experience import Experience
+    from rollbook.core.experience import Experience
 
 
 class Receipt(Future[Appended]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from rollbook.cli.terminal import OK, print_json
+from rollbook.core.terminal import OK, print_json
 
 
 def completion(options: argparse.Namespace) -> int:

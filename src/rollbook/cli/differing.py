@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollbook.cli.opened import Opened, opened, uid_of
-from rollbook.cli.terminal import (
+from rollbook.core.terminal import (
     OK,
     block,
     coloured,
@@ -32,7 +32,7 @@ from rollbook.cli.terminal import (
 
 def diff(options: argparse.Namespace) -> int:
     """Compare what the command names."""
-    from rollbook.viewer.comparing import Side, compare
+    from rollbook.inspect.comparing import Side, compare
 
     if options.words is not None:
         return _words(options)
@@ -63,7 +63,7 @@ def diff(options: argparse.Namespace) -> int:
 
 def _spans(options: argparse.Namespace, steps: Sequence[int] = ()) -> list[tuple[int | None, int | None]]:
     """The steps of both sides, where they are not named: of two runs all, of one its first and its last quarter."""
-    from rollbook.viewer.comparing import span
+    from rollbook.inspect.comparing import span
 
     named = [None if text is None else span(text) for text in (options.a, options.b)]
     others: list[tuple[int | None, int | None]] = [(None, None), (None, None)]
@@ -78,7 +78,7 @@ def _spans(options: argparse.Namespace, steps: Sequence[int] = ()) -> list[tuple
 
 
 def _steps(run: Opened) -> list[int]:
-    from rollbook.viewer.sources import BookSource
+    from rollbook.inspect.sources import BookSource
 
     if isinstance(run.source, BookSource):
         return run.source.steps()
@@ -177,7 +177,7 @@ def _sure(chance: float | None) -> str:
 
 
 def _words(options: argparse.Namespace) -> int:
-    from rollbook.viewer.comparing import responses
+    from rollbook.inspect.comparing import responses
 
     uids, texts = [], []
     for path, name in zip((options.path, options.other or options.path), options.words, strict=True):

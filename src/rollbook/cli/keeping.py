@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from rollbook.cli.opened import LEDGER, book_at
-from rollbook.cli.terminal import FOUND, OK, print_json, printable, size, wrapped
+from rollbook.core.terminal import FOUND, OK, print_json, printable, size, wrapped
 
 
 def check(options: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ _PAGE = ("id", "where", "redact", "no_images", "title", "tokenizer")
 
 def _page(options: argparse.Namespace) -> int:
     from rollbook.cli.opened import opened, uid_of
-    from rollbook.viewer.single import write_html
+    from rollbook.inspect.single import write_html
 
     if bool(options.id) == bool(options.where):
         raise ValueError("export: an HTML page shows trajectories: expected --id ID (one or more), or --where FILTER")

@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from rollbook.addresses import POSTGRES
 from rollbook.cli.opened import LEDGER, book_at
-from rollbook.cli.terminal import OK, figure, print_json, print_table, printable, size, styled, when, wrapped
-from rollbook.ids import step_of
+from rollbook.core.addresses import POSTGRES
+from rollbook.core.ids import step_of
+from rollbook.core.terminal import OK, figure, print_json, print_table, printable, size, styled, when, wrapped
 
 
 def ls(options: argparse.Namespace) -> int:

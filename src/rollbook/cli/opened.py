@@ -15,9 +15,9 @@ LEDGER = "ledger.sqlite"
 """The file that a book's folder has; `rollbook.book.opening.LEDGER`, without loading the book."""
 
 if TYPE_CHECKING:
-    from rollbook.viewer.answers import Answers
-    from rollbook.viewer.index import Index
-    from rollbook.viewer.sources import BookSource, Source
+    from rollbook.inspect.answers import Answers
+    from rollbook.inspect.index import Index
+    from rollbook.inspect.sources import BookSource, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ def opened(
         ids: Index only the groups of these records or groups, where the run is a book.
         spans: Index only the training steps that it returns, where the run is a book.
     """
-    from rollbook.viewer.answers import Answers
-    from rollbook.viewer.index import Index
-    from rollbook.viewer.sources import BookSource, load, open_source
+    from rollbook.inspect.answers import Answers
+    from rollbook.inspect.index import Index
+    from rollbook.inspect.sources import BookSource, load, open_source
 
     with contextlib.closing(open_source(path, tokenizer=tokenizer)) as source, Index() as index:
         if isinstance(source, BookSource):

@@ -16,8 +16,8 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rollbook.cli.terminal import OK, UNREADABLE, WHEN, printable, use_colour, wrapped
-from rollbook.errors import explain_missing
+from rollbook.core.errors import explain_missing
+from rollbook.core.terminal import OK, UNREADABLE, WHEN, printable, use_colour, wrapped
 
 BOOK = "a book: its folder, or postgresql://..."
 RUN = "a book, a run folder, or rollouts that this or another tool saved"
@@ -66,7 +66,7 @@ def _without_secrets(text: str, arguments: Iterable[Any]) -> str:
     """An error's text, where arguments that are addresses are shown without their secrets."""
     from pathlib import Path
 
-    from rollbook.addresses import redacted
+    from rollbook.core.addresses import redacted
 
     for argument in arguments:
         for address in argument if isinstance(argument, list) else [argument]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rollbook.cli.terminal import columns, figure, printable, table, tail, width
+from rollbook.core.terminal import columns, figure, printable, table, tail, width
 
 _NUMBERS = ("reward", "advantage", "tokens", "entropy", "kl")
 _FIRST_TO_GO = ("kl", "entropy", "advantage", "state", "tokens")

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.addresses import redacted
 from rollbook.cli.opened import Opened, opened, uid_of
 from rollbook.cli.samples import sample_table
-from rollbook.cli.terminal import (
+from rollbook.core.addresses import redacted
+from rollbook.core.terminal import (
     OK,
     block,
     broken,
@@ -35,8 +35,8 @@ from rollbook.cli.terminal import (
     table,
     wrapped,
 )
+from rollbook.inspect.documents import LENSES, Picture, Trajectory
 from rollbook.train.display import UPDATE_COLUMNS
-from rollbook.viewer.documents import LENSES, Picture, Trajectory
 
 SEQUENTIAL = ((253, 231, 37), (122, 209, 81), (34, 168, 132), (42, 120, 142), (65, 68, 135), (68, 1, 84))
 DIVERGING = ((178, 88, 9), (241, 163, 64), (254, 224, 182), (216, 218, 235), (94, 130, 180), (33, 70, 140))
@@ -71,7 +71,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def _run(run: Opened, options: argparse.Namespace) -> int:
-    from rollbook.viewer.sources import BookSource
+    from rollbook.inspect.sources import BookSource
 
     told, steps = run.answers.run(), run.answers.steps()["steps"]
     only = not steps and bool(told["evaluation"])

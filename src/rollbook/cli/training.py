@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rollbook.cli.terminal import FOUND, OK, columns, cut, figure, print_json, printable, styled, table
+from rollbook.core.terminal import FOUND, OK, columns, cut, figure, print_json, printable, styled, table
 
 
 def train(options: argparse.Namespace) -> int:

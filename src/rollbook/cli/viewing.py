@@ -9,14 +9,14 @@ import argparse
 import os
 from typing import Any
 
-from rollbook.cli.terminal import OK, columns, print_json, printable, styled, table, wrapped
+from rollbook.core.terminal import OK, columns, print_json, printable, styled, table, wrapped
 
 _STYLES = {"high": "red", "medium": "yellow", "low": "blue"}
 
 
 def view(options: argparse.Namespace) -> int:
     """Serve the pages until the user ends it."""
-    from rollbook.viewer.server import PORT, serve
+    from rollbook.inspect.server import PORT, serve
 
     serve(
         options.path,
@@ -37,12 +37,12 @@ def view(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """Examine a run."""
-    from rollbook.doctor import Thresholds, examine, lines
+    from rollbook.inspect.doctor import Thresholds, examine, lines
 
     thresholds = Thresholds.of(*options.set)
     if options.thresholds:
         return _thresholds(thresholds, options)
-    from rollbook.viewer.comparing import span
+    from rollbook.inspect.comparing import span
 
     steps = None if options.steps is None else span(options.steps)
     diagnosis = examine(options.path, steps=steps, thresholds=thresholds, evaluation=options.evaluation)
@@ -61,7 +61,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _thresholds(thresholds: Any, options: argparse.Namespace) -> int:
-    from rollbook.doctor.report import meanings
+    from rollbook.inspect.doctor.report import meanings
 
     found = [(name, getattr(thresholds, name), meaning) for name, meaning in meanings().items()]
     if options.json:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook._lazy import lazily
+from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.models.actor import Actor as Actor
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from rollbook.models.varlen import best_attention as best_attention
 
 _HOMES = {
-    "Actor": "actor",
-    "Critic": "critic",
-    "Reference": "lora",
-    "Scores": "forward",
-    "best_attention": "varlen",
-    "policy_log_probs": "forward",
-    "reference_log_probs": "forward",
-    "scoring": "heads",
-    "values": "forward",
+    "Actor": "rollbook.models.actor",
+    "Critic": "rollbook.models.critic",
+    "Reference": "rollbook.models.lora",
+    "Scores": "rollbook.models.forward",
+    "best_attention": "rollbook.models.varlen",
+    "policy_log_probs": "rollbook.models.forward",
+    "reference_log_probs": "rollbook.models.forward",
+    "scoring": "rollbook.models.heads",
+    "values": "rollbook.models.forward",
 }
 
 __all__ = sorted(_HOMES)

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollbook.algorithms._vocabulary import positive
+from rollbook.algorithms.kernels.vocabulary import positive
 from rollbook.algorithms.registry import switch
-from rollbook.algorithms.tokens import TokenStats
-from rollbook.batch import ExperienceBatch
+from rollbook.batch.vision import placeholders
+from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.core.sampling import Prompt, token_ids
 from rollbook.models.forward import Rowwise, slim
 from rollbook.models.heads import Head, inputs_of, run, text_config, unwrapped
 from rollbook.models.loading import BASE, load_model, load_tokenizers
+from rollbook.models.logprobs import TokenStats
 from rollbook.models.lora import Reference, attach, has_adapters, save_base
 from rollbook.models.sequences import MEDIA, laid_out, media_of_rows, process_sequences, sampling_of
 from rollbook.models.slots import called_batch, check_matrix
 from rollbook.models.wrapper import Wrapper, flat
-from rollbook.rollout.types import Prompt, token_ids
-from rollbook.vision import placeholders
 
 
 class Actor(Wrapper):

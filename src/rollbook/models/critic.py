@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rollbook.algorithms.registry import choice
-from rollbook.batch import ExperienceBatch
+from rollbook.compat.lightrft.batch import ExperienceBatch
 from rollbook.models.actor import Actor
 from rollbook.models.forward import Rowwise, slim
 from rollbook.models.heads import inputs_of, run, text_config, trunk_of, unwrapped

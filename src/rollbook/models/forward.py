@@ -16,18 +16,18 @@ import torch
 
 from rollbook.algorithms.layout import as_column
 from rollbook.algorithms.registry import whole_number
-from rollbook.batch import ExperienceBatch, Origin, token_fields
-from rollbook.fields import BATCH_MEDIA
-from rollbook.jagged import Rows, Spans, concatenated
-from rollbook.layouts import action_starts, checked, sheet_of_batch, spans_of_rows, widths
-from rollbook.layouts import packed as packed_batch
-from rollbook.layouts import padded as padded_batch
+from rollbook.batch.plan import plan
+from rollbook.batch.request import Layout
+from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
+from rollbook.compat.lightrft.layouts import action_starts, checked, sheet_of_batch, spans_of_rows, widths
+from rollbook.compat.lightrft.layouts import packed as packed_batch
+from rollbook.compat.lightrft.layouts import padded as padded_batch
+from rollbook.compat.lightrft.ragged_batch import Lengths, Sheet, constant
+from rollbook.compat.lightrft.records import sheet_of_experiences
+from rollbook.core.fields import BATCH_MEDIA
+from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.rows import Rows, Spans, concatenated
 from rollbook.models.heads import scoring, text_config
-from rollbook.planner import plan
-from rollbook.planner.request import Layout
-from rollbook.ragged import Ragged, offsets_of
-from rollbook.records import sheet_of_experiences
-from rollbook.sheet import Lengths, Sheet, constant
 
 _LOGITS = 1 << 28
 """Entries of logits that a micro-batch may make where a model leaves no other way: 1 GiB of float32."""

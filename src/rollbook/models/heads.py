@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rollbook.algorithms.tokens import TokenStats, from_hidden, from_logits
-from rollbook.batch import ExperienceBatch, Origin
-from rollbook.jagged import Rows
+from rollbook.batch.vision import TYPES, token_types
+from rollbook.compat.lightrft.batch import ExperienceBatch, Origin
+from rollbook.core.rows import Rows
+from rollbook.models.logprobs import TokenStats, from_hidden, from_logits
 from rollbook.models.slots import Slots
-from rollbook.vision import TYPES, token_types
 
 VARLEN = "rollbook_varlen"
 """What transformers knows `rollbook.models.varlen` by."""

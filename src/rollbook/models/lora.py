@@ -16,8 +16,8 @@ from torch import nn
 from rollbook.models.heads import scoring, unwrapped
 
 if TYPE_CHECKING:
-    from rollbook.algorithms.tokens import TokenStats
     from rollbook.models.actor import Actor
+    from rollbook.models.logprobs import TokenStats
 
 
 def _peft() -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from rollbook.algorithms.registry import near, whole_number
-from rollbook.jagged import Spans
+from rollbook.batch.vision import BY_TOKEN, placeholders
+from rollbook.core.rows import Spans
+from rollbook.core.sampling import ALIASES, Sample, Sampling
 from rollbook.models.slots import check_matrix
-from rollbook.rollout.types import ALIASES, Sample, Sampling
-from rollbook.vision import BY_TOKEN, placeholders
 
 # What calls to transformers carry along, with the values that ask for nothing else than is done here.
 _HARMLESS: dict[str, tuple[Any, ...] | None] = {

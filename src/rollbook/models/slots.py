@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from rollbook.algorithms.registry import whole_number
-from rollbook.batch import ExperienceBatch, Origin, token_fields
-from rollbook.jagged import Rows
-from rollbook.layouts import action_starts, checked, widths
+from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
+from rollbook.compat.lightrft.layouts import action_starts, checked, widths
+from rollbook.core.rows import Rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollbook.jagged import Rows
+from rollbook.core.rows import Rows
 from rollbook.models.heads import VARLEN, attention_of, device_of, dtype_of, keeps_apart, packs_cheaply, unwrapped
 
 

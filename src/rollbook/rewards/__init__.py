@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook._lazy import lazily
+from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.rewards.answers import as_number as as_number
@@ -59,38 +59,38 @@ if TYPE_CHECKING:
     from rollbook.rewards.types import Scores as Scores
 
 _HOMES = {
-    "READY": "choose",
-    "Combined": "recipes",
-    "FunctionReward": "functions",
-    "Limits": "sandbox",
-    "ModelReward": "models",
-    "Recipe": "recipes",
-    "RemoteReward": "remote",
-    "Reward": "types",
-    "RewardError": "types",
-    "RewardInput": "types",
-    "Scores": "types",
-    "as_number": "answers",
-    "as_reward": "choose",
-    "batched": "functions",
-    "boxed": "answers",
-    "boxed_match": "answers",
-    "code_match": "programs",
-    "exact_match": "answers",
-    "final_answer": "answers",
-    "gsm8k": "answers",
-    "json_errors": "texts",
-    "json_match": "texts",
-    "json_schema": "texts",
-    "last_number": "answers",
-    "length": "texts",
-    "lightrft_reward": "recipes",
-    "math_match": "equivalence",
-    "numeric_match": "answers",
-    "repetition": "texts",
-    "sandboxed": "sandbox",
-    "think_answer_format": "answers",
-    "think_boxed_format": "answers",
+    "READY": "rollbook.rewards.choose",
+    "Combined": "rollbook.rewards.recipes",
+    "FunctionReward": "rollbook.rewards.functions",
+    "Limits": "rollbook.rewards.sandbox",
+    "ModelReward": "rollbook.rewards.models",
+    "Recipe": "rollbook.rewards.recipes",
+    "RemoteReward": "rollbook.rewards.remote",
+    "Reward": "rollbook.rewards.types",
+    "RewardError": "rollbook.rewards.types",
+    "RewardInput": "rollbook.rewards.types",
+    "Scores": "rollbook.rewards.types",
+    "as_number": "rollbook.rewards.answers",
+    "as_reward": "rollbook.rewards.choose",
+    "batched": "rollbook.rewards.functions",
+    "boxed": "rollbook.rewards.answers",
+    "boxed_match": "rollbook.rewards.answers",
+    "code_match": "rollbook.rewards.programs",
+    "exact_match": "rollbook.rewards.answers",
+    "final_answer": "rollbook.rewards.answers",
+    "gsm8k": "rollbook.rewards.answers",
+    "json_errors": "rollbook.rewards.texts",
+    "json_match": "rollbook.rewards.texts",
+    "json_schema": "rollbook.rewards.texts",
+    "last_number": "rollbook.rewards.answers",
+    "length": "rollbook.rewards.texts",
+    "lightrft_reward": "rollbook.rewards.recipes",
+    "math_match": "rollbook.rewards.equivalence",
+    "numeric_match": "rollbook.rewards.answers",
+    "repetition": "rollbook.rewards.texts",
+    "sandboxed": "rollbook.rewards.sandbox",
+    "think_answer_format": "rollbook.rewards.answers",
+    "think_boxed_format": "rollbook.rewards.answers",
 }
 
 __all__ = sorted(_HOMES)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rollbook.algorithms.registry import choice, near, number, whole_number
-from rollbook.modules import module_of_file, source_fingerprint
+from rollbook.core.modules import module_of_file, source_fingerprint
 from rollbook.rewards.pools import Outcome, Processes, attempt, in_threads, timed_out
 from rollbook.rewards.types import (
     OnError,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import xxhash
 
 from rollbook.algorithms.registry import choice
-from rollbook.rollout.pictures import encoded, load_picture, names_file
+from rollbook.core.images import encoded, load_picture, names_file
 
 ImageFormat = Literal["jpeg", "png"]
 
@@ -26,7 +26,7 @@ _PLAIN = {"jpeg": ("L", "RGB"), "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;1
 
 
 class Encoder:
-    """Encodes whatever `rollbook.rollout.pictures` reads as base64 text, except for paths that are text.
+    """Encodes whatever `rollbook.core.images` reads as base64 text, except for paths that are text.
 
     Images are remembered by object and by content as long as the encoder lives: the samples of a prompt share them.
 

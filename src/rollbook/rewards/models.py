@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 
 from rollbook.algorithms.registry import choice, whole_number
-from rollbook.jagged import Spans
+from rollbook.core.fingerprints import tokenizer_fingerprint
+from rollbook.core.rows import Spans
 from rollbook.models.heads import scoring
 from rollbook.rewards.types import (
     OnError,
@@ -29,7 +30,6 @@ from rollbook.rewards.types import (
     say_failures,
     where,
 )
-from rollbook.rollout.fingerprints import tokenizer_fingerprint
 
 Score = Callable[[Any], torch.Tensor]
 

@@ -15,7 +15,7 @@ from math import isnan, nan
 from typing import Any
 
 from rollbook.algorithms.registry import near, number
-from rollbook.modules import joined_fingerprint, source_fingerprint
+from rollbook.core.modules import joined_fingerprint, source_fingerprint
 from rollbook.rewards.functions import parts_of
 from rollbook.rewards.types import (
     OnError,

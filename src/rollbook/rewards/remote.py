@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from rollbook.addresses import redacted, without_user
 from rollbook.algorithms.registry import number, switch, whole_number
-from rollbook.retry import RETRIED, Backoff, asked_wait
+from rollbook.core.addresses import redacted, without_user
+from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.rewards.images import Encoder, ImageFormat
 from rollbook.rewards.pools import MissingExtra, said
 from rollbook.rewards.types import (
@@ -55,7 +55,7 @@ class RemoteReward(Reward):
 
     - `batch_size`: samples in a request; `concurrency`: requests under way at a time.
     - `timeout`: seconds for one try, from connecting to the last byte. Connection errors, timeouts, replies that break
-      off and the statuses in `rollbook.retry.RETRIED` are tried again, with the waits of `backoff` (or what a server
+      off and the statuses in `rollbook.core.retry.RETRIED` are tried again, with the waits of `backoff` (or what a server
       asks for), at the next replica if there are several. Other statuses, and replies that make no sense, are not.
     - A score that is no finite number fails its own sample, a reply that makes no sense all samples of its request; a
       wrong number of scores is raised. Integers become floats. `on_error`: as in `FunctionReward`.

@@ -17,14 +17,14 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from rollbook.algorithms.registry import number
-from rollbook.ids import EID
-from rollbook.modules import source_fingerprint
+from rollbook.core.ids import EID
+from rollbook.core.modules import source_fingerprint
 
 if TYPE_CHECKING:
     import torch
 
-    from rollbook.experience import Experience
-    from rollbook.rollout.types import Sample
+    from rollbook.core.experience import Experience
+    from rollbook.core.sampling import Sample
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class RewardInput:
         Of a multi-turn record without a text, the response is what its mask says the model wrote, turns on lines of
         their own: what a tool answered is not the model's.
 
-        >>> from rollbook.ids import EID
+        >>> from rollbook.core.ids import EID
         >>> from rollbook.rollout import Prompt, Sample
         >>> sample = Sample(prompt=Prompt(text="2+2=", reference="4"), eid=EID(0, 1), prompt_ids=[5], response_ids=[6],
         ...                 text="4", finish_reason="stop")
@@ -101,12 +101,12 @@ class RewardInput:
         """
         if isinstance(given, cls):
             return given
-        from rollbook.rollout.types import Sample
+        from rollbook.core.sampling import Sample
 
         # A record comes from whoever wrote it: what it names is text, and stays text.
         if isinstance(given, Sample):
             return cls._of_sample(given, tokenizer)
-        from rollbook.experience import Experience
+        from rollbook.core.experience import Experience
 
         if isinstance(given, Experience):
             return cls._of_experience(given, tokenizer)
@@ -114,7 +114,7 @@ class RewardInput:
 
     @classmethod
     def _of_sample(cls, sample: Sample, tokenizer: Any) -> RewardInput:
-        from rollbook.rollout.pictures import as_path
+        from rollbook.core.images import as_path
 
         asked = sample.prompt
         prompt = sample.prompt_text if sample.prompt_text is not None else asked.text
@@ -171,7 +171,7 @@ class RewardInput:
 
 def _no_path(image: Any) -> Any:
     """Turn a path in a record into text."""
-    from rollbook.rollout.pictures import inner
+    from rollbook.core.images import inner
 
     content = inner(image)
     return str(content) if isinstance(content, os.PathLike) else image

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook._lazy import lazily
+from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from rollbook.core.sampling import Prompt as Prompt
+    from rollbook.core.sampling import RunInfo as RunInfo
+    from rollbook.core.sampling import Sample as Sample
+    from rollbook.core.sampling import Sampling as Sampling
     from rollbook.rollout.engine import Cancel as Cancel
     from rollbook.rollout.engine import Engine as Engine
     from rollbook.rollout.engine import Request as Request
@@ -26,28 +30,24 @@ if TYPE_CHECKING:
     from rollbook.rollout.rendering import Renderer as Renderer
     from rollbook.rollout.scripted import Line as Line
     from rollbook.rollout.scripted import ScriptedEngine as ScriptedEngine
-    from rollbook.rollout.types import Prompt as Prompt
-    from rollbook.rollout.types import RunInfo as RunInfo
-    from rollbook.rollout.types import Sample as Sample
-    from rollbook.rollout.types import Sampling as Sampling
 
 _HOMES = {
-    "Cancel": "engine",
-    "Drift": "rendering",
-    "Drifts": "rendering",
-    "Engine": "engine",
-    "Episode": "episode",
-    "Line": "scripted",
-    "OpenAIEngine": "openai",
-    "Prompt": "types",
-    "Renderer": "rendering",
-    "Request": "engine",
-    "RunInfo": "types",
-    "Sample": "types",
-    "Sampling": "types",
-    "ScriptedEngine": "scripted",
-    "TransformersEngine": "local",
-    "act_all": "episode",
+    "Cancel": "rollbook.rollout.engine",
+    "Drift": "rollbook.rollout.rendering",
+    "Drifts": "rollbook.rollout.rendering",
+    "Engine": "rollbook.rollout.engine",
+    "Episode": "rollbook.rollout.episode",
+    "Line": "rollbook.rollout.scripted",
+    "OpenAIEngine": "rollbook.rollout.openai",
+    "Prompt": "rollbook.core.sampling",
+    "Renderer": "rollbook.rollout.rendering",
+    "Request": "rollbook.rollout.engine",
+    "RunInfo": "rollbook.core.sampling",
+    "Sample": "rollbook.core.sampling",
+    "Sampling": "rollbook.core.sampling",
+    "ScriptedEngine": "rollbook.rollout.scripted",
+    "TransformersEngine": "rollbook.rollout.local",
+    "act_all": "rollbook.rollout.episode",
 }
 
 __all__ = sorted(_HOMES)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rollbook.ids import EID
-from rollbook.rollout.pictures import source
+from rollbook.core.ids import EID
+from rollbook.core.images import source
+from rollbook.core.sampling import LogprobsKind
 from rollbook.rollout.rendering import Drift, Drifts
-from rollbook.rollout.types import LogprobsKind
 
 SpanKind = Literal["prompt", "model", "observation"]
 
@@ -211,7 +211,7 @@ def placed_media(media: Mapping[str, Any], branch: Branch, observation: Sequence
     """
     import torch
 
-    from rollbook.vision import BY_TOKEN
+    from rollbook.batch.vision import BY_TOKEN
 
     before = [len(branch.ids), *(None if each.ids is None else len(each.ids) for each in branch.pending)]
     start = None if None in before else sum(length for length in before if length is not None)
@@ -231,7 +231,7 @@ def placed_media(media: Mapping[str, Any], branch: Branch, observation: Sequence
 
 def without_types(media: Mapping[str, Any]) -> dict[str, Any]:
     """Media without by-token entries."""
-    from rollbook.vision import BY_TOKEN
+    from rollbook.batch.vision import BY_TOKEN
 
     return {key: value for key, value in media.items() if key not in BY_TOKEN}
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rollbook.algorithms.tokens import from_logits
-from rollbook.rollout.types import LogprobsKind
+from rollbook.core.sampling import LogprobsKind
+from rollbook.models.logprobs import from_logits
 
 COLDEST = 1e-30
 """A temperature below is 0: logits divided by it would overflow."""

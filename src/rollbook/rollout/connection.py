@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from rollbook.addresses import redacted, without_user
 from rollbook.algorithms.registry import number, whole_number
-from rollbook.retry import RETRIED, Backoff, asked_wait
+from rollbook.core.addresses import redacted, without_user
+from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.rollout.content import scrubbed
 
 if TYPE_CHECKING:

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollbook.batch.vision import BY_TOKEN, placeholders
+from rollbook.core.sampling import FinishReason, LogprobsKind
 from rollbook.models.heads import VARLEN
 from rollbook.rollout.caching import room
 from rollbook.rollout.choosing import Rule, Rules, choose, uniforms
 from rollbook.rollout.engine import Request
 from rollbook.rollout.processing import Prepared
 from rollbook.rollout.stopping import StopTexts
-from rollbook.rollout.types import FinishReason, LogprobsKind
-from rollbook.vision import BY_TOKEN, placeholders
 
 _AHEAD = 64
 """So many random numbers are made at a time for each row."""

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from rollbook.core.sampling import LogprobsKind, Sampling
 from rollbook.rollout.connection import BadReply
-from rollbook.rollout.types import LogprobsKind, Sampling
 
 Json = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 """Ask a path a question, and get the answer's JSON."""

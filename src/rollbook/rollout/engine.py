@@ -18,8 +18,8 @@ from numbers import Integral
 from typing import Any, Self
 
 from rollbook.algorithms.registry import whole_number
-from rollbook.ids import EID
-from rollbook.rollout.types import Prompt, RunInfo, Sample, Sampling
+from rollbook.core.ids import EID
+from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 
 
 class Cancel:

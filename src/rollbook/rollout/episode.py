@@ -13,17 +13,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rollbook.algorithms.registry import choice, number, whole_number
-from rollbook.ids import EID
+from rollbook.core.ids import EID
+from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, Sample, Sampling, as_media, token_ids
 from rollbook.rollout import branches as parts
 from rollbook.rollout.branches import Branch, Observed, Turn
 from rollbook.rollout.engine import Cancel, Engine, made_up_batch
 from rollbook.rollout.recording import Recorder
 from rollbook.rollout.rendering import Drifts
 from rollbook.rollout.tree import Asked, Next, Parse, Policy, Tree, of_one, renderer_for
-from rollbook.rollout.types import FinishReason, LogprobsKind, Prompt, Sample, Sampling, as_media, token_ids
 
 if TYPE_CHECKING:
-    from rollbook.experience import Experience
+    from rollbook.core.experience import Experience
 
 POLICIES = ("keep", "fork")
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, Sample
 from rollbook.rollout.connection import BadReply, ServerError
 from rollbook.rollout.dialects import Dialect, Piece, kind_of
 from rollbook.rollout.engine import Request
-from rollbook.rollout.types import FinishReason, LogprobsKind, Prompt, Sample
 
 REASONS: dict[str, FinishReason] = {
     "stop": "stop",

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from rollbook.algorithms.registry import whole_number
+from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
+from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, Sample
 from rollbook.models.heads import scoring
 from rollbook.rollout.choosing import COLDEST
 from rollbook.rollout.decoding import Batch, Finished, Row, Runner, Work
 from rollbook.rollout.engine import Cancel, Engine, Request
-from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout.processing import Prepared, Preparer
 from rollbook.rollout.stopping import StopTexts, begin
-from rollbook.rollout.types import FinishReason, LogprobsKind, Prompt, RunInfo, Sample
 
 _TURN = 32
 """After so many tokens a call lets others have the model."""

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rollbook.retry import RETRIED
+from rollbook.core.retry import RETRIED
+from rollbook.core.sampling import LogprobsKind, Sampling
 from rollbook.rollout.connection import BadReply, Connection, ServerError
 from rollbook.rollout.dialects import VLLM, Ask, Dialect, Json, Piece, TransformersServe, whole
-from rollbook.rollout.types import LogprobsKind, Sampling
 
 
 class SGLang(Dialect):

@@ -15,15 +15,15 @@ from functools import partial
 from typing import Any, Literal
 
 from rollbook.algorithms.registry import choice, number, switch
-from rollbook.retry import Backoff
+from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
+from rollbook.core.retry import Backoff
+from rollbook.core.sampling import KINDS, LogprobsKind, RunInfo, Sample
 from rollbook.rollout.connection import Again, BadReply, Connection, ServerError, events, parsed
 from rollbook.rollout.content import chat_messages, shows
 from rollbook.rollout.dialects import Ask, Dialect, Piece
 from rollbook.rollout.engine import Cancel, Engine, Request, derived
-from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout.jobs import Job, Opening, Terms, rendered
 from rollbook.rollout.natives import DIALECTS, Server, find
-from rollbook.rollout.types import KINDS, LogprobsKind, RunInfo, Sample
 
 GRACE = 0.1
 """Seconds between a cancel and the end of connections: tokens that are under way were sampled, and are kept."""

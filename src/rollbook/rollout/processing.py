@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from rollbook.media import SHARED
-from rollbook.rollout.pictures import load_image, source
-from rollbook.rollout.types import Prompt, Sampling
-from rollbook.vision import BY_TOKEN, GRIDS, TYPES, placeholders, token_types
+from rollbook.batch.vision import BY_TOKEN, GRIDS, TYPES, placeholders, token_types
+from rollbook.core.images import load_image, source
+from rollbook.core.media import SHARED
+from rollbook.core.sampling import Prompt, Sampling
 
 _TOKENS = ("input_ids", "attention_mask")
 

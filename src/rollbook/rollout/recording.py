@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollbook.core.images import recorded
 from rollbook.rollout.branches import Branch, Span, Turn, drifts, messages_of, rows, sampled_text
-from rollbook.rollout.pictures import recorded
 from rollbook.rollout.tree import Tree
 
 if TYPE_CHECKING:
-    from rollbook.experience import Experience
+    from rollbook.core.experience import Experience
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Recorder:
     def _record(
         self, branch: Branch, end: Branch, own: set[int], outcome: float | None, parent: str | None
     ) -> Experience:
-        from rollbook.experience import Experience
+        from rollbook.core.experience import Experience
 
         spans = list(branch.spans)
         info: dict[str, Any] = {**self.info, **branch.info}
@@ -171,7 +171,7 @@ def joined_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
     Returns:
         Tensors joined along their first axis; by-token ones, (1, n) from the first token on, laid over each other, and
-        left out if an observation has none: a model derives them (`rollbook.vision.token_types`). `None` without media.
+        left out if an observation has none: a model derives them (`rollbook.batch.vision.token_types`). `None` without media.
 
     >>> import torch
     >>> first = {"pixel_values": torch.zeros(2, 3), "mm_token_type_ids": torch.tensor([[0, 1]])}
@@ -182,7 +182,7 @@ def joined_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """
     import torch
 
-    from rollbook.vision import BY_TOKEN
+    from rollbook.batch.vision import BY_TOKEN
 
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for observation in media for key in observation):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any, Literal, get_args
 
-from rollbook.rollout.types import Prompt
+from rollbook.core.sampling import Prompt
 
 Outcome = Literal["clean", "realigned", "forked", "unchecked"]
 """What rendering and tokenizing the whole conversation again would have done to the tokens that are kept.

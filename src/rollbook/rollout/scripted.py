@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
+from rollbook.core.sampling import FinishReason, Prompt, RunInfo, Sample, token_ids
 from rollbook.rollout.engine import Cancel, Engine, Request
-from rollbook.rollout.fingerprints import template_fingerprint, tokenizer_fingerprint
-from rollbook.rollout.types import FinishReason, Prompt, RunInfo, Sample, token_ids
 
 if TYPE_CHECKING:
-    from rollbook.experience import Experience
+    from rollbook.core.experience import Experience
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rollbook.ids import EID
+from rollbook.core.fingerprints import template_fingerprint
+from rollbook.core.ids import EID
+from rollbook.core.sampling import Prompt, Sample, Sampling
 from rollbook.rollout.branches import (
     Branch,
     Span,
@@ -23,9 +25,7 @@ from rollbook.rollout.branches import (
     without_types,
 )
 from rollbook.rollout.engine import derived
-from rollbook.rollout.fingerprints import template_fingerprint
 from rollbook.rollout.rendering import Drift, Renderer, compare
-from rollbook.rollout.types import Prompt, Sample, Sampling
 
 Policy = Literal["keep", "fork"]
 Next = tuple[list[int], Drift | None]

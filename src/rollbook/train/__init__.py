@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook._lazy import lazily
+from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.train.algorithm import PRESETS as PRESETS
@@ -58,36 +58,36 @@ if TYPE_CHECKING:
     from rollbook.train.warming import warm_up as warm_up
 
 _HOMES = {
-    "Algorithm": "algorithm",
-    "Batching": "learner",
-    "Environment": "episodes",
-    "EpisodeMaker": "episodes",
-    "Evaluation": "evaluating",
-    "Exhausted": "trainer",
-    "Fruitless": "trainer",
-    "Intake": "intake",
-    "Interval": "statistics",
-    "Learned": "learner",
-    "Learner": "learner",
-    "NotFinite": "learner",
-    "Optimizing": "optimizing",
-    "PRESETS": "algorithm",
-    "Prompts": "data",
-    "Replayed": "replaying",
-    "Reply": "episodes",
-    "Report": "trainer",
-    "SupervisedMaker": "supervised",
-    "Trainer": "trainer",
-    "WarmUp": "warming",
-    "complete": "completing",
-    "difference": "evaluating",
-    "evaluate": "evaluating",
-    "evaluated": "evaluating",
-    "maker_config": "completing",
-    "records_of_rows": "supervised",
-    "replay": "replaying",
-    "resolve": "naming",
-    "warm_up": "warming",
+    "Algorithm": "rollbook.train.algorithm",
+    "Batching": "rollbook.train.learner",
+    "Environment": "rollbook.train.episodes",
+    "EpisodeMaker": "rollbook.train.episodes",
+    "Evaluation": "rollbook.train.evaluating",
+    "Exhausted": "rollbook.train.trainer",
+    "Fruitless": "rollbook.train.trainer",
+    "Intake": "rollbook.train.intake",
+    "Interval": "rollbook.train.statistics",
+    "Learned": "rollbook.train.learner",
+    "Learner": "rollbook.train.learner",
+    "NotFinite": "rollbook.train.learner",
+    "Optimizing": "rollbook.train.optimizing",
+    "PRESETS": "rollbook.train.algorithm",
+    "Prompts": "rollbook.train.data",
+    "Replayed": "rollbook.train.replaying",
+    "Reply": "rollbook.train.episodes",
+    "Report": "rollbook.train.trainer",
+    "SupervisedMaker": "rollbook.train.supervised",
+    "Trainer": "rollbook.train.trainer",
+    "WarmUp": "rollbook.train.warming",
+    "complete": "rollbook.train.completing",
+    "difference": "rollbook.train.evaluating",
+    "evaluate": "rollbook.train.evaluating",
+    "evaluated": "rollbook.train.evaluating",
+    "maker_config": "rollbook.train.completing",
+    "records_of_rows": "rollbook.train.supervised",
+    "replay": "rollbook.train.replaying",
+    "resolve": "rollbook.train.naming",
+    "warm_up": "rollbook.train.warming",
 }
 
 __all__ = sorted(_HOMES)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollbook.core.metrics import advise
+from rollbook.core.sampling import Prompt
 from rollbook.models import Actor
 from rollbook.models.loading import transformers_module
-from rollbook.progress import advise
 from rollbook.rewards.choose import as_reward
 from rollbook.rewards.pools import MissingExtra
-from rollbook.rollout.types import Prompt
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.parts import Data, Reward
 from rollbook.train.config.schema import Config

@@ -17,10 +17,10 @@ import torch
 
 from rollbook.book.book import Book
 from rollbook.book.opening import open as open_book
-from rollbook.experience_maker import NaiveExperienceMaker
+from rollbook.compat.lightrft.maker import NaiveExperienceMaker
+from rollbook.core.metrics import advise
 from rollbook.models import Actor
 from rollbook.models.heads import text_config
-from rollbook.progress import advise
 from rollbook.rewards.choose import as_reward
 from rollbook.train.asking import check_readable, prompts_of, reward_of, unrewarded
 from rollbook.train.completing import maker_config

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.registry import whole_number
-from rollbook.algorithms.sources import row_rewards
-from rollbook.experience_maker import NaiveExperienceMaker
-from rollbook.experiences import Experiences, as_experiences
-from rollbook.making import estimating
-from rollbook.making.config import MakerConfig
-from rollbook.making.whole import Whole
+from rollbook.compat.lightrft import estimation
+from rollbook.compat.lightrft.config import MakerConfig
+from rollbook.compat.lightrft.maker import NaiveExperienceMaker
+from rollbook.compat.lightrft.rollout_batches import Whole
+from rollbook.core.experiences import Experiences, as_experiences
+from rollbook.core.metrics import advise
+from rollbook.core.ragged import Ragged
 from rollbook.models.forward import policy_log_probs, reference_log_probs, values
-from rollbook.progress import advise
-from rollbook.ragged import Ragged
 from rollbook.train.algorithm import Algorithm
 
 
@@ -230,8 +230,8 @@ def _estimated(
             batch.action_log_probs, batch.base_action_log_probs, batch.action_mask, estimator=algorithm.kl_estimator
         )
     whole = Whole([batch])
-    scored = estimating.score(whole, config, None, max_tokens)
-    estimating.finish(whole, scored, config, kl_coef=algorithm.kl_coef, gamma=algorithm.gamma, lambd=algorithm.lam)
+    scored = estimation.score(whole, config, None, max_tokens)
+    estimation.finish(whole, scored, config, kl_coef=algorithm.kl_coef, gamma=algorithm.gamma, lambd=algorithm.lam)
     made: dict[str, list[Any]] = {}
     if takes_rewards(algorithm):
         made["reward"] = _rewards(many, rewards, anew, expert)

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollbook.algorithms.registry import near, number, switch, whole_number
-from rollbook.ids import EID
-from rollbook.rollout.types import Prompt
+from rollbook.core.ids import EID
+from rollbook.core.sampling import Prompt
 from rollbook.train.naming import resolve
 from rollbook.train.rows import ANSWERS, Reader, Row
 from rollbook.train.sources import Placed, read

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from rollbook.algorithms.registry import number, whole_number
-from rollbook.cli.terminal import block, cut, figure
+from rollbook.core.terminal import block, cut, figure
 
 
 class Column(NamedTuple):

@@ -17,20 +17,20 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from rollbook.algorithms.registry import choice, near, number, switch, whole_number
-from rollbook.experience import Experience
-from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
-from rollbook.experiences import Experiences
-from rollbook.ids import EID
-from rollbook.making import estimating
-from rollbook.making.recording import finished, with_reward
-from rollbook.making.whole import Whole
-from rollbook.progress import Stages, advise
+from rollbook.compat.lightrft import estimation
+from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
+from rollbook.compat.lightrft.recording import finished, with_reward
+from rollbook.compat.lightrft.rollout_batches import Whole
+from rollbook.core.experience import Experience
+from rollbook.core.experiences import Experiences
+from rollbook.core.ids import EID
+from rollbook.core.metrics import Stages, advise
+from rollbook.core.sampling import Prompt, Sample, Sampling
 from rollbook.rewards.choose import as_reward
 from rollbook.rewards.types import RewardInput, Scores
 from rollbook.rollout.engine import Engine
 from rollbook.rollout.episode import Episode, act_all
 from rollbook.rollout.local import TransformersEngine
-from rollbook.rollout.types import Prompt, Sample, Sampling
 
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What an environment says: text, or where the prompt is a chat a message or several; a text is then a user's."""
@@ -304,7 +304,7 @@ class EpisodeMaker(NaiveExperienceMaker):
 
     def _made(self, all_prompts: Any, options: Mapping[str, Any]) -> tuple[list[_Run], list[Any]]:
         self._stages = Stages()
-        estimating.check(self.config, self.passes.models)
+        estimation.check(self.config, self.passes.models)
         baselines = self._greedy(all_prompts, options) if self.config.advantage_estimator == "remax" else None
         runs = self._played(all_prompts, options, self.config.n_samples_per_prompt)
         self.rollouts_made += 1

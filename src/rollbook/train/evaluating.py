@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollbook.algorithms.registry import near, number, whole_number
-from rollbook.ids import EID
-from rollbook.progress import advise
+from rollbook.core.ids import EID
+from rollbook.core.metrics import advise
 from rollbook.train import statistics
 from rollbook.train.statistics import Interval
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
-    from rollbook.experience import Experience
-    from rollbook.experiences import Experiences
+    from rollbook.core.experience import Experience
+    from rollbook.core.experiences import Experiences
+    from rollbook.core.sampling import Prompt, Sample, Sampling
     from rollbook.rewards.types import Scores
     from rollbook.rollout.engine import Engine
-    from rollbook.rollout.types import Prompt, Sample, Sampling
 
 Answer = Callable[["Experience"], str | None]
 """What a sample answers, for a vote among samples; `None`: it does not vote."""
@@ -167,9 +167,9 @@ def evaluate(
 
     What goes wrong with some samples is counted, in `failed` and `unscored`, and the others are what they would be.
     """
+    from rollbook.core.sampling import Sampling
     from rollbook.rewards.choose import as_reward
     from rollbook.rewards.types import is_reward
-    from rollbook.rollout.types import Sampling
 
     whole_number("k", k, 1)
     whole_number("step", step)
@@ -211,7 +211,7 @@ def evaluated(
     >>> str(evaluated(rows))
     'avg@4 0.500 (0.003 to 0.997) on 2 prompts'
     """
-    from rollbook.experiences import Experiences
+    from rollbook.core.experiences import Experiences
 
     _check_success(success)
     if not len(records):
@@ -292,7 +292,7 @@ def difference(before: Evaluation, after: Evaluation, confidence: float | None =
 
 def _asked(prompts: Any, batch: str) -> list[Prompt]:
     """The prompts with ids of this evaluation."""
-    from rollbook.rollout.types import Prompt
+    from rollbook.core.sampling import Prompt
 
     given = prompts.every(batch=batch) if hasattr(prompts, "every") else prompts
     if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
@@ -352,7 +352,7 @@ def _kept(found: Evaluation, book: Book) -> Evaluation:
     import dataclasses
 
     from rollbook.book.errors import Conflict
-    from rollbook.experiences import Experiences
+    from rollbook.core.experiences import Experiences
 
     rows = list(found.records)
     for again in itertools.count(2):

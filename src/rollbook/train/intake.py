@@ -16,7 +16,7 @@ from rollbook.algorithms.registry import choice, near, number, whole_number
 from rollbook.book.book import Book
 from rollbook.book.limits import MaxUses
 from rollbook.book.samplers import SAMPLERS
-from rollbook.experiences import Experiences
+from rollbook.core.experiences import Experiences
 from rollbook.rollout.engine import derived
 
 KINDS = ("on_policy", "replay")

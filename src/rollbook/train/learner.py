@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from rollbook.algorithms.registry import choice, switch, whole_number
+from rollbook.batch.plan import MicroBatch, plan
+from rollbook.core.metrics import advise
 from rollbook.models.forward import reference_log_probs
-from rollbook.planner import MicroBatch, plan
-from rollbook.progress import advise
 from rollbook.rollout.engine import derived
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.material import Material

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rollbook.algorithms.registry import near
-from rollbook.modules import module_of_file
+from rollbook.core.modules import module_of_file
 
 
 def resolve(target: str, *, name: str = "function", folder: str | Path | None = None) -> Any:

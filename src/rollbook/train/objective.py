@@ -16,10 +16,10 @@ from rollbook.algorithms import LOSSES
 from rollbook.algorithms.aggregate import denominators
 from rollbook.algorithms.kl import kl_loss
 from rollbook.algorithms.losses import entropy_loss, mix_denominators, value_loss
-from rollbook.algorithms.tokens import TokenStats
-from rollbook.batch import ExperienceBatch
-from rollbook.jagged import Rows
-from rollbook.planner import Denominators
+from rollbook.batch.plan import Denominators
+from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.core.rows import Rows
+from rollbook.models.logprobs import TokenStats
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.material import Material
 

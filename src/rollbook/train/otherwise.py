@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.experiences import Experiences
+from rollbook.core.experiences import Experiences
 from rollbook.train import building
 from rollbook.train.config.schema import Config, differences
 from rollbook.train.learner import Learned

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module
-from rollbook.progress import advise
 from rollbook.train.asking import check_rewards
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.schema import Config

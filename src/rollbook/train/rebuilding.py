@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from rollbook.book.book import Book
-from rollbook.experiences import Experiences
-from rollbook.making.recording import with_reward
+from rollbook.compat.lightrft.recording import with_reward
+from rollbook.core.experiences import Experiences
 from rollbook.models import Actor
 from rollbook.rewards.types import RewardInput, Scores
 from rollbook.train import building, saving

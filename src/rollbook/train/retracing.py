@@ -12,7 +12,7 @@ from typing import Any
 from rollbook.book import consumers
 from rollbook.book.book import Book
 from rollbook.book.ledger import Transaction, chunks, parsed
-from rollbook.experiences import Experiences
+from rollbook.core.experiences import Experiences
 
 _PLACE = ("minibatch", "micro_batch", "weight", "left_out")
 

@@ -22,8 +22,8 @@ import numpy as np
 import orjson
 
 from rollbook.algorithms.registry import near
-from rollbook.rollout.pictures import source
-from rollbook.rollout.types import Prompt, as_media
+from rollbook.core.images import source
+from rollbook.core.sampling import Prompt, as_media
 
 NAMES = ("prompt", "messages", "reference", "label", "images", "videos", "tools", "response", "chosen", "rejected",
          "info")  # fmt: skip

@@ -25,9 +25,9 @@ from typing import Any, TextIO
 from rollbook.book.book import Book
 from rollbook.book.opening import open as open_book
 from rollbook.book.windows import reached
-from rollbook.files import FILE, make_folder, private_opener
+from rollbook.core.files import FILE, make_folder, private_opener
+from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module
-from rollbook.progress import advise
 from rollbook.train import building, preflight, saving
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.loading import effective

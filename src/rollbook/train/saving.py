@@ -27,7 +27,7 @@ import torch
 
 from rollbook.algorithms.registry import whole_number
 from rollbook.book.windows import reached
-from rollbook.files import make_folder, make_private
+from rollbook.core.files import make_folder, make_private
 from rollbook.models.loading import quietly
 
 FOLDER = "checkpoints"

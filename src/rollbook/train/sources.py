@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rollbook.book.transfer.rows import MAX_ROW_BYTES
-from rollbook.paths import check_regular
+from rollbook.core.paths import check_regular
+from rollbook.io.rows import MAX_ROW_BYTES
 
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _KINDS = (*_LINES, ".json", ".parquet")
@@ -102,7 +102,7 @@ def _json_list(file: Path) -> list[Any] | None:
 
 
 def _parquet(file: Path, columns: set[str] | None) -> Placed:
-    from rollbook import parquet
+    from rollbook.io import parquet
 
     yield from _of_batches(parquet.batches(file, 1024, max_row_bytes=MAX_ROW_BYTES, columns=columns))
 

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rollbook.algorithms.registry import choice, whole_number
-from rollbook.experience import Experience
-from rollbook.experiences import Experiences
-from rollbook.ids import EID
+from rollbook.batch.vision import placeholders
+from rollbook.core.experience import Experience
+from rollbook.core.experiences import Experiences
+from rollbook.core.ids import EID
+from rollbook.core.sampling import Overflow, Prompt, Sampling
 from rollbook.rollout.engine import made_up_batch
 from rollbook.rollout.processing import Prepared, Preparer
 from rollbook.rollout.rendering import Renderer
-from rollbook.rollout.types import Overflow, Prompt, Sampling
 from rollbook.train.data import Prompts
 from rollbook.train.rows import ANSWERS
-from rollbook.vision import placeholders
 
 log = logging.getLogger("rollbook.train")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rollbook.algorithms.registry import near, whole_number
 from rollbook.book.measurements import numbers, plain
-from rollbook.files import FILE, make_folder, private_opener
+from rollbook.core.files import FILE, make_folder, private_opener
 from rollbook.train.naming import resolve
 
 if TYPE_CHECKING:

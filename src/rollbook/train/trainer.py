@@ -18,19 +18,19 @@ import numpy as np
 import torch
 
 from rollbook.algorithms.filters import zero_variance
+from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.registry import number, whole_number
-from rollbook.algorithms.sources import row_rewards
 from rollbook.book.book import Book
 from rollbook.book.errors import ConnectionLost, OutcomeUnknown
 from rollbook.book.leasing import Lease
 from rollbook.book.windows import reached
-from rollbook.experience_maker import NaiveExperienceMaker
-from rollbook.experiences import Experiences
-from rollbook.jagged import Rows
-from rollbook.progress import Stages, advise
-from rollbook.ragged import Ragged
-from rollbook.records import mask_unpredicted
+from rollbook.compat.lightrft.maker import NaiveExperienceMaker
+from rollbook.compat.lightrft.records import mask_unpredicted
+from rollbook.core.experiences import Experiences
+from rollbook.core.metrics import Stages, advise
+from rollbook.core.ragged import Ragged
+from rollbook.core.rows import Rows
 from rollbook.train import saving
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import check_maker, complete
@@ -100,7 +100,7 @@ class Trainer:
       point. `keep`: how many of them to keep. `success`: the reward from which a response counts.
 
     >>> from rollbook import open
-    >>> from rollbook.experience_maker import NaiveExperienceMaker
+    >>> from rollbook.compat.lightrft.maker import NaiveExperienceMaker
     >>> from rollbook.models import Actor
     >>> from rollbook.train import Prompts, maker_config
     >>> from transformers import LlamaConfig

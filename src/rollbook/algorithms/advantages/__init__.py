@@ -36,12 +36,12 @@ from rollbook.algorithms.advantages.temporal import (
 )
 from rollbook.algorithms.advantages.tokenwise import clip_b, clip_v, jsd, on_policy_distill
 from rollbook.algorithms.groups import as_rewards
-from rollbook.algorithms.ranks import ALONE
+from rollbook.algorithms.inputs import Inputs, Uids, group_numbers, inputs_of
 from rollbook.algorithms.registry import Entry
 from rollbook.algorithms.results import Advantages, Report
-from rollbook.algorithms.sources import Inputs, Uids, group_numbers, inputs_of
-from rollbook.batch import ExperienceBatch
-from rollbook.experiences import Experiences, as_experiences
+from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.core.experiences import Experiences, as_experiences
+from rollbook.core.process_group import ALONE
 
 
 def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None, **options: Any) -> Advantages:

@@ -18,9 +18,9 @@ from rollbook.algorithms.filters import make_up
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, segment_sums
 from rollbook.algorithms.layout import PerRow, PerToken
 from rollbook.algorithms.moments import STD
-from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.algorithms.results import Advantages, rows_where
+from rollbook.core.process_group import ALONE, Ranks
 
 LEVELS = ("group", "batch")
 

@@ -17,9 +17,9 @@ from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, last_steps, numbered
 from rollbook.algorithms.layout import PerRow, PerToken
 from rollbook.algorithms.moments import STD
-from rollbook.algorithms.ranks import ALONE, Ranks, check_ranks
 from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Advantages, Report, rows_where
+from rollbook.core.process_group import ALONE, Ranks, check_ranks
 
 
 class _Episodes:

@@ -35,10 +35,10 @@ from rollbook.algorithms import moments
 from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Grouped, as_rewards
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_mask
-from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import Places, gae_scan, return_scan, survey, taking_part
+from rollbook.core.process_group import ALONE, Ranks
 
 OFF_ACTION = ("drop", "carry")
 Flags = NDArray[np.bool_]

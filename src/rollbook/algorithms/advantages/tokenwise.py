@@ -16,9 +16,9 @@ from rollbook.algorithms.advantages.grouped import grpo
 from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats
 from rollbook.algorithms.moments import moments
-from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Advantages, Report, rows_where
+from rollbook.core.process_group import ALONE, Ranks
 
 
 @ESTIMATORS.register(

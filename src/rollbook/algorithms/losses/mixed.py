@@ -21,7 +21,7 @@ from rollbook.algorithms.losses.supervised import phi_terms
 from rollbook.algorithms.losses.terms import Policy, Terms, layout_of
 from rollbook.algorithms.registry import number, switch
 from rollbook.algorithms.results import Loss
-from rollbook.planner import Denominators
+from rollbook.batch.plan import Denominators
 
 Parts = tuple[Denominators, Denominators]
 """The denominators of the whole batch's usual rows, and of its expert rows."""

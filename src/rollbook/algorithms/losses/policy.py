@@ -15,7 +15,7 @@ from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Policy, Terms, clipped
 from rollbook.algorithms.registry import number, switch
 from rollbook.algorithms.results import Loss
-from rollbook.planner import Denominators
+from rollbook.batch.plan import Denominators
 
 
 @LOSSES.register(

@@ -17,7 +17,7 @@ from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Loss
-from rollbook.planner import Denominators
+from rollbook.batch.plan import Denominators
 
 VARIANTS = ("sigmoid", "ipo", "hinge")
 

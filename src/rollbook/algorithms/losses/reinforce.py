@@ -14,7 +14,7 @@ from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Policy, Terms
 from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Loss
-from rollbook.planner import Denominators
+from rollbook.batch.plan import Denominators
 
 CLIP_MODES = ("none", "one-side", "two-side", "ring", "gspo-one-side")
 WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")

@@ -14,7 +14,7 @@ from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Terms
 from rollbook.algorithms.registry import number
 from rollbook.algorithms.results import Loss
-from rollbook.planner import Denominators
+from rollbook.batch.plan import Denominators
 
 
 @LOSSES.register("sft", "nll", source="maximum likelihood: -log p")

@@ -14,7 +14,7 @@ from rollbook.algorithms.arguments import on_tokens
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.registry import number
 from rollbook.algorithms.results import Loss
-from rollbook.planner import Denominators
+from rollbook.batch.plan import Denominators
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook._lazy import lazily
+from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.train.config.kinds import ConfigError as ConfigError
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from rollbook.train.config.writing import shown as shown
 
 _HOMES = {
-    "Config": "schema",
-    "ConfigError": "kinds",
-    "Difference": "schema",
-    "differences": "schema",
-    "effective": "loading",
-    "recipes": "loading",
-    "shown": "writing",
+    "Config": "rollbook.train.config.schema",
+    "ConfigError": "rollbook.train.config.kinds",
+    "Difference": "rollbook.train.config.schema",
+    "differences": "rollbook.train.config.schema",
+    "effective": "rollbook.train.config.loading",
+    "recipes": "rollbook.train.config.loading",
+    "shown": "rollbook.train.config.writing",
 }
 
 __all__ = sorted(_HOMES)

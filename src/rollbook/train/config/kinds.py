@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rollbook.addresses import redacted
+from rollbook.core.addresses import redacted
 
 
 class ConfigError(ValueError):

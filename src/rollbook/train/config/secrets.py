@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from rollbook.addresses import is_secret_name, url_secrets
+from rollbook.core.addresses import is_secret_name, url_secrets
 from rollbook.train.config.kinds import ConfigError
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")

@@ -183,7 +183,7 @@ def chance(eid: Any) -> float:
 
     1 for about a quarter of the samples, by a hash of the sample's id.
 
-    >>> from rollbook.ids import EID
+    >>> from rollbook.core.ids import EID
     >>> sum(chance(EID(batch=0, task=i, suffix="")) for i in range(1000)) / 1000
     0.26
     """

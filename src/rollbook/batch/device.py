@@ -1,0 +1,158 @@
+"""Taking tensors to a device, or into pinned memory, however deep they lie; and what batches, items and samples share.
+
+Invariant: every tensor is reached, in any nest of lists, tuples and dicts; `None` and what cannot move stay as they
+are, and no accelerator is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
+
+import torch
+
+from rollbook.core.equality import same
+from rollbook.core.rows import Rows
+
+_HOST = torch.device("cpu")
+_Change: TypeAlias = Callable[[Any], Any]
+
+
+def to(tensor: Any, device: Any) -> Any:
+    """`tensor` on `device`: a tensor, or any nest of lists, tuples and dicts; what cannot move stays as it is.
+
+    >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
+    device(type='meta')
+    """
+    return _each_tensor(tensor, *_moves(device))
+
+
+def _moves(device: Any) -> tuple[_Change, _Change]:
+    """What takes a tensor to a device, and what takes anything else that can move."""
+    target = torch.device(device) if isinstance(device, (str, int)) else device
+
+    def move_other(value: Any) -> Any:
+        return value.to_device(device) if isinstance(value, Movable) else value.to(device)
+
+    if target == _HOST:  # `is_cpu` takes a fraction of the time of `device`
+        return lambda value: value if value.is_cpu else value.to(target), move_other
+    return (
+        lambda value: value if value.device == target else value.to(target, non_blocking=value.is_pinned()),
+        move_other,
+    )
+
+
+def pin_memory(tensor: Any) -> Any:
+    """`tensor` in page-locked memory, which a device copies from without waiting; nests as for `to`.
+
+    Without an accelerator it gives back what it got, and says so once.
+    """
+    if not torch.accelerator.is_available():
+        _say_unpinned()
+        return tensor
+    return _each_tensor(tensor, *_PINS)
+
+
+_PINS: tuple[_Change, _Change] = (
+    lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,
+    lambda other: other.pin_memory() if hasattr(other, "pin_memory") else other,
+)
+_said: list[bool] = []
+
+
+def _say_unpinned() -> None:
+    if not _said:
+        _said.append(True)
+        warnings.warn("pin_memory: there is no accelerator, so memory stays as it is", stacklevel=4)
+
+
+def _each_tensor(value: Any, change: _Change, other: _Change) -> Any:
+    """The nest with each tensor changed; `other` changes what can move and is neither tensor nor container."""
+    if type(value) is dict:  # first: `isinstance` of a tensor takes long where it is none
+        return {
+            key: change(item) if type(item) is torch.Tensor else _each_tensor(item, change, other)
+            for key, item in value.items()
+        }
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return value
+    if isinstance(value, Rows):
+        return value.apply(change)
+    if isinstance(value, dict):
+        changed = copy.copy(value)
+        for key, item in value.items():
+            changed[key] = _each_tensor(item, change, other)
+        return changed
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each_tensor(item, change, other) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each_tensor(item, change, other) for item in value)
+    if isinstance(value, Movable) or callable(getattr(value, "to", None)):
+        return other(value)
+    return value
+
+
+@dataclass(eq=False)
+class Movable:
+    """What batches, items and samples share: equality by value, and moving to a device in place."""
+
+    def to_device(self, device: Any) -> Self:
+        """Move every tensor to `device`, in place; gives itself back."""
+        return self._change(*_moves(device))
+
+    def pin_memory(self) -> Self:
+        """Page-lock every tensor, in place; gives itself back. Without an accelerator nothing happens."""
+        if torch.accelerator.is_available():
+            return self._change(*_PINS)
+        _say_unpinned()
+        return self
+
+    def _change(self, change: _Change, other: _Change) -> Self:
+        state = self.__dict__  # what is not there has its default, which holds no tensor
+        for name, value in state.items():
+            if value is not None:
+                state[name] = change(value) if type(value) is torch.Tensor else _each_tensor(value, change, other)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when every field is: tensors by type, shape and value, NaN equal to NaN."""
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(same(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def assign_rest(new: Any, first: int, more: tuple[Any, ...], rest: dict[str, Any]) -> None:
+    """Assign what a constructor was given beyond its `first` fields, by place and by name."""
+    names = list(new.__dataclass_fields__)
+    if len(more) > len(names) - first:
+        raise TypeError(f"{type(new).__name__}() takes {len(names)} arguments, got {first + len(more)}")
+    given = dict(zip(names[first:], more, strict=False))
+    for name, value in rest.items():
+        if name not in names or name in given:
+            problem = "multiple values for" if name in given else "an unexpected keyword"
+            raise TypeError(f"{type(new).__name__}() got {problem} argument {name!r}")
+        given[name] = value
+    for name, value in given.items():
+        if value is not None:
+            setattr(new, name, value)
+
+
+def constructor_signature(kind: Any) -> inspect.Signature:
+    """The signature that a dataclass's own constructor would have."""
+    parameters = []
+    for one in dataclasses.fields(kind):
+        default = inspect.Parameter.empty if one.default is dataclasses.MISSING else one.default
+        if one.default_factory is not dataclasses.MISSING:
+            default = None
+        parameters.append(
+            inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=one.type)
+        )
+    return inspect.Signature(parameters)

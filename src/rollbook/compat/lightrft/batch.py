@@ -1,0 +1,546 @@
+"""`ExperienceBatch`: many experiences, model-ready, padded or packed; `Samples` and `BufferItem` beside it.
+
+Invariant: slot j of a response-axis field speaks of token S - A + j of its row, in every padded layout; a packed batch
+holds the same rows end to end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollbook.batch.device import Movable, assign_rest, constructor_signature, pin_memory, to
+from rollbook.compat.lightrft.buffer_item import BufferItem
+from rollbook.compat.lightrft.info import InfoOrigin
+from rollbook.core.fields import BATCH_FIELDS
+from rollbook.core.rows import Rows
+
+if TYPE_CHECKING:
+    from rollbook.core.ids import EID
+
+
+@dataclass(eq=False, slots=True)
+class Origin:
+    """What a batch's tensors alone do not say of the items it was made from, so that a split gives those back.
+
+    An entry describes the value that the batch had when it was made: assigning to the field voids it.
+    """
+
+    absent: dict[str, frozenset[int]] = field(default_factory=dict)
+    """By field, the rows that lack it; they read as padding."""
+    dtypes: dict[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
+    """By field, the type each row had, where they differed."""
+    media_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By media field, how many of its rows each sample has."""
+    info: InfoOrigin = field(default_factory=InfoOrigin)
+    described: dict[str, Any] = field(default_factory=dict, compare=False)
+    """By field of the batch, the value that the entries describe."""
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.absent, self.dtypes, self.media_rows, self.info
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.absent, self.dtypes, self.media_rows, self.info = state
+        self.described = {}
+
+    def copy(self) -> Origin:
+        """The same, to be changed apart."""
+        return Origin(dict(self.absent), dict(self.dtypes), dict(self.media_rows), self.info, dict(self.described))
+
+    def describe(self, batch: ExperienceBatch) -> None:
+        """Tie the entries to the values that the batch has now."""
+        names = {key.partition(".")[0] for part in (self.absent, self.dtypes, self.media_rows) for key in part}
+        if self.info.missing or self.info.given or self.info.kinds:
+            names.add("info")
+        self.described = {name: getattr(batch, name) for name in names}
+
+    def void_replaced(self, batch: ExperienceBatch) -> None:
+        """Drop the entries of fields that were assigned to since `describe`."""
+        for name in [name for name, value in self.described.items() if getattr(batch, name) is not value]:
+            del self.described[name]
+            parts: tuple[dict[str, Any], ...] = (self.absent, self.dtypes, self.media_rows)
+            for part in parts:
+                for key in [key for key in part if key == name or key.startswith(f"{name}.")]:
+                    del part[key]
+            if name == "info":
+                self.info = InfoOrigin()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Origin):
+            return NotImplemented
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in dataclasses.fields(self) if f.compare)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False, repr=False)
+class ExperienceBatch(Movable):
+    """Many experiences as a model takes them: LightRFT's `Experience` (its positional order), for text and vision.
+
+    B samples; S is the longest sequence, A the most response slots. Padded, per-token fields are matrices, and slot j
+    of a (B, A) field speaks of token S - A + j. Packed, they are `Rows`: lists of 1-D tensors that lie end to end in
+    `.values`, with `cu_seqlens` and `position_ids` for attention over ragged input.
+
+    - `sequences`, `attention_mask` (B, S): token ids; 1 on what is attended. No mask: everything is.
+    - `action_log_probs`, `base_action_log_probs`, `values`, `returns`, `advantages`, `kl`, `action_entropy` (B, A).
+    - `action_mask` (B, A): True where the model chose the token. No mask: everywhere. False on the first token of
+      records without a prompt, which no model predicts.
+    - `info`: by key, a tensor or list with an entry for each sample, or a dict of such.
+    - `labels`, `references`, `ids` [B]: lists; `ids` are `EID`s, and name the records.
+    - `pixel_values` (rows of all images, ...), `image_grid_thws` (images, 3), `pixel_values_videos`,
+      `video_grid_thws`, `raw_images` (a list for each sample), `media` (name -> list of tensors, for other inputs).
+    - `extras`: response-axis fields by the record's names, such as `loss_weights` or `policy_versions` (B, A, ...).
+    - `action_starts` [B]: the first slot that is a row's own; `None`: 0 in every row.
+
+    >>> batch = ExperienceBatch(
+    ...     sequences=torch.tensor([[0, 5, 6, 7], [4, 5, 6, 7]]), action_log_probs=torch.tensor([[-0.1], [-0.2]]),
+    ...     base_action_log_probs=None, values=None, returns=None, advantages=torch.tensor([[1.0], [-1.0]]),
+    ...     attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]), action_mask=torch.tensor([[True], [True]]),
+    ...     info={"reward": torch.tensor([1.0, 0.0])},
+    ... )
+    >>> batch
+    ExperienceBatch(2 samples, padded, sequences 2x4, actions 2x1)
+    >>> packed = batch.pack()
+    >>> packed.sequences.values.tolist(), packed.cu_seqlens.tolist(), packed.position_ids.tolist()
+    ([5, 6, 7, 4, 5, 6, 7], [0, 3, 7], [[0, 1, 2, 0, 1, 2, 3]])
+    >>> packed.pad() == batch
+    True
+    """
+
+    sequences: Any
+    action_log_probs: Any
+    base_action_log_probs: Any
+    values: Any
+    returns: Any
+    advantages: Any
+    attention_mask: Any
+    action_mask: Any
+    info: dict[Any, Any] | None
+    kl: Any = None
+    action_entropy: Any = None
+    labels: list[Any] | None = None
+    references: list[Any] | None = None
+    ids: list[EID | None] | None = None
+    pixel_values: Any = None
+    image_grid_thws: Any = None
+    raw_images: list[Any] | None = None
+    pixel_values_videos: Any = None
+    video_grid_thws: Any = None
+    media: dict[str, list[Any]] | None = None
+    extras: dict[str, Any] | None = None
+    action_starts: torch.Tensor | None = None
+    origin: Origin = field(default_factory=Origin)
+
+    if not TYPE_CHECKING:
+        # Written by hand: every parameter and every attribute takes time, and of 23 fields a caller gives about ten.
+        # The others are looked up on the class.
+        def __init__(
+            self,
+            sequences,
+            action_log_probs,
+            base_action_log_probs,
+            values,
+            returns,
+            advantages,
+            attention_mask,
+            action_mask,
+            info,
+            kl=None,
+            action_entropy=None,
+            labels=None,
+            references=None,
+            *more,
+            **rest,
+        ):
+            self.sequences = sequences
+            self.action_log_probs = action_log_probs
+            self.base_action_log_probs = base_action_log_probs
+            self.values = values
+            self.returns = returns
+            self.advantages = advantages
+            self.attention_mask = attention_mask
+            self.action_mask = action_mask
+            self.info = info
+            self.kl = kl
+            self.action_entropy = action_entropy
+            self.labels = labels
+            self.references = references
+            if more or rest:
+                assign_rest(self, 13, more, rest)
+
+    @classmethod
+    def of(cls, given: dict[str, Any], origin: Origin) -> ExperienceBatch:
+        """A batch from fields by name, `None` where there is none, without the constructor, and tied to its origin."""
+        batch = cls.__new__(cls)
+        state = batch.__dict__
+        state.update(_BLANK)
+        state.update(given)
+        origin.describe(batch)
+        state["origin"] = origin
+        return batch
+
+    def _get_origin(self) -> Origin:
+        origin: Origin | None = self.__dict__.get("origin")
+        if origin is None:
+            origin = self.__dict__["origin"] = Origin()
+        elif origin.described:
+            origin.void_replaced(self)
+        return origin
+
+    def _set_origin(self, origin: Origin) -> None:
+        # A copy: `dataclasses.replace` gives both batches the one, and each is assigned to by itself.
+        self.__dict__["origin"] = mine = origin.copy()
+        if not mine.described:
+            mine.describe(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "origin": self.origin}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        origin = self.__dict__["origin"] = state["origin"].copy()
+        origin.describe(self)
+
+    def _change(self, change: Callable[[Any], Any], other: Callable[[Any], Any]) -> ExperienceBatch:
+        origin = self.origin if "origin" in self.__dict__ else None
+        super()._change(change, other)
+        if origin is not None:
+            origin.describe(self)  # moved, not replaced
+        return self
+
+    def __len__(self) -> int:
+        if self.sequences is None:
+            raise ValueError("sequences: got None, expected token ids")
+        tensor = isinstance(self.sequences, torch.Tensor)
+        return int(self.sequences.shape[0]) if tensor else len(self.sequences)  # several times as fast as len(tensor)
+
+    @property
+    def layout(self) -> str:
+        """`padded` or `packed`."""
+        return "packed" if isinstance(self.sequences, list) else "padded"
+
+    def __repr__(self) -> str:
+        if self.sequences is None:
+            return "ExperienceBatch(no sequences)"
+        if self.layout == "packed":
+            total = sum(len(row) for row in self.sequences)
+            return f"ExperienceBatch({len(self)} samples, packed, {total} tokens)"
+        width = "x".join(map(str, self.sequences.shape))
+        actions = next((v for _, v in token_fields(self, "response") if isinstance(v, torch.Tensor)), None)
+        shown = "no actions" if actions is None else f"actions {'x'.join(map(str, actions.shape[:2]))}"
+        return f"ExperienceBatch({len(self)} samples, padded, sequences {width}, {shown})"
+
+    # --- layouts --------------------------------------------------------------------------------------------
+
+    def pack(self) -> ExperienceBatch:
+        """The same samples packed: what is attended, end to end. A packed batch is given back as it is."""
+        from rollbook.compat.lightrft.layouts import packed, sheet_of_batch
+
+        return self if self.layout == "packed" else packed(sheet_of_batch(self))
+
+    def pad(self, pad_token_id: int = 0, layout: str = "left") -> ExperienceBatch:
+        """The same samples padded, with as little padding as they need.
+
+        `left`: rows end together, on both axes. `prompt_left_response_right`: prompts end together, and responses
+        begin together, as a fresh rollout has them.
+        """
+        from rollbook.compat.lightrft.layouts import padded, sheet_of_batch
+
+        return padded(sheet_of_batch(self), pad_token_id, layout)
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """[B + 1] int32: where each sample's tokens begin in a packed batch."""
+        return self._packed("cu_seqlens", self.sequences).cu_seqlens
+
+    @property
+    def action_cu_seqlens(self) -> torch.Tensor:
+        """[B + 1] int32: where each sample's slots begin in a packed batch's response-axis fields."""
+        for _, value in token_fields(self, "response"):
+            if value is not None:
+                return self._packed("action_cu_seqlens", value).cu_seqlens
+        return torch.zeros(len(self) + 1, dtype=torch.int32, device=self.cu_seqlens.device)
+
+    def _packed(self, what: str, value: Any) -> Rows:
+        if self.layout != "packed":
+            raise ValueError(f"{what}: the batch is padded; pack() gives one that has it")
+        return value if isinstance(value, Rows) else Rows(value)
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest sample's number of tokens."""
+        if self.layout == "packed":
+            return max((len(row) for row in self.sequences), default=0)
+        return int(self.sequences.shape[1])
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """(1, tokens) packed, from 0 again with each sample; (B, S) padded, from 0 with the first attended token (1 on
+        padding)."""
+        if self.layout == "packed":
+            rows = self._packed("position_ids", self.sequences)
+            starts = torch.from_numpy(rows.offsets[:-1]).to(rows.values.device)
+            lengths = torch.tensor(rows.lengths, dtype=torch.int64, device=rows.values.device)
+            position = torch.arange(len(rows.values), device=rows.values.device)
+            return (position - torch.repeat_interleave(starts, lengths)).unsqueeze(0)
+        if self.attention_mask is None:
+            position = torch.arange(self.sequences.shape[1], device=self.sequences.device)
+            return position.expand(self.sequences.shape)
+        attended = self.attention_mask.long()
+        counted: torch.Tensor = attended.cumsum(-1) - 1
+        return counted.masked_fill(attended == 0, 1)
+
+    def model_inputs(self, get_rope_index: Callable[..., Any] | None = None, *, config: Any = None) -> dict[str, Any]:
+        """Keyword arguments for a transformers model.
+
+        Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` (1, tokens), `position_ids` that
+        restart, by which eager and SDPA attention keep samples apart (with `use_cache=False`), and the arguments of
+        attention over ragged input (`cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`).
+
+        With media, their inputs too, under the model's names. A model whose images have a grid computes positions in
+        space itself, so padded batches with grids have no `position_ids`; packed ones need the model's
+        `get_rope_index`, with which they are (4, 1, tokens), the text's first. Both need `mm_token_type_ids`: samples
+        that come without get them from the placeholder ids of `config`, the model's configuration (not needed beside a
+        `get_rope_index` that is the model's own method).
+        """
+        inputs: dict[str, Any] = {}
+        if self.layout == "packed":
+            rows = self._packed("input_ids", self.sequences)
+            bounds = rows.cu_seqlens
+            inputs["input_ids"] = rows.values.unsqueeze(0)
+            inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            inputs |= {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
+            # With a cache, eager and SDPA attention would not look for where samples begin.
+            inputs["use_cache"] = False
+        else:
+            inputs["input_ids"] = self.sequences
+            if self.attention_mask is not None:
+                inputs["attention_mask"] = self.attention_mask
+        from rollbook.batch.vision import GRIDS, TYPES, config_of, media_inputs, rope_positions
+
+        config = config_of(get_rope_index) if config is None else config
+        inputs |= media_inputs(self, config)
+        if not any(grid in inputs for grid in GRIDS):
+            inputs["position_ids"] = self.position_ids
+        elif get_rope_index is not None:
+            inputs["position_ids"] = rope_positions(self, get_rope_index, config)
+        elif self.layout == "packed":
+            raise ValueError(
+                "get_rope_index: got None, expected the model's method: a packed batch with image or video grids needs "
+                "positions in space that restart with each sample"
+            )
+        elif TYPES not in inputs:
+            raise ValueError(
+                f"media[{TYPES!r}]: got None beside image or video grids, expected it, or config=model.config to "
+                "derive it from placeholder ids: without it, a model has no positions in space"
+            )
+        return inputs
+
+    def at_actions(self, predictions: torch.Tensor) -> torch.Tensor:
+        """From what the model said at each token, what it said of each response slot: one token earlier.
+
+        `predictions` is (B, S, ...) or, packed, (1, tokens, ...): entry t was computed from tokens up to t, and so
+        speaks of token t + 1. Gives (B, A, ...) or (slots, ...), in the order of this batch's response-axis fields. Of
+        a sample's very first token nothing was said: a slot that speaks of it gets some other entry, and is to be
+        masked.
+
+        >>> batch = ExperienceBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 2), *[None] * 7)
+        >>> batch.at_actions(torch.tensor([[10, 20, 30]]))
+        tensor([[10, 20]])
+        """
+        if self.layout == "packed":
+            rows = self._packed("sequences", self.sequences)
+            self._check_predictions(predictions, (1, len(rows.values)))
+            slots = self.action_cu_seqlens.long()
+            counts = slots.diff()
+            ends = rows.cu_seqlens.long()
+            slot = torch.arange(int(slots[-1]), device=slots.device)
+            shift = torch.repeat_interleave(ends[1:] - slots[1:], counts)
+            first = torch.repeat_interleave(ends[:-1], counts)
+            return predictions[0, torch.maximum(slot + shift - 1, first)]
+        actions = next((value for _, value in token_fields(self, "response") if value is not None), None)
+        if actions is None:
+            raise ValueError("at_actions: no response-axis field is there to say where the responses are")
+        self._check_predictions(predictions, tuple(self.sequences.shape))
+        begin = predictions.shape[1] - actions.shape[1]
+        if begin:
+            return predictions[:, begin - 1 : -1]
+        return torch.cat([predictions[:, :1], predictions[:, :-1]], dim=1)
+
+    @staticmethod
+    def _check_predictions(predictions: torch.Tensor, expected: tuple[int, ...]) -> None:
+        """One entry for each token: with one less, as of `logits[:, :-1]`, every slot would get its neighbour's."""
+        if tuple(predictions.shape[:2]) != expected:
+            got = list(predictions.shape)
+            raise ValueError(f"predictions: got shape {got}, expected {list(expected)} first, one entry for each token")
+
+
+_BLANK = {f.name: None for f in dataclasses.fields(ExperienceBatch) if f.default is dataclasses.MISSING}
+_BLANK.pop("origin")
+if not TYPE_CHECKING:
+    ExperienceBatch.origin = property(ExperienceBatch._get_origin, ExperienceBatch._set_origin)
+    ExperienceBatch.__signature__ = constructor_signature(ExperienceBatch)
+
+
+def token_fields(holder: Any, axis: str | None = None) -> list[tuple[str, Any]]:
+    """The per-token fields of a batch or item and their values; extras as `extras.NAME`."""
+    found = [(f.name, getattr(holder, f.name)) for f in BATCH_FIELDS.values() if axis in (None, f.axis)]
+    if axis in (None, "response") and holder.extras:
+        found += [(f"extras.{name}", value) for name, value in holder.extras.items()]
+    return found
+
+
+@dataclass(eq=False)
+class Samples(Movable):
+    """What an engine generated for B prompts, before anything was learned about it.
+
+    Batched: `sequences`, `attention_mask` (B, S), `action_mask` (B, A), `num_actions` = A, `packed_seq_lens` `None`.
+    Packed: `sequences` (1, tokens), `attention_mask` (1, tokens) with the number of the sample from 1 on,
+    `action_mask` `None`, `num_actions` and `packed_seq_lens` [B]. `response_length`, `total_length` [B] are floats.
+    `rollouts` [B]: the engine's own samples, log-probs, media and all, where an engine of `rollbook.rollout` made them;
+    `ids` [B]: `EID`s of samples that come without.
+
+    >>> packed = Samples(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 1, 2]]), None, [1, 1], [2, 1], None, None,
+    ...                  ["a", "b"], None)
+    >>> packed.packed_seq_lens
+    tensor([2, 1])
+    """
+
+    sequences: Any
+    attention_mask: Any
+    action_mask: Any
+    num_actions: int | torch.Tensor | list[int] | None
+    packed_seq_lens: torch.Tensor | list[int] | None
+    response_length: Any
+    total_length: Any
+    prompts: list[Any] | None
+    labels: list[Any] | None
+    pad_len: int | None = None
+    references: list[Any] | None = None
+    rollouts: list[Any] | None = None
+    ids: list[EID] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_actions, list):
+            self.num_actions = torch.tensor(self.num_actions, dtype=torch.int64)
+        if isinstance(self.packed_seq_lens, list):
+            self.packed_seq_lens = torch.tensor(self.packed_seq_lens, dtype=torch.int64)
+
+
+class _Order(type):
+    """Makes a class whose call takes another class's arguments in an order of its own, and builds that class."""
+
+    made: type
+    signature: inspect.Signature
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        try:
+            bound = cls.signature.bind(*args, **given)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}() {error}") from None
+        defaults: dict[str, Any] = {
+            f.name: None for f in dataclasses.fields(cls.made) if f.default is dataclasses.MISSING
+        }
+        defaults.pop("origin", None)
+        return cls.made(**defaults | bound.arguments)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        return cls.signature
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.made)
+
+
+def _order(made: type, first: str) -> inspect.Signature:
+    names = first.split()
+    names += [f.name for f in dataclasses.fields(made) if f.name not in names]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    required = inspect.Parameter(names[0], kind)
+    return inspect.Signature([required, *(inspect.Parameter(name, kind, default=None) for name in names[1:])])
+
+
+if TYPE_CHECKING:
+    ExperienceVL = ExperienceBatch
+    BufferItemVL = BufferItem
+else:
+
+    class ExperienceVL(metaclass=_Order):
+        """`ExperienceBatch` with its arguments in the order of LightRFT's vision class; only `sequences` is required.
+
+        >>> batch = ExperienceVL(torch.tensor([[1, 2]]), torch.zeros(4, 6), torch.tensor([[1, 2, 2]]))
+        >>> type(batch).__name__, batch.pixel_values.shape, isinstance(batch, ExperienceVL)
+        ('ExperienceBatch', torch.Size([4, 6]), True)
+        """
+
+        made = ExperienceBatch
+        signature = _order(
+            ExperienceBatch,
+            "sequences pixel_values image_grid_thws raw_images pixel_values_videos video_grid_thws action_log_probs "
+            "base_action_log_probs values returns advantages attention_mask action_mask info kl action_entropy labels "
+            "references",
+        )
+
+    class BufferItemVL(metaclass=_Order):
+        """`BufferItem` with its arguments in the order of LightRFT's vision class; only `sequences` is required.
+
+        >>> BufferItemVL(torch.tensor([1, 2]), torch.zeros(4, 6), torch.tensor([[1, 2, 2]])).image_grid_thws
+        tensor([[1, 2, 2]])
+        """
+
+        made = BufferItem
+        signature = _order(
+            BufferItem,
+            "sequences pixel_values image_grid_thws pixel_values_videos video_grid_thws raw_images action_log_probs "
+            "base_action_log_probs values returns advantages attention_mask action_mask info action_entropy",
+        )
+
+
+def from_experiences(
+    experiences: Any,
+    *,
+    packing_samples: bool = False,
+    pad_token_id: int = 0,
+    layout: str = "left",
+    device: Any = None,
+) -> ExperienceBatch:
+    """A batch of records, straight from their columns: no rows are made, and each column is copied once.
+
+    `sequences` are the tokens; `action_log_probs` the `policy_logprobs` if every record has them, else the engine's
+    `logprobs`; `returns`, `advantages` and `action_mask` by name; a record's other response-axis fields go to
+    `extras`. `info` holds `reward`, `response_length` (actions), `total_length`, `image_num` and `video_num` of
+    records with grids, the custom fields and the records' `info` and `metrics`, collated; `ids` the records' ids. With
+    a `device` the columns travel packed, in one pinned buffer, and are padded there.
+
+    >>> from rollbook import Experience
+    >>> rows = [Experience(tokens=[1, 2, 3], logprobs=[-0.5, -0.25], reward=1.0), Experience(tokens=[4, 5], reward=0.5)]
+    >>> batch = from_experiences(rows, pad_token_id=9)
+    >>> batch.sequences.tolist(), batch.action_mask.tolist(), batch.info["reward"].tolist()
+    ([[1, 2, 3], [9, 4, 5]], [[True, True], [False, True]], [1.0, 0.5])
+    """
+    from rollbook.compat.lightrft.layouts import packed, padded
+    from rollbook.compat.lightrft.records import sheet_of_experiences
+
+    sheet = sheet_of_experiences(experiences)
+    if device is not None:
+        sheet.move(device)
+    return packed(sheet) if packing_samples else padded(sheet, pad_token_id, layout)
+
+
+__all__ = [
+    "BufferItem",
+    "BufferItemVL",
+    "ExperienceBatch",
+    "ExperienceVL",
+    "Origin",
+    "Samples",
+    "from_experiences",
+    "pin_memory",
+    "to",
+    "token_fields",
+]

@@ -1,0 +1,475 @@
+"""What every neighbour's adapter does: records or a batch to padded columns and back, and, row by row, what a
+neighbour has no name for.
+
+Invariant: a row carries nothing that another row's depends on, so that rows may come back in any order, more than once
+or not at all; a row that comes back as it went out is the same sample, to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
+from rollbook.compat.trinity.collate import split_dpo_experience_to_single_turn
+from rollbook.core.equality import same
+from rollbook.core.experience import Experience
+from rollbook.core.experiences import Experiences, as_experiences
+from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS, owner
+from rollbook.core.ids import EID
+
+COLUMN = "rollbook"
+"""The key under which rows carry what has no other."""
+LAYOUT = "prompt_left_response_right"
+"""How the neighbours pad."""
+ENGINE = "extras.logprobs"
+_PER_SAMPLE = ("labels", "references", "raw_images")
+_RESPONSE = tuple(name for name, one in BATCH_FIELDS.items() if one.axis == "response" and name != "action_mask")
+
+
+class Carried(dict[str, Any]):
+    """One row's part: equal by value, tensors in it too, as a neighbour may compare two of them with `==`."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Carried) and same(dict(self), dict(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
+
+    def __reduce__(self) -> Any:
+        return Carried, (dict(self),)
+
+
+def needed(package: str, what: str) -> Any:
+    """The module `package`, or an `ImportError` that says who wants it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"{what} needs the package {package!r} (pip install {package}): {error}", name=package
+        ) from error
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """B samples on their way: (B, P + R) tokens and (B, R, ...) columns, and what else each row has."""
+
+    sequences: torch.Tensor
+    """(B, P + R) int64."""
+    attention_mask: torch.Tensor
+    """(B, P + R) int64, 0 and 1."""
+    action_mask: torch.Tensor
+    """(B, R) bool."""
+    columns: dict[str, torch.Tensor]
+    """By response-axis field (extras as `extras.NAME`). `action_log_probs` are the old policy's, `extras.logprobs`
+    the engine's."""
+    rewards: list[float] | None
+    ids: list[EID] | None
+    media: list[dict[str, torch.Tensor]]
+    """By the model's names."""
+    carried: list[Carried]
+    records: Experiences | None
+    """The records, if that is what was given; preference pairs as the two rows that they are."""
+    info: Mapping[Any, Any]
+    """The batch's, with an entry for each row."""
+
+    @property
+    def custom(self) -> dict[str, torch.Tensor]:
+        """[B, ...] by name: the records' custom fields."""
+        return {name: self.info[name] for name in sorted(custom_names(self.carried))}
+
+    @property
+    def prompt_width(self) -> int:
+        """P."""
+        return self.sequences.shape[1] - self.action_mask.shape[1]
+
+
+def custom_names(carried: Sequence[Carried]) -> set[str]:
+    """The custom fields that the rows' records have."""
+    return {one.destination_field for row in carried for one in row.get("record", {}).get("custom_fields", ())}
+
+
+def outgoing(
+    given: Any, whose: str, pad_token_id: int, prompt_width: int | None = None, response_width: int | None = None
+) -> Outgoing:
+    """Records or a batch as columns: prompts padded on the left to P, responses on the right to R."""
+    batch, records = _batch_of(given, pad_token_id)
+    items = split_experience_batch(batch, unpad=True)
+    if batch.layout == "packed" or records is None:
+        batch = batch.pad(pad_token_id, LAYOUT)
+    widths = _widths(batch, items, prompt_width, response_width)
+    engine = records is not None and any(value is None for value in records.values("policy_logprobs"))
+    names = {"action_log_probs": ENGINE} if engine else {}
+    columns = {name: getattr(batch, name) for name in _RESPONSE}
+    columns |= {f"extras.{name}": value for name, value in (batch.extras or {}).items()}
+    columns = {names.get(name, name): value for name, value in columns.items() if value is not None}
+    attended = torch.ones_like(batch.sequences) if batch.attention_mask is None else batch.attention_mask
+    chosen = batch.action_mask
+    if chosen is None:
+        chosen = attended[:, attended.shape[1] - widths.slots :]
+    for name, mask in (("attention_mask", attended), ("action_mask", chosen)):
+        # What records gave is known to be 0 and 1 but for masks of other types than the usual.
+        if mask.dtype != torch.bool and (records is None or name == "action_mask"):
+            wrong = (mask != 0) & (mask != 1)
+            if bool(wrong.any()):
+                raise ValueError(f"{name}: got {mask[wrong][0].item()}, expected 0 and 1; weights are `loss_weights`")
+    _check_complete(batch, items, whose)
+    carried = _carried(batch, items, names)
+    if records is not None:
+        _carry_records(carried, records)
+        if engine:
+            for row in carried:
+                row["engine"] = True
+    ids = [item.eid for item in items]
+    if None in ids and any(ids):
+        i = ids.index(None)
+        raise ValueError(f"ids[{i}]: got None, expected an id for every row or for none")
+    return Outgoing(
+        widths.tokens(batch.sequences, pad_token_id).long(),
+        widths.tokens(attended, 0).long(),
+        widths.responses(chosen, 0).bool(),
+        {name: widths.responses(value, _pad(name)) for name, value in columns.items()},
+        _rewards(items),
+        [eid for eid in ids if eid is not None] if any(ids) else None,
+        [_media(item) for item in items],
+        carried,
+        records,
+        batch.info or {},
+    )
+
+
+def _batch_of(given: Any, pad_token_id: int) -> tuple[ExperienceBatch, Experiences | None]:
+    if isinstance(given, ExperienceBatch):
+        return given, None
+    if not isinstance(given, Sequence):
+        raise ValueError(f"experiences: got {type(given).__name__}, expected Experiences, a list or an ExperienceBatch")
+    records = as_experiences(given)
+    kinds = records.values("experience_type") if len(records) else []
+    if "dpo" in kinds:
+        for i, kind in enumerate(kinds):
+            if kind != "dpo":
+                raise ValueError(
+                    f"record {i} ({records.eids()[i]}): got {kind!r} among preference pairs, expected pairs or none"
+                )
+        records = Experiences(split_dpo_experience_to_single_turn(records))
+    return from_experiences(records, pad_token_id=pad_token_id, layout=LAYOUT), records
+
+
+@dataclass(frozen=True)
+class _Widths:
+    slots: int
+    left: int
+    right: int
+
+    def tokens(self, value: torch.Tensor, fill: float) -> torch.Tensor:
+        return _wider(value, self.left, self.right, fill)
+
+    def responses(self, value: torch.Tensor, fill: float) -> torch.Tensor:
+        return _wider(value, 0, self.right, fill)
+
+
+def _widths(batch: ExperienceBatch, items: list[BufferItem], prompt: int | None, response: int | None) -> _Widths:
+    slots = next((v.shape[1] for v in (*(getattr(batch, n) for n in (*_RESPONSE, "action_mask")),
+                                       *(batch.extras or {}).values()) if v is not None), 0)  # fmt: skip
+    if not slots:
+        raise ValueError("responses: got none in any row, expected response-axis fields that say where they begin")
+    missing = []
+    for name, limit, width in (
+        ("max_prompt_length", prompt, batch.sequences.shape[1] - slots),
+        ("max_response_length", response, slots),
+    ):
+        if limit is not None and limit < width:
+            lengths = [_slots(item) for item in items]
+            if name == "max_prompt_length":
+                lengths = [len(item.sequences) - length for item, length in zip(items, lengths, strict=True)]
+            i = lengths.index(max(lengths))
+            raise ValueError(f"{name}: got {limit}, expected at least {width}, as row {i}{_id(items[i])} has")
+        missing.append(0 if limit is None else limit - width)
+    return _Widths(slots, *missing)
+
+
+def _slots(item: BufferItem) -> int:
+    rows = [getattr(item, name) for name in (*_RESPONSE, "action_mask")] + list((item.extras or {}).values())
+    return next((len(row) for row in rows if row is not None), 0)
+
+
+def _wider(value: torch.Tensor, left: int, right: int, fill: float) -> torch.Tensor:
+    if not left and not right:
+        return value
+    width = value.shape[1]
+    out = value.new_full((len(value), left + width + right, *value.shape[2:]), fill)
+    out[:, left : left + width] = value
+    return out
+
+
+def _pad(name: str) -> float:
+    field = FIELDS.get(name.removeprefix("extras."))
+    return 0 if field is None else field.pad
+
+
+def _id(item: BufferItem) -> str:
+    return "" if item.eid is None else f" ({item.eid})"
+
+
+def _carried(batch: ExperienceBatch, items: list[BufferItem], names: Mapping[str, str]) -> list[Carried]:
+    """What the columns do not say of each row; the types of its columns are one dict for all rows that agree."""
+    columns = {name: getattr(batch, name) for name in BATCH_FIELDS}
+    columns |= {f"extras.{name}": value for name, value in (batch.extras or {}).items()}
+    columns = {name: value for name, value in columns.items() if value is not None}
+    known = batch.origin
+    usual = {names.get(name, name): value.dtype for name, value in columns.items()}
+    rows = []
+    for i, item in enumerate(items):
+        dtypes = usual
+        if known.absent or known.dtypes:
+            own = {name: known.dtypes[name][i] if name in known.dtypes else columns[name].dtype for name in columns}
+            lacking = {name for name in columns if i in known.absent.get(name, ())}
+            dtypes = {names.get(name, name): kind for name, kind in own.items() if name not in lacking}
+        row = Carried(dtypes=usual if dtypes == usual else dtypes)
+        if item.info is not None:
+            row["info"] = item.info
+        if item.info_kinds:
+            row["kinds"] = item.info_kinds
+        for name in _PER_SAMPLE:
+            value = getattr(item, name)
+            if value is not None:
+                row[name] = value
+        rows.append(row)
+    return rows
+
+
+def _check_complete(batch: ExperienceBatch, items: list[BufferItem], whose: str) -> None:
+    """Refuse a field that some rows have and some lack: a neighbour would take padding for values."""
+    for name, rows in batch.origin.absent.items():
+        if rows and (name in _RESPONSE or name.startswith("extras.")):
+            first = min(rows)
+            shown = name.removeprefix("extras.") if name != "action_log_probs" else "action_log_probs (or logprobs)"
+            raise ValueError(
+                f"{shown}: got None in {len(rows)} of {len(items)} rows, the first row {first}{_id(items[first])}, "
+                f"expected it in every row or in none: {whose} would read it as 0"
+            )
+
+
+def _rewards(items: list[BufferItem]) -> list[float] | None:
+    """Each row's scalar reward, or `None` if no row has one."""
+    rewards: list[Any] = [(item.info or {}).get("reward") for item in items]
+    lacking = [i for i, reward in enumerate(rewards) if reward is None]
+    if lacking and len(lacking) < len(rewards):
+        raise ValueError(
+            f"reward: got None in {len(lacking)} of {len(rewards)} rows, the first row {lacking[0]}"
+            f"{_id(items[lacking[0]])}, expected one in every row or in none: leave out what was not scored"
+        )
+    return None if lacking or not rewards else [float(reward) for reward in rewards]
+
+
+def _media(item: BufferItem) -> dict[str, torch.Tensor]:
+    media = {key: getattr(item, name) for name, key in BATCH_MEDIA.items()} | (item.media or {})
+    return {key: value for key, value in media.items() if value is not None}
+
+
+def _carry_records(rows: list[Carried], records: Experiences) -> None:
+    """The fields that a batch has no place for: texts, messages, what the record is."""
+    for row, tokens in zip(rows, records.values("tokens"), strict=True):
+        row["record"] = {}
+        row["token_dtype"] = tokens.dtype  # a batch has int64
+    for name, field in FIELDS.items():
+        if field.axis == "sequence" or (field.axis == "response" and not field.broadcast):
+            continue
+        for row, value in zip(rows, records.values(name), strict=True):
+            if field.kind == "media" or field.axis == "response":
+                # One number for all tokens is spread over them, and no media are none.
+                kept = isinstance(value, int) or (isinstance(value, dict) and not value)
+            else:
+                kept = value is not None and field.kind != "eid"
+            if kept:
+                row["record"][name] = value
+    if any(owner(name) is None for name in records.columns):
+        for row, record in zip(rows, records.rows(), strict=True):
+            row["unknown"] = dict(record.unknown)
+
+
+def on_last_action(rewards: Sequence[float], chosen: torch.Tensor, warn: bool = False) -> torch.Tensor:
+    """(B, R) float32: each reward on its row's last action; a row without actions gets none.
+
+    >>> on_last_action([1.0, 2.0], torch.tensor([[1, 1, 0], [0, 0, 0]]))
+    tensor([[0., 1., 0.],
+            [0., 0., 0.]])
+    """
+    mask = chosen if chosen.dtype == torch.bool else chosen != 0
+    kept = mask.cpu().numpy()
+    last = kept.shape[1] - 1 - kept[:, ::-1].argmax(axis=1)
+    rows = np.flatnonzero(kept[np.arange(len(kept)), last])
+    if warn and len(rows) < len(kept):
+        warnings.warn(f"reward: {len(kept) - len(rows)} rows have no action to carry theirs", stacklevel=3)
+    scores = torch.zeros(chosen.shape, dtype=torch.float32)
+    scores[rows, last[rows]] = torch.tensor(rewards, dtype=torch.float32)[rows]
+    return scores.to(chosen.device)
+
+
+# --- coming back --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Incoming:
+    """B samples as a neighbour had them, with its padding; `outgoing`'s names."""
+
+    sequences: torch.Tensor
+    attention_mask: torch.Tensor
+    action_mask: torch.Tensor
+    columns: dict[str, torch.Tensor]
+    ids: list[EID] | None
+    media: list[dict[str, torch.Tensor]]
+    carried: list[Carried] | None
+    """`None` for rows that no adapter sent."""
+    info: list[dict[str, Any]] | None = None
+    """What is to be added to each row's `info`."""
+    custom: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """[B, ...] by name: the custom fields, which are in `info` too."""
+
+    def spans(self) -> list[tuple[int, int]]:
+        """[B] Where each row's tokens begin and end."""
+        kept = (self.attention_mask != 0).to(torch.int8)
+        width = kept.shape[1]
+        if not width:
+            return [(0, 0)] * len(kept)
+        begin = kept.argmax(dim=1)
+        end = width - kept.flip(1).argmax(dim=1)
+        end = torch.where(kept.any(dim=1), end, begin)
+        return list(zip(begin.tolist(), end.tolist(), strict=True))
+
+    @property
+    def behaviour(self) -> bool:
+        """Whether the engine's log-probs stand for the policy's, which nobody computed, as in `from_experiences`."""
+        sent = all(row.get("engine", False) for row in self.carried or ())
+        return "action_log_probs" not in self.columns and sent
+
+    def items(self) -> list[BufferItem]:
+        """The rows without their padding."""
+        prompt = self.sequences.shape[1] - self.action_mask.shape[1]
+        rows: list[Any] = self.carried or [Carried() for _ in self.sequences]
+        names = {ENGINE: "action_log_probs"} if self.behaviour else {}
+        whole = {"sequences": self.sequences, "attention_mask": self.attention_mask}
+        slots = {"action_mask": self.action_mask} | self.columns
+        made = []
+        for i, (row, (begin, end)) in enumerate(zip(rows, self.spans(), strict=True)):
+            parts = {name: value[i, begin:end] for name, value in whole.items()}
+            low, high = max(begin - prompt, 0), max(end - prompt, 0)
+            parts |= {name: value[i, low:high] for name, value in slots.items()}
+            kinds = row.get("dtypes")
+            if kinds is not None:
+                gone = ("attention_mask", "action_mask")  # masks that were made for the neighbour
+                parts = {name: part for name, part in parts.items() if name in kinds or name not in gone}
+                parts = {name: part.to(kinds.get(name, part.dtype)) for name, part in parts.items()}
+            given: dict[str, Any] = dict.fromkeys(BATCH_FIELDS)
+            given |= {names.get(name, name): part.clone() for name, part in parts.items()}
+            extras = {n.removeprefix("extras."): given.pop(n) for n in list(given) if n.startswith("extras.")}
+            media = dict(self.media[i])
+            given |= {name: media.pop(key) for name, key in BATCH_MEDIA.items() if key in media}
+            info = row.get("info")
+            if self.info is not None and self.info[i]:
+                info = {**(info or {}), **self.info[i]}
+            for name, value in self.custom.items():
+                info = {**(info or {}), name: value[i].item() if value[i].numel() == 1 else value[i].clone()}
+            item = BufferItem(**given, info={} if info is None and "dtypes" not in row else info)
+            item.extras, item.media = extras or None, media or None
+            item.eid = None if self.ids is None else self.ids[i]
+            item.info_kinds = row.get("kinds")
+            for name in _PER_SAMPLE:
+                setattr(item, name, row.get(name))
+            made.append(item)
+        return made
+
+    def batch(self, pad_token_id: int, layout: str) -> ExperienceBatch:
+        """The batch, in one of the padded layouts or `packed`."""
+        return make_experience_batch(
+            self.items(),
+            layout == "packed",
+            pad_token_id=pad_token_id,
+            layout=LAYOUT if layout == "packed" else layout,
+        )
+
+    def records(self) -> Experiences:
+        """The records. What a record has no field for goes to `info["trainer"]`, by its name."""
+        rows: list[Any] = self.carried or [Carried() for _ in self.sequences]
+        return Experiences([_record(item, row, self.behaviour) for item, row in zip(self.items(), rows, strict=True)])
+
+
+def _record(item: BufferItem, row: Carried, engine: bool) -> Experience:
+    given: dict[str, Any] = dict(row.get("record", {}))
+    rest: dict[str, Any] = {}
+    columns = {name: getattr(item, name) for name in BATCH_FIELDS} | (item.extras or {})
+    for name, part in columns.items():
+        field = _field_of(name, engine)
+        if part is None or name == "attention_mask" or field in given:
+            continue
+        if field is None:
+            rest[name] = part
+        else:
+            given[field] = part
+    if "token_dtype" in row:
+        given["tokens"] = given["tokens"].to(row["token_dtype"])
+    length, slots = len(item.sequences), _slots(item)
+    given.setdefault("prompt_length", length - slots)
+    info = dict(item.info or {})
+    if "record" not in row:
+        # What was not a record before: everything the batch knows, the reward apart.
+        given["reward"] = info.pop("reward", None)
+        given["info"] = info
+        if given["prompt_length"] and slots and bool((given.get("action_mask", torch.ones(1)) != 0).all()):
+            given.pop("action_mask", None)
+    if rest:
+        given["info"] = {**given.get("info", {}), "trainer": rest}
+    if media := _media(item):
+        given["multi_modal_inputs"] = media
+    if item.eid is not None:
+        given["eid"] = item.eid
+    record = Experience(**given)
+    if row.get("unknown"):
+        record.__dict__["unknown"] = dict(row["unknown"])
+    return record
+
+
+def _field_of(name: str, engine: bool) -> str | None:
+    """The record's field that a batch's column is, if there is one."""
+    known = BATCH_FIELDS.get(name)
+    if known is not None:
+        return known.sources[-1 if engine else 0] if known.sources else None
+    return name if name in FIELDS and FIELDS[name].axis == "response" else None
+
+
+def taken_back(out: Outgoing, key: str) -> list[Any]:
+    """What each row keeps of a neighbour's own in `info[key]`, taken out of what it carries; [] if any row lacks it."""
+    kept = [(row.get("info") or {}).get(key) for row in out.carried]
+    if any(one is None for one in kept):
+        return []
+    for row in out.carried:
+        row["info"] = {name: value for name, value in row["info"].items() if name != key}
+    return kept
+
+
+def ids_of(unique: Sequence[Any] | None, groups: Sequence[Any] | None) -> list[EID] | None:
+    """The ids that rows name; of a neighbour's own rows, which name only their group, ids with that as the task.
+
+    >>> [eid.rid for eid in ids_of(None, ["a", "b", "a"])]
+    ['/a/0', '/b/0', '/a/1']
+    """
+    if unique is not None:
+        return [EID.parse(str(uid)) for uid in unique]
+    if groups is None:
+        return None
+    seen: dict[str, int] = {}
+    made = []
+    for group in map(str, groups):
+        seen[group] = seen.get(group, -1) + 1
+        made.append(EID(task=group, run=seen[group]))
+    return made

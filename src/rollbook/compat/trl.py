@@ -1,0 +1,280 @@
+"""Rollbook's records and batches as what TRL's GRPO trainer computes its loss from, and back.
+
+Invariant: the loss mask that TRL makes of a batch, `completion_mask * tool_mask`, is the action mask; what TRL has no
+key for travels in lists with an entry for each row, which its trainer shuffles and splits with everything else.
+
+| TRL's key | is |
+|---|---|
+| `prompt_ids`, `prompt_mask` (B, P) | int64, padded on the left |
+| `completion_ids`, `completion_mask` (B, R) | int64, padded on the right; the mask is 1 on all of the response |
+| `tool_mask` (B, R) | int64: 0 on what the model did not choose, 1 elsewhere; only if there is such a token |
+| `advantages` (B,) | float32, one for each row; (B, R) with `per_token_advantages` |
+| `num_items_in_batch` () | int64: how many tokens the loss counts, on all processes |
+| `old_per_token_logps`, `ref_per_token_logps` (B, R) | the old policy's and the reference's log-probs |
+| `sampling_per_token_logps` (B, R) | the engine's |
+| `importance_sampling_ratio` (B, R) | from `extras`, if it is there: with vLLM TRL asks for it |
+| custom fields of records (B, ...) | as their `CustomField` says |
+| `pixel_values`, `image_grid_thw`, `num_images`, `mm_token_type_ids`, ... | of all rows together; counts by row |
+| `unique_ids`, `rollbook` [B] | lists: the records' ids, and what has no key of its own |
+
+A trainer takes it in place of what it would generate:
+
+    class Offline(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            return to_trl(next(self.batches), pad_token_id=self.pad_token_id)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.compat.padded_columns import (
+    COLUMN,
+    LAYOUT,
+    Carried,
+    Incoming,
+    Outgoing,
+    custom_names,
+    ids_of,
+    outgoing,
+    taken_back,
+)
+
+KEYS = {
+    "action_log_probs": "old_per_token_logps",
+    "base_action_log_probs": "ref_per_token_logps",
+    "extras.logprobs": "sampling_per_token_logps",
+}
+"""Our columns that TRL knows."""
+_COLUMNS = {key: name for name, key in KEYS.items()}
+_BY_TOKEN = ("mm_token_type_ids", "token_type_ids")
+"""Media with an entry for each token of the prompt, or of the whole."""
+FOREIGN = "trl"
+"""The key of `info` under which a row keeps TRL's own: a row of a tensor, or an entry of a list."""
+_BY_IMAGE = ("image_sizes", "image_position_ids")
+"""Media with a row for each image."""
+
+
+def to_trl(
+    experiences: Any,
+    *,
+    pad_token_id: int,
+    max_prompt_length: int | None = None,
+    max_completion_length: int | None = None,
+    per_token_advantages: bool = False,
+    num_items_in_batch: int | None = None,
+) -> dict[str, Any]:
+    """Records or an `ExperienceBatch` as the dict that `GRPOTrainer` has after generation, with the keys above.
+
+    `advantages` are one number for each row, so a row whose actions have several is a `ValueError`; the released loss
+    also takes (B, R), and `per_token_advantages` gives that always. `num_items_in_batch` is this batch's number of
+    actions unless given: with several processes, give the sum over all of them. Preference pairs become two rows.
+
+    >>> from rollbook import Experience
+    >>> rows = [
+    ...     Experience(tokens=[1, 2, 3], prompt_length=2, advantages=[0.5]),
+    ...     Experience(tokens=[4, 5, 6, 7], prompt_length=1, action_mask=[1, 0, 1], advantages=[-0.5, 0.0, -0.5]),
+    ... ]
+    >>> batch = to_trl(rows, pad_token_id=0)
+    >>> batch["prompt_ids"].tolist(), batch["completion_ids"].tolist(), batch["advantages"].tolist()
+    ([[1, 2], [0, 4]], [[3, 0, 0], [5, 6, 7]], [0.5, -0.5])
+    >>> (batch["completion_mask"] * batch["tool_mask"]).tolist(), batch["num_items_in_batch"].item()
+    ([[1, 0, 0], [1, 0, 1]], 3)
+    """
+    out = outgoing(experiences, "TRL", pad_token_id, max_prompt_length, max_completion_length)
+    prompt = out.prompt_width
+    completion = out.attention_mask[:, prompt:]
+    chosen = out.action_mask
+    actions = int(chosen.sum())
+    columns = dict(out.columns)
+    batch: dict[str, Any] = {
+        "prompt_ids": out.sequences[:, :prompt],
+        "prompt_mask": out.attention_mask[:, :prompt],
+        "completion_ids": out.sequences[:, prompt:],
+        "completion_mask": completion,
+        "advantages": _advantages(columns.pop("advantages", None), out, per_token_advantages),
+        "num_items_in_batch": torch.tensor(
+            actions if num_items_in_batch is None else num_items_in_batch, device=chosen.device
+        ),
+    }
+    if not torch.equal(chosen, completion != 0):
+        batch["tool_mask"] = (chosen | (completion == 0)).long()
+    _add_media(batch, out)
+    reserved = {*batch, *KEYS.values(), COLUMN, "unique_ids", "tool_mask", "num_images"}
+    for name, value in (columns | {f"extras.{name}": value for name, value in out.custom.items()}).items():
+        key = KEYS.get(name, name.removeprefix("extras."))
+        if name not in KEYS and key in reserved:
+            raise ValueError(f"extras: got {key!r}, expected a name that TRL's batch does not have already")
+        batch[key] = value
+    if taken_back(out, FOREIGN):
+        for key, value in out.info[FOREIGN].items():
+            batch.setdefault(key, value)
+    if out.ids is not None:
+        batch["unique_ids"] = [eid.uid for eid in out.ids]
+    batch[COLUMN] = list(out.carried)
+    return batch
+
+
+def _advantages(given: torch.Tensor | None, out: Outgoing, per_token: bool) -> torch.Tensor:
+    if given is None:
+        raise ValueError("advantages: got None, expected them: TRL's loss is made of them")
+    if per_token:
+        return given
+    chosen = out.action_mask
+    low = given.masked_fill(~chosen, torch.inf).amin(dim=1)
+    high = given.masked_fill(~chosen, -torch.inf).amax(dim=1)
+    acts = chosen.any(dim=1)
+    uneven = torch.nonzero(acts & (low != high)).flatten().tolist()
+    if uneven:
+        i = uneven[0]
+        who = "" if out.ids is None else f" ({out.ids[i]})"
+        raise ValueError(
+            f"advantages: got {low[i].item():g} to {high[i].item():g} in row {i}{who}, expected one number for each "
+            "row; per_token_advantages=True gives TRL one for each token"
+        )
+    flat = torch.where(acts, low, torch.zeros_like(low)).float()
+    spread = flat[:, None].to(given.dtype) * chosen
+    for i in torch.nonzero((spread != given).any(dim=1)).flatten().tolist():
+        # Tokens that are no actions may have one too, which TRL has no use for.
+        length = int(out.attention_mask[i, out.prompt_width :].sum())
+        out.carried[i]["advantages"] = given[i, :length].clone()
+    return flat
+
+
+def _add_media(batch: dict[str, Any], out: Outgoing) -> None:
+    """The rows' media together, as TRL's trainer divides them."""
+    names = dict.fromkeys(key for media in out.media for key in media)
+    if not names:
+        return
+    for key in names:
+        if "video" in key:
+            raise ValueError(f"{key}: got a video, expected images: TRL's GRPO trainer takes no videos")
+    if "pixel_values" in names:
+        counted = "image_grid_thw" if "image_grid_thw" in names else "pixel_values"
+        batch["num_images"] = [len(media[counted]) if counted in media else 0 for media in out.media]
+    width = out.sequences.shape[1]
+    for key in names:
+        present = [media[key] for media in out.media if key in media]
+        if key in _BY_TOKEN:
+            made = present[0].new_zeros((len(out.media), width))
+            for i, media in enumerate(out.media):
+                if key in media:
+                    begin = int(out.attention_mask[i].argmax())
+                    row = media[key].reshape(-1)
+                    made[i, begin : begin + len(row)] = row
+                    out.carried[i]["media"] = {**out.carried[i].get("media", {}), key: media[key]}
+            batch[key] = made
+        elif key in ("pixel_values", "image_grid_thw", *_BY_IMAGE):
+            batch[key] = torch.cat(present)
+        else:
+            raise ValueError(
+                f"{key}: got media of that name, expected pixel_values, image_grid_thw, {', '.join(_BY_IMAGE)}, "
+                f"{' or '.join(_BY_TOKEN)}"
+            )
+
+
+# --- back ---------------------------------------------------------------------------------------------------------
+
+
+def from_trl(batch: Mapping[str, Any], *, pad_token_id: int = 0, layout: str = LAYOUT) -> ExperienceBatch:
+    """The `ExperienceBatch` of such a dict, one that `to_trl` made or TRL did.
+
+    Padding is made anew: `layout` is `prompt_left_response_right`, `left` or `packed`. An advantage for a whole row
+    stands on each of its actions. `num_items_in_batch` is left out: it speaks of all processes. Keys that no batch
+    knows are kept in `info["trl"]`, from where `to_trl` puts them back.
+
+    >>> batch = {
+    ...     "prompt_ids": torch.tensor([[0, 1]]), "prompt_mask": torch.tensor([[0, 1]]),
+    ...     "completion_ids": torch.tensor([[2, 3, 0]]), "completion_mask": torch.tensor([[1, 1, 0]]),
+    ...     "advantages": torch.tensor([0.5]), "num_items_in_batch": torch.tensor(2),
+    ... }
+    >>> found = from_trl(batch)
+    >>> found.sequences.tolist(), found.advantages.tolist(), found.action_mask.tolist()
+    ([[1, 2, 3]], [[0.5, 0.5]], [[True, True]])
+    """
+    for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"):
+        if not isinstance(batch.get(key), torch.Tensor):
+            raise ValueError(f"batch: got {type(batch.get(key)).__name__} for {key!r}, expected a tensor")
+    completion = batch["completion_mask"]
+    count, width = completion.shape
+    chosen = completion * batch["tool_mask"] if batch.get("tool_mask") is not None else completion
+    carried: list[Carried] | None = batch.get(COLUMN)
+    media_keys = ("pixel_values", "image_grid_thw", "num_images", *_BY_TOKEN, *_BY_IMAGE)
+    known = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"}
+    known |= {"num_items_in_batch", "unique_ids", COLUMN, *media_keys}
+    custom = {key: batch[key] for key in custom_names(carried or ()) & batch.keys()}
+    columns: dict[str, torch.Tensor] = {}
+    info: list[dict[str, Any]] = [{} for _ in range(count)]
+    for key, value in batch.items():
+        if key in known or key in custom or value is None:
+            continue
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == width:
+            columns[_COLUMNS.get(key) or _name(key)] = value
+        elif isinstance(value, (torch.Tensor, list)) and len(value) == count:
+            for row, one in zip(info, value, strict=True):
+                row.setdefault(FOREIGN, {})[key] = one
+    if batch.get("advantages") is not None:
+        columns["advantages"] = _spread(batch["advantages"], chosen, carried)
+    return Incoming(
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        torch.cat([batch["prompt_mask"], completion], dim=1),
+        chosen != 0,
+        columns,
+        ids_of(batch.get("unique_ids"), None),
+        _media(batch, carried, count),
+        carried,
+        info,
+        custom,
+    ).batch(pad_token_id, layout)
+
+
+def _name(key: str) -> str:
+    return key if key in ("values", "returns", "kl", "action_entropy") else f"extras.{key}"
+
+
+def _spread(given: torch.Tensor, chosen: torch.Tensor, carried: Sequence[Carried] | None) -> torch.Tensor:
+    if given.dim() > 1:
+        return given
+    made = given[:, None] * (chosen != 0)
+    for i, row in enumerate(carried or ()):
+        sent = row.get("advantages")
+        if sent is not None and bool((sent == made[i, : len(sent)])[chosen[i, : len(sent)] != 0].all()):
+            made[i, : len(sent)] = sent
+    return made
+
+
+def _media(batch: Mapping[str, Any], carried: Sequence[Carried] | None, count: int) -> list[dict[str, torch.Tensor]]:
+    rows: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+    numbers = batch.get("num_images")
+    grids = batch.get("image_grid_thw")
+    for key in ("pixel_values", "image_grid_thw", *_BY_IMAGE):
+        value = batch.get(key)
+        if value is None:
+            continue
+        if numbers is None:
+            raise ValueError(f"{key}: got no 'num_images' with it, expected how many images each row has")
+        sizes = torch.tensor(numbers)
+        if key == "pixel_values" and grids is not None:
+            ends = torch.cat([torch.zeros(1, dtype=torch.int64), grids.prod(dim=-1).cpu().cumsum(0)])
+            firsts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+            sizes = torch.stack([ends[b] - ends[a] for a, b in pairwise(firsts.tolist())])
+        parts = torch.split(value, sizes.tolist())
+        for row, number, part in zip(rows, numbers, parts, strict=True):
+            if number:
+                row[key] = part
+    for key in _BY_TOKEN:
+        if batch.get(key) is not None and carried is None:
+            kept = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1) != 0
+            for i, row in enumerate(rows):
+                row[key] = batch[key][i][kept[i]]
+    for row, sent in zip(rows, carried or (), strict=False):
+        row |= sent.get("media", {})
+    return rows
+
+
+__all__ = ["from_trl", "to_trl"]

@@ -1,0 +1,331 @@
+"""Rollbook's records and batches as verl's `DataProto` (or the `TensorDict` inside), and back.
+
+Invariant: `from_verl(to_verl(batch))` is the batch, whichever of its rows verl kept, and in whatever order: rows name
+their ids, and carry what verl has no key for under `rollbook`.
+
+| verl's key | is |
+|---|---|
+| `prompts` (B, P), `responses` (B, R), `input_ids` (B, P + R) | the tokens, int64, prompts on the left of P |
+| `attention_mask`, `position_ids` (B, P + R) | int64; positions from 0, padding on the right repeats the last |
+| `response_mask` (B, R) | the action mask, int64 as verl makes it (its GAE fails on bool) |
+| `rollout_log_probs`, `old_log_probs`, `ref_log_prob` (B, R) | the engine's, the old policy's and the reference's |
+| `values`, `returns`, `advantages`, `kl`, `entropys` (B, R) | by name; `entropys` is `action_entropy` |
+| `token_level_scores` (B, R) | `token_level_reward`, or else the reward, on the last *action* |
+| `teacher_logprobs`, `loss_weights`, `policy_versions`, other extras (B, R) | by name |
+| `response_routed_experts` (B, R, layers, k) | not `routed_experts`, which speaks of the prompt too in verl |
+| custom fields of records (B, ...) | as their `CustomField` says |
+| `uid`, `unique_ids` | the task's id, by which verl groups, and the record's |
+| `multi_modal_inputs` | a dict of tensors for each row, with the `images_seqlens` that verl counts |
+| `model_versions` | `info["model_version"]`, or 0; by row, since `meta_info` is neither split nor joined by row |
+| `rollbook` | what has no key of its own, row by row |
+
+`meta_info` is empty: whatever verl's `concat` finds there it compares with `==`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollbook.batch.vision import TYPES, config_of, sample_positions
+from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.compat.padded_columns import (
+    COLUMN,
+    LAYOUT,
+    Carried,
+    Incoming,
+    Outgoing,
+    custom_names,
+    ids_of,
+    needed,
+    on_last_action,
+    outgoing,
+    taken_back,
+)
+from rollbook.core.experiences import Experiences
+
+KEYS = {
+    "action_log_probs": "old_log_probs",
+    "base_action_log_probs": "ref_log_prob",
+    "action_entropy": "entropys",
+    "extras.logprobs": "rollout_log_probs",
+    "extras.token_level_reward": "token_level_scores",
+    "extras.routed_experts": "response_routed_experts",
+}
+"""Our columns that verl calls by another name."""
+_COLUMNS = {key: name for name, key in KEYS.items()}
+_BY_NAME = ("values", "returns", "advantages", "kl")
+_TOKENS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
+_ROWS = ("uid", "unique_ids", "multi_modal_inputs", "model_versions", COLUMN)
+_POSITIONS_ONLY = TYPES
+
+
+def to_verl(
+    experiences: Any,
+    *,
+    pad_token_id: int,
+    max_prompt_length: int | None = None,
+    max_response_length: int | None = None,
+    tensordict_only: bool = False,
+    mask_dtype: torch.dtype = torch.int64,
+    get_rope_index: Callable[..., Any] | None = None,
+) -> Any:
+    """Records or an `ExperienceBatch` as a `verl.DataProto`, with the keys above.
+
+    P and R are the longest prompt and response, or as given. Preference pairs become two rows each, the chosen answer
+    first. A field that some rows have and some lack is a `ValueError`, as is a reward: verl would read 0.
+
+    `tensordict_only` gives a `TensorDict` with the same keys, which needs the package tensordict alone. `mask_dtype`
+    is the type of `response_mask` (Trinity-RFT has `torch.bool`). `get_rope_index` is that method of a vision-language
+    model: with it `position_ids` are (B, 4, P + R), the text's positions first, as verl has them for such models.
+
+        data = to_verl(lease.experiences, pad_token_id=tokenizer.pad_token_id)
+        data.batch["token_level_scores"], data.non_tensor_batch["uid"]
+    """
+    package = needed("tensordict" if tensordict_only else "verl", "to_verl")
+    out = outgoing(experiences, "verl", pad_token_id, max_prompt_length, max_response_length)
+    tensors, rows = _tensors(out, mask_dtype), _rows(out)
+    if get_rope_index is not None:
+        tensors["position_ids"] = _rope_positions(tensors, out, get_rope_index)
+    _add_foreign(out, tensors, rows)
+    if not tensordict_only:
+        objects = {key: _objects(values) for key, values in rows.items()}
+        return package.DataProto.from_dict(tensors=tensors, non_tensors=objects)
+    stacks = {
+        key: package.NonTensorStack.from_list([package.NonTensorData(value) for value in values])
+        for key, values in rows.items()
+    }
+    return package.TensorDict({**tensors, **stacks}, batch_size=[len(out.sequences)])
+
+
+def _tensors(out: Outgoing, mask_dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    prompt = out.prompt_width
+    tensors = {
+        "prompts": out.sequences[:, :prompt],
+        "responses": out.sequences[:, prompt:],
+        "input_ids": out.sequences,
+        "attention_mask": out.attention_mask,
+        "position_ids": out.attention_mask.cumsum(-1).sub_(1).clamp_(min=0),
+        "response_mask": out.action_mask.to(mask_dtype),
+    }
+    for name, value in (out.columns | {f"extras.{name}": value for name, value in out.custom.items()}).items():
+        key = KEYS.get(name, name.removeprefix("extras."))
+        taken = key in tensors or (name.startswith("extras.") and name not in KEYS and key in _reserved())
+        if taken:
+            raise ValueError(f"extras: got {key!r}, expected a name that verl's batch does not have already")
+        tensors[key] = value
+    scores = KEYS["extras.token_level_reward"]
+    if scores not in tensors and out.rewards is not None:
+        tensors[scores] = on_last_action(out.rewards, out.action_mask, warn=True)
+        for row in out.carried:
+            row["scored"] = True
+    return tensors
+
+
+def _reserved() -> set[str]:
+    return {*_TOKENS, *_ROWS, *KEYS.values(), *_BY_NAME}
+
+
+def _rows(out: Outgoing) -> dict[str, list[Any]]:
+    rows: dict[str, list[Any]] = {}
+    if out.ids is not None:
+        rows["uid"] = [eid.tid for eid in out.ids]
+        rows["unique_ids"] = [eid.uid for eid in out.ids]
+    if any(out.media):
+        rows["multi_modal_inputs"] = [_with_seqlens(media) for media in out.media]
+        for row, media in zip(out.carried, out.media, strict=True):
+            if _POSITIONS_ONLY in media:
+                row["media"] = {_POSITIONS_ONLY: media[_POSITIONS_ONLY]}
+    if out.records is not None:
+        rows["model_versions"] = [int(info.get("model_version", 0)) for info in out.records.values("info")]
+    rows[COLUMN] = list(out.carried)
+    return rows
+
+
+def _with_seqlens(media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As verl's model takes it: what serves only for positions is left out, what its counter reads is put in."""
+    made = {key: value for key, value in media.items() if key != _POSITIONS_ONLY}
+    if (lengths := _seqlens(made)) is not None:
+        made.setdefault("images_seqlens", lengths)
+    return made
+
+
+def _seqlens(media: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    grid = media.get("image_grid_thw")
+    return None if grid is None else torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+
+
+def _rope_positions(tensors: Mapping[str, torch.Tensor], out: Outgoing, get_rope_index: Any) -> torch.Tensor:
+    """(B, 4, P + R) The text's positions, then the three of images and videos."""
+    ids, kept = tensors["input_ids"], tensors["attention_mask"]
+    config = config_of(get_rope_index)
+    made = []
+    for i, media in enumerate(out.media):
+        text = tensors["position_ids"][i]
+        positions = text.new_zeros((4, len(text)))
+        positions[0] = text
+        attended = kept[i] != 0
+        positions[1:, attended] = sample_positions(ids[i, attended], media, get_rope_index, config).to(text)
+        made.append(positions)
+    return torch.stack(made)
+
+
+def _objects(values: list[Any]) -> np.ndarray[Any, Any]:
+    made = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):  # one by one: numpy would look into sequences
+        made[i] = value
+    return made
+
+
+# --- what verl made, and nobody here has a name for ---------------------------------------------------------------
+
+FOREIGN = "verl"
+"""The key of `info` under which a row keeps verl's own: `rows`, `samples` (B, ...) and `tokens` (B, P + R, ...)."""
+
+
+def _add_foreign(out: Outgoing, tensors: dict[str, torch.Tensor], rows: dict[str, list[Any]]) -> None:
+    """Put back under their keys what `from_verl` kept in `info`."""
+    kept = taken_back(out, FOREIGN)
+    if not kept:
+        return
+    for key in kept[0].get("rows", ()):
+        rows.setdefault(key, [one["rows"][key] for one in kept])
+    for key, value in out.info[FOREIGN].get("samples", {}).items():
+        tensors.setdefault(key, value)
+    width = out.sequences.shape[1]
+    for key, first in kept[0].get("tokens", {}).items():
+        made = first.new_zeros((len(kept), width, *first.shape[1:]))
+        for i, one in enumerate(kept):
+            begin = int(out.attention_mask[i].argmax())
+            made[i, begin : begin + len(one["tokens"][key])] = one["tokens"][key]
+        tensors.setdefault(key, made)
+
+
+# --- back ---------------------------------------------------------------------------------------------------------
+
+
+def from_verl(data: Any, *, pad_token_id: int = 0, layout: str = LAYOUT) -> ExperienceBatch:
+    """The `ExperienceBatch` of a `DataProto`, or of a `TensorDict` with the same keys.
+
+    Padding is made anew: `layout` is `prompt_left_response_right`, `left` or `packed`. What came from `to_verl` comes
+    back as it was, with what verl added since. Of rows that verl made itself, the engine's log-probs stand for the
+    policy's until there are such; the reward is the sum of the row's scores; the task of an id is verl's `uid`; keys
+    that no batch knows are kept in `info["verl"]`, from where `to_verl` puts them back. `meta_info` is left out.
+
+    >>> from types import SimpleNamespace
+    >>> rollout = {
+    ...     "prompts": torch.tensor([[0, 1, 2]]), "responses": torch.tensor([[3, 4, 0]]),
+    ...     "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0]]), "rm_scores": torch.tensor([[0.0, 0.5, 0.0]]),
+    ... }
+    >>> batch = from_verl(SimpleNamespace(batch=rollout, non_tensor_batch={"uid": ["q7"]}), layout="left")
+    >>> batch.sequences.tolist(), batch.ids[0].tid, batch.extras["rm_scores"].tolist()
+    ([[1, 2, 3, 4]], '/q7', [[0.0, 0.5]])
+    """
+    return _incoming(data).batch(pad_token_id, layout)
+
+
+def experiences_from_verl(data: Any) -> Experiences:
+    """The records of a `DataProto` or `TensorDict`, with what verl added: advantages, returns, old log-probs.
+
+    What a record has no field for, such as values, goes to `info["trainer"]`.
+    """
+    return _incoming(data).records()
+
+
+def _incoming(data: Any) -> Incoming:
+    tensors, rows = _parts(data)
+    for key in ("responses", "attention_mask"):
+        if key not in tensors:
+            raise ValueError(f"data: got no {key!r} among {', '.join(sorted(tensors))}, expected a rollout's batch")
+    responses = tensors["responses"]
+    count, width = responses.shape[:2]
+    attended = tensors["attention_mask"]
+    tokens = tensors["input_ids"] if "prompts" not in tensors else torch.cat([tensors["prompts"], responses], dim=1)
+    chosen = tensors.get("response_mask")
+    chosen = attended[:, -width:] if chosen is None else chosen
+    carried = rows.get(COLUMN)
+    columns: dict[str, torch.Tensor] = {}
+    foreign: dict[str, dict[str, Any]] = {"rows": {}, "samples": {}, "tokens": {}}
+    custom = {key: tensors[key] for key in custom_names(carried or ()) & tensors.keys()}
+    for key, value in tensors.items():
+        if key in _TOKENS or key in custom:
+            continue
+        if value.dim() > 1 and value.shape[1] == width and key not in ("routed_experts", "teacher_ids"):
+            columns[_COLUMNS.get(key, key if key in _BY_NAME else f"extras.{key}")] = value
+        else:
+            aligned = value.dim() > 1 and value.shape[1] == tokens.shape[1]
+            foreign["tokens" if aligned else "samples"][key] = value
+    foreign["rows"] = {key: values for key, values in rows.items() if key not in _ROWS}
+    info = _scores(columns, chosen, carried, count)
+    incoming = Incoming(
+        tokens,
+        attended,
+        chosen,
+        columns,
+        ids_of(rows.get("unique_ids"), rows.get("uid")),
+        _media(rows.get("multi_modal_inputs"), carried, count),
+        carried,
+        custom=custom,
+    )
+    if any(foreign.values()):
+        for i, (begin, end) in enumerate(incoming.spans()):
+            kept = {
+                "rows": {key: values[i] for key, values in foreign["rows"].items()},
+                "samples": {key: value[i] for key, value in foreign["samples"].items()},
+                "tokens": {key: value[i, begin:end] for key, value in foreign["tokens"].items()},
+            }
+            info[i][FOREIGN] = {key: value for key, value in kept.items() if value}
+    incoming.info = info
+    return incoming
+
+
+def _parts(data: Any) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
+    """The tensors and the object columns; what stands for the batch as a whole is left out."""
+    if hasattr(data, "non_tensor_batch"):
+        tensors = {} if data.batch is None else dict(data.batch.items())
+        return tensors, {key: list(values) for key, values in data.non_tensor_batch.items()}
+    if not hasattr(data, "batch_size") or not hasattr(data, "items"):
+        raise ValueError(f"data: got {type(data).__name__}, expected a verl.DataProto or a TensorDict")
+    tensors, rows = {}, {}
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+        elif type(value).__name__ == "NonTensorStack" or key in _ROWS:
+            rows[key] = value.tolist()
+    return tensors, rows
+
+
+def _scores(
+    columns: dict[str, torch.Tensor], chosen: torch.Tensor, carried: list[Carried] | None, count: int
+) -> list[dict[str, Any]]:
+    """What the scores add to `info`; those that only said what the reward says already are taken out of the columns."""
+    name = "extras.token_level_reward"
+    info: list[dict[str, Any]] = [{} for _ in range(count)]
+    scores = columns.get(name)
+    if scores is None:
+        return info
+    if carried is None:
+        for row, total in zip(info, scores.sum(dim=1).tolist(), strict=True):
+            row["reward"] = total
+    elif all(row.get("scored") for row in carried):
+        ours = on_last_action([row["info"]["reward"] for row in carried], chosen)
+        if torch.equal(ours.nan_to_num(nan=torch.inf), scores.to(ours.dtype).nan_to_num(nan=torch.inf)):
+            del columns[name]
+    return info
+
+
+def _media(rows: list[Any] | None, carried: list[Carried] | None, count: int) -> list[dict[str, torch.Tensor]]:
+    made = []
+    for i in range(count):
+        media = dict(rows[i] or {}) if rows is not None else {}
+        lengths = _seqlens(media)
+        if lengths is not None and "images_seqlens" in media and torch.equal(lengths, media["images_seqlens"]):
+            del media["images_seqlens"]
+        made.append(media | ({} if carried is None else carried[i].get("media", {})))
+    return made
+
+
+__all__ = ["experiences_from_verl", "from_verl", "to_verl"]

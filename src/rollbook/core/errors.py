@@ -1,0 +1,49 @@
+"""The error that damaged or hostile bytes raise, and the one for a missing optional package."""
+
+from __future__ import annotations
+
+
+class WireError(ValueError):
+    """Bytes that are not what they should be: says what is wrong and, where it is known, at which byte.
+
+    >>> from rollbook.core.wire import decode
+    >>> decode(b"not a frame, and too short to be one")
+    Traceback (most recent call last):
+        ...
+    rollbook.core.errors.WireError: byte 0: magic b'not a fr' is none that is known (a frame begins with b'\\x8dROLLBK\\n')
+    """
+
+    def __init__(self, message: str, offset: int | None = None) -> None:
+        super().__init__(message if offset is None else f"byte {offset}: {message}")
+        self.message = message
+        self.offset = offset
+        """Where it was seen, counted from the first byte of the data; `None` if it has no one place."""
+
+    def __reduce__(self) -> tuple[type[WireError], tuple[str, int | None]]:
+        return WireError, (self.message, self.offset)
+
+
+_EXTRAS = {
+    "PIL": "models",
+    "datasets": "hf",
+    "duckdb": "sql",
+    "httpx": "remote",
+    "peft": "models",
+    "psycopg": "postgres",
+    "torch": "torch",
+    "transformers": "models",
+    "yaml": "train",
+}
+"""Optional packages, by import name, and the extra of `rollbook` that installs each."""
+
+
+def explain_missing(user: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """Return an error that says which extra to install, or `error` itself if no extra has the package.
+
+    >>> print(explain_missing("rollbook.train", ModuleNotFoundError("No module named 'torch'", name="torch")))
+    rollbook.train needs torch: pip install 'rollbook[torch]'
+    """
+    extra = _EXTRAS.get(error.name or "")
+    if extra is None or "pip install" in str(error):
+        return error
+    return ModuleNotFoundError(f"{user} needs {error.name}: pip install 'rollbook[{extra}]'", name=error.name)

@@ -1,0 +1,502 @@
+"""One experience: `EID`, `CustomField`, `Experience`, and every public name of Trinity's `trinity.common.experience`.
+
+Invariant: a record that was constructed keeps the promises of the field table: slot j of every response-axis field
+speaks of token `prompt_length + j`, its kind is stored, and its dicts and lists are its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from rollbook.core.errors import explain_missing
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise explain_missing(__name__, error) from None
+
+from rollbook.core import fields
+from rollbook.core.convert import EMPTY, convert, own
+from rollbook.core.custom_field import CustomField
+from rollbook.core.equality import same
+from rollbook.core.errors import WireError
+from rollbook.core.fields import EXPERIENCE_TYPES, FIELDS
+from rollbook.core.ids import EID
+
+if TYPE_CHECKING:
+    from rollbook.core.experiences import Experiences as Experiences
+
+
+@dataclass(init=False, eq=False, repr=False)
+class Experience:
+    """One trajectory, or one preference pair: what the engine sampled and everything learned about it since.
+
+    Let L be `len(tokens)` and R = L - `prompt_length`. Lists, tuples, ranges and arrays convert to the type the field
+    table gives; a tensor is kept as it is, without a copy. Dicts and lists are copied, so that two records never
+    share one. Fields (and their shapes) are those of `rollbook.core.fields.FIELDS`; the most used:
+
+    - `tokens` [L]: prompt, then response. `prompt_length`: how many of them are the prompt.
+    - `logprobs` [R]: of the engine that sampled. `policy_logprobs` [R]: the old policy's, recomputed by the trainer.
+    - `action_mask` [R]: True where the model chose the token, False on what a tool or user wrote. With
+      `prompt_length=0` no model predicts the first token, and batches, estimators and losses leave it out.
+    - `reward`: `None` is not scored yet, NaN could not be scored.
+    - `experience_type`: `multi_turn` if an `action_mask` was given, `dpo` if `chosen` and `rejected` were, else
+      `single_turn` (whose mask is then made, all True). Inferred here and kept by every copy and round trip.
+
+    With `truncate_status="prompt_truncated"` the prompt did not fit and nothing was trained on: `logprobs` are
+    required, every response-axis field has `len(logprobs)` entries, and the mask is all False.
+
+    >>> record = Experience(
+    ...     eid={"batch": 1, "task": 2, "run": 0, "suffix": "a"},
+    ...     tokens=[10, 11, 12, 13], prompt_length=2, logprobs=[-0.5, -0.25], reward=1.0,
+    ... )
+    >>> record
+    Experience(1/2/0/0/a, single_turn, 2+2 tokens, reward=1.0)
+    >>> record.action_mask
+    tensor([True, True])
+    >>> Experience.deserialize(record.serialize()) == record
+    True
+    >>> Experience(tokens=[1, 2, 3], logprobs=[-0.5])
+    Traceback (most recent call last):
+        ...
+    ValueError: logprobs: got 1 entries, expected 2 (3 tokens - prompt_length 1)
+    """
+
+    if TYPE_CHECKING:
+        # For type checkers and editors; at run time the signature is made from the table, and a test holds them equal.
+        eid: EID
+        tokens: torch.Tensor
+        prompt_length: int
+        logprobs: torch.Tensor | None
+        reward: float | None
+        token_level_reward: torch.Tensor | None
+        advantages: torch.Tensor | None
+        returns: torch.Tensor | None
+        truncate_status: str | None
+        info: dict[str, Any]
+        metrics: dict[str, Any]
+        response_text: str | None
+        prompt_text: str | None
+        action_mask: torch.Tensor | None
+        messages: list[Any] | None
+        tools: list[Any] | None
+        chosen: torch.Tensor | None
+        rejected: torch.Tensor | None
+        chosen_messages: list[Any] | None
+        rejected_messages: list[Any] | None
+        multi_modal_inputs: dict[str, torch.Tensor] | None
+        teacher_logprobs: torch.Tensor | None
+        custom_fields: list[CustomField]
+        policy_versions: torch.Tensor | int | None
+        finish_reason: str | None
+        routed_experts: torch.Tensor | None
+        loss_weights: torch.Tensor | None
+        parent: str | None
+        group_size: int | None
+        sampling: dict[str, Any] | None
+        policy_logprobs: torch.Tensor | None
+        ref_logprobs: torch.Tensor | None
+        entropy: torch.Tensor | None
+        values: torch.Tensor | None
+        experience_type: str
+        odd: frozenset[str]
+        unknown: Mapping[str, Any]
+
+        def __init__(
+            self,
+            *,
+            eid: EID | Mapping[str, Any] | None = None,
+            tokens: Any,
+            logprobs: Any = None,
+            reward: Any = None,
+            token_level_reward: Any = None,
+            advantages: Any = None,
+            returns: Any = None,
+            truncate_status: str | None = None,
+            info: Mapping[str, Any] | None = None,
+            metrics: Mapping[str, Any] | None = None,
+            prompt_length: int = 1,
+            response_text: str | None = None,
+            prompt_text: str | None = None,
+            action_mask: Any = None,
+            messages: Sequence[Any] | None = None,
+            tools: Sequence[Any] | None = None,
+            chosen: Any = None,
+            rejected: Any = None,
+            chosen_messages: Sequence[Any] | None = None,
+            rejected_messages: Sequence[Any] | None = None,
+            multi_modal_inputs: Mapping[str, Any] | None = None,
+            teacher_logprobs: Any = None,
+            custom_fields: Sequence[CustomField] | None = None,
+            policy_versions: Any = None,
+            finish_reason: str | None = None,
+            routed_experts: Any = None,
+            loss_weights: Any = None,
+            parent: str | None = None,
+            group_size: int | None = None,
+            sampling: Mapping[str, Any] | None = None,
+            policy_logprobs: Any = None,
+            ref_logprobs: Any = None,
+            entropy: Any = None,
+            values: Any = None,
+            experience_type: str | None = None,
+            **declared: Any,
+        ) -> None: ...
+
+    else:
+
+        def __init__(self, **given: Any) -> None:
+            unknown = [name for name in given if name not in FIELDS]
+            if unknown:
+                raise TypeError(f"Experience() got an unexpected keyword argument {unknown[0]!r}")
+            if "tokens" not in given:
+                raise TypeError("Experience() missing the required keyword argument 'tokens'")
+            _build(self, given)
+            validate(self)
+
+    def serialize(self) -> bytes:
+        """This record as one frame (see `rollbook.core.wire`)."""
+        return Experience.serialize_many([self])
+
+    @classmethod
+    def deserialize(cls, data: bytes | bytearray | memoryview) -> Experience:
+        """The one record in `data`; `ValueError` if there are several."""
+        rows = cls.deserialize_many(data)
+        if len(rows) != 1:
+            raise ValueError(f"deserialize: got {len(rows)} experiences, expected 1; use Experience.deserialize_many")
+        return rows[0]
+
+    @classmethod
+    def serialize_many(cls, experiences: Iterable[Experience]) -> bytes:
+        """All records as one frame.
+
+        >>> data = Experience.serialize_many([Experience(tokens=[1, 2]), Experience(tokens=[3, 4, 5])])
+        >>> [row.tokens.tolist() for row in Experience.deserialize_many(data)]
+        [[1, 2], [3, 4, 5]]
+        """
+        from rollbook.core.wire import encode
+
+        return bytes(encode(experiences))
+
+    @classmethod
+    def deserialize_many(cls, data: bytes | bytearray | memoryview) -> list[Experience]:
+        """The records in `data`: Rollbook's frames, Trinity's TRXP, or the pickles Trinity wrote before that.
+
+        Nothing in the data is executed; whatever is wrong with it is a `WireError`. The records share nothing with
+        `data`.
+        """
+        from rollbook.core.wire import read_any
+
+        return read_any(data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The parts a person reads, without tensors; free-form values are copies.
+
+        For a preference pair `response_length` counts both answers (Trinity says 0), and `chosen_length` and
+        `rejected_length` stand beside it.
+        """
+        result: dict[str, Any] = {
+            "eid": self.eid.to_dict(),
+            "type": self.experience_type,
+            "prompt_length": self.prompt_length,
+            "response_length": len(self.tokens) - self.prompt_length,
+            "info": own(self.info),
+            "metrics": own(self.metrics),
+        }
+        if self.chosen is not None and self.rejected is not None and self.experience_type == "dpo":
+            result["chosen_length"], result["rejected_length"] = len(self.chosen), len(self.rejected)
+            result["response_length"] = len(self.chosen) + len(self.rejected)
+        for name, field in FIELDS.items():
+            value = getattr(self, name)
+            if value is None or name in result or name == "experience_type":
+                continue
+            if field.kind == "number":
+                result[name] = float(value)
+            elif field.kind in ("text", "integer") or (field.kind == "json" and value):
+                result[name] = own(value)
+        return result
+
+    def replace(self, **changes: Any) -> Experience:
+        """A copy with some fields changed, checked again; the kind stays.
+
+        >>> Experience(tokens=[1, 2, 3]).replace(reward=0.5).experience_type
+        'single_turn'
+        """
+        given = {name: getattr(self, name) for name in FIELDS} | changes
+        if "action_mask" not in changes and implied_mask(self):
+            del given["action_mask"]  # made again, for the tokens that are there then
+        # A record that was read with odd shapes keeps them unless they are changed.
+        new = restore(given, "replace") if self.odd else Experience(**given)
+        if self.unknown:
+            new.__dict__["unknown"] = dict(self.unknown)
+        return new
+
+    def compact(self) -> Experience:
+        """The same record on memory of its own: a row made from columns keeps all of them alive, this does not."""
+        new = self.replace()
+        for name in FIELDS:
+            if name in new.__dict__ and name != "eid":
+                new.__dict__[name] = own(new.__dict__[name], tensors=True)
+        return new
+
+    def __copy__(self) -> Experience:
+        return self.replace()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Experience:
+        return self.compact()
+
+    def __reduce__(self) -> Any:
+        # Our own bytes: torch pickles the whole storage behind a view, and cannot read some types back. A record that
+        # holds what bytes cannot keep (a user's own objects in `info`) is pickled as Python would, made compact first.
+        try:
+            return Experience.deserialize, (self.serialize(),)
+        except ValueError:
+            return row_from_values, (dict(self.compact().__dict__),)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when every field is: tensors by type, shape and value, NaN equal to NaN, unknown columns too."""
+        if not isinstance(other, Experience):
+            return NotImplemented
+        return same(self.unknown, other.unknown) and all(
+            same(getattr(self, name), getattr(other, name)) for name in FIELDS
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _repr_html_(self) -> str:
+        from rollbook.core.notebook import record_html
+
+        return record_html(self)
+
+    def __repr__(self) -> str:
+        if "eid" not in self.__dict__:
+            return "Experience(<not yet built>)"
+        response = len(self.tokens) - self.prompt_length
+        parts = [self.eid.uid, self.experience_type, f"{self.prompt_length}+{response} tokens"]
+        if self.experience_type == "dpo" and self.chosen is not None and self.rejected is not None:
+            parts[2] = f"{len(self.tokens)}+{len(self.chosen)}|{len(self.rejected)} tokens"
+        if self.reward is not None:
+            parts.append(f"reward={round(self.reward, 4)}")
+        return f"Experience({', '.join(parts)})"
+
+
+Experience.odd = frozenset()
+Experience.unknown = MappingProxyType({})
+
+
+# --- construction -------------------------------------------------------------------------------------------------
+
+
+def _build(record: Experience, given: Mapping[str, Any]) -> None:
+    """Convert what was given, infer the kind if it was not, and what follows from it: prompt length and mask."""
+    state = record.__dict__
+    for name, field in FIELDS.items():
+        value = convert(field, given.get(name))
+        if value is not None:
+            state[name] = value
+    if record.tokens is None:
+        raise ValueError("tokens: got None, expected token ids")
+    if "experience_type" not in state:
+        pair = record.chosen is not None and record.rejected is not None
+        state["experience_type"] = "multi_turn" if record.action_mask is not None else "dpo" if pair else "single_turn"
+    kind = state["experience_type"]
+    if kind == "dpo":
+        state["prompt_length"] = len(record.tokens) if record.tokens.dim() else 0
+    state.setdefault("prompt_length", 1)
+    cut = record.truncate_status == "prompt_truncated"
+    if cut and record.logprobs is not None and kind != "dpo":
+        width = len(record.logprobs) if record.logprobs.dim() else 0
+        if kind == "single_turn" or record.action_mask is None:
+            state["action_mask"] = torch.zeros(width, dtype=torch.bool, device=record.logprobs.device)
+    elif kind == "single_turn" and record.action_mask is None and record.tokens.dim() == 1:
+        width = max(len(record.tokens) - record.prompt_length, 0)
+        state["action_mask"] = torch.ones(width, dtype=torch.bool, device=record.tokens.device)
+
+
+def implied_mask(record: Experience) -> bool:
+    """Whether the record's mask is the one that the constructor makes for a single turn."""
+    mask = record.action_mask
+    if (
+        record.experience_type != "single_turn"
+        or mask is None
+        or record.odd
+        or mask.dtype != torch.bool
+        or mask.is_meta
+    ):
+        return False
+    return bool((~mask if record.truncate_status == "prompt_truncated" else mask).all())
+
+
+def validate(record: Experience, where: str = "") -> None:
+    """Raise `ValueError`, naming field, got and expected, if the record breaks a promise of the field table."""
+    kind, length, prompt = record.experience_type, 0, record.prompt_length
+    if record.tokens is None:
+        raise ValueError(f"{where}tokens: got None, expected token ids")
+    if not isinstance(prompt, int):
+        raise ValueError(f"{where}prompt_length: got {prompt!r}, expected an int")
+    if kind not in EXPERIENCE_TYPES:
+        raise ValueError(f"{where}experience_type: got {kind!r}, expected one of {', '.join(EXPERIENCE_TYPES)}")
+    for field in fields.tensor_fields():
+        value = getattr(record, field.name)
+        if value is None or field.name in record.odd or (field.broadcast and isinstance(value, int)):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{where}{field.name}: got {type(value).__name__}, expected a tensor")
+        if value.dim() != 1 + field.trailing:
+            raise ValueError(
+                f"{where}{field.name}: got shape {list(value.shape)}, expected {1 + field.trailing} dimension(s)"
+            )
+    length = len(record.tokens)
+    if not length and kind == "single_turn" and record.truncate_status != "prompt_truncated":
+        raise ValueError(f"{where}tokens: got none, expected a prompt and a response")
+    if (record.chosen is None) != (record.rejected is None):
+        missing = "chosen" if record.chosen is None else "rejected"
+        raise ValueError(f"{where}{missing}: got None, expected tokens, since the other answer of the pair is given")
+    if kind == "dpo" and record.chosen is None:
+        raise ValueError(f"{where}chosen: got None, expected tokens in a dpo record")
+    cut = record.truncate_status == "prompt_truncated" and kind != "dpo"
+    if kind == "single_turn" and not (prompt > 0 and (cut or prompt < length)):
+        raise ValueError(
+            f"{where}prompt_length: got {prompt}, expected 0 < prompt_length < {length}, the number of tokens"
+        )
+    if not prompt >= 0 or (prompt > length and not cut):
+        raise ValueError(f"{where}prompt_length: got {prompt}, expected 0 to {length}, the number of tokens")
+    expected, why = length - prompt, f"{length} tokens - prompt_length {prompt}"
+    if cut:
+        if record.logprobs is None:
+            raise ValueError(f"{where}logprobs: got None, expected them with truncate_status 'prompt_truncated'")
+        expected, why = len(record.logprobs), "as logprobs, the prompt being truncated"
+        mask = record.action_mask
+        if mask is not None and "action_mask" not in record.odd and not mask.is_meta and bool((mask != 0).any()):
+            raise ValueError(
+                f"{where}action_mask: got True, expected all False with truncate_status 'prompt_truncated'"
+            )
+    for field in fields.tensor_fields():
+        value = getattr(record, field.name)
+        if not isinstance(value, torch.Tensor) or field.name in record.odd:
+            continue
+        if field.axis == "response" and len(value) != expected:
+            raise ValueError(f"{where}{field.name}: got {len(value)} entries, expected {expected} ({why})")
+        if field.axis == "sequence" and len(value) != length:
+            raise ValueError(f"{where}{field.name}: got {len(value)} entries, expected {length}, one for each token")
+
+
+def row_from_values(
+    values: dict[str, Any], odd: frozenset[str] = frozenset(), unknown: dict[str, Any] | None = None
+) -> Experience:
+    """A record from values that are known to be good: those of columns, which were checked when they were made."""
+    row = Experience.__new__(Experience)
+    for name, empty in _always:
+        if name not in values:
+            values[name] = empty()
+    if odd:
+        values["odd"] = odd
+    if unknown:
+        values["unknown"] = unknown
+    row.__dict__ = values
+    return row
+
+
+def odd_fields(row: Experience) -> frozenset[str]:
+    """The tensor fields whose shape the field table does not allow."""
+    expected = len(row.tokens) - row.prompt_length
+    cut = row.truncate_status == "prompt_truncated" and row.experience_type != "dpo"
+    if cut and row.logprobs is not None:
+        expected = len(row.logprobs) if row.logprobs.dim() else -1
+    odd = set()
+    for field in fields.tensor_fields():
+        value = getattr(row, field.name)
+        if not isinstance(value, torch.Tensor) or field.name == "tokens":
+            continue
+        lengths = {"response": expected, "sequence": len(row.tokens)}
+        fits = value.dim() == 1 + field.trailing and len(value) == lengths.get(field.axis, len(value))
+        if not fits or (field.name == "action_mask" and cut and not value.is_meta and bool((value != 0).any())):
+            odd.add(field.name)
+    return frozenset(odd)
+
+
+def restore(values: Mapping[str, Any], where: str) -> Experience:
+    """A record from a foreign payload, whose writer checked less than we do.
+
+    Response-axis values of a shape they cannot have are kept as they are and named in `odd`: nothing is lost, and
+    whoever gathers them is told. What cannot stand at all (bounds, types) is a `WireError`.
+    """
+    try:
+        row = Experience.__new__(Experience)
+        _build(row, values)
+        if row.tokens.dim() != 1:
+            raise ValueError(f"tokens: got shape {list(row.tokens.shape)}, expected one dimension")
+        if odd := odd_fields(row):
+            row.__dict__["odd"] = odd
+        validate(row)
+    except (ValueError, TypeError) as error:
+        raise WireError(f"{where}: {error}") from None
+    return row
+
+
+# --- the table makes the class ------------------------------------------------------------------------------------
+
+_UPSTREAM_ORDER = ("eid", "tokens", "logprobs", "reward", "token_level_reward", "advantages", "returns",
+                   "truncate_status", "info", "metrics", "prompt_length")  # fmt: skip
+"""Trinity's keyword order differs from its field order in where `prompt_length` stands."""
+
+
+_always: list[tuple[str, Any]] = []
+"""The fields that every record has, if only empty, and what makes an empty one."""
+
+
+def _derive() -> None:
+    """(Re)make what the table says of the class: defaults, `dataclasses.fields` and the signature."""
+    for name in FIELDS.keys() - Experience.__dataclass_fields__.keys():
+        if hasattr(Experience, name):
+            raise ValueError(f"field {name!r}: Experience has an attribute of that name")
+    _always[:] = [(f.name, EMPTY[f.kind]) for f in FIELDS.values() if f.always or f.kind == "custom_fields"]
+    for name in Experience.__dataclass_fields__.keys() - FIELDS.keys():
+        delattr(Experience, name)
+    for name in FIELDS:
+        setattr(Experience, name, None)
+    made = dataclasses.make_dataclass("_Fields", [(name, Any, dataclasses.field(default=None)) for name in FIELDS])
+    Experience.__dataclass_fields__ = {field.name: field for field in dataclasses.fields(made)}
+    names = [*_UPSTREAM_ORDER, *(name for name in FIELDS if name not in _UPSTREAM_ORDER)]
+    defaults = {"tokens": inspect.Parameter.empty, "prompt_length": 1}
+    Experience.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(n)) for n in names]
+    )
+
+
+fields.observe(_derive)
+_derive()
+
+from rollbook.compat.trinity.collate import (  # noqa: E402
+    from_hf_datasets,
+    gather_action_masks,
+    gather_attention_masks,
+    gather_multi_modal_inputs,
+    gather_response_attrs,
+    gather_token_ids,
+    group_by,
+    split_dpo_experience_to_single_turn,
+    to_hf_datasets,
+)
+from rollbook.core.experiences import Experiences  # noqa: E402
+
+__all__ = [
+    "EID",
+    "CustomField",
+    "Experience",
+    "Experiences",
+    "from_hf_datasets",
+    "gather_action_masks",
+    "gather_attention_masks",
+    "gather_multi_modal_inputs",
+    "gather_response_attrs",
+    "gather_token_ids",
+    "group_by",
+    "split_dpo_experience_to_single_turn",
+    "to_hf_datasets",
+]

@@ -1,0 +1,557 @@
+"""The Arrow IPC stream inside a frame, looked at before Arrow's own reader is.
+
+Invariant: Arrow's reader only sees a stream of exactly one schema, one record batch and an end mark, whose buffers lie
+in order inside the body, uncompressed, as many as the schema asks for. What it could be made to allocate or to
+dereference has been compared with the bytes that are there.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rollbook.core import arrow
+from rollbook.core.errors import WireError
+from rollbook.core.fields import observe
+
+END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+END_BYTES = len(END)
+_SCHEMA, _RECORD_BATCH = 1, 3
+_V5 = 4
+_FORMS = {form: struct.Struct(form) for form in ("<B", "<h", "<H", "<i", "<I", "<q")}
+
+
+class _Flat:
+    """A flatbuffer, read with every position checked."""
+
+    def __init__(self, data: memoryview, at: int) -> None:
+        self.data = data
+        self.at = at
+
+    def number(self, form: str, position: int) -> int:
+        read = _FORMS[form]
+        if not 0 <= position <= len(self.data) - read.size:
+            raise WireError("Arrow metadata points outside itself", self.at + max(position, 0))
+        value: int = read.unpack_from(self.data, position)[0]
+        return value
+
+    def root(self) -> int:
+        return self.number("<I", 0)
+
+    def slot(self, table: int, index: int) -> int:
+        """Where field `index` of a table lies, or 0 if it is not there."""
+        vtable = table - self.number("<i", table)
+        size = self.number("<H", vtable)
+        entry = 4 + 2 * index
+        if entry + 2 > size:
+            return 0
+        offset = self.number("<H", vtable + entry)
+        return table + offset if offset else 0
+
+    def follow(self, position: int) -> int:
+        return position + self.number("<I", position)
+
+    def value(self, table: int, index: int, form: str, default: int = 0) -> int:
+        """A number in a table, or what it is when it is left out."""
+        slot = self.slot(table, index)
+        return self.number(form, slot) if slot else default
+
+    def vector(self, table: int, index: int, size: int) -> tuple[int, int]:
+        """Where the elements of a vector begin, and how many there are, each of `size` bytes."""
+        slot = self.slot(table, index)
+        if not slot:
+            return 0, 0
+        start = self.follow(slot)
+        count = self.number("<I", start)
+        if start + 4 + size * count > len(self.data):
+            raise WireError("Arrow metadata lists more than it holds", self.at + start)
+        return start + 4, count
+
+    def pairs(self, table: int, index: int) -> NDArray[np.int64]:
+        """A vector of structs of two 64-bit numbers, as an array (count, 2)."""
+        start, count = self.vector(table, index, 16)
+        return np.frombuffer(self.data[start : start + 16 * count], dtype=np.int64).reshape(-1, 2)
+
+    def text(self, table: int, index: int) -> str:
+        start, count = self.vector(table, index, 1)
+        try:
+            return bytes(self.data[start : start + count]).decode()
+        except UnicodeDecodeError:
+            raise WireError("an Arrow name is not UTF-8", self.at + start) from None
+
+
+def _message(body: memoryview, start: int, at: int) -> tuple[_Flat, int, int, int]:
+    """The message at `start`: its metadata, the kind of its header, where that lies, and where its body begins."""
+    if bytes(body[start : start + 4]) != END[:4]:
+        raise WireError("an Arrow message does not begin with its mark", at + start)
+    if len(body) < start + 8:
+        raise WireError("an Arrow message is cut short", at + start)
+    size = struct.unpack_from("<i", body, start + 4)[0]
+    if size <= 0 or size % 8 or start + 8 + size > len(body):
+        raise WireError(f"an Arrow message states {size} bytes of metadata", at + start + 4)
+    flat = _Flat(body[start + 8 : start + 8 + size], at + start + 8)
+    root = flat.root()
+    if flat.value(root, 0, "<h") != _V5:
+        raise WireError("an Arrow message is not of metadata version 5", at + start)
+    header = flat.slot(root, 2)
+    if not header:
+        raise WireError("an Arrow message has no header", at + start)
+    _no_extras(flat, root, 4)
+    return flat, flat.value(root, 1, "<B"), flat.follow(header), start + 8 + size
+
+
+def _no_extras(flat: _Flat, table: int, index: int) -> None:
+    # Free-form metadata is where extension types hide, whose readers are code, and where a few bytes can be pointed at
+    # thousands of times, each time to be copied.
+    if flat.vector(table, index, 4)[1]:
+        raise WireError("Arrow's custom metadata (and with it extension types) is refused", flat.at + table)
+
+
+class _SchemaReader:
+    """Arrow's schema, read here: Arrow's own reader would copy what is pointed at as often as it is pointed at, and
+    would call the readers of whatever extension types this process happens to know."""
+
+    def __init__(self, flat: _Flat, max_columns: int) -> None:
+        self.flat = flat
+        self.max_columns = max_columns
+        # No two fields, and no two names, share their bytes in what a writer makes: this many fit.
+        self.fields_left = len(flat.data) // 16
+        self.name_bytes_left = len(flat.data)
+
+    def schema(self, table: int) -> pa.Schema:
+        flat = self.flat
+        if flat.value(table, 0, "<h"):
+            raise WireError("big-endian Arrow data is refused", flat.at + table)
+        _no_extras(flat, table, 2)
+        fields = self.fields(table, 1, depth=_MAX_DEPTH)
+        if len(fields) > self.max_columns:
+            raise WireError(f"{len(fields)} columns are over the limit of {self.max_columns}", flat.at)
+        return pa.schema(fields)
+
+    def fields(self, table: int, index: int, depth: int) -> list[pa.Field]:
+        start, count = self.flat.vector(table, index, 4)
+        self.fields_left -= count
+        if depth < 0 or self.fields_left < 0:
+            raise WireError(
+                "the Arrow schema has more fields than its bytes can hold, or nests them too deeply", self.flat.at
+            )
+        return [self.field(self.flat.follow(start + 4 * i), depth) for i in range(count)]
+
+    def field(self, table: int, depth: int) -> pa.Field:
+        flat = self.flat
+        name = flat.text(table, 0)
+        self.name_bytes_left -= len(name)
+        if self.name_bytes_left < 0:
+            raise WireError("the names in the Arrow schema are longer than its bytes", flat.at + table)
+        if flat.slot(table, 4):
+            raise WireError(f"column {name!r}: Arrow dictionaries are refused", flat.at + table)
+        _no_extras(flat, table, 6)
+        code = flat.value(table, 2, "<B")
+        slot = flat.slot(table, 3)
+        kind = self.kind(code, flat.follow(slot) if slot else 0, self.fields(table, 5, depth - 1), name)
+        nullable = bool(flat.value(table, 1, "<B")) or pa.types.is_null(kind)
+        return pa.field(name, kind, nullable=nullable)
+
+    def kind(self, code: int, table: int, children: list[pa.Field], name: str) -> pa.DataType:
+        """The type by its code in Arrow's format/Schema.fbs, whose order of fields the indices here follow."""
+        number = self.flat.value
+        made: pa.DataType | None = None
+        if not table:
+            raise WireError(f"column {name!r}: the Arrow schema names no type", self.flat.at)
+        if code in _PLAIN_CODES and not children:
+            made = _PLAIN_CODES[code]
+        elif code == 2 and not children:
+            made = _INTEGERS.get((number(table, 0, "<i"), number(table, 1, "<B")))
+        elif code == 3 and not children:
+            made = {0: pa.float16(), 1: pa.float32(), 2: pa.float64()}.get(number(table, 0, "<h"))
+        elif code == 8 and not children:
+            made = {0: pa.date32(), 1: pa.date64()}.get(number(table, 0, "<h", 1))
+        elif code == 7 and not children:
+            made = self.decimal(number(table, 0, "<i"), number(table, 1, "<i"), number(table, 2, "<i", 128))
+        elif code == 9 and not children:
+            made = _TIMES.get((number(table, 0, "<h", 1), number(table, 1, "<i", 32)))
+        elif code in (10, 18) and not children:
+            unit = _UNITS.get(number(table, 0, "<h", 0 if code == 10 else 1))
+            zone = self.flat.text(table, 1) if code == 10 else ""
+            self.name_bytes_left -= len(zone)
+            if unit and self.name_bytes_left >= 0:
+                made = pa.timestamp(unit, zone or None) if code == 10 else pa.duration(unit)
+        elif code == 15 and not children and number(table, 0, "<i") > 0:
+            made = pa.binary(number(table, 0, "<i"))
+        elif code == 12 and len(children) == 1:
+            made = pa.list_(children[0])
+        elif code == 21 and len(children) == 1:
+            made = pa.large_list(children[0])
+        elif code == 16 and len(children) == 1 and number(table, 0, "<i") >= 0:
+            made = pa.list_(children[0], number(table, 0, "<i"))
+        elif code == 13:
+            made = pa.struct(children)
+        elif code == 17 and len(children) == 1 and pa.types.is_struct(children[0].type) and len(children[0].type) == 2:
+            key, item = children[0].type
+            made = pa.map_(key.with_nullable(False), item, keys_sorted=bool(number(table, 0, "<B")))
+        if made is None:
+            raise WireError(f"column {name!r}: Arrow type number {code} is refused, or not described", self.flat.at)
+        return made
+
+    def decimal(self, precision: int, scale: int, bits: int) -> pa.DataType | None:
+        if bits not in (128, 256) or not 0 < precision <= (38 if bits == 128 else 76) or abs(scale) > 1000:
+            return None
+        return pa.decimal128(precision, scale) if bits == 128 else pa.decimal256(precision, scale)
+
+
+_PLAIN_CODES = {
+    1: pa.null(),
+    4: pa.binary(),
+    5: pa.string(),
+    6: pa.bool_(),
+    19: pa.large_binary(),
+    20: pa.large_string(),
+}
+_INTEGERS = {
+    (bits, signed): getattr(pa, f"{'' if signed else 'u'}int{bits}")() for bits in (8, 16, 32, 64) for signed in (0, 1)
+}
+_TIMES = {(0, 32): pa.time32("s"), (1, 32): pa.time32("ms"), (2, 64): pa.time64("us"), (3, 64): pa.time64("ns")}
+_MAX_DEPTH = 60
+_UNITS = {0: "s", 1: "ms", 2: "us", 3: "ns"}
+
+
+_SIMPLE = {
+    *_PLAIN_CODES.values(),
+    *_INTEGERS.values(),
+    *_TIMES.values(),
+    *(pa.float16(), pa.float32(), pa.float64(), pa.date32(), pa.date64()),
+}
+
+
+def keeps(kind: pa.DataType, depth: int = _MAX_DEPTH) -> bool:
+    """Whether a frame can hold an unknown column of this type: what `_SchemaReader.kind` reads."""
+    types = pa.types
+    if kind in _SIMPLE or types.is_timestamp(kind) or types.is_duration(kind):
+        return True
+    if types.is_decimal128(kind) or types.is_decimal256(kind):
+        return bool(abs(kind.scale) <= 1000)
+    if types.is_fixed_size_binary(kind):
+        return bool(kind.byte_width > 0)
+    nested = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_struct, types.is_map)
+    if any(test(kind) for test in nested):
+        return depth > 0 and all(keeps(kind.field(i).type, depth - 1) for i in range(kind.num_fields))
+    return False
+
+
+def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int) -> pa.RecordBatch:
+    """The one record batch of the stream in `stored`, which begins at byte `at` of the data."""
+    body = memoryview(stored.data)
+    schema, arrays, batch_start = _schema(body, count, max_columns, at)
+    _, _, start, size = _check_batch(body, len(body), batch_start, arrays, count, at)
+    stop = start + size
+    if bytes(body[stop:]) != END:
+        raise WireError("the Arrow stream does not end behind its one record batch", at + stop)
+    buffer = pa.py_buffer(stored)
+    try:
+        batch = pa.ipc.read_record_batch(buffer.slice(batch_start, stop - batch_start), schema)
+        batch.validate()
+    except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
+        raise WireError(f"the Arrow record batch cannot be read: {error}", at + batch_start) from None
+    return batch
+
+
+def metadata_bytes(mark: memoryview, at: int) -> int:
+    """How many bytes of metadata follow the first 8 bytes of a message."""
+    size = struct.unpack_from("<i", mark, 4)[0]
+    if bytes(mark[:4]) != END[:4] or size <= 0:
+        raise WireError("an Arrow message does not begin with its mark", at)
+    return int(size)
+
+
+def read_layout(
+    head: memoryview, length: int, count: int, max_columns: int, at: int
+) -> tuple[pa.Schema, NDArray[np.int64], NDArray[np.int64], int]:
+    """Check the metadata of a stream of `length` bytes whose first two messages are `head`.
+
+    Returns:
+        The schema, the length and null count of each array, the start and length of each buffer, and the byte of the
+        stream that these starts are counted from.
+    """
+    schema, arrays, batch_start = _schema(head, count, max_columns, at)
+    nodes, buffers, start, size = _check_batch(head, length, batch_start, arrays, count, at)
+    if start + size + END_BYTES != length:
+        raise WireError("the Arrow stream does not end behind its one record batch", at + start + size)
+    return schema, nodes, buffers, start
+
+
+_Parts = tuple[tuple[int, int], ...]
+"""How many nodes and buffers each column has."""
+_checked: dict[tuple[bytes, int], tuple[pa.Schema, _Parts]] = {}
+"""Schemas that were read and checked, by their bytes: frames of one writer have the same, and reading one takes longer
+than all else that a small frame needs. A change of the field table forgets them."""
+_MOST_CHECKED, _LARGEST_CHECKED = 64, 16 << 10
+observe(_checked.clear)
+
+
+def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa.Schema, _Parts, int]:
+    """The stream's schema, how many arrays and buffers each column has, and where the next message begins."""
+    size = struct.unpack_from("<i", body, 4)[0] if len(body) >= 8 else 0
+    key = (bytes(body[: 8 + size]), max_columns) if 0 < size <= min(_LARGEST_CHECKED, len(body) - 8) else None
+    if key is not None and count and key in _checked:
+        return *_checked[key], 8 + size
+    flat, kind, header, batch_start = _message(body, 0, at)
+    if kind != _SCHEMA:
+        raise WireError("the Arrow stream does not begin with a schema", at)
+    if flat.value(flat.root(), 3, "<q"):
+        raise WireError("the Arrow schema has a body", at)
+    try:
+        schema = _SchemaReader(flat, max_columns).schema(header)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        raise WireError(f"the Arrow schema describes what cannot be: {error}", at) from None
+    if count or len(schema):
+        arrow.check_schema(schema)
+    counted = tuple(_counts(field.type) for field in schema)
+    if key is not None and count:
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked[key] = schema, counted
+    return schema, counted, batch_start
+
+
+def _check_batch(
+    body: memoryview, length: int, start: int, parts: _Parts, count: int, at: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
+    """Compare the record batch's metadata with the schema and the `length` of the stream.
+
+    Returns:
+        Its nodes, its buffers, and where its body begins and how long that is.
+    """
+    flat, kind, header, data = _message(body, start, at)
+    if kind != _RECORD_BATCH:
+        raise WireError("the second Arrow message is no record batch", at + start)
+    if flat.slot(header, 3):
+        raise WireError("Arrow's own body compression is refused", at + start)
+    if flat.slot(header, 4):
+        raise WireError("Arrow view types are refused", at + start)
+    size = flat.value(flat.root(), 3, "<q")
+    if size < 0 or size > length - data:
+        raise WireError(f"the Arrow record batch states a body of {size} bytes", at + start)
+    rows = flat.value(header, 0, "<q")
+    if rows != count:
+        raise WireError(f"the header states {count} records, the Arrow record batch {rows}", at + start)
+    nodes, buffers = flat.pairs(header, 1), flat.pairs(header, 2)
+    wanted = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    if (len(nodes), len(buffers)) != wanted:
+        raise WireError(
+            f"the Arrow record batch has {len(nodes)} arrays and {len(buffers)} buffers, "
+            f"its schema {wanted[0]} and {wanted[1]}",
+            at + start,
+        )
+    if impossible_lengths(nodes, size, count):
+        raise WireError("the Arrow record batch states impossible lengths", at + start)
+    if stray_buffers(buffers, size):
+        raise WireError("the Arrow record batch's buffers overlap or leave its body", at + start)
+    return nodes, buffers, data, size
+
+
+def impossible_lengths(nodes: NDArray[np.int64], size: Any, count: Any) -> bool:
+    """Whether arrays have lengths that a body of `size` bytes cannot hold; `nodes`: [..., N, 2], the others [...]."""
+    if not nodes.size:
+        return False
+    # A node's length is bounded by the body: an entry takes a bit at least, or none at all in a null array.
+    most = np.maximum(count, 8 * size)
+    return bool((nodes < 0).any() or (nodes[..., 1] > nodes[..., 0]).any() or (nodes[..., 0].max(-1) > most).any())
+
+
+def stray_buffers(buffers: NDArray[np.int64], size: Any) -> bool:
+    """Whether buffers overlap or leave a body of `size` bytes; `buffers`: [..., N, 2], `size`: [...]."""
+    if not buffers.size:
+        return False
+    begins, ends = buffers[..., 0], buffers[..., 0] + buffers[..., 1]
+    return bool(
+        (buffers < 0).any()
+        or (begins % 8).any()
+        or (buffers.max((-1, -2)) > size).any()
+        or (ends.max(-1) > size).any()
+        or (begins[..., 1:] < ends[..., :-1]).any()
+    )
+
+
+@dataclass(slots=True)
+class Template:
+    """The messages before the body of a record batch: what is the same in frames of one layout, and where numbers lie.
+
+    `head` is the schema's message and the metadata of the batch, `fixed` is 255 for each byte of it that is structure,
+    `places` the first byte and the count of the pairs (nodes, buffers) and single numbers (rows, size).
+    """
+
+    schema: pa.Schema
+    parts: _Parts
+    batch_start: int
+    head: NDArray[np.uint8]
+    fixed: NDArray[np.uint8]
+    places: dict[str, tuple[int, int, int]]
+
+    def numbers(self, heads: NDArray[np.uint8], name: str) -> NDArray[np.int64]:
+        """[F, count, 1 or 2] The numbers of one kind in heads [F, bytes] of this shape."""
+        start, count, width = self.places[name]
+        data = np.ascontiguousarray(heads[:, start : start + 8 * width * count])
+        return data.view(np.int64).reshape(len(heads), count, width)
+
+
+class _Traced(_Flat):
+    """A flatbuffer that marks the bytes its structure was read from."""
+
+    def __init__(self, data: memoryview, at: int) -> None:
+        super().__init__(data, at)
+        self.read = np.zeros(len(data), dtype=np.bool_)
+
+    def number(self, form: str, position: int) -> int:
+        value = super().number(form, position)
+        self.read[position : position + _FORMS[form].size] = True
+        return value
+
+
+def read_template(body: memoryview, count: int, max_columns: int, at: int) -> Template | None:
+    """Check the messages of a stream and find where their numbers lie; `None` if they cannot be told from the rest."""
+    schema, parts, start = _schema(body, count, max_columns, at)
+    _, _, data, _ = _check_batch(body, len(body), start, parts, count, at)
+    flat = _Traced(body[start + 8 : data], at + start + 8)
+    root = flat.root()
+    flat.value(root, 0, "<h")
+    flat.value(root, 1, "<B")
+    flat.slot(root, 4)
+    table = flat.follow(flat.slot(root, 2))
+    flat.slot(table, 3)
+    flat.slot(table, 4)
+    places = {
+        "rows": (flat.slot(table, 0), 1, 1),
+        "size": (flat.slot(root, 3), 1, 1),
+        "nodes": (*flat.vector(table, 1, 16), 2),
+        "buffers": (*flat.vector(table, 2, 16), 2),
+    }
+    variable = np.zeros(len(flat.data), dtype=np.uint8)
+    for position, number, width in places.values():
+        variable[position : position + 8 * width * number] += 1
+    # A number that is structure as well, which no writer makes, could change what the others mean.
+    if not all(position for position, _, _ in places.values()) or variable.max() > 1 or variable[flat.read].any():
+        return None
+    fixed = np.full(data, 255, dtype=np.uint8)
+    fixed[start + 8 :][variable > 0] = 0
+    shifted = {name: (start + 8 + position, number, width) for name, (position, number, width) in places.items()}
+    return Template(schema, parts, start, np.array(body[:data], dtype=np.uint8), fixed, shifted)
+
+
+def batch_slots(body: memoryview) -> tuple[int, int, int, int, int]:
+    """Of a stream that Arrow wrote: where the record batch's buffers begin, and where its metadata has the number of
+    rows, the nodes, the buffers' places, and the number of bytes of all buffers."""
+    start = _message(body, 0, 0)[3]
+    flat, _, header, data = _message(body, start, 0)
+    slots = (
+        flat.slot(header, 0),
+        flat.vector(header, 1, 16)[0],
+        flat.vector(header, 2, 16)[0],
+        flat.slot(flat.root(), 3),
+    )
+    rows, nodes, buffers, size = (start + 8 + slot for slot in slots)
+    return data, rows, nodes, buffers, size
+
+
+def _counts(kind: pa.DataType) -> tuple[int, int]:
+    """How many nodes and buffers an array of this type has, children included."""
+    nodes, buffers = 1, buffer_count(kind)
+    for i in range(kind.num_fields):
+        more = _counts(kind.field(i).type)
+        nodes, buffers = nodes + more[0], buffers + more[1]
+    return nodes, buffers
+
+
+def buffer_count(kind: pa.DataType) -> int:
+    """How many buffers an array of this type has, without its children's."""
+    if pa.types.is_null(kind):
+        return 0
+    if pa.types.is_struct(kind) or pa.types.is_fixed_size_list(kind):
+        return 1
+    if (
+        kind.num_fields
+        or pa.types.is_primitive(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_decimal(kind)
+        or pa.types.is_temporal(kind)
+    ):
+        return 2
+    return 3
+
+
+def check_arrays(arrays: Mapping[str, pa.Array], verify: bool) -> None:
+    """Check all offsets and null counts, and with `verify` every byte of text."""
+    for name, array in arrays.items():
+        try:
+            if pa.types.is_large_string(array.type):
+                _check_text(array, verify)
+            elif verify or not pa.types.is_large_binary(array.type):
+                array.validate(full=True)
+            else:
+                arrow.offsets(array, _size(array))
+        except (pa.ArrowException, ValueError) as error:
+            raise WireError(f"column {name!r}: {str(error).removeprefix('byte ')}") from None
+
+
+def _size(array: pa.Array) -> int:
+    data = array.buffers()[2]
+    return 0 if data is None else data.size
+
+
+def _check_text(array: pa.Array, verify: bool) -> None:
+    bounds = arrow.offsets(array, _size(array))
+    if not verify or not len(array):
+        return
+    # Arrow's check for UTF-8 takes longer than the checksum. Text of one-byte characters, most of it, needs none:
+    # then only lengths and nulls are left to check, as for binary.
+    data = array.buffers()[2]
+    text: Any = b"" if data is None else np.frombuffer(data, dtype=np.uint8)[bounds[0] : bounds[-1]]
+    if len(text) and text.max() >= 128:
+        array.validate(full=True)
+        return
+    binary = pa.Array.from_buffers(pa.large_binary(), len(array), array.buffers(), array.null_count, array.offset)
+    binary.validate(full=True)
+
+
+_RECORD_BATCH, _DICTIONARY = 3, 2
+
+
+def check_stream(path: str) -> None:
+    """Refuse an Arrow stream of another tool that becomes far more than its bytes when its rows are made.
+
+    These are compressed bodies, arrays that point at the same bytes again and again (dictionaries, views, runs), and
+    nulls, which take no bytes, beyond 16 for each byte of the file.
+    """
+    allowed = max(1 << 20, 16 * os.path.getsize(path))
+    with pa.memory_map(path) as file:
+        values = 0
+        for message in pa.ipc.MessageReader.open_stream(file):
+            flat = _Flat(memoryview(message.metadata), 0)
+            root = flat.root()
+            kind, table = flat.value(root, 1, "<B"), flat.follow(flat.slot(root, 2))
+            if kind == _DICTIONARY:
+                raise WireError(f"{path}: columns of dictionaries are not read")
+            if kind != _RECORD_BATCH:
+                continue
+            if flat.slot(table, 3):
+                raise WireError(f"{path}: compressed Arrow bodies are not read")
+            values += flat.value(table, 0, "<q") + int(flat.pairs(table, 1)[:, 0].sum())
+            if values > allowed:
+                raise WireError(f"{path}: over {allowed} values, 16 for each byte of the file")
+    with pa.memory_map(path) as file, pa.ipc.open_stream(file) as stream:
+        for column in stream.schema:
+            _check_plain(path, column.name, column.type)
+
+
+def _check_plain(path: str, name: str, kind: pa.DataType) -> None:
+    if "_view" in str(kind) or pa.types.is_run_end_encoded(kind) or pa.types.is_dictionary(kind):
+        raise WireError(f"{path}: column {name!r} of type {kind} is not read")
+    for i in range(kind.num_fields):
+        _check_plain(path, name, kind.field(i).type)

@@ -1,0 +1,526 @@
+"""Ragged columns: values and offsets; the only place that slices by offsets.
+
+Invariant: row i of a `Ragged` is `values[offsets[i]:offsets[i + 1]]`, offsets never fall, and a row that is absent
+(`valid[i]` False) has length 0. A tensor handed out never lies on read-only memory: a column over a foreign buffer
+is copied once, when the first tensor is asked for (an in-place operation on a read-only map would end the process).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import operator
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.core.errors import WireError
+from rollbook.core.fields import BY_CODE, COLUMNAR, DTYPES, INTEGERS
+
+if TYPE_CHECKING:
+    import torch
+
+_EXACT_IN_FLOAT32 = frozenset(("bool", "uint8", "int8", "uint16", "int16", "float16", "bfloat16", "float32"))
+_EXACT_IN_FLOAT64 = _EXACT_IN_FLOAT32 | {"uint32", "int32", "float64"}
+
+
+def promote(dtypes: Iterable[str]) -> str | None:
+    """The narrowest type that holds every value of all `dtypes` exactly, or `None` if there is none.
+
+    >>> promote(["int32", "int64"]), promote(["bfloat16", "float16"]), promote(["uint64", "int8"])
+    ('int64', 'float32', None)
+    """
+    names = set(dtypes)
+    if not names or not names <= COLUMNAR:
+        return None
+    if len(names) == 1:
+        return names.pop()
+    if names <= INTEGERS | {"bool"}:
+        joined = np.result_type(*(np.dtype(name) for name in names)).name
+        return joined if joined in INTEGERS else None
+    if names <= _EXACT_IN_FLOAT32:
+        return "float32"
+    return "float64" if names <= _EXACT_IN_FLOAT64 else None
+
+
+_MADV_POPULATE_WRITE = 23
+_PAGE = mmap.PAGESIZE
+_LARGE = 4 << 20
+
+
+def allocate(shape: tuple[int, ...], dtype: Any, touched: bool = True) -> NDArray[Any]:
+    """An array to be filled (`touched`) or only to be pointed at. Large ones come from Arrow's pool, which keeps what
+    is freed: the first touch of fresh pages takes several times as long as writing on used ones."""
+    kind = np.dtype(dtype)
+    size = prod(shape) * kind.itemsize
+    if size < _LARGE:
+        return np.empty(shape, dtype=kind)
+    import pyarrow as pa
+
+    memory = np.frombuffer(pa.allocate_buffer(size), dtype=kind).reshape(shape)
+    if touched:
+        populate(memory.ctypes.data, size)
+    return memory
+
+
+def populate(address: int, size: int) -> None:
+    """Have two threads ask for the pages of memory that is about to be filled, instead of faulting them in one by one.
+
+    A hint: other systems, and Linux before 5.14, go without.
+    """
+    if size < _LARGE or sys.platform != "linux":
+        return
+    start = -(-address // _PAGE) * _PAGE
+    half = size // 2 // _PAGE * _PAGE
+    helper = threading.Thread(target=_ask, args=(start, half))
+    helper.start()
+    _ask(start + half, (address + size - start - half) // _PAGE * _PAGE)
+    helper.join()
+
+
+def _ask(start: int, size: int) -> None:
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """A tensor's elements in row-major order, as bytes; copied only if it is strided or on a device."""
+    import torch
+
+    if not tensor.numel():
+        return np.empty(0, dtype=np.uint8)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:
+        # One element passes as contiguous whatever its stride, but not to a view of its bytes.
+        flat = torch.empty(1, dtype=flat.dtype).copy_(flat)
+    return flat.view(torch.uint8).numpy()
+
+
+def tensor_from_bytes(dtype: Any, shape: Any, data: Any, where: str) -> torch.Tensor:
+    """The tensor of `dtype` and `shape` whose elements are `data`, on memory of its own, once they agree."""
+    memory = np.frombuffer(data, dtype=np.uint8)
+    sizes = check_shape(dtype, shape, len(memory), where)
+    if dtype == "bool" and memory.size and memory.max() > 1:
+        raise WireError(f"{where}: got the byte {int(memory.max())} for a bool, expected 0 or 1")
+    import torch
+
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise WireError(f"{where}: dtype {dtype!r} is none of this torch's")
+    if not memory.size:
+        return torch.empty(sizes, dtype=kind)
+    return torch.from_numpy(np.array(memory)).view(kind).reshape(sizes)
+
+
+def check_shape(dtype: Any, shape: Any, nbytes: int, where: str) -> tuple[int, ...]:
+    """The shape as a tuple, once it is known to be one of `nbytes` bytes of `dtype`."""
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise WireError(f"{where}: dtype {dtype!r} is none that is known")
+    if not isinstance(shape, (list, tuple)) or len(shape) > 64:
+        raise WireError(f"{where}: shape {shape!r} is no list of at most 64 sizes")
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise WireError(f"{where}: shape {shape!r} holds what is no size")
+    # Strides are products of sizes even where one of them is 0 and there are no elements.
+    if prod(max(size, 1) for size in shape) >= 2**58:
+        raise WireError(f"{where}: shape {shape!r} is larger than any tensor")
+    count = prod(shape) * DTYPES[dtype].itemsize
+    if count != nbytes:
+        raise WireError(f"{where}: {dtype} of shape {list(shape)} takes {count} bytes, got {nbytes}")
+    return tuple(shape)
+
+
+class _Store:
+    """The memory that a column and its slices share, so that they all see it copied, and changed, at once."""
+
+    __slots__ = ("memory", "owned", "pending", "tensor")
+
+    def __init__(self, memory: NDArray[Any], owned: bool) -> None:
+        self.memory = memory
+        self.owned = owned
+        self.pending: list[torch.Tensor] | None = None
+        self.tensor: torch.Tensor | None = None
+
+
+class Ragged:
+    """Many arrays of different length, as one array of values and the offsets between them.
+
+    `values` has shape (total, *trailing); its numpy type is the storage of `dtype` (bfloat16 lies as uint16, bool as
+    uint8). Where rows have different types the values are of one that holds all exactly, and `codes` (see
+    `fields.DTYPES`) says which each row has. Slices share memory, `take` copies.
+
+    >>> column = Ragged.from_arrays([[1, 2, 3], None, [4]], "int32")
+    >>> column.offsets.tolist(), column.values.tolist(), column.lengths.tolist()
+    ([0, 3, 3, 4], [1, 2, 3, 4], [3, 0, 1])
+    >>> column.tensor(0)
+    tensor([1, 2, 3], dtype=torch.int32)
+    >>> column.tensor(1) is None
+    True
+    >>> column[1:], column[1:].lengths.tolist(), column[::-1][0].tolist()
+    (Ragged(2 rows, 1 values of int32), [0, 1], [4])
+    """
+
+    __slots__ = ("_store", "codes", "dtype", "offsets", "valid")
+
+    def __init__(
+        self,
+        values: NDArray[Any] | _Store,
+        offsets: NDArray[np.int64],
+        dtype: str,
+        valid: NDArray[np.bool_] | None = None,
+        codes: NDArray[np.uint8] | None = None,
+        owned: bool = False,
+    ) -> None:
+        self._store = values if isinstance(values, _Store) else _Store(values, owned)
+        self.offsets = offsets
+        self.dtype = dtype
+        self.valid = valid
+        self.codes = codes
+
+    @property
+    def memory(self) -> NDArray[Any]:
+        """What `values` gives, before any pending tensors have been copied there."""
+        return self._store.memory
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """All rows, one after the other: (total, *trailing)."""
+        if self._store.pending is not None:
+            self.copy_to(self.memory)
+            self._store.pending = None
+        return self._store.memory
+
+    @property
+    def pending(self) -> bool:
+        """Whether the values are still tensors elsewhere, to be copied to where they are wanted by `copy_to`."""
+        return self._store.pending is not None
+
+    def copy_to(self, memory: NDArray[Any]) -> None:
+        """Copy the pending tensors to an array of the column's size."""
+        import torch
+
+        target = getattr(torch, self.dtype)
+        out = torch.from_numpy(memory)
+        out = out if out.dtype == target else out.view(target)
+        pending = self._store.pending or []
+        try:
+            torch.cat(pending, out=out)
+        except RuntimeError:
+            # Some need gradients, are on a device, or of another layout: asking each beforehand would cost all time.
+            try:
+                torch.cat([row.detach().to_dense().cpu() for row in pending], out=out)
+            except RuntimeError as error:
+                raise ValueError(f"a tensor cannot be kept: {error}") from None
+
+    def leave_pending(self, tensors: list[torch.Tensor]) -> None:
+        """Take tensors of the column's type as its values, to be copied by `copy_to` and then `settle`d."""
+        self._store.pending = tensors
+
+    def settle(self, memory: NDArray[Any]) -> None:
+        """Take an array to which the pending tensors were copied as the column's memory."""
+        self._store.memory = memory
+        self._store.pending = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __repr__(self) -> str:
+        return f"Ragged({len(self)} rows, {int(self.offsets[-1] - self.offsets[0])} values of {self.dtype})"
+
+    @property
+    def trailing(self) -> tuple[int, ...]:
+        """The sizes of the dimensions behind the ragged one."""
+        return self.memory.shape[1:]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """How long each row is; 0 where it is absent."""
+        lengths: NDArray[np.int64] = self.offsets[1:] - self.offsets[:-1]
+        return lengths
+
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        """Which rows have a value."""
+        return np.ones(len(self), dtype=np.bool_) if self.valid is None else self.valid
+
+    def row_dtype(self, index: int) -> str:
+        """The type of one row."""
+        return self.dtype if self.codes is None else BY_CODE[int(self.codes[index])].name
+
+    def row_dtypes(self) -> set[str]:
+        """The types that present rows have."""
+        if self.codes is None:
+            return {self.dtype} if self.present.any() else set()
+        return {BY_CODE[int(code)].name for code in np.unique(self.codes[self.present])}
+
+    @classmethod
+    def from_arrays(cls, rows: Sequence[Any], dtype: str) -> Ragged:
+        """A column from lists or numpy arrays (`None` for an absent row), each converted to `dtype`."""
+        if dtype == "bfloat16":
+            raise ValueError("dtype 'bfloat16': numpy has no such type; build the column from tensors")
+        storage = np.dtype(dtype)
+        arrays = [None if row is None else np.asarray(row, dtype=storage) for row in rows]
+        lengths = [0 if array is None else len(array) for array in arrays]
+        present = [array for array in arrays if array is not None]
+        values = np.concatenate(present) if present else np.empty(0, dtype=storage)
+        valid = None if len(present) == len(arrays) else np.array([a is not None for a in arrays], dtype=np.bool_)
+        return cls(values.view(DTYPES[dtype].storage), offsets_of(lengths), dtype, valid, owned=True)
+
+    @classmethod
+    def from_tensors(
+        cls, rows: Sequence[torch.Tensor | None], dtype: str, copy: bool = True, uniform: bool = False
+    ) -> Ragged:
+        """A column from tensors whose types all fit `dtype` and whose trailing sizes agree, copied in one pass.
+
+        `copy=False` leaves them pending, for a caller who knows that nobody changes them until they are copied;
+        `uniform=True` says that their types are known to be `dtype`.
+        """
+        import torch
+
+        present = [row for row in rows if row is not None]
+        trailing = tuple(present[0].shape[1:]) if present else ()
+        # numel is several times as fast as len here, and the same thing for a row of one dimension.
+        measure = len if trailing else torch.Tensor.numel
+        offsets = offsets_of([0 if row is None else measure(row) for row in rows])
+        memory = allocate((int(offsets[-1]), *trailing), DTYPES[dtype].storage, touched=copy)
+        valid = None if len(present) == len(rows) else np.array([row is not None for row in rows], dtype=np.bool_)
+        codes = None
+        kinds = set() if uniform else set(map(attrgetter("dtype"), present))
+        target = getattr(torch, dtype)
+        if kinds - {target}:
+            names = {kind: DTYPES[str(kind).removeprefix("torch.")].code for kind in kinds}
+            codes = np.array([0 if row is None else names[row.dtype] for row in rows], dtype=np.uint8)
+        column = cls(memory, offsets, dtype, valid, codes, owned=True)
+        if memory.size:
+            if codes is not None:
+                present = [row.detach().to("cpu", target) for row in present]
+            column._store.pending = present
+            if copy:
+                column.values  # noqa: B018 (reading it copies)
+        return column
+
+    def tensor_of_values(self) -> torch.Tensor:
+        """All values as one tensor (total, *trailing) of type `dtype`, on writable memory."""
+        store = self._store
+        if store.tensor is None:
+            import torch
+
+            if not store.owned:
+                memory = allocate(store.memory.shape, store.memory.dtype)
+                memory[...] = store.memory
+                store.memory, store.owned = memory, True
+            if self.dtype == "bool" and self.values.size and self.values.max() > 1:
+                raise WireError(f"a bool column holds the byte {int(self.values.max())}, expected 0 or 1")
+            tensor = torch.from_numpy(np.ascontiguousarray(self.values))
+            wanted = getattr(torch, self.dtype)
+            store.tensor = tensor if tensor.dtype == wanted else tensor.view(wanted)
+        return store.tensor
+
+    def tensor(self, index: int) -> torch.Tensor | None:
+        """Row `index`: a view of the column where the row has the column's type, else a copy in its own."""
+        if self.valid is not None and not self.valid[index]:
+            return None
+        row = self.tensor_of_values()[int(self.offsets[index]) : int(self.offsets[index + 1])]
+        return row if self.codes is None else self._cast(row, index)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor | None: ...
+    @overload
+    def __getitem__(self, index: slice[Any, Any, Any]) -> Ragged: ...
+    def __getitem__(self, index: int | slice[Any, Any, Any]) -> torch.Tensor | Ragged | None:
+        """A row, as `tensor` gives it; or, for a slice, a column of these rows (a step other than 1 copies them)."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1:
+                return self.slice(start, max(start, stop))
+            return self.take(np.array(range(start, stop, step), dtype=np.int64))  # a step may be of any size
+        try:
+            index = operator.index(index)
+        except TypeError:
+            raise TypeError(f"index: got {index!r}, expected a row's number or a slice") from None
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index}: the column has {len(self)}")
+        return self.tensor(index % len(self))
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        return iter(self.tensors())
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Every row, as `tensor` gives it, made in one pass."""
+        import torch
+
+        values = self.tensor_of_values()
+        start, stop = int(self.offsets[0]), int(self.offsets[-1])
+        rows: list[Any] = list(torch.split(values[start:stop], self.lengths.tolist()))
+        if self.codes is not None:
+            rows = [self._cast(row, i) for i, row in enumerate(rows)]
+        if self.valid is not None:
+            rows = [row if ok else None for row, ok in zip(rows, self.valid.tolist(), strict=True)]
+        return rows
+
+    def _cast(self, row: torch.Tensor, index: int) -> torch.Tensor:
+        import torch
+
+        name = self.row_dtype(index) if self.valid is None or self.valid[index] else self.dtype
+        return row if name == self.dtype else row.to(getattr(torch, name))
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Rows start to stop, sharing memory."""
+        return Ragged(
+            self._store,
+            self.offsets[start : stop + 1],
+            self.dtype,
+            None if self.valid is None else self.valid[start:stop],
+            None if self.codes is None else self.codes[start:stop],
+        )
+
+    def take(self, indices: NDArray[np.int64]) -> Ragged:
+        """The rows at `indices`, in that order, copied together: nothing of the parent stays alive."""
+        lengths = self.lengths[indices]
+        offsets = offsets_of(lengths)
+        values = allocate((int(offsets[-1]), *self.trailing), self.values.dtype)
+        source = self.values
+        starts = self.offsets[indices].tolist()
+        at = 0
+        for start, length in zip(starts, lengths.tolist(), strict=True):
+            values[at : at + length] = source[start : start + length]
+            at += length
+        return Ragged(
+            values,
+            offsets,
+            self.dtype,
+            None if self.valid is None else self.valid[indices],
+            None if self.codes is None else self.codes[indices],
+            owned=True,
+        )
+
+    def as_dtype(self, dtype: str) -> Ragged:
+        """The same rows on values of a wider type; each row keeps its own."""
+        if dtype == self.dtype:
+            return self
+        import torch
+
+        start, stop = int(self.offsets[0]), int(self.offsets[-1])
+        info = DTYPES[dtype]
+        values = np.empty((stop - start, *self.trailing), dtype=info.storage)
+        torch.from_numpy(values).view(getattr(torch, dtype)).copy_(self.tensor_of_values()[start:stop])
+        codes = self.codes
+        if codes is None:
+            codes = np.full(len(self), DTYPES[self.dtype].code, dtype=np.uint8)
+        return Ragged(values, self.offsets - start, dtype, self.valid, codes, owned=True)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Ragged]) -> Ragged:
+        """All rows of `parts`, which must have one `dtype` and one trailing shape."""
+        offsets = offsets_of(np.concatenate([part.lengths for part in parts]))
+        values = np.concatenate([part.values[part.offsets[0] : part.offsets[-1]] for part in parts])
+        valid = None
+        if any(part.valid is not None for part in parts):
+            valid = np.concatenate([part.present for part in parts])
+        codes = None
+        if any(part.codes is not None for part in parts):
+            own = DTYPES[parts[0].dtype].code
+            codes = np.concatenate(
+                [np.full(len(p), own, dtype=np.uint8) if p.codes is None else p.codes for p in parts]
+            )
+        return cls(values, offsets, parts[0].dtype, valid, codes, owned=True)
+
+    def largest(self) -> int:
+        """The largest value of any row; 0 if there is none."""
+        # Of a slice, only its own rows: what lies beside them may be another row's bytes.
+        values = self.values[self.offsets[0] : self.offsets[-1]]
+        return int(values.max()) if values.size else 0
+
+    def row(self, index: int) -> NDArray[Any]:
+        """The values of one row."""
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    @classmethod
+    def absent(cls, count: int, dtype: str, trailing: tuple[int, ...] = ()) -> Ragged:
+        """A column of `count` rows, none of them there."""
+        values = np.empty((0, *trailing), dtype=DTYPES[dtype].storage)
+        return cls(values, np.zeros(count + 1, dtype=np.int64), dtype, np.zeros(count, dtype=np.bool_), owned=True)
+
+
+class Spread(Ragged):
+    """Rows of numbers in runs that lie apart in one array, to be checked and made tensors of.
+
+    It has no offsets: whatever needs them has to copy the rows together first.
+    """
+
+    __slots__ = ("checked", "counts", "row_lengths", "starts")
+
+    def __init__(
+        self,
+        values: NDArray[Any],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        counts: Sequence[int],
+        dtype: str,
+        valid: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Rows of `lengths` in runs of `counts` rows, which begin at `starts` of `values`, rising."""
+        super().__init__(values, np.empty(0, dtype=np.int64), dtype, valid, owned=True)
+        self.starts = starts
+        self.row_lengths = lengths
+        self.counts = list(counts)
+        self.checked = False
+        """Whether bools are known to be 0 and 1."""
+
+    def __len__(self) -> int:
+        return len(self.row_lengths)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """How long each row is; 0 where it is absent."""
+        return self.row_lengths
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """Where the values of each run begin and stop."""
+        bounds = np.cumsum([0, *self.counts])
+        ends = np.concatenate([[0], np.cumsum(self.row_lengths)])
+        return list(zip(self.starts.tolist(), (self.starts + np.diff(ends[bounds])).tolist(), strict=True))
+
+    def largest(self) -> int:
+        """The largest value of any row; 0 if there is none."""
+        return max((int(self.memory[start:stop].max()) for start, stop in self._runs() if stop > start), default=0)
+
+    def row(self, index: int) -> NDArray[Any]:
+        """The values of one row."""
+        bounds = np.cumsum([0, *self.counts])
+        run = int(np.searchsorted(bounds, index, side="right")) - 1
+        start = int(self.starts[run] + self.row_lengths[bounds[run] : index].sum())
+        return self.memory[start : start + int(self.row_lengths[index])]
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Every row as a view. Each run has a storage of its own, which is what copying or saving a tensor takes."""
+        import torch
+
+        if self.dtype == "bool" and not self.checked and self.largest() > 1:
+            raise WireError(f"a bool column holds the byte {self.largest()}, expected 0 or 1")
+        dtype = getattr(torch, self.dtype)
+        lengths = self.row_lengths.tolist()
+        rows: list[Any] = []
+        for (start, stop), count in zip(self._runs(), self.counts, strict=True):
+            values = torch.from_numpy(self.memory[start:stop])
+            values = values if values.dtype == dtype else values.view(dtype)
+            rows += values.split_with_sizes(lengths[len(rows) : len(rows) + count])
+        if self.valid is not None:
+            rows = [row if there else None for row, there in zip(rows, self.valid.tolist(), strict=True)]
+        return rows
+
+
+def offsets_of(lengths: Any) -> NDArray[np.int64]:
+    """Offsets, one more than there are lengths, from 0.
+
+    >>> offsets_of([3, 0, 1]).tolist()
+    [0, 3, 3, 4]
+    """
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    offsets[1:] = lengths
+    offsets.cumsum(out=offsets)
+    return offsets

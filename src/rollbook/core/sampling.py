@@ -1,0 +1,407 @@
+"""What goes into an engine and what comes out of it: prompts, sampling options, samples, and the run they are of.
+
+Invariant: what an engine sampled is kept as it was sampled: `logprobs` and `versions` have an entry for each id of
+`response_ids`, or there are none; nothing is tokenized again, cut or ended by a token that was not sampled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from rollbook.algorithms.registry import choice, near, number, switch, whole_number
+from rollbook.core.ids import EID
+
+if TYPE_CHECKING:
+    from rollbook.core.experience import Experience
+
+LogprobsKind = Literal["processed", "tempered", "raw"]
+"""Which distribution log-probs are of.
+
+- `processed`: the one that was sampled from, after temperature and truncation (top-k, top-p, min-p).
+- `tempered`: after temperature and without suppressed tokens, before truncation: what a training forward pass at that
+  temperature gives.
+- `raw`: of the model's own logits, at temperature 1.
+"""
+KINDS: tuple[str, ...] = get_args(LogprobsKind)
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+"""`abort`: paused or cancelled before it was done, to be continued or not; `error`: there is no (whole) response."""
+
+Overflow = Literal["error", "left", "right"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What is asked of a model: exactly one of `text`, `messages` (a chat) and `token_ids`, with its media.
+
+    `images` and `videos` belong to this prompt alone. `eid` says which batch and task it is of: its samples are the
+    runs of that task, and form one group. `reference`, `label` and `info` go along to rewards and records.
+
+    >>> Prompt.of("2 + 2 =").text, Prompt.of([5, 6]).token_ids, Prompt.of([{"role": "user", "content": "hi"}]).messages
+    ('2 + 2 =', (5, 6), ({'role': 'user', 'content': 'hi'},))
+    >>> Prompt.of(17)
+    Traceback (most recent call last):
+        ...
+    ValueError: prompt: got int (17), expected text, chat messages, token ids or a Prompt
+    """
+
+    text: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    token_ids: Sequence[int] | None = None
+    images: Sequence[Any] = ()
+    videos: Sequence[Any] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None
+    eid: EID | None = None
+    reference: Any = None
+    label: Any = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("text", "messages", "token_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"prompt: got {' and '.join(given) or 'nothing'}, expected one of text, messages, token_ids"
+            )
+        if self.text is not None and not isinstance(self.text, str):
+            raise ValueError(f"prompt.text: got {type(self.text).__name__}, expected a str")
+        if self.messages is not None:
+            object.__setattr__(self, "messages", tuple(self.messages))
+            for i, message in enumerate(self.messages):
+                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                    raise ValueError(f"prompt.messages[{i}]: got {message!r}, expected a mapping with a 'role'")
+        if self.token_ids is not None:
+            object.__setattr__(self, "token_ids", token_ids("prompt.token_ids", self.token_ids))
+        if self.tools is not None and self.messages is None:
+            raise ValueError("prompt.tools: got tools without messages, expected them beside a chat")
+        for name in ("images", "videos"):
+            object.__setattr__(self, name, as_media(f"prompt.{name}", getattr(self, name)))
+
+    @classmethod
+    def of(cls, given: Any) -> Prompt:
+        """A prompt from what users write: text, messages, token ids (a list, an array or a tensor), or itself."""
+        if isinstance(given, Prompt):
+            return given
+        if isinstance(given, str):
+            return cls(text=given)
+        if hasattr(given, "tolist"):
+            return cls(token_ids=given.tolist())
+        if isinstance(given, Sequence) and given and isinstance(given[0], Mapping):
+            return cls(messages=given)
+        if isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray)):
+            return cls(token_ids=given)
+        what = f"{type(given).__name__} ({given!r})"
+        raise ValueError(f"prompt: got {what}, expected text, chat messages, token ids or a Prompt")
+
+    def replace(self, **changes: Any) -> Prompt:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def token_ids(name: str, given: Any) -> tuple[int, ...]:
+    """Token ids as a tuple, or an error that names the first that is none."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise ValueError(f"{name}: got {type(given).__name__}, expected a list of token ids")
+    for i, one in enumerate(given):
+        if isinstance(one, bool) or not isinstance(one, Integral) or int(one) < 0:
+            raise ValueError(f"{name}[{i}]: got {one!r}, expected a token id")
+    return tuple(int(one) for one in given)
+
+
+def as_media(name: str, given: Any) -> tuple[Any, ...]:
+    """A prompt's images or videos as a tuple: none, one bare one, or several."""
+    if given is None:
+        return ()
+    if isinstance(given, (list, tuple)):
+        for i, one in enumerate(given):
+            if one is None:
+                raise ValueError(f"{name}[{i}]: got None, expected an image or a video")
+        return tuple(given)
+    return (given,)
+
+
+ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
+"""Transformers' names for options of `Sampling`, which `Sampling.of` takes too."""
+
+
+_RECORDED = ("asked_seed", "earlier", "run", "stop_reason")
+"""What a sample's record has beside the options."""
+
+
+def _asked(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a mapping; of a sample's record, those that were asked for: the call's seed, not the stream's."""
+    made = {name: value for name, value in recorded.items() if name not in _RECORDED}
+    return made | {"seed": recorded["asked_seed"]} if "asked_seed" in recorded else made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to sample: the options that every engine knows, checked when they are given.
+
+    - `n`: how many samples of each prompt. `max_tokens`, `min_tokens`: of each response.
+    - `temperature`: 0 takes the likeliest token. `top_p`, `top_k` (-1 or 0: all), `min_p` truncate.
+    - `first_temperature`: of the first token alone (FIRE); the rest, and all else, as ever.
+    - `stop`: texts, `stop_token_ids`: ids that end a response, beside the model's own; `ignore_eos` goes on past those.
+      The sampled tokens are kept whole; `include_stop` says whether `text` keeps the text that stopped it (special
+      tokens are in no `text`).
+    - `seed`: each sample has a stream of random numbers of its own, made from this and its id, so that what is sampled
+      does not depend on what else is in the batch. `None`: another one with each call.
+    - `suppress`: ids that are never sampled, such as an image's placeholder.
+    - `max_prompt_tokens`, and what becomes of a longer prompt: an `error` for that prompt, or cut on the `left` or
+      `right`, which is recorded.
+    - `logprobs`: which log-probs to record (see `LogprobsKind`); `None` asks for none.
+    - `extra`: options of one server that the others do not know, passed on as they are.
+
+    >>> Sampling(temperature=0.7, top_p=0.9).to_dict()["top_p"]
+    0.9
+    >>> Sampling.of({"max_new_tokens": 8}, temperature=0.5).max_tokens
+    8
+    >>> Sampling(top_p=1.5)
+    Traceback (most recent call last):
+        ...
+    ValueError: top_p: got 1.5, expected a number above 0, up to 1
+    >>> Sampling.of(temprature=1.0)
+    Traceback (most recent call last):
+        ...
+    ValueError: sampling: option 'temprature' is not known; did you mean 'temperature'? (n, max_tokens, min_tokens, temperature, top_p, top_k, min_p, first_temperature, stop, stop_token_ids, include_stop, ignore_eos, seed, suppress, max_prompt_tokens, prompt_overflow, logprobs, extra)
+    """  # noqa: E501
+
+    n: int = 1
+    max_tokens: int = 1024
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    first_temperature: float | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop: bool = True
+    ignore_eos: bool = False
+    seed: int | None = None
+    suppress: Sequence[int] = ()
+    max_prompt_tokens: int | None = None
+    prompt_overflow: Overflow = "error"
+    logprobs: LogprobsKind | None = "processed"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "n", whole_number("n", self.n, 1))
+        put(self, "max_tokens", whole_number("max_tokens", self.max_tokens, 1))
+        put(self, "min_tokens", whole_number("min_tokens", self.min_tokens))
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens: got {self.min_tokens}, expected at most max_tokens ({self.max_tokens})")
+        for name in ("temperature", "first_temperature"):
+            if getattr(self, name) is not None:
+                put(self, name, number(name, getattr(self, name), 0, 1e4, "a number from 0 on"))
+        if self.temperature is None:
+            raise ValueError("temperature: got None, expected a number from 0 on")
+        put(self, "top_p", number("top_p", self.top_p, 1e-12, 1, "a number above 0, up to 1"))
+        put(self, "min_p", number("min_p", self.min_p, 0, 1))
+        top_k = whole_number("top_k", self.top_k, -1)
+        put(self, "top_k", -1 if top_k == 0 else top_k)
+        if not isinstance(self.stop, (str, list, tuple, type(None))):
+            raise ValueError(f"stop: got {self.stop!r}, expected texts")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for i, text in enumerate(stop):
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop[{i}]: got {text!r}, expected a text that is not empty")
+        put(self, "stop", stop)
+        for name in ("stop_token_ids", "suppress"):
+            value = getattr(self, name)
+            put(self, name, () if value is None else token_ids(name, value))
+        put(self, "include_stop", switch("include_stop", self.include_stop))
+        put(self, "ignore_eos", switch("ignore_eos", self.ignore_eos))
+        if self.seed is not None:
+            put(self, "seed", whole_number("seed", self.seed))
+        if self.max_prompt_tokens is not None:
+            put(self, "max_prompt_tokens", whole_number("max_prompt_tokens", self.max_prompt_tokens, 1))
+        choice("prompt_overflow", self.prompt_overflow, get_args(Overflow))
+        choice("logprobs", self.logprobs, (*KINDS, None))
+        if not isinstance(self.extra, (Mapping, type(None))):
+            raise ValueError(f"extra: got {self.extra!r}, expected a mapping of a server's options")
+        put(self, "extra", dict(self.extra or {}))
+
+    @classmethod
+    def of(cls, given: Sampling | Mapping[str, Any] | None = None, **options: Any) -> Sampling:
+        """Options from a mapping or another `Sampling`, with changes; unknown ones are refused with the nearest."""
+        base = cls() if given is None else given
+        changes = dict(options)
+        if not isinstance(base, Sampling):
+            if not isinstance(base, Mapping):
+                raise ValueError(f"sampling: got {type(base).__name__}, expected Sampling or a mapping of its options")
+            changes, base = {**_asked(base), **changes}, cls()
+        known = [f.name for f in dataclasses.fields(cls)]
+        named = {}
+        for name, value in changes.items():
+            if ALIASES.get(name, name) not in known:
+                raise ValueError(f"sampling: option {name!r} is not known{near(name, known)}")
+            named[ALIASES.get(name, name)] = value
+        return dataclasses.replace(base, **named)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain values, as a record keeps them."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+    def needs_truncation(self) -> bool:
+        """Whether some tokens are ruled out by their probability."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What all samples of an engine have in common: which engine, model, tokenizer and chat template made them.
+
+    >>> run = RunInfo(engine="scripted", engine_version="1", model="none")
+    >>> run.to_dict()["engine"], len(run.id)
+    ('scripted', 16)
+    """
+
+    engine: str
+    engine_version: str
+    model: str
+    tokenizer: str | None = None
+    """A fingerprint of the tokenizer: equal where every text gives the same ids."""
+    chat_template: str | None = None
+    adapter: str | None = None
+    seed: int | None = None
+    cannot: tuple[str, ...] = ()
+    """What this engine was asked for, or found out, that it cannot give, in words."""
+
+    @property
+    def id(self) -> str:
+        """16 hex digits that name the run's make-up; every sample carries them."""
+        plain = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**dataclasses.asdict(self), "cannot": list(self.cannot)}
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """One response of an engine to one prompt, as the engine gave it.
+
+    P prompt ids, R response ids. `logprobs` [R] are of the distribution that `logprobs_kind` names. `versions` [R]:
+    the policy that sampled each token. `finish_reason`: `stop`, `length`, `tool_calls`, `abort` (give it back to the
+    engine to go on with it) or `error` (then `error` says what happened). `media`: what the processor made of the
+    prompt's images, one object for all samples of a prompt. `message`: a chat server's reply, tool calls and all.
+
+    >>> sample = Sample(
+    ...     prompt=Prompt(text="2+2="), eid=EID(batch=0, task=7, run=1, suffix="a"), prompt_ids=[5, 6],
+    ...     response_ids=[9], logprobs=[-0.5], finish_reason="stop", versions=[3], text="4", group_size=2,
+    ... )
+    >>> record = sample.to_experience()
+    >>> record, record.policy_versions.tolist(), record.group_size
+    (Experience(0/7/1/0/a, single_turn, 2+1 tokens), [3], 2)
+    """
+
+    prompt: Prompt
+    eid: EID
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    logprobs: Sequence[float] | None = None
+    logprobs_kind: LogprobsKind | None = "processed"
+    finish_reason: FinishReason = "stop"
+    stop_reason: str | int | None = None
+    """Which text or id stopped it, if it was one that was asked for."""
+    versions: Sequence[int] | None = None
+    text: str | None = None
+    prompt_text: str | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    run_id: str | None = None
+    group_size: int = 1
+    error: str | None = None
+    message: Mapping[str, Any] | None = None
+    media: Mapping[str, Any] | None = None
+    routed_experts: Any = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("logprobs", "versions"):
+            value = getattr(self, name)
+            if value is not None and len(value) != len(self.response_ids):
+                raise ValueError(
+                    f"{name}: got {len(value)} entries, expected {len(self.response_ids)}, one for each response id"
+                )
+        choice("finish_reason", self.finish_reason, get_args(FinishReason))
+        if (self.error is None) == (self.finish_reason == "error"):
+            raise ValueError(
+                f"error: got {self.error!r} with finish_reason {self.finish_reason!r}, expected both or none"
+            )
+        choice("logprobs_kind", self.logprobs_kind, (*KINDS, None))
+
+    @property
+    def group_id(self) -> str:
+        """The task that it is a run of: what the samples of one prompt have in common."""
+        return self.eid.tid
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is no response to learn from."""
+        return self.finish_reason == "error"
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether an engine could go on with it."""
+        return self.finish_reason == "abort"
+
+    def replace(self, **changes: Any) -> Sample:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_experience(self) -> Experience:
+        """The record of this sample. Of a failed one too: it has the response as far as it got, maybe none, a mask
+        that is all False, and `info["error"]`. `info["images"]` has the prompt's images (see `pictures.recorded`),
+        unless the prompt's own `info` has something under that name."""
+        from rollbook.core.experience import Experience
+        from rollbook.core.images import recorded, told
+
+        whole = not self.failed
+        info = {**self.prompt.info, **self.info}
+        given: dict[str, Any] = {"reference": self.prompt.reference, "label": self.prompt.label, "error": self.error}
+        info |= {name: value for name, value in given.items() if value is not None}
+        if self.prompt.images and "images" not in info and (images := recorded(self.prompt.images)):
+            info["images"] = images
+        sampling = {**self.sampling, "logprobs": self.logprobs_kind if self.logprobs is not None else None}
+        if self.run_id is not None:
+            sampling["run"] = self.run_id
+        if self.stop_reason is not None:
+            sampling["stop_reason"] = self.stop_reason
+        mask: dict[str, Any] = {}
+        if not whole or not self.response_ids or not self.prompt_ids:
+            mask = {"action_mask": [whole] * len(self.response_ids), "experience_type": "multi_turn"}
+        messages = self.prompt.messages
+        if messages is not None and self.message is not None:
+            messages = [*messages, self.message]
+        return Experience(
+            eid=self.eid,
+            tokens=[*self.prompt_ids, *self.response_ids],
+            prompt_length=len(self.prompt_ids),
+            logprobs=self.logprobs,
+            policy_versions=None if self.versions is None else list(self.versions),
+            finish_reason=self.finish_reason,
+            truncate_status="response_truncated" if self.finish_reason == "length" else None,
+            response_text=self.text,
+            prompt_text=self.prompt_text if self.prompt_text is not None else self.prompt.text,
+            messages=None if messages is None else [told(message) for message in messages],
+            tools=None if self.prompt.tools is None else [dict(tool) for tool in self.prompt.tools],
+            multi_modal_inputs=self.media,
+            routed_experts=self.routed_experts,
+            sampling=sampling,
+            group_size=self.group_size,
+            info=info,
+            metrics=self.metrics,
+            **mask,
+        )

@@ -1,0 +1,503 @@
+"""`Answers`: what the pages ask of a run, as dicts that strict JSON can say.
+
+Invariant: every number is finite or `None`; an answer reads one state of the index, and asks the source only for what
+the index has not (the label of a group, a text to search in).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.algorithms.registry import whole_number
+from rollbook.book import measurements
+from rollbook.book.errors import BookError
+from rollbook.inspect import filters, listing
+from rollbook.inspect.documents import LENSES
+from rollbook.inspect.index import COUNTS, named
+from rollbook.inspect.plain import plain
+from rollbook.inspect.reward_parts import reward_parts
+from rollbook.inspect.search import Search
+from rollbook.inspect.statistics import edges, group_means, group_test
+from rollbook.inspect.summaries import newest_steps, summarise
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from rollbook.inspect.index import Index
+    from rollbook.inspect.sources import Source
+
+SCATTER = 2000
+"""Points of a scatter plot, at most."""
+COMPARED = {"reward": "reward", "length": "response_tokens", "entropy": "entropy", "advantage": "advantage"}
+"""What a step page draws, and the column of it."""
+LIVE_SECONDS = 300.0
+"""How long after the last change a run still counts as live."""
+_PATIENCE = 1.0
+_LOOK_SECONDS = 3.0
+_MOST_OF_A_PROMPT = 20_000
+_MOST_COMPARED = 16
+
+
+class Answers:
+    """Answers about one source, through its index.
+
+    >>> import rollbook
+    >>> from rollbook.inspect.index import Index
+    >>> from rollbook.inspect.sources import BookSource, load
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(eid={"batch": 3, "task": 1, "run": r, "suffix": "s"}, tokens=[1, 2, 3 + r],
+    ...                                      reward=float(r), metrics={"accuracy": r}) for r in range(2)])
+    >>> source, index = BookSource(book), Index()
+    >>> load(source, index)
+    >>> answers = Answers(source, index)
+    >>> answers.run()["steps"], answers.run()["parts"]
+    ({'first': 3, 'last': 3, 'count': 1}, ['accuracy'])
+    >>> [row["uid"] for row in answers.list(filter="reward > .5")["rows"]]
+    ['3/1/1/0/s']
+    >>> answers.group("3/1")["rows"][0]["parts"]
+    {'accuracy': 1.0}
+    >>> answers.close(), index.close()
+    (None, None)
+    """
+
+    def __init__(self, source: Source, index: Index) -> None:
+        self.source = source
+        self.index = index
+        self.searching = Search(source, index)
+        self._snapshots = listing.Snapshots(index)
+        self._looked: dict[bool, tuple[int, float, list[dict[str, Any]]]] = {}
+        self._looking = threading.Lock()
+        self._compared: dict[tuple[int, tuple[int, int], tuple[int, int]], dict[str, Any]] = {}
+        self._comparing = threading.Lock()
+        self._known_numbers: tuple[int, list[str], list[str]] = (-1, [], [])
+
+    # --- the whole ----------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """What is known of the whole run, and what can be asked of it: the answer of `/api/run`."""
+        self.index.settle(_PATIENCE)
+        cursor = self.index.cursor
+        with self.index.reading() as read:
+            total, evaluation, measured = _counts(read)
+            unread = read.execute("SELECT COUNT(*) FROM samples WHERE searchable = 0").fetchone()[0]
+            groups = read.execute("SELECT COUNT(*) FROM groups").fetchone()[0]
+            found = dict.fromkeys((0, 1), (None, None, 0))
+            for flag, *span in read.execute(
+                "SELECT evaluation, MIN(step), MAX(step), COUNT(*) FROM steps WHERE n > 0 GROUP BY evaluation"
+            ):
+                found[flag] = tuple(span)
+            versions = read.execute(
+                "SELECT MIN(json_extract(summary, '$.versions[0]')), MAX(json_extract(summary, '$.versions[1]')) "
+                "FROM steps"
+            ).fetchone()
+            rewards = read.execute("SELECT MIN(low), MAX(top) FROM tops").fetchone()
+            parts, metrics = self._numbers(read)
+        first, last, count = found[0] if found[0][2] else found[1]
+        tokenized = self.index.fact("tokenized", [])
+        book = self.source.kind == "book"
+        changed = self.source.changed
+        idle = None if changed is None else max(0.0, time.time() - changed)
+        from rollbook import __version__
+
+        return {
+            "name": self.source.name,
+            "kind": self.source.kind,
+            "live": idle is not None and idle < LIVE_SECONDS,
+            "idle": idle,
+            "records": total,
+            "evaluation": evaluation,
+            "groups": groups,
+            "steps": {"first": first, "last": last, "count": count},
+            "tokenized": tokenized[0] if len(tokenized) == 1 else "mixed" if tokenized else "exact",
+            "lenses": self._lenses(versions),
+            "columns": filters.described(parts, metrics),
+            "parts": parts,
+            "metrics": metrics,
+            "rewards": None if None in rewards else list(rewards),
+            "features": {
+                "ledger": book,
+                "sql": book and importlib.util.find_spec("duckdb") is not None,
+                "search": True,
+                "export": False,
+                "annotate": False,
+            },
+            "progress": {"measured": measured, "total": total, "searchable": max(0, total - unread)},
+            "problems": [*filter(None, [self.index.fact("error")]), *self.source.problems],
+            "cursor": cursor,
+            "version": __version__,
+        }
+
+    def _numbers(self, read: sqlite3.Connection) -> tuple[list[str], list[str]]:
+        """The names of the reward's parts, and of the other numbers; looked for again when the index changed."""
+        cursor = self.index.cursor
+        if self._known_numbers[0] != cursor:
+            rows = read.execute(
+                "SELECT key FROM steps, json_each(steps.summary, '$.parts') "
+                "GROUP BY key ORDER BY MIN(steps.step), MIN(id)"
+            )
+            names = [row[0] for row in rows]
+            parts = set(reward_parts(self.index))
+            self._known_numbers = (cursor, [n for n in names if n in parts], [n for n in names if n not in parts])
+        return self._known_numbers[1:]
+
+    def _lenses(self, versions: tuple[Any, Any]) -> list[dict[str, Any]]:
+        scales = self.index.fact("scales", {})
+        if None not in versions:
+            low, high = versions
+            scales["version"] = {"low": low, "high": max(high, low + 1), "quantiles": None}
+        return [
+            {
+                "id": lens.id,
+                "key": lens.key,
+                "label": lens.label,
+                "help": lens.help,
+                "scale": {"kind": lens.scale, **scales[lens.id], "middle": lens.middle},
+            }
+            for lens in LENSES.values()
+            if lens.id in scales
+        ]
+
+    def change(self, since: int) -> dict[str, Any]:
+        """What a listening page is told: {cursor, records, measured, steps that changed since}."""
+        self.index.settle(_PATIENCE)
+        cursor = self.index.cursor
+        with self.index.reading() as read:
+            records, _, measured = _counts(read)
+            steps = [
+                row[0]
+                for row in read.execute("SELECT DISTINCT step FROM steps WHERE cursor > ? ORDER BY step", (since,))
+            ]
+        return {"cursor": cursor, "records": records, "measured": measured, "steps": steps}
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def steps(self, since: int = 0, evaluation: bool = False) -> dict[str, Any]:
+        """The summaries of the steps that changed after a cursor, oldest step first."""
+        whole_number("since", since)
+        self.index.settle(_PATIENCE)
+        cursor = self.index.cursor
+        rows = self.index.query(
+            "SELECT summary FROM steps WHERE evaluation = ? AND cursor > ? ORDER BY step", (int(evaluation), since)
+        )
+        return {"cursor": cursor, "steps": [json.loads(row[0]) for row in rows]}
+
+    def step(self, step: int, evaluation: bool = False) -> dict[str, Any]:
+        """One step: its summary, that of the step before, how far they are apart, and what a page draws of it."""
+        whole_number("step", step)
+        self.index.settle(_PATIENCE)
+        flag = int(evaluation)
+        with self.index.reading() as read:
+            before, after = (
+                read.execute(
+                    f"SELECT step FROM steps WHERE evaluation = ? AND n > 0 AND step {sign} ? "
+                    f"ORDER BY step {way} LIMIT 1",
+                    (flag, step),
+                ).fetchone()
+                for sign, way in (("<", "DESC"), (">", ""))
+            )
+            summary = _summary(read, step, flag)
+            earlier = None if before is None else _summary(read, before[0], flag)
+            now, then = (_values(read, each, flag) if each is not None else {} for each in (step, before and before[0]))
+            rows = read.execute(
+                "SELECT response_tokens, reward, status, n, uid FROM samples "
+                f"WHERE step = ? AND evaluation = ? AND {COUNTS} ORDER BY n",
+                (step, flag),
+            ).fetchall()
+        if len(rows) > SCATTER:
+            chosen = np.random.default_rng(step).choice(len(rows), SCATTER, replace=False)
+            rows = [rows[i] for i in sorted(chosen.tolist())]
+        return {
+            "step": step,
+            "previous": before and before[0],
+            "next": after and after[0],
+            "summary": summary,
+            "before": earlier,
+            "versus": {
+                name: _versus(then[name], now[name])
+                for name in ("reward", "length", "entropy")
+                if then and len(then[name][0])
+                if len(now[name][0])
+            },
+            "histograms": {name: _histogram(values) for name, (values, _) in now.items()},
+            "scatter": plain([row[:4] for row in rows]),
+            "uids": {str(row[3]): row[4] for row in rows},
+        }
+
+    # --- lists --------------------------------------------------------------------------------------------------
+
+    def list(
+        self,
+        view: str = "samples",
+        *,
+        step: int | None = None,
+        gid: str | None = None,
+        prompt: str | None = None,
+        filter: str | None = None,
+        sort: str | None = None,
+        offset: int = 0,
+        limit: int = 100,
+        snapshot: str | None = None,
+        evaluation: bool | None = None,
+    ) -> dict[str, Any]:
+        """A page of samples, or of groups that hold a sample the filter is true of.
+
+        The order is fixed when it is first asked for; with its `snapshot` later pages follow on, whatever came in
+        since. A step's samples are those for training unless `evaluation` says otherwise; without a step, all.
+        """
+        self.index.settle(_PATIENCE)
+        with self.index.reading() as read:
+            parts, metrics = self._numbers(read)
+        if filter and filters.parse(filter, [*parts, *metrics]).texts:
+            self.searching.finish()
+        return self._snapshots.page(
+            view,
+            step=step,
+            gid=gid,
+            prompt=prompt,
+            filter=filter or "",
+            sort=sort or "",
+            offset=offset,
+            limit=limit,
+            snapshot=snapshot,
+            evaluation=evaluation,
+            parts=[*parts, *metrics],
+        )
+
+    def group(self, gid: str) -> dict[str, Any]:
+        """One group: its samples, best reward first, its neighbours in the step, and its prompt at other steps."""
+        self.index.settle(_PATIENCE)
+        with self.index.reading() as read:
+            found = read.execute(
+                "SELECT g, evaluation FROM groups WHERE gid = ? ORDER BY evaluation", (gid,)
+            ).fetchone()
+            if found is None:
+                raise KeyError(f"group: got {gid!r}, which is not here")
+            (summary,) = listing.groups(read, [found[0]])
+            evaluation = found[1]
+            ns = [
+                row[0]
+                for row in read.execute(
+                    f"SELECT n FROM samples WHERE gid = ? AND evaluation = ? AND {COUNTS} "
+                    "ORDER BY reward IS NULL, reward DESC, run, turn, n",
+                    (gid, evaluation),
+                )
+            ]
+            rows = listing.samples(read, ns)
+            previous, following = _beside(read, found[0])
+            timeline = [
+                {"step": row[0], "gid": row[1], "n": row[2], "mean": plain(row[3])}
+                for row in read.execute(
+                    "SELECT step, gid, n, mean FROM groups WHERE prompt = ? AND evaluation = ? ORDER BY step, first",
+                    (summary["prompt"], evaluation),
+                )
+            ]
+        if not summary["prompt"]:  # not measured yet
+            timeline = [{"step": summary["step"], "gid": gid, "n": summary["n"], "mean": summary["mean"]}]
+        label, reference = self._expected(rows)
+        return {
+            **{name: summary[name] for name in ("gid", "step", "task", "prompt", "opening", "n", "expected", "flags")},
+            **{name: summary[name] for name in ("mean", "std")},
+            "label": label,
+            "reference": reference,
+            "evaluation": bool(evaluation),
+            "previous": previous and previous[1],
+            "next": following and following[1],
+            "timeline": timeline,
+            "rows": rows,
+        }
+
+    def _expected(self, rows: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
+        """The label and the reference answer of a group, which its samples share."""
+        for row in rows:
+            if row["gone"] is None:
+                try:
+                    (one,) = self.source.documents([row["uid"]])
+                except (BookError, KeyError, OSError, ValueError):
+                    continue
+                return plain(one.label), plain(one.reference)
+        return None, None
+
+    def neighbours(self, uid: str) -> dict[str, Any]:
+        """One sample's row, and those beside it: in its group, in its step, and of its prompt."""
+        self.index.settle(_PATIENCE)
+        with self.index.reading() as read:
+            found = read.execute(
+                "SELECT n, gid, evaluation, step, prompt FROM samples WHERE uid = ?", (uid,)
+            ).fetchone()
+            if found is None:
+                raise KeyError(f"uid: got {uid!r}, which is not here")
+            n, gid, evaluation, step, prompt = found
+            members = [row[0] for row in read.execute(_MEMBERS, (gid, evaluation))]
+            at = members.index(uid) if uid in members else None
+            group = read.execute("SELECT g FROM groups WHERE gid = ? AND evaluation = ?", (gid, evaluation)).fetchone()
+            beside = (None, None) if group is None else _beside(read, group[0])
+            firsts = [
+                None if each is None else read.execute(_MEMBERS, (each[1], evaluation)).fetchone() for each in beside
+            ]
+            steps = [
+                row[0]
+                for row in read.execute(
+                    f"SELECT DISTINCT step FROM samples WHERE prompt = ? AND prompt <> '' AND {COUNTS} ORDER BY step",
+                    (prompt,),
+                )
+            ]
+            (row,) = listing.samples(read, [n])
+        return {
+            "row": row,
+            "gid": gid,
+            "step": step,
+            "previous": members[at - 1] if at else None,
+            "next": members[at + 1] if at is not None and at + 1 < len(members) else None,
+            "previous_group": firsts[0] and firsts[0][0],
+            "next_group": firsts[1] and firsts[1][0],
+            "same_prompt": steps,
+        }
+
+    def prompt(self, prompt: str) -> dict[str, Any]:
+        """Every sample of one prompt, by step."""
+        with self.index.reading() as read:
+            rows = [
+                listing.tidy(row)
+                for row in named(
+                    read.execute(
+                        "SELECT step, gid, uid, reward, response_tokens AS length, status, version_max, evaluation, "
+                        f"opening FROM samples WHERE prompt = ? AND {COUNTS} ORDER BY step, n LIMIT ?",
+                        (prompt, _MOST_OF_A_PROMPT),
+                    )
+                )
+            ]
+        if not prompt or not rows:
+            raise KeyError(f"prompt: got {prompt!r}, which is not here")
+        openings = [row.pop("opening") for row in rows]
+        return {"prompt": prompt, "opening": next(filter(None, openings), ""), "rows": rows}
+
+    # --- what others work out -----------------------------------------------------------------------------------
+
+    def search(self, q: str, mode: str = "phrase", limit: int = 50, step: int | None = None) -> dict[str, Any]:
+        """Samples whose texts have something in them; see `Search.search`."""
+        return plain_answer(self.searching.search(q, mode, limit, step))
+
+    def compare(self, a: tuple[int, int], b: tuple[int, int]) -> dict[str, Any]:
+        """Steps from first to last against others; see `rollbook.inspect.comparing`."""
+        from rollbook.inspect.comparing import Side, compare
+
+        self.index.settle(_PATIENCE)
+        # Phrases of many texts take a second: what was worked out stands until the run changes.
+        asked = (self.index.cursor, a, b)
+        with self._comparing:
+            found = self._compared.get(asked)
+            if found is None:
+                found = compare(Side(self.source, self.index, *a), Side(self.source, self.index, *b))
+                while len(self._compared) >= _MOST_COMPARED:
+                    del self._compared[next(iter(self._compared))]
+                self._compared[asked] = found
+        return found
+
+    def look(self, evaluation: bool = False) -> dict[str, Any]:
+        """What is worth a look, as the doctor ranks it; worked out again when something changed, now and then."""
+        from rollbook.inspect.doctor import examine, look
+
+        with self._looking:
+            cursor, now = self.index.cursor, time.monotonic()
+            kept = self._looked.get(evaluation)
+            if kept is None or (kept[0] != cursor and now > kept[1]):
+                findings = examine(self.index, evaluation=True).findings if evaluation else look(self.index)
+                items = [{"id": each["illness"], **each} for each in (finding.as_dict() for finding in findings)]
+                # Of a large run it takes seconds: it is not to be all that the viewer does.
+                after = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
+                kept = self._looked[evaluation] = (cursor, after, plain(items))
+            return {"items": kept[2]}
+
+    def metrics(self, since: int = 0) -> dict[str, Any]:
+        """The numbers that the trainer logged: {steps: [[step, {name: number}]]}, from step `since` on.
+
+        A number that is not finite is the text `NaN`, `Infinity` or `-Infinity`. `count` is that of all steps: a page
+        that then has more of them asks for all, since the run was rewound.
+        """
+        whole_number("since", since)
+        cursor = self.index.cursor
+        from rollbook.inspect.sources import BookSource
+
+        rows = self.source.metrics() if isinstance(self.source, BookSource) else []
+        steps = [[step, measurements.plain(numbers)] for step, numbers in rows if step >= since]
+        return {"cursor": cursor, "count": len(rows), "steps": steps}
+
+    def close(self) -> None:
+        """End the background work of searching."""
+        self.searching.close()
+
+
+def _counts(read: sqlite3.Connection) -> tuple[int, int, int]:
+    """How many records count, how many of them are for evaluation, and how many were measured."""
+    found = dict(read.execute("SELECT evaluation, SUM(n) FROM steps GROUP BY evaluation").fetchall())
+    waiting = read.execute("SELECT COUNT(*) FROM samples WHERE measured = 0").fetchone()[0]
+    total = sum(found.values())
+    return total, found.get(1, 0), max(0, total - waiting)
+
+
+_MEMBERS = f"SELECT uid FROM samples WHERE gid = ? AND evaluation = ? AND {COUNTS} ORDER BY run, turn, n"
+
+
+def plain_answer(found: dict[str, Any]) -> dict[str, Any]:
+    """An answer with texts that came from records, as strict JSON can say it."""
+    made: dict[str, Any] = plain(found)
+    return made
+
+
+def _beside(read: sqlite3.Connection, g: int) -> tuple[Any, ...]:
+    """The groups (number, gid) before and after one in its step."""
+    return tuple(
+        read.execute(
+            "SELECT other.g, other.gid FROM groups AS one JOIN groups AS other ON other.step = one.step "
+            f"AND other.evaluation = one.evaluation AND other.first {sign} one.first "
+            f"WHERE one.g = ? ORDER BY other.first {way} LIMIT 1",
+            (g,),
+        ).fetchone()
+        for sign, way in (("<", "DESC"), (">", ""))
+    )
+
+
+def _summary(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, Any]:
+    row = read.execute("SELECT summary FROM steps WHERE step = ? AND evaluation = ?", (step, evaluation)).fetchone()
+    if row is not None:
+        found: dict[str, Any] = json.loads(row[0])
+        return found
+    return summarise(read, step, evaluation, newest_steps(read).get(evaluation))
+
+
+_Grouped = tuple[NDArray[np.float64], NDArray[Any]]
+"""Values [N], and the groups [N] of their samples."""
+
+
+def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _Grouped]:
+    """The finite numbers of each metric in a step."""
+    rows = read.execute(
+        f"SELECT gid, {', '.join(COMPARED.values())} FROM samples WHERE step = ? AND evaluation = ? AND {COUNTS} "
+        "AND (gone IS NULL OR length > 0)",
+        (step, evaluation),
+    ).fetchall()
+    groups = np.array([row[0] for row in rows])
+    table = np.array([row[1:] for row in rows], dtype=np.float64).reshape(len(rows), len(COMPARED))
+    return {
+        name: (column[np.isfinite(column)], groups[np.isfinite(column)])
+        for name, column in zip(COMPARED, table.T, strict=True)
+    }
+
+
+def _versus(then: _Grouped, now: _Grouped) -> dict[str, Any]:
+    distance, chance = group_test(group_means(*then), group_means(*now))
+    found: dict[str, Any] = plain({"ks": distance, "p": chance, "shift": float(now[0].mean() - then[0].mean())})
+    return found
+
+
+def _histogram(values: NDArray[np.float64]) -> dict[str, Any]:
+    at = edges(values)
+    return {"edges": at, "counts": np.histogram(values, at)[0].tolist() if at else []}

@@ -1,0 +1,445 @@
+"""What the viewer answers: a request in, a response out, whichever server carries them.
+
+Invariant: every answer has the headers that keep a page from running what it shows; nothing but a POST changes
+anything; a bad question is a sentence, never a traceback; what the run's records hold is served as text, JSON, a frame
+or an image whose first bytes say what it is, and never as a page.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import re
+import sqlite3
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollbook.inspect import assets
+from rollbook.inspect.guard import Guard
+from rollbook.inspect.messages import (
+    MEDIA_POLICY,
+    PAGE_POLICY,
+    Reader,
+    Request,
+    Response,
+    arguments,
+    as_json,
+    attachment,
+    failure,
+    fields,
+    flag,
+    image_type,
+    respond,
+    step_range,
+    whole,
+    word,
+)
+from rollbook.inspect.queries import Busy, TooLate, Workers, as_csv
+
+if TYPE_CHECKING:
+    from rollbook.inspect.annotations import Annotations
+    from rollbook.inspect.answers import Answers
+    from rollbook.inspect.sources import Source, Watcher
+
+MAX_BODY = 1 << 20
+MOST_UIDS = 64
+_STREAMS = 24
+_OVERDUE = 8
+_SECONDS = 30.0
+_HEARTBEAT = 15.0
+_LOOK = 0.5
+"""How often a stream that has nothing to say looks whether anybody still listens."""
+_GZIP_FROM = 4 << 10
+
+
+@dataclass(frozen=True)
+class _Route:
+    """A question that is answered with JSON: its parameters, which of them it needs, and what answers it."""
+
+    known: Mapping[str, Reader]
+    needed: tuple[str, ...]
+    answer: Callable[[Api, dict[str, Any]], Any]
+
+
+_UID = {"uid": word}
+ROUTES: dict[str, _Route] = {
+    "/api/run": _Route({}, (), lambda api, given: api.run()),
+    "/api/steps": _Route({"since": whole, "evaluation": flag}, (), lambda api, given: api.answers.steps(**given)),
+    "/api/look": _Route({"evaluation": flag}, (), lambda api, given: api.answers.look(**given)),
+    "/api/metrics": _Route({"since": whole}, (), lambda api, given: api.answers.metrics(**given)),
+    "/api/step": _Route({"step": whole, "evaluation": flag}, ("step",), lambda api, given: api.answers.step(**given)),
+    "/api/list": _Route(
+        {
+            "view": word,
+            "step": whole,
+            "gid": word,
+            "prompt": word,
+            "filter": word,
+            "sort": word,
+            "offset": whole,
+            "limit": whole,
+            "snapshot": word,
+            "evaluation": flag,
+        },
+        (),
+        lambda api, given: api.answers.list(**given),
+    ),
+    "/api/group": _Route({"gid": word}, ("gid",), lambda api, given: api.answers.group(**given)),
+    "/api/neighbours": _Route(_UID, ("uid",), lambda api, given: api.answers.neighbours(**given)),
+    "/api/record": _Route(_UID, ("uid",), lambda api, given: api.source.record(given["uid"])),
+    "/api/history": _Route(_UID, ("uid",), lambda api, given: api.history(given["uid"])),
+    "/api/prompt": _Route({"prompt": word}, ("prompt",), lambda api, given: api.answers.prompt(**given)),
+    "/api/compare": _Route(
+        {"a": step_range, "b": step_range}, ("a", "b"), lambda api, given: api.answers.compare(**given)
+    ),
+    "/api/search": _Route(
+        {"q": word, "mode": word, "limit": whole, "step": whole},
+        ("q",),
+        lambda api, given: api.answers.search(**given),
+    ),
+    "/api/annotations": _Route({}, (), lambda api, given: api.notes()),
+}
+"""GET routes whose answer is JSON; a single file holds recorded answers of some of them."""
+
+
+class Api:
+    """The viewer of one source, for any server.
+
+    `guard` decides who is answered; `workers` run SQL and regular expressions; `annotations` is where stars and notes
+    go, None for a viewer that changes nothing. `seconds`: how long one question may take. `closing` ends the streams.
+    """
+
+    source: Source
+    answers: Answers
+
+    def __init__(
+        self,
+        source: Source,
+        answers: Answers,
+        watcher: Watcher,
+        guard: Guard,
+        *,
+        workers: Workers,
+        annotations: Annotations | None = None,
+        seconds: float = _SECONDS,
+    ) -> None:
+        self.source = source
+        self.answers = answers
+        self.watcher = watcher
+        self.guard = guard
+        self.workers = workers
+        self.annotations = annotations
+        self.seconds = seconds
+        answers.searching.patience = seconds / 2
+        self.closing = threading.Event()
+        self._streams = threading.BoundedSemaphore(_STREAMS)
+        self._overdue = threading.BoundedSemaphore(_OVERDUE)
+
+    def close(self) -> None:
+        """End the streams, the children and the background, close the source, and remove the index."""
+        self.closing.set()
+        self.workers.close()
+        self.answers.close()
+        self.watcher.close()
+        self.source.close()
+        self.answers.index.close()
+
+    # --- questions ----------------------------------------------------------------------------------------------
+
+    def refuse(self, request: Request) -> Response | None:
+        """The answer to who may not ask; None: they may. A server calls it before it reads a body."""
+        refusal = self.guard.check(request)
+        if refusal is None:
+            return None
+        return failure(refusal.status, refusal.error)
+
+    def handle(self, request: Request) -> Response:
+        """The answer to any request whatever."""
+        refused = self.refuse(request)
+        if refused is not None:
+            return refused
+        try:
+            return self._route(request)
+        except Busy as error:
+            return failure(429, str(error))
+        except (TooLate, TimeoutError) as error:
+            # Not 408, which says that the request was slow to come: browsers ask again then, many times over.
+            return failure(504, str(error))
+        except KeyError as error:
+            return failure(404, str(error.args[0]) if error.args else "there is no such thing here")
+        except (ValueError, RecursionError) as error:
+            return failure(400, str(error) or "the question cannot be read")
+        except sqlite3.OperationalError as error:
+            if str(error) == "interrupted":
+                return failure(504, f"the question took longer than {self.seconds:g} seconds")
+            return self._internal()
+        except Exception:
+            return self._internal()
+
+    def _internal(self) -> Response:
+        self.report_error()
+        return failure(500, "an internal error; the server's terminal says more")
+
+    def report_error(self) -> None:
+        """Tell the terminal of an error; what the error says may be a record's text, so nothing in it is obeyed."""
+        said = "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in traceback.format_exc())
+        print(said, file=sys.stderr, flush=True)
+
+    def _route(self, request: Request) -> Response:
+        path = request.path
+        if path in _POSTS:
+            if request.method != "POST":
+                return self._wrong_method("POST")
+            return _POSTS[path](self, request)
+        route = ROUTES.get(path)
+        file = self._file(path)
+        if route is None and file is None and path not in ("/api/frame", "/api/events") and not _MEDIA.fullmatch(path):
+            return failure(404, "there is nothing at this address")
+        if request.method not in ("GET", "HEAD"):
+            return self._wrong_method("GET, HEAD")
+        if file is not None:
+            return self._cached(request, file.content, file.type, file.sha256)
+        if path == "/api/events":
+            return self._events(request)
+        if path == "/api/frame":
+            return self._frame(request)
+        if route is None:
+            return self._media(request, path.rpartition("/")[2])
+        given = arguments(request.query, route.known, route.needed)
+        answer = self._within(lambda: route.answer(self, given))
+        return self._json(request, answer)
+
+    def _wrong_method(self, allowed: str) -> Response:
+        wrong = failure(405, f"this address takes {allowed}")
+        wrong.headers.append(("Allow", allowed))
+        return wrong
+
+    def _within(self, work: Callable[[], Any]) -> Any:
+        """What `work` gives, if it does so in time. What is late goes on alone, in few threads: more are refused."""
+        if not self._overdue.acquire(blocking=False):
+            raise Busy("earlier questions are still being worked on; ask again in a while")
+        self._overdue.release()
+        found: list[Any] = []
+        late = threading.Event()
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                found.append((work(), None))
+            except BaseException as error:
+                found.append((None, error))
+            with lock:
+                done.set()
+                if late.is_set():
+                    self._overdue.release()
+
+        lock = threading.Lock()
+        threading.Thread(target=run, daemon=True).start()
+        if not done.wait(self.seconds):
+            with lock:
+                if not done.is_set() and self._overdue.acquire(blocking=False):
+                    late.set()
+            raise TooLate(f"the question took longer than {self.seconds:g} seconds")
+        value, error = found[0]
+        if error is not None:
+            raise error
+        return value
+
+    # --- kinds of answers ---------------------------------------------------------------------------------------
+
+    def _json(self, request: Request, value: Any) -> Response:
+        body = as_json(value)
+        more = [("Vary", "Accept-Encoding")]
+        accepted = ",".join(request.all("accept-encoding")).lower()
+        if len(body) >= _GZIP_FROM and re.search(r"\bgzip\b(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))", accepted):
+            body = gzip.compress(body, 1, mtime=0)
+            more.append(("Content-Encoding", "gzip"))
+        return respond(200, body, "application/json", *more)
+
+    def _cached(
+        self, request: Request, body: bytes, kind: str, tag: str, keep: str = "no-cache", policy: str = PAGE_POLICY
+    ) -> Response:
+        """An answer that a browser may keep and ask about: `tag` says which it is."""
+        more = (("ETag", f'"{tag}"'), ("Cache-Control", keep))
+        known = {each.strip().removeprefix("W/") for line in request.all("if-none-match") for each in line.split(",")}
+        if f'"{tag}"' in known:
+            return respond(304, b"", kind, *more, policy=policy)
+        return respond(200, body, kind, *more, policy=policy)
+
+    def _file(self, path: str) -> assets.Asset | None:
+        if path == "/":
+            return assets.manifest()["index.html"]
+        return assets.manifest().get(path.removeprefix("/static/")) if path.startswith("/static/") else None
+
+    def _frame(self, request: Request) -> Response:
+        uids = [value for name, value in request.query if name == "uid"]
+        if len(uids) != len(request.query) or not 1 <= len(uids) <= MOST_UIDS:
+            raise ValueError(f"uid: got {len(uids)} of them, expected 1 to {MOST_UIDS} and no other parameter")
+        if len(set(uids)) != len(uids):
+            raise ValueError("uid: got one of them twice")
+
+        def make() -> bytes:
+            from rollbook.inspect.frames import encode
+
+            return encode(self.source.documents(uids))
+
+        frame = self._within(make)
+        # The content is the tag: whatever changes a record, a revision or a late reward, changes it.
+        tag = hashlib.blake2b(frame, digest_size=16).hexdigest()
+        return self._cached(request, frame, "application/octet-stream", tag, "private, no-cache")
+
+    def _media(self, request: Request, sha256: str) -> Response:
+        found = self._within(lambda: self.source.media(sha256))
+        if found is None:
+            raise KeyError("there is no such image here")
+        content, _ = found
+        kind = image_type(content)
+        keep = "private, max-age=86400, immutable"
+        if kind is None:
+            answer = self._cached(request, content, "application/octet-stream", sha256, keep, MEDIA_POLICY)
+            answer.headers.append(("Content-Disposition", f'attachment; filename="{sha256[:16]}.bin"'))
+            return answer
+        return self._cached(request, content, kind, sha256, keep, MEDIA_POLICY)
+
+    def _events(self, request: Request) -> Response:
+        since = [value for value in request.all("last-event-id") if re.fullmatch("[0-9]{1,18}", value)]
+        cursor = int(since[0]) if since else self.answers.index.cursor
+        if not self._streams.acquire(blocking=False):
+            raise Busy(f"{_STREAMS} pages are listening already; close one")
+        return respond(200, Stream(self, cursor, self._streams.release), "text/event-stream")
+
+    # --- answers that are not the index's -----------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """What is known of the whole, and what this server does."""
+        found = dict(self.answers.run())
+        found["features"] = {**found["features"], "export": True, "annotate": self.annotations is not None}
+        return found
+
+    def history(self, uid: str) -> dict[str, Any]:
+        """The ledger's entries of one record."""
+        entries = self.source.history(uid)
+        if entries is None:
+            raise ValueError("what is open here has no ledger")
+        return {"entries": entries}
+
+    def notes(self) -> dict[str, Any]:
+        """Stars and notes by uid."""
+        return {} if self.annotations is None else self.annotations.all()
+
+    # --- what is posted -----------------------------------------------------------------------------------------
+
+    def _session(self, request: Request) -> Response:
+        done = respond(204, b"", "application/json")
+        if self.guard.token is not None:
+            done.headers.append(("Set-Cookie", self.guard.session(request)))
+        return done
+
+    def _sql(self, request: Request) -> Response:
+        given = fields(request, {"query": str, "rows": int, "format": str}, ("query",))
+        kind = given.pop("format", "json")
+        if kind not in ("json", "csv"):
+            raise ValueError(f"format: got {kind[:40]!r}, expected json or csv")
+        begun = time.perf_counter()
+        found = self.workers.sql(given["query"], seconds=self.seconds, rows=given.get("rows", 1000))
+        if kind == "csv":
+            body = as_csv(found["columns"], found["rows"])
+            return respond(200, body, "text/csv; charset=utf-8", attachment("rollbook.csv"))
+        return self._json(request, {**found, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
+
+    def _export(self, request: Request) -> Response:
+        from rollbook.inspect.single import export_html
+
+        known = {
+            "uids": list,
+            "gid": str,
+            "filter": str,
+            "title": str,
+            "redact": (str, list),
+            "images": bool,
+            "theme": str,
+        }
+        given = fields(request, known, ())
+        made = self._within(lambda: export_html(self.source, self.answers, workers=self.workers, **given))
+        kind = "text/html; charset=utf-8"
+        return respond(200, made.content, kind, attachment(made.name), policy=MEDIA_POLICY)
+
+    def _annotate(self, request: Request) -> Response:
+        if self.annotations is None:
+            return failure(403, "this viewer only reads; start it with --annotate to keep stars and notes")
+        given = fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
+        self.answers.neighbours(given["uid"])  # KeyError: there is no such record
+        return self._json(request, self.annotations.set(**given))
+
+
+class Stream:
+    """What changes, as server-sent events, from a cursor on: an iterator whose empty pieces are moments in which to see
+    whether anybody listens. It holds a place among the streams until it is closed, begun or not."""
+
+    def __init__(self, api: Api, cursor: int, release: Callable[[], None]) -> None:
+        self.api = api
+        self.cursor = cursor
+        self._release: Callable[[], None] | None = release
+        self._told = 0.0
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> bytes:
+        api = self.api
+        if api.closing.is_set() or self._release is None:
+            raise StopIteration
+        now = time.monotonic()
+        if not self._told:
+            self._told = now
+            return b"retry: 3000\n\n"
+        if now - self._told < _LOOK:
+            # Many small changes are one.
+            api.closing.wait(_LOOK - (now - self._told))
+        if api.answers.index.wait(self.cursor, _LOOK, api.closing.is_set):
+            change = api.answers.change(self.cursor)
+            self.cursor = change["cursor"]
+            self._told = time.monotonic()
+            return b"id: %d\nevent: change\ndata: %s\n\n" % (self.cursor, as_json(change))
+        if time.monotonic() - self._told > _HEARTBEAT:
+            self._told = time.monotonic()
+            return b": still here\n\n"
+        return b""
+
+    def close(self) -> None:
+        """Give the place back."""
+        with self._lock:
+            release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+_MEDIA = re.compile(r"/api/media/[0-9a-f]{64}")
+_POSTS: dict[str, Callable[[Api, Request], Response]] = {
+    "/api/session": Api._session,
+    "/api/sql": Api._sql,
+    "/api/export": Api._export,
+    "/api/annotate": Api._annotate,
+}
+
+
+def open_api(path: str | os.PathLike[str], guard: Guard, *, tokenizer: Any = None, annotate: bool = False) -> Api:
+    """The viewer of what lies at `path`, followed in the background from now on."""
+    from rollbook.inspect.annotations import Annotations
+    from rollbook.inspect.answers import Answers
+    from rollbook.inspect.index import Index
+    from rollbook.inspect.sources import Watcher, open_source
+
+    kept = Annotations(path) if annotate else None
+    source = open_source(path, tokenizer=tokenizer, starting=True)
+    index = Index()
+    watcher = Watcher(source, index).start()
+    workers = Workers(os.fspath(path))
+    return Api(source, Answers(source, index), watcher, guard, workers=workers, annotations=kept)

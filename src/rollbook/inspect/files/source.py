@@ -1,0 +1,462 @@
+"""`FileSource`: files of rollouts, or a folder of them, as one run.
+
+Invariant: of a sample the source holds where it stands, not what it says; the same files give the same ids, however
+often they are read. A row that is damaged is counted and said in `notes`, and costs nothing else; what a file or a
+folder gains is there at the next refresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences
+from rollbook.core.ids import EID
+from rollbook.core.vocabulary import Vocabulary
+from rollbook.inspect.documents import Trajectory
+from rollbook.inspect.files.families import FAMILIES, Unknown, family_of
+from rollbook.inspect.files.images import Where
+from rollbook.inspect.files.limits import in_order, listed, shown
+from rollbook.inspect.files.stores import Place, Row, Store, stamp, unpack
+from rollbook.inspect.plain import plain
+from rollbook.inspect.records import record_json
+
+if TYPE_CHECKING:
+    from rollbook.inspect.index import Index
+
+_BATCH = 256
+_SECONDS = 0.5
+_KEPT = 64
+_LISTED = 20
+_WRONG = (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError, ArithmeticError, OSError)
+"""What a reader of damaged values may stumble over; `WireError` is one of the first."""
+_OTHERS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".svg", ".safetensors", ".log", ".txt", ".md", ".toml", ".yaml",
+           ".yml", ".py", ".sh", ".html", ".csv", "-wal", "-shm", "-journal", ".partial", ".tmp", ".lock",
+           "metadata.json", "annotations.jsonl")  # fmt: skip
+"""What stands beside rollouts in a run's folder, and is not looked into."""
+_STEP = re.compile(r"(?:^|[_./-])(?:global_?step|step|iteration|iter|checkpoint|ckpt)s?[_-]?(\d{1,15})(?![0-9])", re.I)
+_NUMBER = re.compile(r"(?:^|/)(?:completions_)?(\d{1,15})\.[^/]*$")
+_EVALUATION = re.compile(r"(?:^|[_./-])(?:eval|evals|evaluation|val|valid|validation|test)(?:[_./-]|$)", re.I)
+
+
+@dataclass
+class _File:
+    name: str
+    """Relative to the folder."""
+    path: str
+    number: int
+    family: str = ""
+    store: Store | None = None
+    stamp: tuple[int, ...] = ()
+    """Its store's, or the file's, when it was looked at last."""
+    places: list[int] = field(default_factory=list)
+    """The numbers of its samples."""
+    damaged: int = 0
+    trouble: list[str] = field(default_factory=list)
+    step: int | None = None
+    spool: str = ""
+    """Where a compressed file was unpacked to."""
+
+
+def step_in(name: str) -> int | None:
+    """The step that a file's name says.
+
+    >>> [step_in(each) for each in ("trajectories_step_20.json", "rollouts/step_3/train.jsonl", "17.jsonl", "a5.jsonl")]
+    [20, 3, 17, None]
+    """
+    found = _STEP.findall(os.path.splitext(name)[0])
+    if found:
+        return int(found[-1])
+    plain_number = _NUMBER.search(name)
+    return int(plain_number[1]) if plain_number else None
+
+
+class FileSource:
+    """Rollouts in files as the pages read them; see `rollbook.inspect.sources.Source`."""
+
+    def __init__(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
+        given = os.path.abspath(os.fspath(path))
+        if not os.path.exists(given):
+            raise FileNotFoundError(f"path: {os.fspath(path)!r} does not exist")
+        self.folder = os.path.isdir(given)
+        self.path = os.path.realpath(given)
+        self.root = self.path if self.folder else os.path.dirname(self.path)
+        self.name = shown(os.path.basename(given.rstrip("/")) or given)
+        self.vocabulary = _vocabulary(tokenizer)
+        self._lock = threading.Lock()
+        """Of the cache: pages ask while a refresh goes on, which takes as long as there is to read."""
+        self._refreshing = threading.Lock()
+        self._spools: str | None = None
+        self._begin()
+        self._look()
+        families = [file.family for file in self._files.values() if file.family]
+        if not families:
+            self.close()
+            raise Unknown(self._nothing())
+        self.kind = max(dict.fromkeys(families), key=families.count)
+
+    def _begin(self) -> None:
+        self._files: dict[str, _File] = {}
+        self._in_order: list[_File] = []
+        self._places = array("q")
+        """Of each sample: file, a, b, and which of the row's."""
+        self._uids: dict[str, int] = {}
+        self._runs: dict[tuple[int, str], int] = {}
+        self._media: dict[str, int] = {}
+        """Of each picture, a sample that shows it."""
+        self._cache: OrderedDict[str, Trajectory] = OrderedDict()
+        self._index: weakref.ref[Index] | None = None
+        self._work: Iterator[Trajectory] | None = None
+        """What is being read, where a refresh had no time for the rest."""
+        self._changed: set[int] = set()
+        self._troubles: dict[str, str] = {}
+
+    @property
+    def changed(self) -> float | None:
+        """See `Source`."""
+        times = []
+        for name in list(self._files):
+            with contextlib.suppress(OSError):
+                times.append(os.stat(os.path.join(self.root, name)).st_mtime)
+        return max(times, default=None)
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    def _names(self) -> list[str]:
+        if not self.folder:
+            return [os.path.basename(self.path)]
+        names, strangers = listed(self.path)
+        for name in strangers:
+            self._troubles[name] = "a link that leaves the folder is not followed"
+        if "state.json" in names or "dataset_dict.json" in names:
+            return [n for n in names if n.endswith(".arrow") and not os.path.basename(n).startswith("cache-")]
+        return [name for name in names if not name.lower().endswith(_OTHERS)]
+
+    def _look(self) -> None:
+        """Find files that are new, and what they hold."""
+        for name in self._names():
+            file = self._files.get(name)
+            if file is None:
+                file = self._files[name] = _File(name, os.path.join(self.root, name), len(self._in_order))
+                self._in_order.append(file)
+            if not file.family:
+                self._recognise(file)
+
+    def _recognise(self, file: _File) -> None:
+        try:
+            now = stamp(file.path)
+            if now == file.stamp:
+                return
+            file.stamp = now
+            if os.path.getsize(file.path) == 0:
+                return  # a writer has just begun
+            path = self._unpacked(file)
+            file.family, file.store = family_of(path, file.name)
+            file.stamp = ()
+            self._troubles.pop(file.name, None)
+        except Unknown as error:
+            self._troubles[file.name] = str(error)
+            return
+        except (WireError, OSError) as error:
+            self._troubles[file.name] = str(error)
+            return
+        file.step = step_in(file.name)
+        if file.step is None and FAMILIES[file.family].counted:
+            # Logs that stand beside each other, in the order of their names: each is a step.
+            file.step = sum(1 for other in self._files.values() if other.family and other is not file)
+
+    def _unpacked(self, file: _File) -> str:
+        with open(file.path, "rb") as opened:
+            head = opened.read(4)
+        if head[:2] != b"\x1f\x8b" and head != b"\x28\xb5\x2f\xfd":
+            return file.path
+        if self._spools is None:
+            self._spools = tempfile.mkdtemp(prefix="rollbook-files-")
+            self._sweep = weakref.finalize(self, shutil.rmtree, self._spools, ignore_errors=True)
+        file.spool = os.path.join(self._spools, f"{file.number}.jsonl")
+        unpack(file.path, file.spool)
+        return file.spool
+
+    def _nothing(self) -> str:
+        if not self._troubles:
+            return f"{self.path}: no file with anything in it; {_known()}"
+        named = [f"{shown(name)}: {why}" if self.folder else why for name, why in self._troubles.items()]
+        more = f" (and {len(named) - 3} files more)" if len(named) > 3 else ""
+        where = f"{self.path}: no rollouts that are known. " if self.folder else ""
+        return f"{where}{'; '.join(named[:3])}{more}. {_known()}"
+
+    @property
+    def problems(self) -> list[str]:
+        """What a reader should know of the files: what was left out, and why."""
+        found = [f"{shown(name)}: not read: {why}" for name, why in list(self._troubles.items())[:_LISTED]]
+        found += [
+            f"{shown(file.name)}: {file.damaged} rows cannot be read; the first: {file.trouble[0]}"
+            for file in self._in_order
+            if file.damaged
+        ]
+        return found[:_LISTED]
+
+    @property
+    def damaged(self) -> int:
+        """How many rows cannot be read."""
+        return sum(file.damaged for file in self._files.values())
+
+    # --- the index ----------------------------------------------------------------------------------------------
+
+    def refresh(self, index: Index) -> set[int] | None:
+        """Bring the index up to date, or nearer to it: works for about half a second at a time. The steps that
+        changed, or `None` if there was nothing to do."""
+        with self._refreshing:
+            if self._index is None or self._index() is not index:
+                if self._index is not None:
+                    self._begin()
+                self._index = weakref.ref(index)
+            if self._work is None:
+                self._look()
+                self._work = self._all_news(index)
+            end = time.monotonic() + _SECONDS
+            held: list[Trajectory] = []
+            for made in self._work:
+                held.append(made)
+                self._changed.add(made.step or 0)
+                if len(held) >= _BATCH:
+                    index.add(held)
+                    held = []
+                if time.monotonic() > end:
+                    break
+            else:
+                self._work = None
+            if held:
+                index.add(held)
+            changed, self._changed = self._changed | index.settle(), set()
+            return changed or None
+
+    def _all_news(self, index: Index) -> Iterator[Trajectory]:
+        for file in sorted(self._files.values(), key=lambda file: in_order(file.name)):
+            if file.family:
+                yield from self._news(file, index)
+
+    def _news(self, file: _File, index: Index) -> Iterator[Trajectory]:
+        store = file.store
+        if store is None:
+            return
+        try:
+            now = stamp(file.path) if file.spool else store.stamp()
+            if now == file.stamp:
+                return
+            if file.spool:
+                unpack(file.path, file.spool)
+            file.stamp = now
+            more = store.grown()
+            if not more and file.places:
+                self._forget(file, index)
+            yield from self._scanned(file, store, more)
+        except FileNotFoundError:
+            return  # removed: what was read of it is listed until the source is closed
+        except _WRONG as error:
+            # The file as a whole: an archive that is being written, a table that is cut short.
+            self._damaged(file, error)
+
+    def _damaged(self, file: _File, error: Exception) -> None:
+        file.damaged += 1
+        if len(file.trouble) < _LISTED:
+            file.trouble.append(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+
+    def _scanned(self, file: _File, store: Store, more: bool) -> Iterator[Trajectory]:
+        for a, b, row in store.scan(more):
+            try:
+                if isinstance(row, WireError):
+                    raise row
+                documents = list(self._documents_of(file, row, {}))
+            except _WRONG as error:
+                self._damaged(file, error)
+                continue
+            for sub, made in enumerate(documents):
+                number = len(self._places) // 4
+                self._identify(made)
+                self._places.extend((file.number, a, b, sub))
+                self._uids[made.uid] = number
+                file.places.append(number)
+                for sha256 in (picture.sha256 for picture in made.pictures):
+                    self._media.setdefault(sha256, number)
+                yield made
+
+    def _documents_of(self, file: _File, row: Row, wanted: dict[str, Any]) -> Iterator[Trajectory]:
+        """The samples of a row; of the pictures that are `wanted`, their bytes are put there."""
+
+        def keep(sha256: str, data: bytes, mime: str) -> None:
+            if sha256 in wanted:
+                wanted[sha256] = (data, mime)
+
+        log = file.store.log if file.store is not None else {}
+        evaluation = self.folder and bool(_EVALUATION.search(file.name))
+        where = Where(os.path.dirname(file.path), evaluation, self.vocabulary, keep, log)
+        for made in FAMILIES[file.family].read(row, where):
+            if made.step is None:
+                made.step = file.step or 0
+            made.evaluation = made.evaluation or evaluation
+            yield made
+
+    def _identify(self, made: Trajectory) -> None:
+        """Give a sample its ids: the writer's own where it has some, and else by what it says."""
+        own = made.uid[:128]
+        try:
+            eid = EID.parse(own)
+            made.gid = made.gid or eid.tid
+            made.run, made.turn = eid.run, eid.step
+        except ValueError:
+            task, step = made.task or made.prompt, made.step or 0
+            run = made.run
+            if run < 0:
+                # Counted by the group's order; a graph's further branches are of the same run.
+                run = self._runs.get((step, task), 0) - (1 if made.turn and own else 0)
+                self._runs[step, task] = max(run + 1, 0)
+                run = max(run, 0)
+            suffix = own or blake2b(made.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+            eid = EID(step, task, run, made.turn, suffix)
+            made.task, made.run, made.gid = task, run, made.gid or eid.tid
+        uid = eid.uid
+        again = 1
+        while uid in self._uids:
+            again += 1
+            uid = eid.replace(suffix=f"{eid.suffix}-{again}").uid
+        made.uid = uid
+
+    def _forget(self, file: _File, index: Index) -> None:
+        """A file that was replaced: what was read of it goes."""
+        gone = set(file.places)
+        uids = [uid for uid, number in self._uids.items() if number in gone]
+        for start in range(0, len(uids), 500):
+            part = uids[start : start + 500]
+            marks = ",".join("?" * len(part))
+            rows = index.query(f"SELECT n, step, task FROM samples WHERE uid IN ({marks})", part)
+            for _, step, task in rows:
+                self._changed.add(step)
+                if self._runs.get((step, task), 0) > 0:
+                    self._runs[step, task] -= 1
+            index.remove([n for n, _, _ in rows])
+        for uid in uids:
+            del self._uids[uid]
+        with self._lock:
+            for uid in uids:
+                self._cache.pop(uid, None)
+        self._media = {sha256: number for sha256, number in self._media.items() if number not in gone}
+        file.places, file.damaged, file.trouble = [], 0, []
+
+    # --- samples ------------------------------------------------------------------------------------------------
+
+    def documents(self, uids: Sequence[str]) -> list[Trajectory]:
+        """The samples of these ids, in that order; `KeyError` names one that is not known."""
+        found: dict[str, Trajectory] = {}
+        wanted: dict[int, list[tuple[str, Place, int]]] = {}
+        with self._lock:
+            for uid in uids:
+                number = self._uids[uid]
+                if uid in self._cache:
+                    self._cache.move_to_end(uid)
+                    found[uid] = self._cache[uid]
+                elif uid not in found:
+                    at, a, b, sub = self._place(number)
+                    wanted.setdefault(at, []).append((uid, (a, b), sub))
+        for at, places in wanted.items():
+            file = self._in_order[at]
+            rows = self._fetched(file, [place for _, place, _ in places])
+            for uid, place, sub in places:
+                found[uid] = self._again(file, rows[place], sub, uid)
+        with self._lock:
+            for places in wanted.values():
+                self._cache.update({uid: found[uid] for uid, _, _ in places if uid in self._uids})
+            while len(self._cache) > _KEPT:
+                self._cache.popitem(last=False)
+        return [found[uid] for uid in uids]
+
+    def _place(self, number: int) -> tuple[int, int, int, int]:
+        file, a, b, sub = self._places[4 * number : 4 * number + 4]
+        return file, a, b, sub
+
+    def _fetched(self, file: _File, places: Sequence[Place]) -> dict[Place, Row]:
+        try:
+            if file.store is not None:
+                return file.store.fetch(dict.fromkeys(places))
+        except _WRONG as error:
+            raise WireError(f"{shown(file.name)}: the file has changed since it was read: {error}") from None
+        raise WireError(f"{shown(file.name)}: the file is not read")
+
+    def _again(self, file: _File, row: Row, sub: int, uid: str) -> Trajectory:
+        made = list(self._documents_of(file, row, {}))[sub]
+        eid = EID.parse(uid)
+        made.uid, made.run, made.turn = uid, eid.run, eid.step
+        made.gid = made.gid or eid.tid
+        made.task = made.task or str(eid.task)
+        return made
+
+    def record(self, uid: str) -> dict[str, Any]:
+        """The row that a sample stands in, as it was written, in values that strict JSON has."""
+        at, a, b, sub = self._place(self._uids[uid])
+        file = self._in_order[at]
+        row = self._fetched(file, [(a, b)])[a, b]
+        held = record_json(row["record"]) if isinstance(row.get("record"), Experiences) else plain(row)
+        return {"file": shown(file.name), "uid": uid, **({"part": sub} if sub else {}), "row": held}
+
+    def media(self, sha256: str) -> tuple[bytes, str] | None:
+        """A picture's bytes and type."""
+        number = self._media.get(sha256)
+        if number is None:
+            return None
+        at, a, b, _ = self._place(number)
+        file = self._in_order[at]
+        wanted: dict[str, Any] = {sha256: None}
+        # Building the row's samples again passes by all of its pictures.
+        for _ in self._documents_of(file, self._fetched(file, [(a, b)])[a, b], wanted):
+            if wanted[sha256] is not None:
+                break
+        found: tuple[bytes, str] | None = wanted[sha256]
+        return found
+
+    def history(self, uid: str) -> list[dict[str, Any]] | None:
+        """Files have no ledger."""
+        return None
+
+    def sql(self, query: str, *, seconds: float, rows: int) -> dict[str, Any]:
+        """Files have no tables: `ValueError` says what to do."""
+        raise ValueError("SQL needs a book, and these are files: `rollbook import BOOK FILE` makes one of them")
+
+    def close(self) -> None:
+        """Remove what was unpacked."""
+        with self._lock:
+            self._cache.clear()
+        self._work = None
+        if self._spools is not None:
+            self._sweep()
+            self._spools = None
+
+    def __enter__(self) -> FileSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _vocabulary(tokenizer: Any) -> Vocabulary | None:
+    if tokenizer is None or isinstance(tokenizer, Vocabulary):
+        return tokenizer
+    if isinstance(tokenizer, (str, os.PathLike)):
+        return Vocabulary.from_path(tokenizer)
+    return Vocabulary.of(tokenizer)
+
+
+def _known() -> str:
+    return f"Known are {', '.join(FAMILIES)}"

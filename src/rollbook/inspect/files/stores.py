@@ -1,0 +1,420 @@
+"""How rows lie in a file: lines, elements of a JSON array, rows of a table, members of an archive.
+
+Invariant: `scan` gives every row with two numbers that say where it is, and `fetch` gives the same row for them while
+the file is as it was; neither holds more than a row, a batch or a member. A row that cannot be read is given as the
+error, and those behind it are read.
+
+A store has `grown()`, whether its file only gained rows since it was read last (if not, it is read anew when it has
+changed); `scan(more)`, which yields (a, b, row or `WireError`) of all rows, or of those that are new; `fetch(places)`;
+`log`, what the file says of all its rows; and `stamp()`, which is another when the file has changed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from rollbook.core.errors import WireError
+from rollbook.inspect.files.limits import (
+    FREE_BYTES,
+    MAX_JSON,
+    MAX_RATIO,
+    MAX_ROW,
+    MAX_UNPACKED,
+    parse,
+    row_of,
+)
+from rollbook.io import parquet
+
+Row = dict[str, Any]
+Place = tuple[int, int]
+Found = tuple[int, int, Row | WireError]
+
+
+class Store(Protocol):
+    """See the module."""
+
+    log: Row
+
+    def stamp(self) -> tuple[int, ...]: ...
+
+    def grown(self) -> bool: ...
+
+    def scan(self, more: bool) -> Iterator[Found]: ...
+
+    def fetch(self, places: Iterable[Place]) -> dict[Place, Row]: ...
+
+
+def stamp(path: str) -> tuple[int, ...]:
+    """Size, time of the last change and inode of a file."""
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+class Whole:
+    """A file that is read anew when it has changed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.log: Row = {}
+
+    def stamp(self) -> tuple[int, ...]:
+        return stamp(self.path)
+
+    def grown(self) -> bool:
+        return False
+
+
+class Growing:
+    """A file that others append to: what was read is told from what another file has by its first and last bytes."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.log: Row = {}
+        self.done = 0
+        """How many bytes were read."""
+        self._seen = b""
+
+    def stamp(self) -> tuple[int, ...]:
+        return stamp(self.path)
+
+    def grown(self) -> bool:
+        return bool(self.done) and self._edges() == self._seen
+
+    def remember(self) -> None:
+        """What is read so far, at the end of a scan."""
+        self._seen = self._edges()
+
+    def _edges(self) -> bytes:
+        with open(self.path, "rb") as file:
+            first = file.read(min(256, self.done))
+            file.seek(max(self.done - 256, 0))
+            return first + file.read(min(256, self.done))
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+class Lines(Growing):
+    """One JSON object a line; (a, b): where the line begins, and its length.
+
+    A last line without an end is read if it is an object, else it waits until it is.
+    """
+
+    def scan(self, more: bool) -> Iterator[Found]:
+        self.done = self.done if more else 0
+        with open(self.path, "rb") as file:
+            file.seek(self.done)
+            while line := file.readline(MAX_ROW + 2):
+                at = self.done
+                if len(line) > MAX_ROW + 1:
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(1 << 20)
+                    self.done = file.tell()
+                    yield at, 0, WireError(f"a line is over the limit of {MAX_ROW} bytes")
+                    continue
+                text = line.strip()
+                row: Row | WireError | None = None
+                if text:
+                    try:
+                        row = row_of(text)
+                    except WireError as error:
+                        if not line.endswith(b"\n"):
+                            break  # a writer is at it
+                        row = error
+                self.done = at + len(line)
+                if row is not None:
+                    yield at, len(line), row
+        self.remember()
+
+    def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
+        found = {}
+        with open(self.path, "rb") as file:
+            for at, length in places:
+                file.seek(at)
+                found[at, length] = row_of(file.read(min(length, MAX_ROW + 2)).strip())
+        return found
+
+
+def unpack(path: str, into: str) -> None:
+    """Write what a gzip or zstd file holds to `into`, within the limits; half a file gives what is there."""
+    with open(path, "rb") as file, open(into, "wb") as out:
+        head = file.read(4)
+        file.seek(0)
+        pieces = _gunzip(file) if head[:2] == b"\x1f\x8b" else _unzstd(file)
+        size, packed, total = 0, os.path.getsize(path), MAX_UNPACKED
+        for piece in pieces:
+            size += len(piece)
+            if size > total or (size > FREE_BYTES and size > packed * MAX_RATIO):
+                raise WireError(
+                    f"{path}: {packed} bytes become more than {size}, over the limit of {total} bytes or "
+                    f"{MAX_RATIO} times the size"
+                )
+            out.write(piece)
+
+
+def _gunzip(file: Any) -> Iterator[bytes]:
+    reader = zlib.decompressobj(31)
+    while data := file.read(1 << 20):
+        while data:
+            try:
+                yield reader.decompress(data, 1 << 22)
+            except zlib.error as error:
+                raise WireError(f"the compressed data is damaged: {error}") from None
+            data = reader.unconsumed_tail
+            if reader.eof:
+                data, reader = reader.unused_data, zlib.decompressobj(31)
+    yield reader.flush()
+
+
+def _unzstd(file: Any) -> Iterator[bytes]:
+    try:
+        stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
+    except (pa.ArrowException, ValueError, NotImplementedError):
+        raise WireError("this pyarrow has no zstd") from None
+    try:
+        while piece := stream.read(1 << 22):
+            yield piece
+    except (pa.ArrowException, OSError):
+        # A frame that is not complete yet, or damaged: what came before it is shown.
+        return
+
+
+# --- one JSON value -------------------------------------------------------------------------------------------------
+
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.S)
+
+
+def elements(data: Any, at: int) -> Iterator[tuple[int, int]]:
+    """Where the objects and lists in the array or object that begins at byte `at` begin and end; `WireError` after the
+    last whole one if the text ends before it does.
+
+    >>> data = b' [{"a": "]"}, 3, [{"b": 1}]]'
+    >>> [data[a:b] for a, b in elements(data, 1)]
+    [b'{"a": "]"}', b'[{"b": 1}]']
+    """
+    depth = start = 0
+    for match in _TOKEN.finditer(data, at):
+        begin = match.start()
+        token = data[begin]
+        if token == 0x22:
+            if match.end() - begin == 1:
+                break
+            continue
+        if token in (0x5B, 0x7B):
+            if depth == 1:
+                start = begin
+            depth += 1
+            continue
+        depth -= 1
+        if depth == 1:
+            yield start, match.end()
+        elif depth <= 0:
+            return
+    raise WireError("the file ends inside of a value: its writer was stopped, or is still at it")
+
+
+_KEY = re.compile(rb'"((?:[^"\\]|\\.){1,64})"\s*:\s*\Z')
+
+
+class Elements(Whole):
+    """The objects of a JSON array, or of the array under `key` of an object; (a, b): where one is, and its length."""
+
+    def __init__(self, path: str, key: str | None = None) -> None:
+        super().__init__(path)
+        self.key = key
+
+    def _mapped(self) -> mmap.mmap:
+        size = os.path.getsize(self.path)
+        if size > MAX_JSON:
+            raise WireError(
+                f"{self.path}: one JSON value of {size} bytes, over the limit of {MAX_JSON}: a JSONL file has none"
+            )
+        if not size:
+            raise WireError(f"{self.path}: the file is empty")
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def scan(self, more: bool) -> Iterator[Found]:
+        with self._mapped() as data:
+            at = self._first(data)
+            if at is None:
+                return
+            try:
+                for begin, end in elements(data, at):
+                    try:
+                        yield begin, end - begin, row_of(data[begin:end])
+                    except WireError as error:
+                        yield begin, end - begin, error
+            except WireError as error:
+                yield len(data), 0, error
+
+    def _first(self, data: mmap.mmap) -> int | None:
+        """Where the array begins; on the way, the objects beside it are kept in `log`."""
+        begin = len(data[:4096]) - len(data[:4096].lstrip())
+        if self.key is None:
+            return begin
+        found = None
+        try:
+            for a, b in elements(data, begin):
+                name = self._name(data, a)
+                if name == self.key:
+                    found = a
+                elif b - a <= 1 << 20:
+                    self.log[name] = parse(data[a:b])
+        except WireError:
+            # Cut short inside of the array itself, most likely: what is whole in it is read.
+            for match in re.finditer(rb'"' + re.escape(self.key.encode()) + rb'"\s*:\s*\[', data):
+                return match.end() - 1
+        return found
+
+    def _name(self, data: mmap.mmap, at: int) -> str:
+        match = _KEY.search(data[max(0, at - 128) : at])
+        return match[1].decode("utf-8", "replace") if match else ""
+
+    def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
+        with self._mapped() as data:
+            if self.key is not None and not self.log:
+                self._first(data)
+            return {(at, length): row_of(data[at : at + length]) for at, length in places}
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+class Table(Whole):
+    """The rows of a Parquet file, as `decode` makes them of a batch; (a, b): the row's number, and 0."""
+
+    def __init__(self, path: str, decode: Callable[[pa.RecordBatch], Iterable[Row]]) -> None:
+        super().__init__(path)
+        self.decode = decode
+
+    def scan(self, more: bool) -> Iterator[Found]:
+        at = 0
+        # Few at a time: as Python values rows take many times their bytes.
+        for batch in parquet.batches(self.path, 32, max_row_bytes=MAX_ROW):
+            for row in self.decode(batch):
+                yield at, 0, row
+                at += 1
+
+    def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
+        import pyarrow.parquet as pq
+
+        found: dict[Place, Row] = {}
+        wanted = sorted({at for at, _ in places})
+        with pq.ParquetFile(self.path) as file:
+            first = 0
+            for group in range(file.metadata.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                here = [at - first for at in wanted if first <= at < first + count]
+                if here:
+                    passed = 0
+                    for batch in parquet.batches(self.path, 32, max_row_bytes=MAX_ROW, row_groups=[group]):
+                        for at in here:
+                            if passed <= at < passed + len(batch):
+                                (row,) = self.decode(batch.slice(at - passed, 1))
+                                found[first + at, 0] = row
+                        passed += len(batch)
+                        if passed > here[-1]:
+                            break
+                first += count
+        return found
+
+
+def dicts(batch: pa.RecordBatch) -> list[Row]:
+    """A batch's rows as Python values, without the columns that are null in a row."""
+    return [{name: value for name, value in row.items() if value is not None} for row in batch.to_pylist()]
+
+
+# --- archives -------------------------------------------------------------------------------------------------------
+
+_ZSTD = 93
+
+
+class Members(Whole):
+    """The members of a zip archive whose names match; (a, b): where the member begins, and 0. What is a member of the
+    same name as a later one was replaced."""
+
+    def __init__(self, path: str, pattern: str, log: tuple[str, ...]) -> None:
+        super().__init__(path)
+        self.pattern = re.compile(pattern)
+        self.logs = log
+
+    def _live(self, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+        return {info.filename: info for info in archive.infolist()}
+
+    def _opened(self) -> zipfile.ZipFile:
+        try:
+            return zipfile.ZipFile(self.path)
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+            raise WireError(f"{self.path}: no zip archive that can be read: {error}") from None
+
+    def scan(self, more: bool) -> Iterator[Found]:
+        with self._opened() as archive:
+            live = self._live(archive)
+            self._read_log(archive, live)
+            infos = [info for name, info in live.items() if self.pattern.fullmatch(name)]
+            for info in sorted(infos, key=lambda info: info.header_offset):
+                try:
+                    yield info.header_offset, 0, row_of(member(archive, info))
+                except WireError as error:
+                    yield info.header_offset, 0, error
+
+    def _read_log(self, archive: zipfile.ZipFile, live: dict[str, zipfile.ZipInfo]) -> None:
+        for name in self.logs:
+            if name in live:
+                self.log = row_of(member(archive, live[name]))
+                return
+
+    def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
+        with self._opened() as archive:
+            live = self._live(archive)
+            if not self.log:
+                self._read_log(archive, live)
+            by_offset = {info.header_offset: info for info in live.values()}
+            return {(at, b): row_of(member(archive, by_offset[at])) for at, b in places}
+
+
+def member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """What one member holds: stored, deflated, or of zstd, which Python's own reader does not know."""
+    most = min(MAX_ROW, max(FREE_BYTES, info.compress_size * MAX_RATIO))
+    try:
+        if info.compress_type == _ZSTD:
+            data = _zstd_member(archive, info, most)
+        else:
+            with archive.open(info) as stream:
+                data = stream.read(most + 1)
+    except (zipfile.BadZipFile, zlib.error, pa.ArrowException, OSError, NotImplementedError, RuntimeError) as error:
+        raise WireError(f"member {info.filename!r} cannot be read: {error}") from None
+    if len(data) > most:
+        raise WireError(f"member {info.filename!r} is over the limit of {most} bytes")
+    return data
+
+
+def _zstd_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
+    file = archive.fp
+    if file is None:
+        raise WireError("the archive is closed")
+    file.seek(info.header_offset)
+    head = file.read(30)
+    if len(head) < 30 or head[:4] != b"PK\x03\x04":
+        raise WireError(f"member {info.filename!r} has no header")
+    file.seek(int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little"), os.SEEK_CUR)
+    packed = file.read(min(info.compress_size, MAX_ROW))
+    pieces, size = [], 0
+    # Written as several frames one after the other, which the stream goes on through.
+    stream = pa.CompressedInputStream(pa.BufferReader(packed), "zstd")
+    while size <= most and (piece := stream.read(1 << 22)):
+        pieces.append(piece)
+        size += len(piece)
+    data = b"".join(pieces)
+    if size <= most and (size != info.file_size or zlib.crc32(data) != info.CRC):
+        raise WireError(f"member {info.filename!r} is damaged: its size or checksum is not the stated one")
+    return data

@@ -1,0 +1,455 @@
+"""`Index`: what pages, the doctor and the command line ask of a run, in a SQLite file that is made anew each time.
+
+Invariant: everything in it follows from the source, which alone is kept; the file is removed when the index is closed
+and when the process ends. One thread writes at a time; readers see whole transactions and wait for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollbook.inspect import search, summaries
+from rollbook.inspect.plain import text as plain_text
+from rollbook.inspect.scales import Scales
+
+if TYPE_CHECKING:
+    from rollbook.inspect.documents import Trajectory
+
+Values = Sequence[Any] | Mapping[str, Any]
+_KEPT_READERS = 8
+_IN_ONE = 500
+
+
+class Column(NamedTuple):
+    """A column of `samples`, as the schema, filters and pages know it."""
+
+    name: str
+    type: str
+    """`number`, `text` or `flag`; an empty one is not shown and cannot be filtered by."""
+    sql: str
+    label: str = ""
+    help: str = ""
+
+
+_ALL = (
+    Column("n", "", "INTEGER PRIMARY KEY", "n", "Order of admission."),
+    Column("uid", "text", "TEXT NOT NULL UNIQUE", "Sample", "The record's whole id."),
+    Column("gid", "text", "TEXT NOT NULL", "Group", "The samples of one prompt in one step."),
+    Column("step", "number", "INTEGER NOT NULL", "Step", "The training step."),
+    Column("batch", "text", "TEXT NOT NULL DEFAULT ''", "Batch", "The first part of the id."),
+    Column("task", "text", "TEXT NOT NULL DEFAULT ''", "Task", "The second part of the id."),
+    Column("run", "number", "INTEGER NOT NULL DEFAULT 0", "Run", "Which of the task's samples."),
+    Column("turn", "number", "INTEGER NOT NULL DEFAULT 0", "Part", "Which part of a run that is kept in several."),
+    Column("prompt", "text", "TEXT NOT NULL DEFAULT ''", "Prompt", "Its text with ~, its id with =."),
+    Column("evaluation", "flag", "INTEGER NOT NULL DEFAULT 0", "Evaluation", "Kept beside, never trained on."),
+    Column("admitted", "number", "REAL", "Admitted", "When it came, in seconds since 1970."),
+    Column("reward", "number", "REAL", "Reward", "As the trainer got it."),
+    Column("scored", "number", "INTEGER NOT NULL DEFAULT 0", "Scored", "0 not yet, 1 a number, 2 NaN."),
+    Column("parts", "", "TEXT NOT NULL DEFAULT '{}'", "Numbers", "Named numbers: part.NAME and metric.NAME."),
+    Column("advantage", "number", "REAL", "Advantage", "Mean over the tokens that are trained on."),
+    Column("length", "number", "INTEGER NOT NULL DEFAULT 0", "Tokens", "Prompt and response."),
+    Column("prompt_tokens", "number", "INTEGER NOT NULL DEFAULT 0", "Prompt", "Tokens of the prompt."),
+    Column("response_tokens", "number", "INTEGER NOT NULL DEFAULT 0", "Length", "Tokens of the response."),
+    Column("trained_tokens", "number", "INTEGER NOT NULL DEFAULT 0", "Trained", "Tokens that are trained on."),
+    Column("version_min", "number", "INTEGER", "Oldest policy", "The oldest version that sampled a token."),
+    Column("version_max", "number", "INTEGER", "Newest policy", "The newest version that sampled a token."),
+    Column(
+        "lag",
+        "number",
+        "INTEGER",
+        "Lag",
+        "Versions the policy had moved on when it was trained on; in a run without training, when it came.",
+    ),
+    Column("finish_reason", "text", "TEXT", "Finish", "Why the engine stopped."),
+    Column("status", "text", "TEXT NOT NULL DEFAULT ''", "Status", "finished, truncated, aborted, error, unfinished."),
+    Column("kind", "text", "TEXT NOT NULL DEFAULT ''", "Kind", "single_turn, multi_turn or dpo."),
+    Column("group_size", "number", "INTEGER", "Group size", "How many runs its task was to have."),
+    Column("parent", "text", "TEXT", "Parent", "The sample it was made from."),
+    Column("entropy", "number", "REAL", "Entropy", "Mean over the tokens that are trained on."),
+    Column("entropy_max", "number", "REAL", "Entropy, most", "Highest of the tokens that are trained on."),
+    Column("logprob", "number", "REAL", "Log-prob", "Mean over the tokens that are trained on."),
+    Column("kl", "number", "REAL", "KL", "Mean estimate (k3) of the distance to the reference policy."),
+    Column("kl_max", "number", "REAL", "KL, most", "Highest of the tokens that are trained on."),
+    Column("mismatch", "number", "REAL", "Mismatch", "Mean distance of the trainer's log-probs to the engine's."),
+    Column("mismatch_max", "number", "REAL", "Mismatch, most", "Largest of the tokens that are trained on."),
+    Column("nans", "number", "INTEGER", "NaNs", "Numbers that are not finite: of trained tokens, and the reward."),
+    Column("repetition", "number", "REAL", "Repetition", "Share of the response that repeats itself, 0 to 1."),
+    Column("loop_at", "number", "INTEGER", "Loop at", "Response token where a loop at the end begins."),
+    Column("turns", "number", "INTEGER", "Turns", "How often the model spoke."),
+    Column("tool_calls", "number", "INTEGER", "Tool calls", "Calls of tools."),
+    Column("images", "number", "INTEGER", "Images", "Images shown to the model."),
+    Column("digest", "", "INTEGER", "Digest", "Hash of the response's tokens."),
+    Column("duplicate", "flag", "INTEGER NOT NULL DEFAULT 0", "Duplicate", "Another run of its group says the same."),
+    Column("opening", "text", "TEXT NOT NULL DEFAULT ''", "Prompt text", "What the user asks, its first 240 letters."),
+    Column("closing", "text", "TEXT NOT NULL DEFAULT ''", "Answer text", "The response's last 240 letters."),
+    Column("kept", "text", "TEXT", "Kept", "Why a saver kept it."),
+    Column("state", "text", "TEXT NOT NULL DEFAULT ''", "State", "waiting, leased, trained, dropped, evaluation."),
+    Column("reason", "text", "TEXT", "Reason", "Why it was dropped."),
+    Column("trained_step", "number", "INTEGER", "Trained in", "The optimizer step that trained on it last."),
+    Column("gone", "text", "TEXT", "Gone", "Why it has no bytes any more."),
+    Column("measured", "flag", "INTEGER NOT NULL DEFAULT 0", "Measured", "Whether its tokens were looked at yet."),
+    Column("searchable", "", "INTEGER NOT NULL DEFAULT 0", "Searchable", "Whether its texts are in the index."),
+    Column("moment", "", "INTEGER", "Moment", "The ledger's event at which its lag is judged."),
+)
+COLUMNS: dict[str, Column] = {column.name: column for column in _ALL}
+"""The columns of `samples`, one row a record; every page reads it.
+
+>>> COLUMNS["reward"].type
+'number'
+"""
+INTERNAL = ("n", "admitted", "batch", "digest", "searchable", "moment")
+"""Columns that no answer shows."""
+SHOWN = tuple(name for name in COLUMNS if name not in INTERNAL)
+
+VOID = ("deleted", "rewound")
+"""Why a record is `gone` that counts nowhere: it was taken out of the run."""
+COUNTS = "(gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+"""The condition for a sample that summaries count."""
+
+_SCANNED = (
+    *("step", "gid", "evaluation", "gone", "reward", "scored", "response_tokens", "trained_tokens", "advantage"),
+    *("entropy", "kl", "kl_max", "mismatch", "mismatch_max", "lag", "status", "state", "repetition", "nans"),
+    *("duplicate", "tool_calls", "images", "run", "turn"),
+)
+"""What most filters and orders ask for: an index that holds it all is read in the place of the table, whose rows have
+texts and are several times as long. One on the reward alone would only mislead SQLite to read rows in random order."""
+_SCHEMA = (
+    f"CREATE TABLE samples ({', '.join(f'{column.name} {column.sql}' for column in _ALL)})",
+    f"CREATE INDEX samples_step ON samples ({', '.join(_SCANNED)})",
+    "CREATE INDEX samples_gid ON samples (gid, digest)",
+    "CREATE INDEX samples_prompt ON samples (prompt, step)",
+    "CREATE INDEX samples_unmeasured ON samples (n) WHERE measured = 0",
+    "CREATE INDEX samples_unjudged ON samples (n) WHERE lag IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL",
+    "CREATE INDEX samples_unsearched ON samples (step, n) WHERE searchable = 0",
+    *summaries.TABLES,
+    "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+)
+
+
+class Index:
+    """A run's samples, groups and steps as tables. `query` reads; `writing` and what is built on it write.
+
+    >>> index = Index()
+    >>> before = index.cursor
+    >>> index.put([{"n": 1, "uid": "4/7/0/0/a", "gid": "4/7", "step": 4, "reward": 0.5, "scored": 1}])
+    >>> index.query("SELECT uid, reward FROM samples WHERE step = ?", [4]), index.cursor > before
+    ([('4/7/0/0/a', 0.5)], True)
+    >>> index.settle()
+    {4}
+    >>> index.query("SELECT step, n FROM groups")
+    [(4, 1)]
+    >>> index.close()
+    >>> index.path.exists()
+    False
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        made = tempfile.mkdtemp(prefix="rollbook-view-", dir=folder)
+        self._remove = weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+        self.path = Path(made) / "index.sqlite"
+        self._lock = threading.RLock()
+        self._changed = threading.Condition()
+        self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
+        self._closed = False
+        # A page that is still open when the viewer starts again must not take an old number for a newer one.
+        self._cursor = int(time.time() * 1000)
+        self._gids: set[str] = set()
+        self._steps: set[tuple[int, int]] = set()
+        self._settled = 0.0
+        self.scales = Scales()
+        """The ranges of the lenses; kept under the fact "scales"."""
+        self._writer = self._connect("rwc")
+        self._writer.execute("PRAGMA journal_mode=WAL")
+        self._writer.execute("PRAGMA synchronous=OFF")
+        summaries.prepare(self._writer)
+        with self.writing() as write:
+            for sql in _SCHEMA:
+                write.execute(sql)
+            self.full_text = search.prepare(write)
+            """Whether this SQLite has full text search."""
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            f"{self.path.as_uri()}?mode={mode}", uri=True, isolation_level=None, check_same_thread=False, timeout=60
+        )
+        connection.execute("PRAGMA temp_store=MEMORY")
+        connection.execute("PRAGMA cache_size=-32768")
+        connection.create_function("contains", 2, _contains, deterministic=True)
+        connection.create_function("holds", 2, search.holds, deterministic=True)
+        return connection
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def cursor(self) -> int:
+        """A number that rises with every change."""
+        return self._cursor
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    @contextlib.contextmanager
+    def reading(self, seconds: float | None = None) -> Iterator[sqlite3.Connection]:
+        """A connection that sees one state of the index, and cannot write; a statement that takes longer than
+        `seconds` is stopped with `sqlite3.OperationalError`."""
+        if self._closed:
+            raise ValueError("index: it is closed")
+        try:
+            connection = self._readers.get_nowait()
+        except queue.Empty:
+            connection = self._connect("ro")
+            connection.execute("PRAGMA query_only=ON")
+        try:
+            if seconds is not None:
+                end = time.monotonic() + seconds
+                connection.set_progress_handler(lambda: time.monotonic() > end, 10_000)
+            connection.execute("BEGIN")
+            try:
+                yield connection
+            finally:
+                connection.set_progress_handler(None, 0)
+                connection.execute("ROLLBACK")
+        finally:
+            if self._closed or self._readers.qsize() >= _KEPT_READERS:
+                connection.close()
+            else:
+                self._readers.put(connection)
+
+    def query(self, sql: str, values: Values = ()) -> list[tuple[Any, ...]]:
+        """Every row of the answer to one statement that reads."""
+        with self.reading() as read:
+            return read.execute(sql, values).fetchall()
+
+    def rows(self, sql: str, values: Values = ()) -> list[dict[str, Any]]:
+        """As `query`, each row by the names of its columns."""
+        with self.reading() as read:
+            return named(read.execute(sql, values))
+
+    def fact(self, key: str, default: Any = None) -> Any:
+        """What was kept under a key."""
+        found = self.query("SELECT value FROM facts WHERE key = ?", (key,))
+        return json.loads(found[0][0]) if found else default
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self, quiet: bool = False) -> Iterator[sqlite3.Connection]:
+        """A connection whose changes become visible together, and raise the cursor (unless `quiet`); none of them if it
+        is left by error."""
+        with self._lock:
+            if self._closed:
+                raise ValueError("index: it is closed")
+            connection = self._writer
+            connection.execute("BEGIN IMMEDIATE")
+            before = connection.total_changes
+            try:
+                yield connection
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+            if quiet or connection.total_changes == before:
+                return
+            with self._changed:
+                self._cursor += 1
+                self._changed.notify_all()
+
+    def keep(self, key: str, value: Any) -> None:
+        """Keep a fact: a value that JSON can hold."""
+        with self.writing() as write:
+            write.execute(
+                "INSERT INTO facts VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value "
+                "WHERE value <> excluded.value",
+                (key, json.dumps(value)),
+            )
+
+    def declare(self, names: Iterable[str]) -> None:
+        """Add names to those that reward sources declared as parts of the reward."""
+        known = self.fact("reward_parts", [])
+        new = [name for name in dict.fromkeys(names) if name not in known]
+        if new:
+            self.keep("reward_parts", [*known, *new])
+
+    def put(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rows of `samples` by column, new ones (with `uid`, `gid` and `step`) or parts of rows that are there.
+
+        Rows of one call that name the same columns are written together. An id that is taken again by another row, as
+        one that was rewound is, leaves the older row with its number behind it.
+        """
+        alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+        for row in rows:
+            alike.setdefault(tuple(row), []).append(row)
+        with self.writing() as write:
+            for names, part in alike.items():
+                ns = [row["n"] for row in part]
+                self._note(write, ns)
+                others = [name for name in names if name != "n"]
+                if "uid" in names:
+                    self._free(write, [(row["uid"], row["n"]) for row in part])
+                    update = ", ".join(f"{name} = excluded.{name}" for name in others)
+                    sql = (
+                        f"INSERT INTO samples ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)}) "
+                        f"ON CONFLICT (n) DO UPDATE SET {update}"
+                    )
+                else:
+                    sql = f"UPDATE samples SET {', '.join(f'{name} = :{name}' for name in others)} WHERE n = :n"
+                try:
+                    write.executemany(sql, part)
+                except UnicodeEncodeError:
+                    # Lone surrogates, which SQLite cannot keep.
+                    write.executemany(
+                        sql,
+                        [
+                            {
+                                name: plain_text(value) if isinstance(value, str) else value
+                                for name, value in row.items()
+                            }
+                            for row in part
+                        ],
+                    )
+                self._note(write, ns)
+
+    def _free(self, write: sqlite3.Connection, ids: Sequence[tuple[str, int]]) -> None:
+        wanted = dict(ids)
+        for part in _pieces(list(wanted)):
+            marks = ",".join("?" * len(part))
+            for uid, n in write.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall():
+                if wanted[uid] != n:
+                    write.execute("UPDATE samples SET uid = ? WHERE n = ?", (f"{uid}~{n}", n))
+
+    def remove(self, ns: Sequence[int]) -> None:
+        """Take rows out."""
+        with self.writing() as write:
+            self._note(write, ns)
+            search.forget(write, ns)
+            write.executemany("DELETE FROM samples WHERE n = ?", [(n,) for n in ns])
+
+    def forget(self, ns: Sequence[int]) -> None:
+        """Forget the texts of records that changed or went; what is there now becomes searchable again later."""
+        with self.writing() as write:
+            search.forget(write, ns)
+
+    def _note(self, write: sqlite3.Connection, ns: Sequence[int]) -> None:
+        """Remember which groups and steps are to be summed up again."""
+        for part in _pieces(ns):
+            marks = ",".join("?" * len(part))
+            for gid, step, evaluation in write.execute(
+                f"SELECT DISTINCT gid, step, evaluation FROM samples WHERE n IN ({marks})", part
+            ):
+                self._gids.add(gid)
+                self._steps.add((step, evaluation))
+
+    def add(self, documents: Sequence[Trajectory]) -> None:
+        """Add, or measure anew, samples that a source has as `Trajectory`s, in the order of their coming."""
+        from rollbook.inspect import measures
+
+        seen = {*self.fact("tokenized", ()), *(one.tokenized for one in documents)}
+        self.keep("tokenized", sorted(seen))
+        self.declare(name for one in documents for name in one.declared)
+        with self._lock:
+            known: dict[str, int] = {}
+            for part in _pieces([one.uid for one in documents]):
+                marks = ",".join("?" * len(part))
+                known.update(
+                    self._writer.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall()
+                )
+            (last,) = self._writer.execute("SELECT COALESCE(MAX(n), 0) FROM samples").fetchone()
+            rows = []
+            for one in documents:
+                if one.uid not in known:
+                    last += 1
+                    known[one.uid] = last
+                rows.append({"n": known[one.uid], **measures.row_of(one)})
+            self.put(rows)
+        measures.sample_documents(self, documents)
+
+    # --- summing up ---------------------------------------------------------------------------------------------
+
+    def settle(self, patience: float = 0.0) -> set[int]:
+        """Sum up the groups and steps that changed since the last time; the steps.
+
+        With `patience`, nothing is done if that was less than so many seconds ago: readers ask for it while a large run
+        is being read.
+        """
+        if not self._steps or time.monotonic() - self._settled < patience:
+            return set()
+        with self._lock:
+            gids, steps = self._gids, self._steps
+            self._gids, self._steps = set(), set()
+            try:
+                with self.writing() as write:
+                    changed = summaries.settle(write, gids, steps, self._cursor + 1)
+            except BaseException:
+                self._gids |= gids
+                self._steps |= steps
+                raise
+            self._settled = time.monotonic()
+        return {step for step, _ in changed}
+
+    def wait(self, cursor: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until there was a change after `cursor`; whether there was one within `timeout` seconds."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while self._cursor <= cursor and not self._closed and not stop():
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+            return self._cursor > cursor
+
+    def wake(self) -> None:
+        """Have everybody who waits look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # --- ending -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the connections and remove the file."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._writer.close()
+        while True:
+            try:
+                self._readers.get_nowait().close()
+            except queue.Empty:
+                break
+        self.wake()
+        self._remove()
+
+    def __enter__(self) -> Index:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def named(answer: sqlite3.Cursor) -> list[dict[str, Any]]:
+    """A statement's rows by the names of their columns."""
+    names = [each[0] for each in answer.description]
+    return [dict(zip(names, row, strict=True)) for row in answer]
+
+
+def _pieces(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(values), _IN_ONE):
+        yield values[start : start + _IN_ONE]
+
+
+def _contains(text: Any, part: Any) -> int | None:
+    """Whether a text holds another, whatever their case; nothing for no text."""
+    return None if text is None else int(str(part).casefold() in str(text).casefold())

@@ -1,0 +1,466 @@
+"""From records, as columns, to what pages show: `Trajectory` and strict JSON, without torch.
+
+Invariant: slot j of a response-axis field is shown at token `prompt_length + j`; a field that has not an entry for each
+token of the response is left out, and the notes say so.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from rollbook.book.attachments import OWN, open_blob, references
+from rollbook.book.ledger import chunks
+from rollbook.book.reading import fetch, fetch_present, numbers_of
+from rollbook.book.shelves import MissingSegment, Place
+from rollbook.core import freeform
+from rollbook.core.columns import texts
+from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences
+from rollbook.core.fields import DTYPES, FIELDS, owner
+from rollbook.core.ids import EID, step_of
+from rollbook.core.ragged import Ragged, check_shape
+from rollbook.core.vocabulary import Vocabulary
+from rollbook.inspect.documents import Trajectory, derive, prompt_hash
+from rollbook.inspect.measures import declared_in, parts_of, status_of
+from rollbook.inspect.pictures import Album, Looked, Reference, place
+from rollbook.inspect.plain import plain
+from rollbook.inspect.segments import segments_of
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+
+_NUMBERS = (
+    *("logprobs", "policy_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values"),
+    *("advantages", "returns", "token_level_reward", "loss_weights"),
+)
+"""Response-axis fields that lenses show."""
+_PLACED = ("segments", "label", "reference", "kept", "reward_parts")
+"""Entries of `info` that a trajectory has a place for."""
+_NO_WORDS = Vocabulary(())
+
+
+class Reader:
+    """A book's records as pages show them.
+
+    `vocabulary`: of the tokenizer that made the records; without one, the one that the book keeps; without that, texts
+    show the ids.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> row = rollbook.Experience(eid={"batch": 3, "task": 1, "suffix": "a"}, tokens=[5, 6, 7], logprobs=[-0.5, -1.0])
+    >>> _ = book.append(row)
+    >>> one, = Reader(book).documents([row.eid.uid])
+    >>> one.step, one.text, one.tokenized, one.arrays["logprob"].tolist()
+    (3, '⟨5⟩⟨6⟩⟨7⟩', 'ids', [nan, -0.5, -1.0])
+    """
+
+    def __init__(self, book: Book, vocabulary: Vocabulary | None = None) -> None:
+        self.book = book
+        self.album = Album(self._blob)
+        self._vocabulary = vocabulary
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """What ids mean; a book that is written for the first time may have it later."""
+        if self._vocabulary is None:
+            self._vocabulary = self.book.vocabulary()
+        return self._vocabulary
+
+    def documents(self, uids: Sequence[str]) -> list[Trajectory]:
+        """These records, in this order; `KeyError` names one that is not there. Of several, those that were deleted
+        meanwhile are left out; of one, `BookError` says so."""
+        numbers = numbers_of(self.book, list(uids))
+        if len(numbers) > 1:
+            numbers, many = fetch_present(self.book, numbers, media=False)
+            if not numbers:
+                return []
+        else:
+            many = fetch(self.book, numbers, media=False)
+        evaluation: dict[int, bool] = {}
+        versions: dict[int, int | None] = {}
+        with self.book.ledger.read() as tx:
+            for marks, part in chunks(numbers):
+                for seq, flag, version in tx.all(
+                    f"SELECT seq, evaluation, version_min FROM records WHERE seq IN ({marks})", part
+                ):
+                    evaluation[seq], versions[seq] = bool(flag), version
+        made = documents_from(many, self.vocabulary, self.album)
+        for one, number, eid in zip(made, numbers, many.eids(), strict=True):
+            one.evaluation = evaluation[number]
+            one.step = step_of(eid.batch, versions[number])
+        return made
+
+    def record(self, uid: str) -> dict[str, Any]:
+        """The whole record as strict JSON can say it."""
+        return record_json(fetch(self.book, numbers_of(self.book, [uid]), media=False))
+
+    def media(self, name: str) -> tuple[bytes, str] | None:
+        """The bytes and type of a picture that a trajectory named."""
+        return self.album.media(name)
+
+    def _blob(self, name: str) -> bytes | None:
+        with self.book.ledger.read() as tx:
+            row = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (name,))
+        if row is None:
+            return None
+        try:
+            blob = open_blob(self.book.shelf.get(Place(*row)))
+            if blob.kind == "tensor":
+                return None
+            return bytes(blob.payload) if blob.kind == "bytes" else binascii.a2b_base64(blob.payload)
+        except (MissingSegment, ValueError):
+            return None  # Moved just now, or damaged: it is not shown.
+
+
+def documents_of(book: Book, uids: Sequence[str], vocabulary: Vocabulary | None = None) -> list[Trajectory]:
+    """A book's records as trajectories; see `Reader`, which also hands out their pictures."""
+    return Reader(book, vocabulary).documents(uids)
+
+
+def documents_from(
+    many: Experiences, vocabulary: Vocabulary | None = None, album: Album | None = None
+) -> list[Trajectory]:
+    """Records as trajectories; their pictures are then in `album`."""
+    table = _Table(many)
+    return [_Maker(table, i, vocabulary, album or Album()).made() for i in range(len(many))]
+
+
+class _Table:
+    """Columns of records by field, each decoded once."""
+
+    def __init__(self, many: Experiences) -> None:
+        self.many = many
+        self.columns = many.columns
+        self.references = references(many)
+        self._values: dict[str, list[Any]] = {}
+
+    def value(self, name: str, index: int) -> Any:
+        """A record's text, number or id; of a free-form field, its JSON."""
+        if name not in self._values:
+            if FIELDS[name].kind in ("json", "custom_fields"):
+                column = self.columns.get(name)
+                self._values[name] = [None] * len(self.many) if column is None else texts(column)
+            else:
+                self._values[name] = self.many.values(name)
+        return self._values[name][index]
+
+    def free(self, name: str, index: int) -> Any:
+        """A record's free-form value, without torch: tensors are arrays, and heavy bytes references."""
+        text = self.value(name, index)
+        if text is None:
+            return None
+        try:
+            found = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise WireError(f"record {index}: {name}: a free-form value is no JSON: {error}") from None
+        return untagged(found, self.references[index]) if '"$' in text or "\\u0024" in text else found
+
+    def array(self, name: str, index: int) -> NDArray[Any] | int | None:
+        """A record's tensor as an array, or the one number that stands for all of it."""
+        main = self.columns.get(name)
+        if isinstance(main, Ragged) and (main.valid is None or main.valid[index]):
+            values = main.values[int(main.offsets[index]) : int(main.offsets[index + 1])]
+            return _numbers(values, main.dtype)
+        other = self.columns.get(f"{name}__other")
+        if other is not None and other[index].is_valid:
+            item = other[index].as_py()
+            return _array(item["dtype"], item["shape"], item["data"], f"{name}__other")
+        one = self.columns.get(f"{name}__one")
+        return None if one is None else one[index].as_py()
+
+
+def _numbers(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The numbers of stored values: bfloat16 lies as uint16, bool as uint8."""
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values != 0 if dtype == "bool" else values
+
+
+def _array(dtype: Any, shape: Any, data: Any, where: str) -> NDArray[Any] | None:
+    """A tensor's elements; `None` of types that numpy has not."""
+    sizes = check_shape(dtype, shape, len(data), where)
+    if DTYPES[dtype].code == 0:
+        return None
+    return _numbers(np.frombuffer(data, dtype=DTYPES[dtype].storage).reshape(sizes), dtype)
+
+
+def untagged(value: Any, known: Collection[str] = (), depth: int = freeform.MAX_DEPTH) -> Any:
+    """What `rollbook.core.freeform` keeps as tagged JSON, as plain values, arrays, bytes and references to bytes.
+
+    >>> untagged({"a": {"$float": "nan"}, "b": {"$bytes": "AAE="}, "c": {"$tuple": [1]}})
+    {'a': nan, 'b': b'\\x00\\x01', 'c': [1]}
+    """
+    if not isinstance(value, (dict, list)):
+        return value
+    if depth <= 0:
+        raise WireError("a free-form value is nested too deeply")
+    if isinstance(value, list):
+        return [untagged(item, known, depth - 1) for item in value]
+    if len(value) != 1 or not next(iter(value)).startswith("$"):
+        return {name: untagged(item, known, depth - 1) for name, item in value.items()}
+    tag, held = next(iter(value.items()))
+    if tag == "$dict" and isinstance(held, dict):
+        return {name: untagged(item, known, depth - 1) for name, item in held.items()}
+    if tag == "$tuple" and isinstance(held, list):
+        return [untagged(item, known, depth - 1) for item in held]
+    if tag == "$map" and isinstance(held, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in held):
+        return {str(plain(untagged(key, known, depth - 1))): untagged(item, known, depth - 1) for key, item in held}
+    data = held.get("data") if isinstance(held, dict) else held
+    if isinstance(data, str) and data.startswith("sha256:"):
+        if data[7:] not in known:
+            raise WireError(f"the tag {tag} refers to bytes that its record has not")
+        return Reference(data) if tag == "$bytes" else f"⟨{tag[1:]} {held.get('dtype')} {held.get('shape')}⟩"
+    if tag == "$tensor" and isinstance(held, dict):
+        try:
+            raw = binascii.a2b_base64(held["data"], strict_mode=True)
+            found = _array(held["dtype"], held["shape"], raw, tag)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"the tag {tag} holds what it cannot: {error}") from None
+        return f"⟨tensor {held['dtype']} {held['shape']}⟩" if found is None else found
+    return freeform.loads(orjson.dumps(value).decode())
+
+
+class _Maker:
+    """One record on its way to a trajectory."""
+
+    def __init__(self, table: _Table, index: int, vocabulary: Vocabulary | None, album: Album) -> None:
+        self.table = table
+        self.index = index
+        self.vocabulary = vocabulary
+        self.notes: list[str] = []
+        self.looked = Looked(album, table.references[index])
+        self.fields = {
+            name: table.value(name, index)
+            for name in FIELDS
+            if FIELDS[name].kind in ("eid", "text", "number", "integer")
+        }
+        self.messages = self.looked.at(table.free("messages", index))
+        self.info: dict[str, Any] = self.looked.at(table.free("info", index) or {})
+
+    def array(self, name: str) -> NDArray[Any] | int | None:
+        return self.table.array(name, self.index)
+
+    def ids(self, name: str) -> NDArray[np.int64]:
+        found = self.array(name)
+        if not isinstance(found, np.ndarray) or found.ndim != 1:
+            return np.empty(0, dtype=np.int64)
+        return found.astype(np.int64)
+
+    def made(self) -> Trajectory:
+        tokens = self.ids("tokens")
+        if self.fields["experience_type"] == "dpo":
+            return self.pair(tokens)
+        start = min(max(int(self.fields["prompt_length"] or 0), 0), len(tokens))
+        return self.trajectory(tokens, start, self.mask(len(tokens), start), "messages")
+
+    def pair(self, tokens: NDArray[np.int64]) -> Trajectory:
+        """A preference pair: prompt and better answer, which has prompt and worse answer."""
+        both = []
+        for name in ("chosen", "rejected"):
+            ids = np.concatenate([tokens, self.ids(name)])
+            both.append(self.trajectory(ids, len(tokens), np.arange(len(ids)) >= len(tokens), f"{name}_messages"))
+        both[0].rejected = both[1]
+        return both[0]
+
+    def mask(self, length: int, start: int) -> NDArray[np.bool_]:
+        """[L] What is trained on; without a mask, all of the response."""
+        found = self.array("action_mask")
+        made = np.arange(length) >= start
+        if isinstance(found, np.ndarray) and found.shape == (length - start,):
+            made[start:] = found != 0
+        elif self.fields["truncate_status"] == "prompt_truncated":
+            made[:] = False
+        elif found is not None:
+            self.odd("action_mask", found, length - start)
+        return made
+
+    def odd(self, name: str, found: Any, expected: int) -> None:
+        shape = list(found.shape) if isinstance(found, np.ndarray) else type(found).__name__
+        self.notes.append(f"{name}: got {shape}, expected {expected}, one for each token of the response; left out.")
+
+    def response(self, name: str, length: int, start: int) -> NDArray[np.float64] | None:
+        """[L] A response-axis field at the tokens it speaks of, NaN on the prompt."""
+        found = self.array(name)
+        if found is None:
+            return None
+        if not isinstance(found, np.ndarray) or found.shape != (length - start,):
+            self.odd(name, found, length - start)
+            return None
+        made = np.full(length, np.nan)
+        made[start:] = found
+        wrong = int((~np.isfinite(made[start:])).sum())
+        if wrong:
+            self.notes.append(f"{name}: {wrong} of its {length - start} numbers are not finite.")
+        return made
+
+    def sampled(self, length: int, start: int, mask: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+        """[L] Which tokens the model wrote, as far as the record says so."""
+        spans = self.info.get("segments")
+        if isinstance(spans, list) and all(isinstance(span, dict) for span in spans):
+            made = np.zeros(length, dtype=np.bool_)
+            for span in spans:
+                if span.get("kind") == "model" and type(span.get("start")) is type(span.get("stop")) is int:
+                    made[max(span["start"], start) : max(span["stop"], 0)] = True
+            if made.any():
+                return made
+        if self.fields["experience_type"] == "single_turn":
+            return np.arange(length) >= start
+        return mask if mask.any() else None
+
+    def versions(self, length: int, start: int, sampled: NDArray[np.bool_] | None) -> NDArray[np.int64] | None:
+        found = self.array("policy_versions")
+        if found is None:
+            return None
+        if isinstance(found, np.ndarray) and found.shape != (length - start,):
+            self.odd("policy_versions", found, length - start)
+            return None
+        made = np.full(length, -1, dtype=np.int64)
+        made[start:] = found
+        if sampled is not None:
+            made[~sampled] = -1
+        return made
+
+    def arrays(
+        self, length: int, start: int, mask: NDArray[np.bool_], sampled: NDArray[np.bool_] | None
+    ) -> dict[str, NDArray[np.float32]]:
+        given = {name: self.response(name, length, start) for name in _NUMBERS}
+        behaviour = given["logprobs"]
+        if behaviour is not None:
+            # What nobody sampled has no log-prob of an engine; engines' records fill it with zeros.
+            silent = ~mask & (behaviour == 0)
+            behaviour[silent if sampled is None else ~sampled & silent] = np.nan
+        return derive(given, mask)
+
+    def trajectory(self, ids: NDArray[np.int64], start: int, mask: NDArray[np.bool_], messages: str) -> Trajectory:
+        fields, length = self.fields, len(ids)
+        eid: EID = fields["eid"]
+        text, ends = (self.vocabulary or _NO_WORDS).text_and_ends(ids)
+        pair = fields["experience_type"] == "dpo"
+        sampled = np.arange(length) >= start if pair else self.sampled(length, start, mask)
+        arrays = {} if pair else self.arrays(length, start, mask, sampled)
+        versions = None if pair else self.versions(length, start, sampled)
+        segments = segments_of(
+            text,
+            ends,
+            start,
+            mask,
+            sampled=sampled,
+            spans=None if pair else self.info.get("segments"),
+            exact=self.vocabulary is not None,
+        )
+        spoken = self.messages if messages == "messages" else self.table.free(messages, self.index) or self.messages
+        if messages != "messages" and spoken is not self.messages:
+            spoken = Looked(self.looked.album, self.looked.references).at(spoken)
+        pictures = [] if messages == "rejected_messages" else list(self.looked.pictures)
+        place(pictures, text, ends, segments)
+        metrics = self.table.free("metrics", self.index) or {}
+        failed = self.info.get("error") is not None
+        status = "error" if failed else status_of(fields["finish_reason"], fields["truncate_status"])
+        whole = eid.tid
+        return Trajectory(
+            uid=eid.uid,
+            gid=eid.uid if whole == "/" else whole,
+            step=step_of(eid.batch, None if versions is None else _oldest(versions, mask)),
+            task=str(eid.task),
+            run=eid.run,
+            turn=eid.step,
+            prompt=prompt_hash(ids[:start]),
+            text=text,
+            ends=ends,
+            ids=ids,
+            special=np.zeros(length, np.bool_) if self.vocabulary is None else self.vocabulary.special(ids),
+            prompt_tokens=start,
+            tokenized="ids" if self.vocabulary is None else "exact",
+            mask=mask,
+            versions=versions,
+            arrays=arrays,
+            segments=segments,
+            reward=fields["reward"],
+            parts=parts_of(metrics),
+            declared=declared_in(self.info),
+            advantage=_mean(arrays.get("advantage"), mask),
+            status="unfinished"
+            if status == "finished" and not length - start and not fields["finish_reason"]
+            else status,
+            finish_reason=fields["finish_reason"],
+            truncate_status=fields["truncate_status"],
+            kind=fields["experience_type"],
+            group_size=fields["group_size"],
+            parent=fields["parent"],
+            prompt_text=fields["prompt_text"],
+            response_text=None if messages == "rejected_messages" else fields["response_text"],
+            messages=spoken,
+            tools=self.table.free("tools", self.index),
+            sampling=self.table.free("sampling", self.index),
+            label=self.info.get("label"),
+            reference=self.info.get("reference"),
+            pictures=pictures,
+            info={name: value for name, value in self.info.items() if name not in _PLACED},
+            metrics=metrics,
+            kept=self.info["kept"] if isinstance(self.info.get("kept"), str) else None,
+            notes=[*self.notes, *self.said(pictures)],
+        )
+
+    def said(self, pictures: Sequence[Any]) -> list[str]:
+        """What a reader should know of the whole."""
+        found = []
+        reward = self.fields["reward"]
+        if reward is not None and reward != reward:
+            found.append("The reward is NaN: this sample could not be scored.")
+        if self.looked.elsewhere:
+            found.append(
+                f"{self.looked.elsewhere} pictures are not in the record, only their addresses; none is fetched."
+            )
+        media = self.table.columns.get("multi_modal_inputs")
+        if media is not None and media[self.index].is_valid and not pictures:
+            names = ", ".join(str(item["key"]) for item in media[self.index].as_py())
+            found.append(f"Media are recorded as tensors ({names}), which are not shown.")
+        return found
+
+
+def _mean(values: NDArray[np.float32] | None, mask: NDArray[np.bool_]) -> float | None:
+    if values is None:
+        return None
+    counted = values[mask & np.isfinite(values)].astype(np.float64)
+    return float(counted.mean()) if counted.size else None
+
+
+def _oldest(versions: NDArray[np.int64], mask: NDArray[np.bool_]) -> int | None:
+    counted = versions[(versions >= 0) & mask] if mask.any() else versions[versions >= 0]
+    return int(counted.min()) if counted.size else None
+
+
+def record_json(many: Experiences, index: int = 0) -> dict[str, Any]:
+    """One record as values of strict JSON: tensors as lists, what is no number as `null`, media by type and shape.
+
+    >>> from rollbook import Experience
+    >>> made = record_json(Experiences([Experience(eid={"suffix": "a"}, tokens=[1, 2, 3], reward=float("nan"))]))
+    >>> made["uid"], made["tokens"], made["reward"], made["action_mask"]
+    ('//0/0/a', [1, 2, 3], None, [True, True])
+    """
+    table = _Table(many)
+    eid: EID = table.value("eid", index)
+    found: dict[str, Any] = {"uid": eid.uid, "eid": eid.to_dict()}
+    for name, field in FIELDS.items():
+        if field.kind == "eid":
+            continue
+        if field.kind == "tensor":
+            found[name] = plain(table.array(name, index))
+        elif field.kind == "media":
+            column = table.columns.get(name)
+            items = None if column is None else column[index].as_py()
+            found[name] = items and {str(i["key"]): {"dtype": i["dtype"], "shape": i["shape"]} for i in items}
+        elif field.kind in ("json", "custom_fields"):
+            found[name] = plain(table.free(name, index))
+        else:
+            found[name] = plain(table.value(name, index))
+    for name, column in table.columns.items():
+        if owner(name) is None and name not in OWN and not isinstance(column, Ragged):
+            found[name] = plain(column[index].as_py())
+    return {name: value for name, value in found.items() if value is not None or name == "reward"}

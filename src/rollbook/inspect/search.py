@@ -1,0 +1,399 @@
+"""Search in prompts and responses: by phrase (SQLite's FTS5), by part of a word, and by regular expression.
+
+Invariant: what somebody types is data: it never becomes syntax of FTS5 or SQL, and a regular expression runs in a child
+process that is killed when its time is up. Texts are kept packed, those of a prompt once, so that the index stays
+smaller than they are; nothing is kept before somebody searches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollbook.algorithms.registry import choice, number, whole_number
+from rollbook.inspect.queries import Busy, TooLate
+
+if TYPE_CHECKING:
+    from rollbook.inspect.index import Index
+    from rollbook.inspect.sources import Source
+
+MODES = ("phrase", "substring", "regex")
+CONTEXT = 60
+"""Letters that are shown on each side of a match."""
+SECONDS = 10.0
+LONGEST_QUERY = 1000
+MOST_TEXT = 2 << 30
+"""How many letters of text one index keeps; of a longer run, those of the newest steps."""
+MOST_OF_ONE = 1 << 20
+PIECE = 128
+_CHILDREN = 2
+_PATIENCE = 1.0
+
+TABLES = (
+    "CREATE TABLE bodies (n INTEGER PRIMARY KEY, body BLOB NOT NULL)",
+    "CREATE TABLE prompt_bodies (p INTEGER PRIMARY KEY, prompt TEXT NOT NULL UNIQUE, body BLOB NOT NULL)",
+)
+"""The packed text of each response, and of each prompt by its hash."""
+_FULL_TEXT = (
+    "CREATE VIRTUAL TABLE texts USING fts5(response, content='', tokenize='unicode61 remove_diacritics 0')",
+    "CREATE VIRTUAL TABLE prompt_texts USING fts5(prompt, content='', tokenize='unicode61 remove_diacritics 0')",
+)
+_COUNTS = "(samples.gone IS NULL OR samples.gone NOT IN ('deleted', 'rewound'))"
+_WORD = re.compile(r"[^\W_]+")
+_QUOTED = re.compile(r'"([^"]*)"')
+_EAST = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+"""Scripts that are written without spaces, in which FTS5 sees no words."""
+
+
+def prepare(write: sqlite3.Connection) -> bool:
+    """Make the tables; whether this SQLite has full text search."""
+    for sql in TABLES:
+        write.execute(sql)
+    try:
+        for sql in _FULL_TEXT:
+            write.execute(sql)
+    except sqlite3.OperationalError:
+        return False
+    return True
+
+
+def packed(text: str) -> bytes:
+    """A text in few bytes."""
+    return zlib.compress(text[:MOST_OF_ONE].encode("utf-8", "surrogatepass"), 1)
+
+
+def unpacked(body: bytes) -> str:
+    """What `packed` made `body` of."""
+    return zlib.decompress(body).decode("utf-8", "surrogatepass")
+
+
+def holds(body: bytes, part: str) -> int:
+    """Whether the text that was packed as `body` holds another, whatever their case.
+
+    >>> holds(packed("Wait, no"), "wait")
+    1
+    """
+    return int(part.casefold() in unpacked(body).casefold())
+
+
+def forget(write: sqlite3.Connection, ns: Sequence[int]) -> None:
+    """Remove the texts of some records; they are read again when somebody searches."""
+    full_text = bool(write.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone())
+    for n in ns:
+        for table, key, sql in (
+            ("bodies", "n", "SELECT n, body FROM bodies WHERE n = ?"),
+            (
+                "prompt_bodies",
+                "p",
+                "SELECT p, body FROM prompt_bodies WHERE prompt = (SELECT prompt FROM samples WHERE n = ?)",
+            ),
+        ):
+            for row, body in write.execute(sql, (n,)).fetchall():
+                if full_text:
+                    name, column = ("texts", "response") if table == "bodies" else ("prompt_texts", "prompt")
+                    write.execute(
+                        f"INSERT INTO {name} ({name}, rowid, {column}) VALUES ('delete', ?, ?)",
+                        (row, _indexed(unpacked(body))),
+                    )
+                write.execute(f"DELETE FROM {table} WHERE {key} = ?", (row,))
+        write.execute("UPDATE samples SET searchable = 0 WHERE n = ?", (n,))
+
+
+def _indexed(text: str) -> str:
+    """A text as FTS5 takes it: without NUL, at which it ends, and lone surrogates, which SQLite cannot keep."""
+    return text.replace("\0", " ").encode("utf-8", "replace").decode()
+
+
+def phrases(text: str) -> list[str]:
+    """The phrases that must all be there: what stands in quotes, and each word beside them; without quotes, all of it.
+
+    >>> phrases('wait, "let me" check'), phrases("let me check")
+    (['let me', 'wait', 'check'], ['let me check'])
+    """
+    quoted = [each for each in _QUOTED.findall(text) if _WORD.search(each)]
+    if not quoted:
+        return [text] if _WORD.search(text) else []
+    return [*quoted, *_WORD.findall(_QUOTED.sub(" ", text))]
+
+
+def _expression(phrase: str) -> str:
+    """The regular expression that finds a phrase where FTS5 does."""
+    words = r"[\W_]+".join(map(re.escape, _WORD.findall(phrase)))
+    return rf"(?<![^\W_]){words}(?![^\W_])"
+
+
+class Search:
+    """Search over one source's texts; they are read in the background from the first question on, newest step first.
+
+    `search` answers at once with what was read so far; `complete` says whether that is all.
+    """
+
+    def __init__(self, source: Source, index: Index) -> None:
+        self.source = source
+        self.index = index
+        self.error: str | None = None
+        """Why texts cannot be read, if they cannot."""
+        self.patience: float | None = None
+        """Seconds that a filter on texts waits for them to be read; as long as it takes if none."""
+        self._first: int | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._idle = threading.Event()
+        self._letters = 0
+        self._children = threading.BoundedSemaphore(_CHILDREN)
+
+    # --- filling ------------------------------------------------------------------------------------------------
+
+    def start(self, step: int | None = None) -> None:
+        """Begin to read texts, those of `step` first."""
+        with self._lock:
+            self._first = step
+            if self._thread is None and not self._closing.is_set():
+                self._thread = threading.Thread(target=self._run, name="rollbook-search", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.is_set() and not self.index.closed:
+            try:
+                filled = self.fill()
+                self.error = None
+            except Exception as error:  # Whatever a source raises must not end search for good.
+                self.error = f"{type(error).__name__}: {error}"
+                filled = 0
+            if not filled:
+                self._idle.set()
+                self.index.wait(self.index.cursor, 2.0, self._closing.is_set)
+
+    def fill(self) -> int:
+        """Read the texts of one piece of the run; how many records."""
+        if self._letters >= MOST_TEXT:
+            return 0
+        asked = "samples.step = ? DESC, " if self._first is not None else ""
+        values = [] if self._first is None else [self._first]
+        found = self.index.query(
+            "SELECT n, uid, prompt, gone FROM samples WHERE searchable = 0 AND measured = 1 "
+            f"ORDER BY {asked}step DESC, n LIMIT {PIECE}",
+            values,
+        )
+        if not found:
+            return 0
+        self._idle.clear()
+        there = [row for row in found if row[3] is None]
+        texts = dict(zip([row[0] for row in there], texts_of(self.source, [row[1] for row in there]), strict=True))
+        with self.index.writing(quiet=True) as write:
+            for n, _, prompt, _ in found:
+                asked_text, said = texts.get(n, ("", ""))
+                self._letters += len(said)
+                if said:
+                    write.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (n, packed(said)))
+                    if self.index.full_text:
+                        write.execute(
+                            "INSERT INTO texts (rowid, response) VALUES (?, ?)", (n, _indexed(said[:MOST_OF_ONE]))
+                        )
+                if asked_text and prompt:
+                    made = write.execute(
+                        "INSERT INTO prompt_bodies (prompt, body) VALUES (?, ?) ON CONFLICT DO NOTHING",
+                        (prompt, packed(asked_text)),
+                    )
+                    if made.rowcount == 1:
+                        self._letters += len(asked_text)
+                        if self.index.full_text:
+                            write.execute(
+                                "INSERT INTO prompt_texts (rowid, prompt) VALUES (?, ?)",
+                                (made.lastrowid, _indexed(asked_text[:MOST_OF_ONE])),
+                            )
+            write.executemany("UPDATE samples SET searchable = 1 WHERE n = ?", [(row[0],) for row in found])
+        return len(found)
+
+    def complete(self) -> bool:
+        """Whether every text there is can be found."""
+        return not self.index.query("SELECT 1 FROM samples WHERE searchable = 0 LIMIT 1")
+
+    def finish(self) -> None:
+        """Wait until the texts of all measured records are there; `TooLate` if `patience` ends before."""
+        self.start(self._first)
+        end = math.inf if self.patience is None else time.monotonic() + self.patience
+        while not self.complete():
+            if time.monotonic() > end:
+                done, total = self.index.query("SELECT SUM(searchable), COUNT(*) FROM samples")[0]
+                raise TooLate(f"filter: {done / total:.0%} of the texts are read so far; ask again in a while")
+            if self._idle.wait(0.05):
+                break  # what is left is not measured yet, or beyond what is kept
+        if self.error is not None:
+            raise ValueError(f"filter: the texts cannot be read: {self.error}")
+
+    # --- asking -------------------------------------------------------------------------------------------------
+
+    def search(
+        self, q: str, mode: str = "phrase", limit: int = 50, step: int | None = None, *, seconds: float = SECONDS
+    ) -> dict[str, Any]:
+        """Records whose prompt or response has `q` in it, newest step first.
+
+        `phrase`: words in a row, whatever their case and what stands between them; several phrases in quotes must all
+        be there. `substring`: any part of the text, whatever its case. `regex`: a regular expression as Python has
+        them; one that takes longer than `seconds` is stopped with an error. A prompt that matches is shown once for
+        each of its groups.
+        """
+        choice("mode", mode, MODES)
+        whole_number("limit", limit, 1)
+        number("seconds", seconds, 0.0)
+        if not isinstance(q, str) or not q.strip() or len(q) > LONGEST_QUERY:
+            raise ValueError(f"q: got {str(q)[:40]!r}, expected 1 to {LONGEST_QUERY} letters")
+        wanted = phrases(q) if mode == "phrase" else []
+        if mode == "phrase" and _EAST.search(q):
+            mode = "substring"
+        elif mode == "phrase" and not wanted:
+            raise ValueError(f"q: got {q!r}, which has no word in it; mode=substring finds signs")
+        pattern, also, flags = q, list[str](), re.MULTILINE
+        if mode == "substring":
+            pattern, flags = re.escape(q), re.IGNORECASE
+        elif mode == "phrase":
+            (pattern, *also), flags = map(_expression, wanted), re.IGNORECASE
+        begun = time.monotonic()
+        total: int | None
+        self.start(step)
+        if not self.complete():
+            self._idle.wait(_PATIENCE)
+        if mode == "phrase" and self.index.full_text:
+            total, found = self._phrases(wanted, limit, step)
+        else:
+            total, found = self._matches(pattern, also, flags, limit, step, seconds)
+        return {
+            "total": total,
+            "complete": self.complete(),
+            "milliseconds": round((time.monotonic() - begun) * 1000, 1),
+            "mode": mode,
+            "rows": self._told(found),
+        }
+
+    def _told(self, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        known = {}
+        ns = [each["n"] for each in found]
+        for start in range(0, len(ns), 500):
+            part = ns[start : start + 500]
+            marks = ",".join("?" * len(part))
+            for row in self.index.query(f"SELECT n, uid, gid, step, reward FROM samples WHERE n IN ({marks})", part):
+                known[row[0]] = row
+        return [
+            {
+                **dict(zip(("uid", "gid", "step", "reward"), known[each["n"]][1:], strict=True)),
+                "field": each["field"],
+                "snippet": {name: each[name] for name in ("before", "match", "after")},
+            }
+            for each in found
+            if each["n"] in known
+        ]
+
+    def _phrases(self, wanted: Sequence[str], limit: int, step: int | None) -> tuple[int, list[dict[str, Any]]]:
+        match = " AND ".join('"' + _indexed(phrase).replace('"', '""') + '"' for phrase in wanted)
+        where, values = ("AND samples.step = ?", (step,)) if step is not None else ("", ())
+        where += f" AND {_COUNTS}"
+        responses = f"FROM texts JOIN samples ON samples.n = texts.rowid WHERE texts MATCH ? {where}"
+        prompts = (
+            "FROM prompt_texts JOIN prompt_bodies ON prompt_bodies.p = prompt_texts.rowid "
+            f"JOIN samples ON samples.prompt = prompt_bodies.prompt WHERE prompt_texts MATCH ? {where}"
+        )
+        pattern = re.compile(_expression(wanted[0]), re.IGNORECASE)
+        with self.index.reading() as read:
+            total = read.execute(f"SELECT COUNT(*) {responses}", (match, *values)).fetchone()[0]
+            total += read.execute(f"SELECT COUNT(DISTINCT samples.gid) {prompts}", (match, *values)).fetchone()[0]
+            hits = read.execute(
+                f"SELECT samples.step, samples.n, 'response' {responses} ORDER BY samples.step DESC, samples.n LIMIT ?",
+                (match, *values, limit),
+            ).fetchall()
+            hits += read.execute(
+                f"SELECT samples.step, MIN(samples.n), 'prompt' {prompts} "
+                "GROUP BY samples.gid ORDER BY samples.step DESC LIMIT ?",
+                (match, *values, limit),
+            ).fetchall()
+            hits.sort(key=lambda hit: (-hit[0], hit[2] == "prompt", hit[1]))
+            found = []
+            for _, n, field in hits[:limit]:
+                sql = (
+                    "SELECT body FROM bodies WHERE n = ?"
+                    if field == "response"
+                    else "SELECT body FROM prompt_bodies WHERE prompt = (SELECT prompt FROM samples WHERE n = ?)"
+                )
+                text = unpacked(read.execute(sql, (n,)).fetchone()[0])
+                place = pattern.search(text)
+                start, stop = place.span() if place else (0, 0)
+                shown = {
+                    "before": text[max(0, start - CONTEXT) : start],
+                    "match": text[start:stop],
+                    "after": text[stop : stop + CONTEXT],
+                }
+                found.append({"n": n, "field": field, **shown})
+        return total, found
+
+    def _matches(
+        self, pattern: str, also: list[str], flags: int, limit: int, step: int | None, seconds: float
+    ) -> tuple[int | None, list[dict[str, Any]]]:
+        job = {
+            "path": self.index.path.as_uri(),
+            "pattern": pattern,
+            "also": also,
+            "flags": int(flags),
+            "step": step,
+            "limit": limit,
+            "context": CONTEXT,
+            "seconds": seconds / 2,
+        }
+        if not self._children.acquire(blocking=False):
+            raise Busy(f"{_CHILDREN} searches are running already; ask again in a while")
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("matching.py"))],
+                input=json.dumps(job) + "\n",
+                capture_output=True,
+                text=True,
+                encoding="utf-8",
+                timeout=seconds,
+            )
+        except subprocess.TimeoutExpired:
+            raise TooLate(
+                f"q: {pattern[:80]!r} took longer than {seconds:g} seconds; try a simpler one, or look in one step"
+            ) from None
+        finally:
+            self._children.release()
+        if done.returncode:
+            raise ValueError(
+                f"q: the search ended by itself: {done.stderr.strip().splitlines()[-1:] or done.returncode}"
+            )
+        found = [json.loads(line) for line in done.stdout.split("\n") if line]
+        if "error" in found[-1]:
+            raise ValueError(f"q: got {pattern[:80]!r}, which is no regular expression: {found[-1]['error']}")
+        return found[-1]["total"], found[:-1]
+
+    def close(self) -> None:
+        """End the background work."""
+        self._closing.set()
+        self.index.wake()
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(10)
+
+
+def texts_of(source: Source, uids: Sequence[str]) -> list[tuple[str, str]]:
+    """The prompt and the response of some records, as texts: from the columns of a book, else from documents."""
+    from rollbook.inspect.sources import BookSource
+
+    if isinstance(source, BookSource):
+        return source.texts(uids)
+    found = []
+    for one in source.documents(uids):
+        prompt = one.text[: one.prompt_end] if one.prompt_text is None else one.prompt_text
+        said = one.text[one.prompt_end :] if one.response_text is None else one.response_text
+        found.append((prompt, said))
+    return found
