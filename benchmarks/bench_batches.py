@@ -31,7 +31,8 @@ from rollbook.compat.lightrft.replay_buffer import (
     remove_padding_in_sequences,
     split_experience_batch,
 )
-from rollbook.core.experience import Experience, gather_token_ids
+from rollbook.compat.trinity import gather_token_ids
+from rollbook.core.experience import Experience
 
 THEIR_GATHER = "Trinity gather_token_ids"
 GATHER = "gather_token_ids, from columns"

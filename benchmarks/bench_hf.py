@@ -11,7 +11,8 @@ from benchmarks import harness, peers
 from benchmarks.harness import Comparison, Contender, Options, Report
 from benchmarks.workload import Workload, check_same, make_workload, touch
 from rollbook import Experiences
-from rollbook.core.experience import Experience, from_hf_datasets, to_hf_datasets
+from rollbook.compat.trinity import from_hf_datasets, to_hf_datasets
+from rollbook.core.experience import Experience
 
 THEIR_TO = "Trinity to_hf_datasets"
 THEIR_FROM = "Trinity from_hf_datasets, every field asked for"

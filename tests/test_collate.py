@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID, CustomField, Experience, Experiences
-from rollbook.core.experience import (
+from rollbook.compat.trinity import (
     gather_action_masks,
     gather_attention_masks,
     gather_multi_modal_inputs,

@@ -19,13 +19,13 @@ import torch
 
 import rollbook.core.experience
 from rollbook import EID, CustomField, Experience, Experiences
-from rollbook.core import fields, wire
-from rollbook.core.experience import (
+from rollbook.compat.trinity import (
     from_hf_datasets,
     gather_response_attrs,
     split_dpo_experience_to_single_turn,
     to_hf_datasets,
 )
+from rollbook.core import fields, wire
 from rollbook.core.fields import FIELDS, Field
 from tests.strategies import exact, exact_rows
 

@@ -113,7 +113,8 @@ def test_columns_are_read_without_torch(tmp_path: Path) -> None:
     (tmp_path / "rows.rollbook").write_bytes(Experience.serialize_many(rows))
     script = """
 import sys
-import rollbook.core.wire, rollbook.core.fields, rollbook.core.ragged, rollbook.core.experiences, rollbook.core.ids, rollbook.core.freeform
+import rollbook.core.wire, rollbook.core.fields, rollbook.core.ragged, rollbook.core.experiences
+import rollbook.core.ids, rollbook.core.freeform
 from rollbook.core.experiences import Experiences
 assert "torch" not in sys.modules, "after the imports"
 data = open(sys.argv[1], "rb").read()
@@ -217,7 +218,7 @@ for name in ("rollbook.Experience", "rollbook.compat.lightrft.saver", "rollbook.
 def test_engines_and_rewards_wait_for_what_is_heavy() -> None:
     script = """
 import sys
-import rollbook.making
+import rollbook.compat.lightrft
 import rollbook.models
 import rollbook.rewards
 from rollbook.rewards import RewardInput, as_reward

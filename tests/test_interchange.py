@@ -17,7 +17,7 @@ from datasets import Dataset, concatenate_datasets, load_from_disk
 
 from benchmarks import peers
 from rollbook import EID, CustomField, Experience, Experiences, WireError
-from rollbook.core.experience import from_hf_datasets, to_hf_datasets
+from rollbook.compat.trinity import from_hf_datasets, to_hf_datasets
 from rollbook.core.fields import FIELDS
 
 

@@ -527,7 +527,8 @@ lengths.flags.writeable = False
 made = plan(lengths, token_cap=200, ranks=2, groups=groups, keep_groups="rank", cost=Cost(1, 1))
 made.report()
 assert groups == list("abc") * 13
-print([name for name in ("torch", "transformers", "pyarrow", "pandas", "rollbook.core.experience") if name in sys.modules])
+heavy = ("torch", "transformers", "pyarrow", "pandas", "rollbook.core.experience")
+print([name for name in heavy if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "[]", done.stderr

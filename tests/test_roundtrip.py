@@ -25,8 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID, CustomField, Experience, Experiences
+from rollbook.compat.trinity import from_hf_datasets, to_hf_datasets
 from rollbook.core import freeform, sparse, wire
-from rollbook.core.experience import from_hf_datasets, to_hf_datasets
 from rollbook.core.fields import FIELDS
 from tests.attacks import corpus
 from tests.attacks.outcome import stacked

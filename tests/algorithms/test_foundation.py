@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from rollbook.algorithms.aggregate import MODES, aggregate, masked_mean
 from rollbook.algorithms.layout import Layout
 from rollbook.algorithms.moments import whiten
-from rollbook.algorithms.registry import Registry, number
+from rollbook.algorithms.registry import Registry
 from rollbook.algorithms.results import Report
 from rollbook.batch.plan import Denominators
+from rollbook.core.checks import check_float
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 
@@ -162,8 +163,8 @@ def test_whitening_can_keep_mean_or_deviation() -> None:
         (lambda: masked_mean([1.0], [1, 1]), "mask: got shape [2], expected [1], as the values have"),
         (lambda: whiten([[1.0]], eps_in="mean"), "eps_in: got 'mean', expected one of"),
         (lambda: whiten([[1.0]], std="all"), "std: got 'all'"),
-        (lambda: number("clip", True), "clip: got True"),
-        (lambda: number("clip", math.nan), "clip: got nan"),
+        (lambda: check_float("clip", True), "clip: got True"),
+        (lambda: check_float("clip", math.nan), "clip: got nan"),
         (lambda: Report(2).with_ids(["a"]), "ids: got 1, expected 2, one for each row"),
     ],
 )
@@ -229,7 +230,7 @@ def test_arrays_of_any_kind_are_read() -> None:
     frozen.flags.writeable = False
     assert aggregate(frozen).item() == 1
     assert Layout.of([[1, 1], []]).whole("ids", [[5, 6], []]).dtype == torch.int64
-    assert number("gamma", np.float32(0.5), 0, 1) == 0.5
+    assert check_float("gamma", np.float32(0.5), 0, 1) == 0.5
 
 
 @pytest.mark.parametrize("whole", [5, {"tokens": 3}, (1, 2)])

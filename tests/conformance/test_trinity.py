@@ -17,10 +17,7 @@ import pytest
 import torch
 
 from rollbook import WireError
-from rollbook.core.experience import (
-    EID,
-    Experience,
-    Experiences,
+from rollbook.compat.trinity import (
     from_hf_datasets,
     gather_action_masks,
     gather_attention_masks,
@@ -31,6 +28,7 @@ from rollbook.core.experience import (
     split_dpo_experience_to_single_turn,
     to_hf_datasets,
 )
+from rollbook.core.experience import EID, Experience, Experiences
 from rollbook.core.wire import to_trxp
 
 DATA = json.loads((Path(__file__).parent / "trinity.json").read_text())

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.core.experience import split_dpo_experience_to_single_turn
+from rollbook.compat.trinity import split_dpo_experience_to_single_turn
 from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
 from rollbook.rollout.processing import Preparer
 from rollbook.train.data import Prompts, permutation

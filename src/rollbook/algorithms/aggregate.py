@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_mask, as_tensor
-from rollbook.algorithms.registry import choice, number
 from rollbook.batch.plan import Denominators
+from rollbook.core.checks import check_choice, check_float
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 
@@ -74,13 +74,13 @@ def reduce(
     layout: Layout, tokens: torch.Tensor, mode: str, norm: float | None = None, whole: Denominators | None = None
 ) -> torch.Tensor:
     """`aggregate` for values (`layout.shape`) that are plain tensors already."""
-    choice("mode", mode, MODES)
+    check_choice("mode", mode, MODES)
     if whole is not None and not isinstance(whole, Denominators):
         raise ValueError(f"whole: got {type(whole).__name__}, expected the Denominators of the whole batch, or None")
     if mode == "seq-mean-token-sum-norm":
         if norm is None:
             raise ValueError("norm: got None, expected the constant to divide by (the padded width is none)")
-        number("norm", norm, 1e-30, what="a positive number")
+        check_float("norm", norm, 1e-30, what="a positive number")
         return layout.masked(tokens).sum() / norm
     if mode == "token-mean":
         count = layout.mask.sum().clamp(min=1) if whole is None else max(whole.tokens, 1)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats, as_tensor
-from rollbook.algorithms.registry import number
+from rollbook.core.checks import check_float
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 
@@ -105,7 +105,7 @@ def optional_number(name: str, value: Any, low: float, what: str) -> None:
         ...
     ValueError: dual_clip: got 1.0, expected a number above 1, or None
     """
-    if value is not None and number(name, value, low, what=f"{what}, or None") == low:
+    if value is not None and check_float(name, value, low, what=f"{what}, or None") == low:
         raise ValueError(f"{name}: got {value!r}, expected {what}, or None")
 
 

@@ -19,8 +19,8 @@ import torch
 from rollbook.algorithms.arguments import is_per_row
 from rollbook.algorithms.kl import k3
 from rollbook.algorithms.layout import Layout, PerToken, as_tensor
-from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Report, rows_where
+from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import ALONE, Ranks
 from rollbook.core.rows import Rows
 
@@ -100,10 +100,10 @@ def importance_weights(
     (tensor([[3.4903, 3.4903],
             [0.0000, 0.0000]]), [1])
     """
-    choice("level", level, LEVELS)
-    number("log_clamp", log_clamp, 1e-30, _LARGEST, what=f"a positive number up to {_LARGEST:g}")
+    check_choice("level", level, LEVELS)
+    check_float("log_clamp", log_clamp, 1e-30, _LARGEST, what=f"a positive number up to {_LARGEST:g}")
     _check_bounds(truncate, low, mask_outside, veto)
-    normalise = switch("normalise", normalise)
+    normalise = check_bool("normalise", normalise)
     layout, dtype, policy, behaviour = _taken(policy_log_probs, behaviour_log_probs, mask)
     off = policy - behaviour
     by_row = level != "token"
@@ -119,7 +119,7 @@ def importance_weights(
     if versions is not None or current is not None or max_staleness is not None:
         if versions is None or current is None or max_staleness is None:
             raise ValueError("versions: expected all of versions, current and max_staleness, or none of them")
-        gone["stale"] = _staleness(layout, versions, current) > number("max_staleness", max_staleness, 0)
+        gone["stale"] = _staleness(layout, versions, current) > check_float("max_staleness", max_staleness, 0)
     left = layout.narrowed(~torch.stack(list(gone.values())).any(0)) if gone else layout
     weights = raw.clamp(low, truncate) if truncate is not None or low is not None else raw
     counted = left.counts > 0 if by_row else left.mask
@@ -163,11 +163,11 @@ def staleness_weights(
     ([tensor([0.5000, 0.5000, 1.0000]), tensor([0., 1.])],
      [tensor([True, True, True]), tensor([False,  True])], [1])
     """
-    choice("kind", kind, KINDS)
-    number("decay", decay, 0, 1)
+    check_choice("kind", kind, KINDS)
+    check_float("decay", decay, 0, 1)
     if max_staleness is None and kind != "exponential":
         raise ValueError(f"max_staleness: got None, expected a number of versions for kind={kind!r}")
-    most = float("inf") if max_staleness is None else number("max_staleness", max_staleness, 0)
+    most = float("inf") if max_staleness is None else check_float("max_staleness", max_staleness, 0)
     if versions is None:
         raise ValueError("versions: got None, expected the version of each token, of each row, or one for all")
     if mask is None and (_is_one(versions) or _flat(versions)):
@@ -339,13 +339,13 @@ def _check_bounds(
     truncate: float | None, low: float | None, mask_outside: tuple[float, float] | None, veto: float | None
 ) -> None:
     if truncate is not None:
-        number("truncate", truncate, 1e-30, what="a positive number, or None")
+        check_float("truncate", truncate, 1e-30, what="a positive number, or None")
     if low is not None:
-        number("low", low, 0, float("inf") if truncate is None else truncate)
+        check_float("low", low, 0, float("inf") if truncate is None else truncate)
     if veto is not None:
-        number("veto", veto, 1e-300, 1, what="a ratio above 0 and up to 1, or None")
+        check_float("veto", veto, 1e-300, 1, what="a ratio above 0 and up to 1, or None")
     if mask_outside is not None:
         if not isinstance(mask_outside, (tuple, list)) or len(mask_outside) != 2:
             raise ValueError(f"mask_outside: got {mask_outside!r}, expected a pair (low, high), or None")
-        least = number("mask_outside: low", mask_outside[0], 0)
-        number("mask_outside: high", mask_outside[1], least, what=f"a number of at least {least:g}, the low end")
+        least = check_float("mask_outside: low", mask_outside[0], 0)
+        check_float("mask_outside: high", mask_outside[1], least, what=f"a number of at least {least:g}, the low end")

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from rollbook.algorithms.arguments import state_of
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, numbered
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
-from rollbook.algorithms.registry import choice, number, whole_number
 from rollbook.algorithms.results import Report, rows_where
+from rollbook.core.checks import check_choice, check_float, check_int
 from rollbook.core.process_group import ALONE, Ranks
 from rollbook.core.rows import NUMPY, memory
 
@@ -105,8 +105,8 @@ def zero_variance(
     >>> kept.keep.tolist(), kept.groups["constant group"], kept.groups["singleton group"]
     ([False, False, False, True, True, True, False], ['a'], ['c'])
     """
-    number("threshold", threshold, 0)
-    choice("singleton", singleton, SINGLETON)
+    check_float("threshold", threshold, 0)
+    check_choice("singleton", singleton, SINGLETON)
     grouped = Grouped(rewards, groups, runs, ranks)
     deviation = grouped.std(std)
     several = grouped.count > 1
@@ -143,8 +143,8 @@ def dynamic_sampling(
     >>> kept.rows, kept.groups
     ([2, 3], {'no finite reward': [], 'all correct': [0], 'all wrong': [2], 'singleton group': [3]})
     """
-    number("correct", correct)
-    choice("singleton", singleton, SINGLETON)
+    check_float("correct", correct)
+    check_choice("singleton", singleton, SINGLETON)
     grouped = Grouped(scores, groups, runs, ranks)
     right = grouped.run_valid & (np.where(grouped.run_valid, grouped.run_values, 0.0) > correct)
     solved = np.bincount(grouped.run_group[right], minlength=len(grouped.keys))
@@ -190,7 +190,7 @@ def invalid_rewards(rewards: PerRow, ids: Sequence[Hashable] | None = None, *, i
     >>> kept.rows, kept.report.which("missing reward"), kept.report.which("infinite reward")
     ([3], [0, 1], [2])
     """
-    choice("infinite", infinite, ("drop", "keep"))
+    check_choice("infinite", infinite, ("drop", "keep"))
     values = as_rewards("rewards", rewards)
     drops = {"missing reward": np.isnan(values), "infinite reward": np.isinf(values) & (infinite == "drop")}
     return _sifted(rewards, drops, ids)
@@ -203,7 +203,7 @@ def reward_at_least(rewards: PerRow, threshold: float = 0.0, ids: Sequence[Hasha
     >>> kept.rows, kept.report.which("below threshold")
     ([1, 3], [0])
     """
-    number("threshold", threshold)
+    check_float("threshold", threshold)
     values = as_rewards("rewards", rewards)
     return _sifted(rewards, {"missing reward": np.isnan(values), "below threshold": values < threshold}, ids)
 
@@ -311,9 +311,9 @@ class Refill:
         max_rounds: int = 10,
         judge: Callable[[Sequence[Any], Sequence[Hashable]], Kept] = dynamic_sampling,
     ) -> None:
-        self.groups = whole_number("groups", groups, 1)
-        self.group_size = None if group_size is None else whole_number("group_size", group_size, 1)
-        self.max_rounds = whole_number("max_rounds", max_rounds, 1)
+        self.groups = check_int("groups", groups, 1)
+        self.group_size = None if group_size is None else check_int("group_size", group_size, 1)
+        self.max_rounds = check_int("max_rounds", max_rounds, 1)
         self.judge = judge
         self._rounds = 0
         self._pending: dict[Hashable, list[tuple[float, Hashable]]] = {}
@@ -484,8 +484,8 @@ def clip_filter_weights(
 
 def make_up(constant: NDArray[np.bool_], clip: float, lam: float) -> Floats:
     """[G] The weight of each group."""
-    number("clip", clip, 0)
-    number("lam", lam)
+    check_float("clip", clip, 0)
+    check_float("lam", lam)
     useful = len(constant) - int(np.count_nonzero(constant))
     if not useful:
         return np.ones(len(constant))

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.moments import STD
-from rollbook.algorithms.registry import choice
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import spread_scan
+from rollbook.core.checks import check_choice
 from rollbook.core.process_group import ALONE, Ranks, check_ranks
 
 Floats = NDArray[np.float64]
@@ -263,7 +263,7 @@ class Grouped:
 
     def std(self, kind: str = "sample") -> Floats:
         """[groups] The deviation, over n - 1 (`sample`) or n (`population`); exactly 0 if constant or alone."""
-        choice("std", kind, STD)
+        check_choice("std", kind, STD)
         if kind not in self._std:
             self._std[kind] = self._deviation(kind)
         return self._std[kind]
@@ -279,7 +279,7 @@ class Grouped:
 
     def batch_std(self, kind: str = "sample") -> float:
         """The deviation of all runs' rewards, whatever their group."""
-        choice("std", kind, STD)
+        check_choice("std", kind, STD)
         values = np.sort(self.run_values[self.run_valid])
         if len(values) < 2 or values[0] == values[-1]:
             return 0.0
@@ -305,7 +305,7 @@ class Grouped:
 
     def alone(self, scores: Floats, singleton: str) -> Floats:
         """[all rows] Scores, with a lone row's as chosen: 0, or its `raw` reward."""
-        choice("singleton", singleton, SINGLETON)
+        check_choice("singleton", singleton, SINGLETON)
         if self.block > 1:
             return scores
         lone = self.filled(self.values) if singleton == "raw" else np.zeros(len(self.values))

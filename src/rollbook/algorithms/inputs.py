@@ -14,10 +14,10 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.registry import choice
 from rollbook.compat.lightrft.batch import ExperienceBatch
 from rollbook.compat.lightrft.layouts import action_starts, predicted_mask, spans_of_rows
 from rollbook.compat.lightrft.records import mask_unpredicted
+from rollbook.core.checks import check_choice
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.ids import EID
 from rollbook.core.ragged import Ragged
@@ -70,7 +70,7 @@ def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mappi
     ['hall']
     """
     for name in info_keys or ():
-        choice("info_keys", name, (*INFO_KEYS, "values", "necs", "entropy"))
+        check_choice("info_keys", name, (*INFO_KEYS, "values", "necs", "entropy"))
     keys = {**INFO_KEYS, **(info_keys or {})}
     if isinstance(data, ExperienceBatch):
         return _of_batch(data, keys)

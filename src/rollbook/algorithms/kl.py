@@ -16,10 +16,11 @@ import torch
 from rollbook.algorithms.aggregate import reduce, token_share
 from rollbook.algorithms.arguments import constant, is_per_row, on_tokens, row_numbers, state_of
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike
-from rollbook.algorithms.registry import Registry, number, switch
+from rollbook.algorithms.registry import Registry
 from rollbook.algorithms.results import Loss, Report, rows_where
 from rollbook.algorithms.scan import Places
 from rollbook.batch.plan import Denominators
+from rollbook.core.checks import check_bool, check_float
 from rollbook.core.ragged import Ragged
 
 KL = Registry("KL estimator")
@@ -137,8 +138,8 @@ def low_var_kl(
     >>> low_var_kl([-1.0, -2.0, -30.0], [-1.5, -1.0, 0.0])
     tensor([ 0.1065,  0.7183, 10.0000])
     """
-    number("log_ratio_clamp", log_ratio_clamp, 0)
-    number("bound", bound, 0)
+    check_float("log_ratio_clamp", log_ratio_clamp, 0)
+    check_float("bound", bound, 0)
     ours, ref = alike(log_probs=log_probs, ref_log_probs=ref_log_probs)
     ratio = (ref - ours).clamp(-log_ratio_clamp, log_ratio_clamp)
     return _excess(ratio).clamp(-bound, bound)
@@ -159,8 +160,8 @@ def corrected_k3(
     >>> corrected_k3([-1.0, -2.0, -200.0], [-1.5, -1.0, -1.0], [-1.2, -2.5, -1.0])
     tensor([0.1301, 1.1842, 1.0000])
     """
-    number("cap", cap, 0)
-    detach_ratio = switch("detach_ratio", detach_ratio)
+    check_float("cap", cap, 0)
+    detach_ratio = check_bool("detach_ratio", detach_ratio)
     if old_log_probs is None:
         return k3(log_probs, ref_log_probs)
     ours, ref, old = alike(log_probs=log_probs, ref_log_probs=ref_log_probs, old_log_probs=old_log_probs)
@@ -335,16 +336,16 @@ def _at_last(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
 
 def _range(clip: Any) -> tuple[float, float]:
     if not isinstance(clip, (tuple, list)):
-        bound = number("reward_clip", clip, 0, what="a number of at least 0, a pair (low, high), or None")
+        bound = check_float("reward_clip", clip, 0, what="a number of at least 0, a pair (low, high), or None")
         return -bound, bound
     if len(clip) != 2:
         raise ValueError(f"reward_clip: got {clip!r}, expected a pair (low, high), one number, or None")
-    low = number("reward_clip", clip[0], what="a number")
-    return low, number("reward_clip", clip[1], low, what=f"a number not below {low:g}")
+    low = check_float("reward_clip", clip[0], what="a number")
+    return low, check_float("reward_clip", clip[1], low, what=f"a number not below {low:g}")
 
 
 def _coefficient(coef: Any) -> float:
-    return number("coef", coef.value if isinstance(coef, (FixedKL, AdaptiveKL)) else coef)
+    return check_float("coef", coef.value if isinstance(coef, (FixedKL, AdaptiveKL)) else coef)
 
 
 class FixedKL:
@@ -355,7 +356,7 @@ class FixedKL:
     """
 
     def __init__(self, coef: float) -> None:
-        self.value = number("coef", coef, 0)
+        self.value = check_float("coef", coef, 0)
 
     def update(self, kl: float | torch.Tensor, n_steps: int) -> None:
         """Nothing changes."""
@@ -366,7 +367,7 @@ class FixedKL:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on with the coefficient of another run."""
-        self.value = number("value", state_of(state, ("value",))["value"], 0)
+        self.value = check_float("value", state_of(state, ("value",))["value"], 0)
 
 
 class AdaptiveKL:
@@ -385,7 +386,7 @@ class AdaptiveKL:
     """
 
     def __init__(self, init: float, target: float, horizon: float, *, clip: float = 0.2) -> None:
-        self.value = number("init", init, 0)
+        self.value = check_float("init", init, 0)
         self.target = _positive("target", target)
         self.horizon = _positive("horizon", horizon)
         self.clip = _positive("clip", clip)
@@ -395,7 +396,7 @@ class AdaptiveKL:
         measured = _measured(kl)
         if not math.isfinite(measured):
             raise ValueError(f"kl: got {measured}, expected a finite number; the coefficient stays {self.value:g}")
-        steps = number("n_steps", n_steps, 0)
+        steps = check_float("n_steps", n_steps, 0)
         if self.clip * steps >= self.horizon:
             most = self.horizon / self.clip
             raise ValueError(
@@ -411,7 +412,7 @@ class AdaptiveKL:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on where another run stopped."""
         state = state_of(state, ("value", "target", "horizon", "clip"))
-        value = number("value", state["value"], 0)
+        value = check_float("value", state["value"], 0)
         others = [_positive(name, state[name]) for name in ("target", "horizon", "clip")]
         self.value, (self.target, self.horizon, self.clip) = value, others
 
@@ -425,7 +426,7 @@ def _measured(kl: Any) -> float:
 
 
 def _positive(name: str, value: Any) -> float:
-    number(name, value, what="a positive number")
+    check_float(name, value, what="a positive number")
     if value <= 0 or math.isinf(value):
         raise ValueError(f"{name}: got {value!r}, expected a positive number")
     return float(value)

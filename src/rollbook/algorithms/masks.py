@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rollbook.algorithms.layout import Layout, PerToken
-from rollbook.algorithms.registry import choice, number
+from rollbook.core.checks import check_choice, check_float
 from rollbook.core.rows import NUMPY, memory
 
 
@@ -36,8 +36,8 @@ def high_entropy_mask(
     tensor([[0, 1, 0, 1, 0],
             [0, 0, 0, 1, 0]], dtype=torch.int32)
     """
-    choice("over", over, ("sample", "batch"))
-    number("ratio", ratio)
+    check_choice("over", over, ("sample", "batch"))
+    check_float("ratio", ratio)
     layout = Layout.of(mask, entropy=entropy)
     values = layout.whole("entropy", entropy).detach()
     if ratio <= 0 or ratio >= 1 or not values.numel():

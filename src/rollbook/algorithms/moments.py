@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollbook.algorithms.layout import Layout, PerToken
-from rollbook.algorithms.registry import choice, number
+from rollbook.core.checks import check_choice, check_float
 from rollbook.core.process_group import ALONE, Ranks, check_ranks
 
 STD = ("sample", "population")
@@ -31,7 +31,7 @@ class Moments:
 
     def std(self, kind: str = "sample") -> float:
         """The deviation, divided by n - 1 (`sample`) or by n (`population`); 0 for fewer than two tokens."""
-        choice("std", kind, STD)
+        check_choice("std", kind, STD)
         if self.constant or self.count < 2:
             return 0.0
         return float((self.squares / (self.count - (kind == "sample"))) ** 0.5)
@@ -79,8 +79,8 @@ def whiten(
     tensor([[-1.,  0.],
             [ 1.,  0.]])
     """
-    choice("eps_in", eps_in, ("variance", "std", "floor"))
-    number("eps", eps, 0)
+    check_choice("eps_in", eps_in, ("variance", "std", "floor"))
+    check_float("eps", eps, 0)
     layout = Layout.of(mask, values=values)
     tokens = layout.take("values", values)
     found = moments(tokens, layout.mask, ranks)

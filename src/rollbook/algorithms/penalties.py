@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.groups import Floats, Grouped, as_rewards
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
-from rollbook.algorithms.registry import number, switch, whole_number
+from rollbook.core.checks import check_bool, check_float, check_int
 from rollbook.core.process_group import ALONE, Ranks
 
 
@@ -35,11 +35,11 @@ def overlong_penalty(
 
 def overlong(lengths: Floats, max_length: int, buffer: int, factor: float, bounded: bool) -> Floats:
     """[B] `overlong_penalty` of lengths that are known to be whole."""
-    number("max_length", max_length, 1)
-    number("buffer", buffer, 1, max_length, what=f"a number of tokens from 1 to max_length, {max_length}")
-    number("factor", factor, 0, what="a number of at least 0, the largest penalty")
+    check_float("max_length", max_length, 1)
+    check_float("buffer", buffer, 1, max_length, what=f"a number of tokens from 1 to max_length, {max_length}")
+    check_float("factor", factor, 0, what="a number of at least 0, the largest penalty")
     found = np.minimum((max_length - buffer - lengths) / buffer, 0.0) * factor
-    return np.maximum(found, -factor) if switch("bounded", bounded) else found
+    return np.maximum(found, -factor) if check_bool("bounded", bounded) else found
 
 
 def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, max_penalty: float = 1.0) -> torch.Tensor:
@@ -55,9 +55,9 @@ def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, ma
 
 def over_target(lengths: Floats, target: int, per_token: float, max_penalty: float) -> Floats:
     """[B] `length_penalty` of lengths that are known to be whole."""
-    number("target", target, 0)
-    number("per_token", per_token, 0)
-    number("max_penalty", max_penalty, 0)
+    check_float("target", target, 0)
+    check_float("per_token", per_token, 0)
+    check_float("max_penalty", max_penalty, 0)
     return 0.0 - np.minimum(np.maximum(lengths - target, 0.0) * per_token, max_penalty)
 
 
@@ -111,8 +111,8 @@ def repetition_penalty(
 
 def repeated(layout: Layout, tokens: PerToken, n: int, max_penalty: float) -> Floats:
     """[B] `repetition_penalty` of tokens of a layout."""
-    n = whole_number("n", n, 1)
-    number("max_penalty", max_penalty, 0)
+    n = check_int("n", n, 1)
+    check_float("max_penalty", max_penalty, 0)
     given = layout.whole("tokens", tokens)
     if given.is_floating_point() and given.numel():
         raise ValueError(f"tokens: got {str(given.dtype).removeprefix('torch.')}, expected integers")
@@ -186,7 +186,7 @@ def likely_lost(
     rewards: PerRow, groups: Any, log_probs: PerRow, runs: Any, penalty: float, ranks: Ranks = ALONE
 ) -> Floats:
     """[B] `rank_penalty` in float64."""
-    number("penalty", penalty, 0, 1)
+    check_float("penalty", penalty, 0, 1)
     grouped = Grouped(rewards, groups, runs, ranks)
     likely = as_rewards("log_probs", log_probs)
     same_rows("log_probs", likely, grouped.values[grouped.own])

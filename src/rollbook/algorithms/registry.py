@@ -6,17 +6,13 @@ with the nearest one that is.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import nan
-from numbers import Real
 from typing import Any, TypeVar
 
-import numpy as np
+from rollbook.core.checks import suggest
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -67,7 +63,7 @@ class Entry:
         known = self.options
         for name in options:
             if name not in known:
-                raise ValueError(f"{self.name}: option {name!r} is none of its options{near(name, known)}")
+                raise ValueError(f"{self.name}: option {name!r} is none of its options{suggest(name, known)}")
         for name in data:
             if name in known:
                 raise ValueError(f"{self.name}: got {name!r} among the data, expected it as an option: {name}=...")
@@ -141,7 +137,7 @@ class Registry(Mapping[str, Entry]):
         odd = next((given for given in data if given not in known and given not in entry.options), None)
         if odd is not None:
             raise ValueError(
-                f"{entry.name}: got {odd!r} among the data, which is no input here{near(odd, sorted(known))}"
+                f"{entry.name}: got {odd!r} among the data, which is no input here{suggest(odd, sorted(known))}"
             )
         return entry.call(data, options)
 
@@ -154,7 +150,7 @@ class Registry(Mapping[str, Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
-            raise UnknownName(f"{self.kind}: got {name!r}, expected one of its names{near(name, self._entries)}")
+            raise UnknownName(f"{self.kind}: got {name!r}, expected one of its names{suggest(name, self._entries)}")
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
@@ -165,54 +161,3 @@ class Registry(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-def near(name: str, known: Mapping[str, Any] | list[str]) -> str:
-    """What to say of a name that is not known: the nearest that is, and all."""
-    lower = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(str(name).lower(), lower, n=1)
-    # action_mask: mask; epsilon: eps
-    inside = [each for each in known if each in str(name).split("_") or (len(each) > 2 and str(name).startswith(each))]
-    guess = f"; did you mean {(inside or [lower[close[0]]])[0]!r}?" if inside or close else "; there are"
-    return f"{guess} ({', '.join(known) or 'none'})"
-
-
-def choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuse an option that is none of its choices."""
-    if value not in choices:
-        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
-
-
-def number(name: str, value: Any, low: float = float("-inf"), high: float = float("inf"), what: str = "") -> float:
-    """A number within its bounds (infinity too, where they allow it), else an error that says so."""
-    try:
-        found = float(value) if isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) else nan
-    except OverflowError:
-        found = nan
-    if not low <= found <= high:
-        bounds = what or f"a number from {low:g} to {high:g}"
-        raise ValueError(f"{name}: got {value!r}, expected {bounds}")
-    return found
-
-
-def switch(name: str, value: Any) -> bool:
-    """True or False, and nothing that only counts as one of them (the text "false" would be true).
-
-    >>> switch("whiten", True)
-    True
-    """
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name}: got {value!r}, expected True or False")
-    return bool(value)
-
-
-def whole_number(name: str, value: Any, low: int = 0, high: int | None = None) -> int:
-    """A whole number within its bounds, else an error that says so."""
-    try:
-        found = operator.index(value)
-    except TypeError:
-        found = low - 1
-    if isinstance(value, (bool, np.bool_)) or found < low or (high is not None and found > high):
-        end = "on" if high is None else f"to {high:,}"
-        raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} {end}")
-    return found

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.registry import choice, number
+from rollbook.core.checks import check_choice, check_float
 from rollbook.core.ragged import offsets_of
 from rollbook.core.recycle import empty
 
@@ -60,7 +60,7 @@ def gae_scan(
     >>> gae_scan(rewards, values, torch.tensor([[True, False, True]]), gamma=0.9, lam=0.5)[0]
     tensor([[0.0400, 0.0000, 0.8000]])
     """
-    number("lam", lam, 0, 1)
+    check_float("lam", lam, 0, 1)
     rewards, values, mask, part = _ready(gamma, observations, mask, response, lengths, rewards=rewards, values=values)
     kernels = _triton(rewards)
     if kernels is not None:
@@ -117,7 +117,7 @@ def taking_part(
     >>> taking_part(mask, None, "through").tolist()
     [[False, True, True, True, False]]
     """
-    choice("observations", observations, OBSERVATIONS)
+    check_choice("observations", observations, OBSERVATIONS)
     if observations == "skip":
         return mask
     if response is not None:
@@ -232,7 +232,7 @@ def _ready(
     values: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rewards, values, mask and the tokens that take part: checked, of one type, contiguous and without gradient."""
-    number("gamma", gamma, 0, 1)
+    check_float("gamma", gamma, 0, 1)
     if mask.dtype != torch.bool:
         raise ValueError(f"mask: got {mask.dtype}, expected torch.bool")
     if mask.dim() != (2 if lengths is None else 1):

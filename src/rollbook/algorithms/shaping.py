@@ -33,8 +33,8 @@ from rollbook.algorithms.penalties import length_penalty as length_penalty
 from rollbook.algorithms.penalties import overlong_penalty as overlong_penalty
 from rollbook.algorithms.penalties import rank_penalty as rank_penalty
 from rollbook.algorithms.penalties import repetition_penalty as repetition_penalty
-from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Report, rows_where
+from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import ALONE, Ranks
 
 OPERATIONS = ("add", "sub", "mul", "div")
@@ -221,8 +221,8 @@ def shape_by(
     >>> shape_by([1.0, 1.0], [0.0, -0.5], reason="style").report.which("style")
     [1]
     """
-    choice("op", op.lower() if isinstance(op, str) else op, OPERATIONS)
-    number("weight", weight)
+    check_choice("op", op.lower() if isinstance(op, str) else op, OPERATIONS)
+    check_float("weight", weight)
     if not isinstance(reason, str) or not reason or reason in _OTHER_REASONS:
         raise ValueError(f"reason: got {reason!r}, expected a name other than {', '.join(map(repr, _OTHER_REASONS))}")
     before, by = as_rewards("rewards", rewards), as_rewards("values", values)
@@ -248,8 +248,8 @@ def clip_rewards(
     >>> clipped.rewards, clipped.report.which("above"), clipped.report.which("below")
     (tensor([10.0000,     nan, -1.0000,  0.5000]), [0], [2])
     """
-    least = -np.inf if low is None else number("low", low)
-    most = np.inf if high is None else number("high", high)
+    least = -np.inf if low is None else check_float("low", low)
+    most = np.inf if high is None else check_float("high", high)
     if least > most:
         raise ValueError(f"low: got {low}, expected at most high, {high}")
     before = as_rewards("rewards", rewards)
@@ -290,8 +290,8 @@ def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *
     >>> found.advantages, found.fractions, found.fraction
     ([tensor([1., 1., 1.]), tensor([ 1.5000, -1.5000])], tensor([0., 1.]), 0.4)
     """
-    number("bound", bound, 1e-30, what="a positive number")
-    choice("over", over, ("tokens", "slots"))
+    check_float("bound", bound, 1e-30, what="a positive number")
+    check_choice("over", over, ("tokens", "slots"))
     layout = Layout.of(mask, advantages=advantages)
     tokens = layout.take("advantages", advantages)
     outside = layout.row_sums((tokens.detach().abs() > bound).to(torch.float64)).cpu()
@@ -322,8 +322,8 @@ class RunningNorm:
     """
 
     def __init__(self, *, floor: float = 1e-3, minus_mean: bool = False) -> None:
-        self.floor = number("floor", floor, 1e-30, what="a positive number")
-        self.minus_mean = switch("minus_mean", minus_mean)
+        self.floor = check_float("floor", floor, 1e-30, what="a positive number")
+        self.minus_mean = check_bool("minus_mean", minus_mean)
         self._state = (0, 0.0, 0.0, 0.0, 0.0)
 
     @property
@@ -369,7 +369,7 @@ class RunningNorm:
         self, rewards: PerRow, ids: Sequence[Hashable] | None = None, *, update: bool = True, ranks: Ranks = ALONE
     ) -> Shaped:
         """`update` and `apply`."""
-        if switch("update", update):
+        if check_bool("update", update):
             self.update(rewards, ranks)
         return self.apply(rewards, ids)
 
@@ -380,13 +380,15 @@ class RunningNorm:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from a state."""
         state_of(state, _STATE)
-        count = number("state: count", state["count"], 0, 2**63, "a whole number from 0 on")
+        count = check_float("state: count", state["count"], 0, 2**63, "a whole number from 0 on")
         if not count.is_integer():
             raise ValueError(f"state: count: got {count}, expected a whole number from 0 on")
         most = float(np.finfo(np.float64).max)
-        mean, low = (number(f"state: {name}", state[name], -most, most, "a finite number") for name in ("mean", "low"))
-        squares = number("state: squares", state["squares"], 0, most, "a finite number of at least 0")
-        high = number("state: high", state["high"], low, most, f"a finite number of at least low, {low:g}")
+        mean, low = (
+            check_float(f"state: {name}", state[name], -most, most, "a finite number") for name in ("mean", "low")
+        )
+        squares = check_float("state: squares", state["squares"], 0, most, "a finite number of at least 0")
+        high = check_float("state: high", state["high"], low, most, f"a finite number of at least low, {low:g}")
         self._state = (int(count), mean, squares, low, high)
 
 

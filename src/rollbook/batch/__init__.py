@@ -1,1 +1,1 @@
-"""TODO."""
+"""Padded and packed batches of records, and the micro-batch planner."""

@@ -7,8 +7,9 @@ column of their own, so nothing that a user keeps can pass for one.
 Heavy are, from `least` bytes on:
 
 - a tensor in a media column (`multi_modal_inputs`);
-- base64 in a free-form column, as the value of `$bytes` or `data` (bytes, tensors and arrays as `rollbook.core.freeform`
-  writes them, a server's `input_audio` and `source`), of `b64_json`, or in a `data:...;base64,` URL.
+- base64 in a free-form column, as the value of `$bytes` or `data` (bytes, tensors and arrays as
+  `rollbook.core.freeform` writes them, a server's `input_audio` and `source`), of `b64_json`, or in a
+  `data:...;base64,` URL.
 
 In the place of each stands the text `sha256:` and 64 hexadecimal digits. The column `book__media` lists, for each
 record that has any, {column, at, hash}: `at` is the entry's number in a media column, the byte where the reference

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.book import (
     admission,
     checkpoints,
@@ -43,6 +42,7 @@ from rollbook.book.naming import text_of, uid_of, uids_of
 from rollbook.book.selecting import Selection
 from rollbook.book.shelves import Shelf
 from rollbook.core.addresses import redacted
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -144,7 +144,7 @@ class Book:
         self._writable("append")
         text_of("author", author, 0)
         if timeout is not None:
-            number("timeout", timeout, 0.0)
+            check_float("timeout", timeout, 0.0)
         return admission.append(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
 
     async def aappend(self, experiences: Experience | Iterable[Experience], **options: Any) -> Appended:
@@ -295,7 +295,7 @@ class Book:
     def announce(self, version: int) -> None:
         """Say which policy version is trained now: what consumers' staleness bounds count from. It never falls."""
         self._writable("announce")
-        version = whole_number("version", version)
+        version = check_int("version", version)
         with self.ledger.write() as tx:
             is_new = work.announce(tx, version)
         for name, settings in self.consumers().items() if is_new else ():
@@ -373,7 +373,7 @@ class Book:
             changes = {uid_of(uid): fields}
         if not retrain and not all(changes.values()):
             raise ValueError("revise: got no field to change")
-        choice("retrain", retrain, (False, True, "group"))
+        check_choice("retrain", retrain, (False, True, "group"))
         return revising.revise(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
 
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
@@ -620,7 +620,7 @@ class Book:
         """
         from rollbook.io import transfer
 
-        kept = self.where(*conditions, evaluation=int(switch("evaluation", evaluation)))
+        kept = self.where(*conditions, evaluation=int(check_bool("evaluation", evaluation)))
         return transfer.write(kept.batches(), path, format, overwrite=overwrite, **options)
 
     def import_(

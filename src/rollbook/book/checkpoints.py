@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.algorithms.registry import choice, whole_number
 from rollbook.book import before, consumers, groups, inbox, lineages, purging, quarantine, reading, revising, work
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import Conflict, Damaged, OutcomeUnknown
 from rollbook.book.ledger import Transaction, chunks, parsed, write_once
 from rollbook.book.naming import text_of
 from rollbook.book.windows import reached
+from rollbook.core.checks import check_choice, check_int
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -118,7 +118,7 @@ def make(book: Book, name: str | None, keep: int | None) -> str:
     if name is not None:
         text_of("checkpoint", name, 1, 200)
     if keep is not None:
-        whole_number("keep", keep, 1)
+        check_int("keep", keep, 1)
     # A call that repeats one whose outcome is unknown has its token.
     token = book.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
 
@@ -229,7 +229,7 @@ def _forget(tx: Transaction, point: Point) -> None:
 
 def rewind(book: Book, name: str, later: str) -> Rewound:
     """See `Book.rewind`."""
-    choice("later", later, ("keep", "drop"))
+    check_choice("later", later, ("keep", "drop"))
     with inbox.drained(book) as tx:
         done = undo(tx, book, find(tx, name), later)
         reached("during rewind")

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.algorithms.registry import number, whole_number
 from rollbook.book import attachments, consumers, purging, reading, work
 from rollbook.book.errors import Damaged
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.shelves import ALIGN, MissingSegment, Place, SegmentBusy
 from rollbook.book.windows import reached
+from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.ragged import Ragged
@@ -81,9 +81,9 @@ class Compacted:
 
 def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: float = 3600.0) -> Compacted:
     """See `Book.compact`."""
-    number("garbage", garbage, 0.0, 1.0)
-    whole_number("small", small)
-    number("grace", grace, 0.0)
+    check_float("garbage", garbage, 0.0, 1.0)
+    check_int("small", small)
+    check_float("grace", grace, 0.0)
     done = Compacted(before=sum(book.shelf.segments().values()))
     consumers.delete_removed(book.ledger)
     done.purged = purging.purge(book)

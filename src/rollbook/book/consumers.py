@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from rollbook.algorithms.registry import near, number, switch, whole_number
 from rollbook.book.errors import Damaged, UnknownConsumer
 from rollbook.book.ledger import Ledger, Transaction, chunks, parsed
 from rollbook.book.limits import LIMITERS, REMOVERS, MaxAge, MaxSize, MaxUses, MinSize, SamplesToInserts, check_together
 from rollbook.book.naming import text_of
 from rollbook.book.samplers import SAMPLERS, First, Item, Priority, Sampler, State, built, described
+from rollbook.core.checks import check_bool, check_float, check_int, suggest
 
 NUMBERS = (
     "reward",
@@ -83,17 +83,17 @@ class Settings:
                     raise ValueError(f"{name}: got {part!r}, expected any of {', '.join(kinds)}")
             object.__setattr__(self, name, tuple(parts))
         if self.max_staleness is not None:
-            whole_number("max_staleness", self.max_staleness)
-        object.__setattr__(self, "keep_stale", switch("keep_stale", self.keep_stale))
+            check_int("max_staleness", self.max_staleness)
+        object.__setattr__(self, "keep_stale", check_bool("keep_stale", self.keep_stale))
         if self.group_size is not None:
-            whole_number("group_size", self.group_size, 1)
+            check_int("group_size", self.group_size, 1)
         if self.partial_after is not None:
-            number("partial_after", self.partial_after, 0.0)
-        if not number("lease_seconds", self.lease_seconds, 0.0, 1e9) > 0:
+            check_float("partial_after", self.partial_after, 0.0)
+        if not check_float("lease_seconds", self.lease_seconds, 0.0, 1e9) > 0:
             raise ValueError(f"lease_seconds: got {self.lease_seconds!r}, expected a number above 0")
         if self.max_attempts is not None:
-            whole_number("max_attempts", self.max_attempts, 1)
-        if whole_number("seed", self.seed, -(1 << 63)) >= 1 << 63:
+            check_int("max_attempts", self.max_attempts, 1)
+        if check_int("seed", self.seed, -(1 << 63)) >= 1 << 63:
             raise ValueError(f"seed: got {self.seed}, expected a whole number of 64 bits")
         key = self.sampler.key
         if key is not None and key not in NUMBERS and not str(key).startswith(("info.", "metrics.")):
@@ -168,7 +168,7 @@ class Settings:
         known = {f.name: f for f in fields(self)}
         for name in options:
             if name not in known:
-                raise ValueError(f"consumer: {name!r} is none of its settings{near(name, known)}")
+                raise ValueError(f"consumer: {name!r} is none of its settings{suggest(name, known)}")
         return replace(self, **options)
 
 
@@ -295,7 +295,7 @@ def named(tx: Transaction, name: str) -> Consumer:
 
 def unknown(name: str, names: list[str]) -> UnknownConsumer:
     """The error for a name that is none of the book's consumers."""
-    return UnknownConsumer(f"consumer: got {name!r}, which the book does not have{near(name, names)}")
+    return UnknownConsumer(f"consumer: got {name!r}, which the book does not have{suggest(name, names)}")
 
 
 def make(tx: Transaction, name: str, settings: Settings) -> Consumer:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.book import admission, consumers, groups, inbox, reading, work
 from rollbook.book.consumers import Consumer
 from rollbook.book.errors import BookError, ConnectionLost, Damaged, LeaseLost, LockTimeout, UnknownConsumer
@@ -25,6 +24,7 @@ from rollbook.book.ledger import RETRY_SECONDS, Transaction, let_others, write_o
 from rollbook.book.naming import text_of, uids_of
 from rollbook.book.samplers import First, Proportional
 from rollbook.book.windows import reached
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.metrics import advise
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Lease:
 
     def renew(self, seconds: float | None = None) -> float:
         """Start the time anew, from now on with `seconds` if they are given; when it ends."""
-        lasts = self._seconds if seconds is None else number("seconds", seconds, 0.0, 1e9)
+        lasts = self._seconds if seconds is None else check_float("seconds", seconds, 0.0, 1e9)
         if not lasts > 0 and self._claim.id:
             raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
         if not self._claim.id:
@@ -201,7 +201,7 @@ class Lease:
             OutcomeUnknown: The server does not answer; call `ack` again with the same arguments.
         """
         if step is not None:
-            step = whole_number("step", step)
+            step = check_int("step", step)
             if step >= 1 << 63:
                 raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
         chosen = self._chosen(uids, step)
@@ -214,7 +214,7 @@ class Lease:
         for uid, value in (priorities or {}).items():
             if uid not in chosen:
                 raise ValueError(f"priorities: got {uid!r}, which is not acknowledged here")
-            given[chosen[uid]] = number(f"priorities[{uid!r}]", value)
+            given[chosen[uid]] = check_float(f"priorities[{uid!r}]", value)
         told = {seq: dict(detail or {}) for seq in chosen.values()}
         for uid, more in (details or {}).items():
             if uid not in chosen:
@@ -755,16 +755,16 @@ def wanted(
     create: bool = False,
 ) -> Wanted:
     """Check what a lease asks for."""
-    whole_number("lease", count, 1)
-    choice("by", by, ("experience", "group"))
+    check_int("lease", count, 1)
+    check_choice("by", by, ("experience", "group"))
     if max_staleness is not None:
-        whole_number("max_staleness", max_staleness)
-    if seconds is not None and not number("seconds", seconds, 0.0, 1e9) > 0:
+        check_int("max_staleness", max_staleness)
+    if seconds is not None and not check_float("seconds", seconds, 0.0, 1e9) > 0:
         raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
     if timeout is not None:
-        number("timeout", timeout, 0.0)
+        check_float("timeout", timeout, 0.0)
     holder = f"{socket.gethostname()}/{os.getpid()}/{os.urandom(6).hex()}"
-    options = (switch("exact", exact), switch("create", create))
+    options = (check_bool("exact", exact), check_bool("create", create))
     return Wanted(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder, *options)
 
 

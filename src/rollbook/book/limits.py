@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from rollbook.algorithms.registry import choice, number, whole_number
+from rollbook.core.checks import check_choice, check_float, check_int
 
 
 @lru_cache(maxsize=64)
@@ -42,8 +42,8 @@ class MaxSize:
     drop: str = "oldest"
 
     def __post_init__(self) -> None:
-        whole_number("MaxSize.size", self.size, 1)
-        choice("MaxSize.drop", self.drop, ("oldest", "worst"))
+        check_int("MaxSize.size", self.size, 1)
+        check_choice("MaxSize.drop", self.drop, ("oldest", "worst"))
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MaxAge:
     seconds: float
 
     def __post_init__(self) -> None:
-        if not number("MaxAge.seconds", self.seconds, 0.0) > 0:
+        if not check_float("MaxAge.seconds", self.seconds, 0.0) > 0:
             raise ValueError(f"MaxAge.seconds: got {self.seconds!r}, expected a number above 0")
 
 
@@ -65,7 +65,7 @@ class MaxUses:
 
     def __post_init__(self) -> None:
         if self.uses is not None:
-            whole_number("MaxUses.uses", self.uses, 1)
+            check_int("MaxUses.uses", self.uses, 1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class MinSize:
     size: int
 
     def __post_init__(self) -> None:
-        whole_number("MinSize.size", self.size, 1)
+        check_int("MinSize.size", self.size, 1)
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ expected a slack of at least 36
 
     def __post_init__(self) -> None:
         for name in ("ratio", "slack"):
-            found = number(f"SamplesToInserts.{name}", getattr(self, name), 0.0, 1e15)
+            found = check_float(f"SamplesToInserts.{name}", getattr(self, name), 0.0, 1e15)
             object.__setattr__(self, name, found)
         if not self.ratio >= 1e-9:
             raise ValueError(f"SamplesToInserts.ratio: got {self.ratio!r}, expected a number above 0")
-        whole_number("SamplesToInserts.min_size", self.min_size)
-        whole_number("SamplesToInserts.lease_size", self.lease_size, 1)
-        whole_number("SamplesToInserts.append_size", self.append_size, 1)
+        check_int("SamplesToInserts.min_size", self.min_size)
+        check_int("SamplesToInserts.lease_size", self.lease_size, 1)
+        check_int("SamplesToInserts.append_size", self.append_size, 1)
         # Both wait when c - k < -slack and c + m * ratio > slack: possible if the window is narrower than both steps.
         # And where all that came has been handed out, c is 0 at most: an append has to fit in then.
         step = self.append_size * exact(self.ratio)

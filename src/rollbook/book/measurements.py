@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollbook.algorithms.registry import whole_number
 from rollbook.book import work
 from rollbook.book.errors import Damaged
 from rollbook.book.ledger import parsed
+from rollbook.core.checks import check_int
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -82,7 +82,7 @@ def numbers(told: Mapping[str, Any], what: str) -> dict[str, float]:
 
 def log(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
     """See `Book.log`."""
-    if whole_number("step", step) >= _MOST:
+    if check_int("step", step) >= _MOST:
         raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
     event = work.Event(KIND, step=int(step), detail=plain(metrics))
     with book.ledger.write() as tx:

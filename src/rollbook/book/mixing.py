@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import number, whole_number
 from rollbook.book.errors import BookError, LeaseLost
 from rollbook.book.leasing import Lease, nothing
 from rollbook.book.ledger import Transaction
+from rollbook.core.checks import check_float, check_int
 from rollbook.core.experiences import Experiences
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Mix:
         for i, part in enumerate(self.parts):
             if not isinstance(part, Part):
                 raise ValueError(f"parts[{i}]: got {type(part).__name__}, expected a Part(book, share)")
-            if not number(f"parts[{i}].share", part.share, 0.0, 1e9) > 0:
+            if not check_float(f"parts[{i}].share", part.share, 0.0, 1e9) > 0:
                 raise ValueError(f"parts[{i}].share: got {part.share!r}, expected a number above 0")
         self._total = sum(part.share for part in self.parts)
 
@@ -179,7 +179,7 @@ class Mix:
     ) -> MixedLease:
         """Lease `n` records (or groups) in all. What one part cannot give is not taken from another: `short` says so,
         and the part is not owed for it."""
-        whole_number("n", n, 1)
+        check_int("n", n, 1)
         end = None if timeout is None else time.monotonic() + timeout
         given = self._promise(n)
         leases: list[Lease] = []

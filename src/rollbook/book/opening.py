@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rollbook.algorithms.registry import choice, whole_number
 from rollbook.book import schema
 from rollbook.book.admission import check_tokenizer
 from rollbook.book.book import Book
@@ -22,6 +21,7 @@ from rollbook.book.errors import BookError, Damaged, NotABook
 from rollbook.book.ledger import Ledger, SQLiteLedger, check_files
 from rollbook.book.shelves import FolderShelf, MemoryShelf, Shelf
 from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
+from rollbook.core.checks import check_choice, check_int
 
 LEDGER = "ledger.sqlite"
 MODES = ("a", "r+", "r")
@@ -57,10 +57,10 @@ def open(
     ...     book.append([rollbook.Experience(tokens=[1, 2, 3])]).admitted
     1
     """
-    choice("mode", mode, MODES)
+    check_choice("mode", mode, MODES)
     if quota is not None:
-        whole_number("quota", quota, 1)
-    whole_number("segment_bytes", segment_bytes, 1)
+        check_int("quota", quota, 1)
+    check_int("segment_bytes", segment_bytes, 1)
     address = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
     read_only = mode == "r"
     if not isinstance(address, str) or not address:

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from rollbook.algorithms.registry import number, whole_number
 from rollbook.book.sql_columns import Result, retyped
+from rollbook.core.checks import check_float, check_int
 
 _READS = "SELECT, WITH, FROM, VALUES, PIVOT, EXPLAIN, DESCRIBE, SHOW or SUMMARIZE"
 _LARGE_PIECE = 8 << 20
@@ -97,10 +97,10 @@ def run(
     if isinstance(parameters, (str, bytes)):
         raise QueryError(f"parameters: got {parameters!r}, expected a list of values or a dict")
     limit = _bytes(memory)
-    seconds = number("seconds", seconds, 0.0)
-    threads = min(8, os.cpu_count() or 1) if threads is None else whole_number("threads", threads, 1)
+    seconds = check_float("seconds", seconds, 0.0)
+    threads = min(8, os.cpu_count() or 1) if threads is None else check_int("threads", threads, 1)
     if max_rows is not None:
-        max_rows = whole_number("max_rows", max_rows)
+        max_rows = check_int("max_rows", max_rows)
     lower = [name.lower() for name in sources]
     if len(set(lower)) != len(lower):
         raise QueryError(f"sources: got {', '.join(sources)}, of which two are one name in SQL")
@@ -150,7 +150,7 @@ def _bytes(memory: str | int) -> int:
             raise ValueError(f"memory: got {memory!r}, expected a size such as '1GB' or a number of bytes")
         unit = _UNITS[found[2].upper()]
         memory = int(float(found[1]) * (1024 ** list(_UNITS).index(found[2].upper()) if found[3] else unit))
-    return whole_number("memory", memory, 1)
+    return check_int("memory", memory, 1)
 
 
 # --- the connection ---------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def retried(
 def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
     """These records, in this order.
 
-    Of a frame of which few records are read, only their bytes are: see `rollbook.core.sparse`. The frame's checksum says
+    Of a frame of which few records are read, only their bytes are: see `core.sparse`. The frame's checksum says
     nothing about them, so that with `verify` they are compared with the digests in the ledger, and where one differs
     the frame is read whole.
     """

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import choice
 from rollbook.book import consumers, inbox, work
 from rollbook.book.ledger import Transaction, parsed
+from rollbook.core.checks import check_choice
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -131,7 +131,7 @@ class KeepRate:
 
 def keep_rates(book: Book, name: str, by: str, edges: Sequence[float] | None) -> list[KeepRate]:
     """See `Book.keep_rates`."""
-    choice("by", by, ("length", "reward"))
+    check_choice("by", by, ("length", "reward"))
     column = "response_tokens" if by == "length" else "reward"
     inbox.drain_all(book)
     with book.ledger.read() as tx:

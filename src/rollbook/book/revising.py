@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import near
 from rollbook.book import (
     additions,
     attachments,
@@ -31,6 +30,7 @@ from rollbook.book.errors import BookError, Conflict
 from rollbook.book.ledger import Transaction, chunks, let_others
 from rollbook.book.naming import text_of
 from rollbook.book.windows import reached
+from rollbook.core.checks import suggest
 from rollbook.core.equality import same
 from rollbook.core.experiences import from_rows
 from rollbook.core.fields import FIELDS
@@ -281,7 +281,9 @@ def revise(
     for uid, fields in changes.items():
         for name in fields:
             if name not in allowed:
-                raise ValueError(f"revise: {uid}: {name!r} is none of the fields that come late{near(name, allowed)}")
+                raise ValueError(
+                    f"revise: {uid}: {name!r} is none of the fields that come late{suggest(name, allowed)}"
+                )
     listed = list(changes.values())
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
@@ -324,7 +326,7 @@ def redact(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: st
     for name in fields:
         head, dot, _ = name.partition(".")
         if head not in known or (dot and head not in known[len(REDACTABLE) :]):
-            raise ValueError(f"redact: {name!r} is none of the fields that can be blanked{near(name, list(known))}")
+            raise ValueError(f"redact: {name!r} is none of the fields that can be blanked{suggest(name, list(known))}")
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
         blank: dict[str, Any] = {}

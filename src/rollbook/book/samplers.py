@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol
 
 import xxhash
 
-from rollbook.algorithms.registry import choice, number, switch, whole_number
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,9 @@ class Proportional(_Racing):
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
-            number(f"Proportional.{name}", getattr(self, name), 0.0, 100.0)
-        number("Proportional.default", self.default, 0.0)
-        if not number("Proportional.least", self.least, 0.0) > 0:
+            check_float(f"Proportional.{name}", getattr(self, name), 0.0, 100.0)
+        check_float("Proportional.default", self.default, 0.0)
+        if not check_float("Proportional.least", self.least, 0.0) > 0:
             raise ValueError(f"Proportional.least: got {self.least!r}, expected a number above 0")
 
     def weight(self, item: Item) -> float:
@@ -210,11 +210,11 @@ class Priority(_Ordered):
     cooldown: float = 0.0
 
     def __post_init__(self) -> None:
-        choice("Priority.function", self.function, ("linear_decay", "decay_limit_randomization"))
-        number("Priority.decay", self.decay, -1e100, 1e100)
-        number("Priority.sigma", self.sigma, 0.0, 1e100)
-        number("Priority.cooldown", self.cooldown, 0.0, 1e9)
-        whole_number("Priority.limit", self.limit)
+        check_choice("Priority.function", self.function, ("linear_decay", "decay_limit_randomization"))
+        check_float("Priority.decay", self.decay, -1e100, 1e100)
+        check_float("Priority.sigma", self.sigma, 0.0, 1e100)
+        check_float("Priority.cooldown", self.cooldown, 0.0, 1e9)
+        check_int("Priority.limit", self.limit)
 
     def rank(self, item: Item, state: State) -> float:
         priority = (item.version or 0) - self.decay * item.uses
@@ -241,7 +241,7 @@ class EasyToHard(_Ordered):
     """Whether small numbers are the easy ones (lengths, difficulties)."""
 
     def __post_init__(self) -> None:
-        switch("EasyToHard.ascending", self.ascending)
+        check_bool("EasyToHard.ascending", self.ascending)
 
     def rank(self, item: Item, state: State) -> float:
         if item.value is None or math.isnan(item.value):
@@ -267,7 +267,7 @@ class Balanced(_Ordered):
 
     def __post_init__(self) -> None:
         given = self.edges if isinstance(self.edges, (list, tuple)) else (self.edges,)
-        object.__setattr__(self, "edges", tuple(number("Balanced.edges", edge) for edge in given))
+        object.__setattr__(self, "edges", tuple(check_float("Balanced.edges", edge) for edge in given))
         if list(self.edges) != sorted(set(self.edges)):
             raise ValueError(f"Balanced.edges: got {list(self.edges)}, expected numbers that rise")
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from rollbook.algorithms.registry import near, number, whole_number
 from rollbook.book import reading, tags
 from rollbook.book.ledger import Transaction
 from rollbook.book.shelves import MissingSegment, Place
 from rollbook.core import arrow
+from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS
 
@@ -66,7 +66,7 @@ def conditions(given: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
             raise ValueError(f"where: {name}: got operator {test!r}, expected one of {', '.join(OPERATORS)}")
         head = name.split(".")[0]
         if name not in LEDGER_COLUMNS and head not in FIELDS:
-            raise ValueError(f"where: {name!r} is no column{near(name, [*_ASKED, 'info.NAME', 'metrics.NAME'])}")
+            raise ValueError(f"where: {name!r} is no column{suggest(name, [*_ASKED, 'info.NAME', 'metrics.NAME'])}")
         if test in ("in", "not in"):
             if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
                 raise ValueError(f"where: {name}: got {test} {value!r}, expected several values")
@@ -104,7 +104,7 @@ def _fit(name: str, value: Any) -> Any:
             raise ValueError(f"where: {name}: got {value!r}, expected a text without NUL and lone surrogates")
         return value
     # Integers beyond 64 bits and numpy's are none to a database.
-    found = number(f"where: {name}", int(value) if isinstance(value, (bool, np.bool_)) else value)
+    found = check_float(f"where: {name}", int(value) if isinstance(value, (bool, np.bool_)) else value)
     return int(value) if isinstance(value, Integral) and abs(found) < 2**63 else found
 
 
@@ -175,7 +175,7 @@ class Selection:
 
     def batches(self, rows: int = PIECE) -> Iterator[Experiences]:
         """Records piece by piece; those whose bytes are gone are left out."""
-        for piece in self._pieces(whole_number("rows", rows, 1)):
+        for piece in self._pieces(check_int("rows", rows, 1)):
             located = _locations(piece)
             present, records = reading.fetch_present(self._book, list(located), located=located)
             if present:
@@ -187,7 +187,7 @@ class Selection:
 
     def scan(self, columns: Sequence[str] | None = None, rows: int = PIECE) -> Iterator[pa.RecordBatch]:
         """Arrow batches of some columns; see `Book.scan`."""
-        whole_number("rows", rows, 1)
+        check_int("rows", rows, 1)
         return scan(self._book, self, columns, rows)
 
     def _pieces(self, rows: int = PIECE) -> Iterator[list[Any]]:
@@ -265,7 +265,7 @@ def checked_columns(columns: Sequence[str] | None) -> list[str] | None:
         if not isinstance(name, str) or (name not in LEDGER_COLUMNS and name not in FIELDS):
             raise ValueError(
                 f"columns: got {name!r}, expected names of columns"
-                f"{near(str(name), dict.fromkeys([*LEDGER_COLUMNS, *FIELDS]))}"
+                f"{suggest(str(name), dict.fromkeys([*LEDGER_COLUMNS, *FIELDS]))}"
             )
     return list(dict.fromkeys(columns))
 

@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import xxhash
 
-from rollbook.algorithms.registry import whole_number
 from rollbook.book.disk import Disk, File, read_private
 from rollbook.book.errors import Damaged, NewerLayout, moved
 from rollbook.book.locks import identity
 from rollbook.book.windows import reached
+from rollbook.core.checks import check_int
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -294,7 +294,7 @@ class FolderShelf:
         self.folder = os.path.join(self.book_folder, "segments")
         self._identity = identity(self.book_folder)
         self.disk = Disk() if disk is None else disk
-        self.segment_bytes = whole_number("segment_bytes", segment_bytes, ALIGN)
+        self.segment_bytes = check_int("segment_bytes", segment_bytes, ALIGN)
         self._lock = threading.Lock()
         self._file: File | None = None
         self._size = 0
@@ -475,7 +475,7 @@ class MemoryShelf:
     transactional = False
 
     def __init__(self, segment_bytes: int = 256 << 20) -> None:
-        self.segment_bytes = whole_number("segment_bytes", segment_bytes, ALIGN)
+        self.segment_bytes = check_int("segment_bytes", segment_bytes, ALIGN)
         self._lock = threading.Lock()
         self._segments: dict[str, bytearray] = {}
         self._open: str | None = None

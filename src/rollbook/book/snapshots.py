@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import near
 from rollbook.book import checkpoints, consumers, groups, lineages, reading, work
 from rollbook.book.disk import Disk
 from rollbook.book.errors import BookError, Damaged
@@ -23,6 +22,7 @@ from rollbook.book.schema import TABLES
 from rollbook.book.shelves import MissingSegment, Place
 from rollbook.book.windows import reached
 from rollbook.core.addresses import POSTGRES, PostgresAddress, redacted
+from rollbook.core.checks import suggest
 from rollbook.core.errors import WireError
 from rollbook.core.wire import decode, encode
 
@@ -55,7 +55,7 @@ def copy(book: Book, url: str | os.PathLike[str], name: str | None, options: Map
         raise ValueError(f"url: got {redacted(url)!r}, expected a folder, 'memory:' or 'postgresql://...'")
     for each in options:
         if each not in OPTIONS:
-            raise ValueError(f"snapshot: {each!r} is none of its options{near(each, list(OPTIONS))}")
+            raise ValueError(f"snapshot: {each!r} is none of its options{suggest(each, list(OPTIONS))}")
     if name is not None:
         with book.ledger.read() as tx:
             checkpoints.find(tx, name)

@@ -16,11 +16,11 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rollbook.algorithms.registry import near
 from rollbook.book.digests import boxes, clean
 from rollbook.book.identities import Ids, ids
 from rollbook.core import arrow, freeform
 from rollbook.core import columns as physical
+from rollbook.core.checks import suggest
 from rollbook.core.columns import Column
 from rollbook.core.errors import WireError
 from rollbook.core.fields import COLUMNAR, DTYPES, FIELDS
@@ -295,7 +295,7 @@ def numbers(many: Experiences | RowLayout, key: str) -> list[float | None]:
         return [None] * len(many) if column is None else _entries(column, name)
     if key not in Tags._fields:
         raise ValueError(
-            f"key: got {key!r}, expected info.NAME, metrics.NAME or a tag{near(str(key), list(Tags._fields))}"
+            f"key: got {key!r}, expected info.NAME, metrics.NAME or a tag{suggest(str(key), list(Tags._fields))}"
         )
     if key == "reward":
         return [reward(tag) for tag in tags(many)]

@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import number, whole_number
 from rollbook.book import admission
 from rollbook.book.admission import Appended, as_many
 from rollbook.book.errors import BookError
+from rollbook.core.checks import check_float, check_int
 from rollbook.core.experiences import Experiences
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class Writer:
 
     def __init__(self, book: Book, *, delay: float, batch: int, most: int, evaluation: bool, author: str) -> None:
         self._book = book
-        self._delay = number("delay", delay, 0.0)
-        self._batch = whole_number("batch", batch, 1)
-        self._most = max(whole_number("most", most, 1), self._batch)
+        self._delay = check_float("delay", delay, 0.0)
+        self._batch = check_int("batch", batch, 1)
+        self._most = max(check_int("most", most, 1), self._batch)
         self._options: dict[str, Any] = {"evaluation": evaluation, "author": author, "timeout": None}
         self._failed: list[Receipt] = []
         self._pending: list[tuple[Experiences, Receipt]] = []

@@ -47,9 +47,9 @@ CELLS = "□■"
 def show(options: argparse.Namespace) -> int:
     """Show what the command names."""
     if options.lens is not None and options.lens not in (*LENSES, "off"):
-        from rollbook.algorithms.registry import near
+        from rollbook.core.checks import suggest
 
-        raise ValueError(f"--lens: got {options.lens!r}, which is none{near(options.lens, [*LENSES, 'off'])}")
+        raise ValueError(f"--lens: got {options.lens!r}, which is none{suggest(options.lens, [*LENSES, 'off'])}")
     if options.what is not None and options.step is not None:
         raise ValueError(f"show: got {options.what!r} and --step {options.step}, expected one of them")
     ids = None if options.what is None else [options.what]

@@ -19,9 +19,8 @@ import torch
 
 from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, from_experiences
 from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
-from rollbook.compat.trinity.collate import split_dpo_experience_to_single_turn
 from rollbook.core.equality import same
-from rollbook.core.experience import Experience
+from rollbook.core.experience import Experience, split_preference_pairs
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS, owner
 from rollbook.core.ids import EID
@@ -161,7 +160,7 @@ def _batch_of(given: Any, pad_token_id: int) -> tuple[ExperienceBatch, Experienc
                 raise ValueError(
                     f"record {i} ({records.eids()[i]}): got {kind!r} among preference pairs, expected pairs or none"
                 )
-        records = Experiences(split_dpo_experience_to_single_turn(records))
+        records = Experiences(split_preference_pairs(records))
     return from_experiences(records, pad_token_id=pad_token_id, layout=LAYOUT), records
 
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The record (`Experience`, `EID`), its columns (`Experiences`, `Ragged`), its bytes (`wire`), checks, errors."""

@@ -7,10 +7,10 @@ class WireError(ValueError):
     """Bytes that are not what they should be: says what is wrong and, where it is known, at which byte.
 
     >>> from rollbook.core.wire import decode
-    >>> decode(b"not a frame, and too short to be one")
+    >>> decode(b"not a frame, and too short to be one")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    rollbook.core.errors.WireError: byte 0: magic b'not a fr' is none that is known (a frame begins with b'\\x8dROLLBK\\n')
+    rollbook.core.errors.WireError: byte 0: magic b'not a fr' is none that is known (a frame begins ...)
     """
 
     def __init__(self, message: str, offset: int | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,8 +26,9 @@ from rollbook.core.convert import EMPTY, convert, own
 from rollbook.core.custom_field import CustomField
 from rollbook.core.equality import same
 from rollbook.core.errors import WireError
-from rollbook.core.fields import EXPERIENCE_TYPES, FIELDS
+from rollbook.core.fields import EXPERIENCE_TYPES, FIELDS, INTEGERS
 from rollbook.core.ids import EID
+from rollbook.core.ragged import promote
 
 if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences as Experiences
@@ -472,31 +474,70 @@ def _derive() -> None:
 fields.observe(_derive)
 _derive()
 
-from rollbook.compat.trinity.collate import (  # noqa: E402
-    from_hf_datasets,
-    gather_action_masks,
-    gather_attention_masks,
-    gather_multi_modal_inputs,
-    gather_response_attrs,
-    gather_token_ids,
-    group_by,
-    split_dpo_experience_to_single_turn,
-    to_hf_datasets,
-)
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def result_dtype(name: str, dtypes: set[str], fill: float = 0) -> str:
+    """The type that holds all records', and the padding, exactly."""
+    if not dtypes:
+        return FIELDS[name].dtype
+    joined = dtypes.copy().pop() if len(dtypes) == 1 else promote(dtypes)
+    if joined is None:
+        raise ValueError(f"{name}: got records of types {', '.join(sorted(dtypes))}, expected types that one can hold")
+    if joined == "bool" and fill not in (0, 1):
+        raise ValueError(f"pad_value: got {fill}, expected 0 or 1, since {name} is bool")
+    if joined in INTEGERS and (not math.isfinite(fill) or fill != int(fill)):
+        raise ValueError(f"pad_value: got {fill}, expected a whole number, since {name} is {joined}")
+    return joined
+
+
+def split_preference_pairs(records: Iterable[Experience]) -> list[Experience]:
+    """Each preference pair as two single turns, the chosen one first.
+
+    Whatever speaks of both answers goes to both (prompt text, tools, media, reward, an `info` of their own, custom
+    fields); `chosen_messages` and `rejected_messages` become `messages`, and `None` stays `None`: the pair's own
+    `messages` hold neither answer. `parent` is the pair's uid and the suffix is new. Fields that speak of one response
+    have no meaning in a pair and are left out, as is the mark of a truncated prompt.
+
+    >>> pair = Experience(tokens=[1, 2], chosen=[3, 4], rejected=[5], prompt_text="q", eid={"suffix": "p"})
+    >>> [(h.tokens.tolist(), h.prompt_length, h.parent) for h in split_preference_pairs([pair])]
+    [([1, 2, 3, 4], 2, '//0/0/p'), ([1, 2, 5], 2, '//0/0/p')]
+    """
+    halves = []
+    for i, pair in enumerate(records):
+        if pair.experience_type != "dpo" or pair.chosen is None or pair.rejected is None:
+            raise ValueError(f"record {i} ({pair.eid}): experience_type: got {pair.experience_type!r}, expected 'dpo'")
+        common = {name: getattr(pair, name) for name, field in FIELDS.items() if field.axis in ("sample", "free")}
+        # What speaks of the pair as a pair, or of one response where there are two.
+        for name in ("chosen", "rejected", "chosen_messages", "rejected_messages", "experience_type", "response_text"):
+            del common[name]
+        if pair.truncate_status == "prompt_truncated":
+            del common["truncate_status"]  # which would ask for log-probs
+        if isinstance(pair.policy_versions, int):
+            common["policy_versions"] = pair.policy_versions
+        for which in ("chosen", "rejected"):
+            answer, messages = getattr(pair, which), getattr(pair, f"{which}_messages")
+            for name, tokens in (("tokens", pair.tokens), (which, answer)):
+                if len(tokens) == 0:
+                    raise ValueError(f"record {i} ({pair.eid}): {name}: got no tokens, expected at least one")
+            kind = getattr(torch, result_dtype("tokens", {dtype_name(pair.tokens), dtype_name(answer)}))
+            given = {
+                **common,
+                "tokens": torch.cat([pair.tokens.to(kind), answer.to(pair.tokens.device, kind)]),
+                "prompt_length": len(pair.tokens),
+                "messages": messages,
+                "parent": pair.eid.uid,
+                "eid": pair.eid.replace(suffix=EID().suffix),
+            }
+            half = Experience(**given)
+            if pair.unknown:
+                half.__dict__["unknown"] = dict(pair.unknown)
+            halves.append(half)
+    return halves
+
+
 from rollbook.core.experiences import Experiences  # noqa: E402
 
-__all__ = [
-    "EID",
-    "CustomField",
-    "Experience",
-    "Experiences",
-    "from_hf_datasets",
-    "gather_action_masks",
-    "gather_attention_masks",
-    "gather_multi_modal_inputs",
-    "gather_response_attrs",
-    "gather_token_ids",
-    "group_by",
-    "split_dpo_experience_to_single_turn",
-    "to_hf_datasets",
-]
+__all__ = ["EID", "CustomField", "Experience", "Experiences", "split_preference_pairs"]

@@ -146,7 +146,7 @@ class Experiences(Sequence["Experience"]):
 
     @classmethod
     def from_hf(cls, dataset: Any) -> Experiences:
-        """Records from a `datasets.Dataset`; see `rollbook.core.experience.from_hf_datasets`."""
+        """Records from a `datasets.Dataset`; see `rollbook.compat.trinity.from_hf_datasets`."""
         from rollbook.io.arrow import from_hf
 
         return from_hf(dataset)
@@ -176,7 +176,7 @@ class Experiences(Sequence["Experience"]):
         return bytes(encode(self, compression=compression))
 
     def batch(self, **options: Any) -> ExperienceBatch:
-        """The records as a model takes them, padded or packed; see `rollbook.compat.lightrft.batch.from_experiences`."""
+        """The records as a model takes them, padded or packed."""
         from rollbook.compat.lightrft.batch import from_experiences
 
         return from_experiences(self, **options)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rollbook.algorithms.registry import number, whole_number
+from rollbook.core.checks import check_float, check_int
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
@@ -31,11 +31,11 @@ class Backoff:
     jitter: float = 0.25
 
     def __post_init__(self) -> None:
-        whole_number("tries", self.tries, 1)
-        number("first", self.first, 0, 1e6)
-        number("factor", self.factor, 1, 1e6)
-        number("most", self.most, 0, 1e6)
-        number("jitter", self.jitter, 0, 1)
+        check_int("tries", self.tries, 1)
+        check_float("first", self.first, 0, 1e6)
+        check_float("factor", self.factor, 1, 1e6)
+        check_float("most", self.most, 0, 1e6)
+        check_float("jitter", self.jitter, 0, 1)
 
     def waits(self) -> Iterator[float]:
         """The waits between one call's tries."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from rollbook.algorithms.registry import choice, near, number, switch, whole_number
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 from rollbook.core.ids import EID
 
 if TYPE_CHECKING:
@@ -194,19 +194,19 @@ class Sampling:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "n", whole_number("n", self.n, 1))
-        put(self, "max_tokens", whole_number("max_tokens", self.max_tokens, 1))
-        put(self, "min_tokens", whole_number("min_tokens", self.min_tokens))
+        put(self, "n", check_int("n", self.n, 1))
+        put(self, "max_tokens", check_int("max_tokens", self.max_tokens, 1))
+        put(self, "min_tokens", check_int("min_tokens", self.min_tokens))
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: got {self.min_tokens}, expected at most max_tokens ({self.max_tokens})")
         for name in ("temperature", "first_temperature"):
             if getattr(self, name) is not None:
-                put(self, name, number(name, getattr(self, name), 0, 1e4, "a number from 0 on"))
+                put(self, name, check_float(name, getattr(self, name), 0, 1e4, "a number from 0 on"))
         if self.temperature is None:
             raise ValueError("temperature: got None, expected a number from 0 on")
-        put(self, "top_p", number("top_p", self.top_p, 1e-12, 1, "a number above 0, up to 1"))
-        put(self, "min_p", number("min_p", self.min_p, 0, 1))
-        top_k = whole_number("top_k", self.top_k, -1)
+        put(self, "top_p", check_float("top_p", self.top_p, 1e-12, 1, "a number above 0, up to 1"))
+        put(self, "min_p", check_float("min_p", self.min_p, 0, 1))
+        top_k = check_int("top_k", self.top_k, -1)
         put(self, "top_k", -1 if top_k == 0 else top_k)
         if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise ValueError(f"stop: got {self.stop!r}, expected texts")
@@ -218,14 +218,14 @@ class Sampling:
         for name in ("stop_token_ids", "suppress"):
             value = getattr(self, name)
             put(self, name, () if value is None else token_ids(name, value))
-        put(self, "include_stop", switch("include_stop", self.include_stop))
-        put(self, "ignore_eos", switch("ignore_eos", self.ignore_eos))
+        put(self, "include_stop", check_bool("include_stop", self.include_stop))
+        put(self, "ignore_eos", check_bool("ignore_eos", self.ignore_eos))
         if self.seed is not None:
-            put(self, "seed", whole_number("seed", self.seed))
+            put(self, "seed", check_int("seed", self.seed))
         if self.max_prompt_tokens is not None:
-            put(self, "max_prompt_tokens", whole_number("max_prompt_tokens", self.max_prompt_tokens, 1))
-        choice("prompt_overflow", self.prompt_overflow, get_args(Overflow))
-        choice("logprobs", self.logprobs, (*KINDS, None))
+            put(self, "max_prompt_tokens", check_int("max_prompt_tokens", self.max_prompt_tokens, 1))
+        check_choice("prompt_overflow", self.prompt_overflow, get_args(Overflow))
+        check_choice("logprobs", self.logprobs, (*KINDS, None))
         if not isinstance(self.extra, (Mapping, type(None))):
             raise ValueError(f"extra: got {self.extra!r}, expected a mapping of a server's options")
         put(self, "extra", dict(self.extra or {}))
@@ -243,7 +243,7 @@ class Sampling:
         named = {}
         for name, value in changes.items():
             if ALIASES.get(name, name) not in known:
-                raise ValueError(f"sampling: option {name!r} is not known{near(name, known)}")
+                raise ValueError(f"sampling: option {name!r} is not known{suggest(name, known)}")
             named[ALIASES.get(name, name)] = value
         return dataclasses.replace(base, **named)
 
@@ -335,12 +335,12 @@ class Sample:
                 raise ValueError(
                     f"{name}: got {len(value)} entries, expected {len(self.response_ids)}, one for each response id"
                 )
-        choice("finish_reason", self.finish_reason, get_args(FinishReason))
+        check_choice("finish_reason", self.finish_reason, get_args(FinishReason))
         if (self.error is None) == (self.finish_reason == "error"):
             raise ValueError(
                 f"error: got {self.error!r} with finish_reason {self.finish_reason!r}, expected both or none"
             )
-        choice("logprobs_kind", self.logprobs_kind, (*KINDS, None))
+        check_choice("logprobs_kind", self.logprobs_kind, (*KINDS, None))
 
     @property
     def group_id(self) -> str:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.algorithms.registry import whole_number
 from rollbook.book import measurements
 from rollbook.book.errors import BookError
+from rollbook.core.checks import check_int
 from rollbook.inspect import filters, listing
 from rollbook.inspect.documents import LENSES
 from rollbook.inspect.index import COUNTS, named
@@ -181,7 +181,7 @@ class Answers:
 
     def steps(self, since: int = 0, evaluation: bool = False) -> dict[str, Any]:
         """The summaries of the steps that changed after a cursor, oldest step first."""
-        whole_number("since", since)
+        check_int("since", since)
         self.index.settle(_PATIENCE)
         cursor = self.index.cursor
         rows = self.index.query(
@@ -191,7 +191,7 @@ class Answers:
 
     def step(self, step: int, evaluation: bool = False) -> dict[str, Any]:
         """One step: its summary, that of the step before, how far they are apart, and what a page draws of it."""
-        whole_number("step", step)
+        check_int("step", step)
         self.index.settle(_PATIENCE)
         flag = int(evaluation)
         with self.index.reading() as read:
@@ -422,7 +422,7 @@ class Answers:
         A number that is not finite is the text `NaN`, `Infinity` or `-Infinity`. `count` is that of all steps: a page
         that then has more of them asks for all, since the run was rewound.
         """
-        whole_number("since", since)
+        check_int("since", since)
         cursor = self.index.cursor
         from rollbook.inspect.sources import BookSource
 

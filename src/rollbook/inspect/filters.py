@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rollbook.algorithms.registry import near
+from rollbook.core.checks import suggest
 from rollbook.inspect.index import COLUMNS
 from rollbook.inspect.summaries import DUPLICATE_TOKENS, LOOP, STALE
 
@@ -301,7 +301,7 @@ class _Reader:
         if name in _TEXTS:
             return self._words(name)
         known = [*COLUMNS, *ALIASES, *FLAGS, *_TEXT_TESTS, "part.NAME"]
-        hint = near(name, known).split("(")[0].strip() if near(name, known).startswith("; did") else ""
+        hint = suggest(name, known).split("(")[0].strip() if suggest(name, known).startswith("; did") else ""
         raise self.wrong(token, "a column or a word such as truncated", hint)
 
     def _text(self, name: str) -> _Node:
@@ -325,7 +325,7 @@ class _Reader:
         if self.parts and name not in self.parts:
             same = [each for each in self.parts if each.lower() == name.lower()]
             if not same:
-                hint = near(name, list(self.parts))
+                hint = suggest(name, list(self.parts))
                 raise self.wrong(token, "the name of a part of the reward or of a metric", hint)
             name = same[0]
         return name
@@ -478,7 +478,7 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
         elif view == "samples" and column in FLAGS and column not in COLUMNS:
             column = f"({FLAGS[column].sql})"
         elif column not in known:
-            raise ValueError(f"sort: got {name[:40]!r}, expected a column{near(name, known)}")
+            raise ValueError(f"sort: got {name[:40]!r}, expected a column{suggest(name, known)}")
         if column in COLUMNS and "NOT NULL" in COLUMNS[column].sql:
             found.append(f"{column}{' DESC' if falling else ''}")
         else:

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import choice, whole_number
+from rollbook.core.checks import check_choice, check_int
 from rollbook.inspect import filters
 from rollbook.inspect.index import COUNTS, SHOWN, named
 from rollbook.inspect.queries import TooLate
@@ -60,9 +60,9 @@ class Snapshots:
         parts: Sequence[str],
     ) -> dict[str, Any]:
         """See `Answers.list`."""
-        choice("view", view, VIEWS)
-        whole_number("offset", offset)
-        limit = min(whole_number("limit", limit, 1), MOST)
+        check_choice("view", view, VIEWS)
+        check_int("offset", offset)
+        limit = min(check_int("limit", limit, 1), MOST)
         begun = time.perf_counter()
         with self._lock:
             known = self._kept.get(snapshot or "")

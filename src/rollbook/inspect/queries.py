@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import Any
 
-from rollbook.algorithms.registry import number, whole_number
+from rollbook.core.checks import check_float, check_int
 
 MOST_ROWS = 10_000
 MOST_BYTES = 16 << 20
@@ -77,8 +77,8 @@ class Workers:
             raise ValueError(f"query: got {query!r}, expected one SELECT")
         if len(query) > 100_000:
             raise ValueError(f"query: got {len(query)} characters, expected at most 100000")
-        seconds = number("seconds", seconds, 0.0)
-        rows = min(whole_number("rows", rows, 1), MOST_ROWS)
+        seconds = check_float("seconds", seconds, 0.0)
+        rows = min(check_int("rows", rows, 1), MOST_ROWS)
         job = {"job": "sql", "path": self.path, "query": query, "seconds": seconds, "rows": rows}
         found: dict[str, Any] = self._run(job, seconds)
         return found

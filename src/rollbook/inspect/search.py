@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import choice, number, whole_number
+from rollbook.core.checks import check_choice, check_float, check_int
 from rollbook.inspect.queries import Busy, TooLate
 
 if TYPE_CHECKING:
@@ -245,9 +245,9 @@ class Search:
         them; one that takes longer than `seconds` is stopped with an error. A prompt that matches is shown once for
         each of its groups.
         """
-        choice("mode", mode, MODES)
-        whole_number("limit", limit, 1)
-        number("seconds", seconds, 0.0)
+        check_choice("mode", mode, MODES)
+        check_int("limit", limit, 1)
+        check_float("seconds", seconds, 0.0)
         if not isinstance(q, str) or not q.strip() or len(q) > LONGEST_QUERY:
             raise ValueError(f"q: got {str(q)[:40]!r}, expected 1 to {LONGEST_QUERY} letters")
         wanted = phrases(q) if mode == "phrase" else []

@@ -23,7 +23,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
-from rollbook.algorithms.registry import choice
+from rollbook.core.checks import check_choice
 from rollbook.core.paths import check_regular
 from rollbook.inspect.bundle import page_script, page_style
 from rollbook.inspect.documents import KINDS, LENSES, ROLES, STATUSES, Trajectory
@@ -92,7 +92,7 @@ def export_html(
     """
     if sum(given is not None for given in (uids, gid, filter)) != 1:
         raise ValueError("export: expected one of uids, gid and filter")
-    choice("theme", theme, ("auto", "light", "dark"))
+    check_choice("theme", theme, ("auto", "light", "dark"))
     patterns = _patterns([redact] if isinstance(redact, str) else redact)
     if gid is not None:
         chosen = [row["uid"] for row in answers.group(gid)["rows"] if row["gone"] is None]

@@ -217,7 +217,7 @@ def read_parquet(path: str | os.PathLike[str], limits: Limits = DEFAULT_LIMITS) 
 
 
 def to_hf(many: Experiences, for_trinity: bool = False) -> Any:
-    """A `datasets.Dataset` of these records; see `rollbook.core.experience.to_hf_datasets`."""
+    """A `datasets.Dataset` of these records; see `rollbook.compat.trinity.to_hf_datasets`."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
 

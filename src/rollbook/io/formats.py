@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rollbook.algorithms.registry import near
+from rollbook.core.checks import suggest
 from rollbook.core.errors import WireError
 from rollbook.core.paths import check_regular
 from rollbook.core.trxp import MAGIC as TRXP
@@ -37,7 +37,7 @@ def known(name: Any, writing: bool = False) -> str:
     names = [each for each, words in FORMATS.items() if not writing or words.endswith("written")]
     if name not in names:
         also = " for writing" if writing and name in FORMATS else ""
-        raise ValueError(f"format: got {name!r}, which is none{also}{near(str(name), names)}")
+        raise ValueError(f"format: got {name!r}, which is none{also}{suggest(str(name), names)}")
     return str(name)
 
 

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rollbook.algorithms.registry import choice, near, switch, whole_number
+from rollbook.core.checks import check_bool, check_choice, check_int, suggest
 from rollbook.core.experiences import Experiences
 from rollbook.core.files import FOLDER, make_private
 from rollbook.core.paths import check_regular
@@ -95,12 +95,12 @@ def read(
         raise FileNotFoundError(f"path: {where!r} does not exist")
     if isinstance(where, str):
         check_regular(where)
-    choice("on_error", on_error, ("raise", "skip"))
-    rows = whole_number("batch_rows", batch_rows, 1)
+    check_choice("on_error", on_error, ("raise", "skip"))
+    rows = check_int("batch_rows", batch_rows, 1)
     reader = _READERS[name]
     _check(reader, name, options)
     if "max_row_bytes" in inspect.signature(reader).parameters:
-        options["max_row_bytes"] = whole_number("max_row_bytes", options.get("max_row_bytes", MAX_ROW_BYTES), 1)
+        options["max_row_bytes"] = check_int("max_row_bytes", options.get("max_row_bytes", MAX_ROW_BYTES), 1)
     report = Report()
     batches = reader(where, rows, Errors(on_error == "skip", report), **options)
     return Reading(name, regroup(batches, rows), report)
@@ -125,10 +125,10 @@ def write(
     given: Any = [batches] if isinstance(batches, Experiences) else batches
     if not isinstance(given, Iterable):
         raise ValueError(f"batches: got a {type(batches).__name__}, expected an iterable of Experiences")
-    rows = whole_number("batch_rows", batch_rows, 1)
+    rows = check_int("batch_rows", batch_rows, 1)
     writer = _WRITERS[name]
     _check(writer, name, options)
-    if not switch("overwrite", overwrite) and os.path.lexists(final):
+    if not check_bool("overwrite", overwrite) and os.path.lexists(final):
         raise FileExistsError(f"path: {final!r} exists; overwrite=True replaces it")
     check_regular(final)
     if os.path.isdir(final) and not (name == "hf" and is_saved_dataset(final)):
@@ -156,7 +156,7 @@ def _check(function: Callable[..., Any], name: str, options: dict[str, Any]) -> 
     takes = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for option in options:
         if option not in takes:
-            raise ValueError(f"format {name!r} has no option {option!r}{near(option, takes)}")
+            raise ValueError(f"format {name!r} has no option {option!r}{suggest(option, takes)}")
 
 
 def _sync(path: str) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from rollbook.algorithms.registry import near
+from rollbook.core.checks import suggest
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.wire import Limits, read_any
@@ -76,7 +76,7 @@ def read(
         if table is None and len(found) > 1:
             raise ValueError(f"table: got None, expected one of {', '.join(map(repr, found))}: {path} has several")
         if table is not None and table not in found:
-            raise ValueError(f"table: got {table!r}, which {path} does not have{near(table, list(found))}")
+            raise ValueError(f"table: got {table!r}, which {path} does not have{suggest(table, list(found))}")
         chosen = found[next(iter(found)) if table is None else table]
         held = []
         try:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from rollbook.algorithms.kernels.vocabulary import positive
-from rollbook.algorithms.registry import switch
 from rollbook.batch.vision import placeholders
 from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.core.checks import check_bool
 from rollbook.core.sampling import Prompt, token_ids
 from rollbook.models.forward import Rowwise, slim
 from rollbook.models.heads import Head, inputs_of, run, text_config, unwrapped
@@ -76,7 +76,7 @@ class Actor(Wrapper):
         self.model = made if device is None else made.to(device)
         self.temperature = positive("temperature", temperature, torch.float32)
         self.suppress = _suppressed(self.model, suppress)
-        self.trainable = switch("trainable", trainable)
+        self.trainable = check_bool("trainable", trainable)
         if tokenizer is None and processor is None:
             tokenizer, processor = load_tokenizers(model, getattr(unwrapped(made), "config", None))
         self.processor = processor

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rollbook.algorithms.registry import choice
 from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.core.checks import check_choice
 from rollbook.models.actor import Actor
 from rollbook.models.forward import Rowwise, slim
 from rollbook.models.heads import inputs_of, run, text_config, trunk_of, unwrapped
@@ -57,7 +57,7 @@ class Critic(Wrapper):
         trunk_from: Actor | None = None,
     ) -> None:
         super().__init__()
-        choice("value_head", value_head, ("zeros", "normal"))
+        check_choice("value_head", value_head, ("zeros", "normal"))
         if (model is None) == (trunk_from is None):
             raise ValueError("model: got it with trunk_from, or neither, expected one of them")
         if trunk_from is not None:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from rollbook.algorithms.layout import as_column
-from rollbook.algorithms.registry import whole_number
 from rollbook.batch.plan import plan
 from rollbook.batch.request import Layout
 from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
@@ -24,6 +23,7 @@ from rollbook.compat.lightrft.layouts import packed as packed_batch
 from rollbook.compat.lightrft.layouts import padded as padded_batch
 from rollbook.compat.lightrft.ragged_batch import Lengths, Sheet, constant
 from rollbook.compat.lightrft.records import sheet_of_experiences
+from rollbook.core.checks import check_int
 from rollbook.core.fields import BATCH_MEDIA
 from rollbook.core.ragged import Ragged, offsets_of
 from rollbook.core.rows import Rows, Spans, concatenated
@@ -282,7 +282,7 @@ def _passes(
 ) -> tuple[list[Any], dict[str, float]]:
     """`score` over all rows that have a response, in planned micro-batches; its results in the input's layout."""
     began = time.perf_counter()
-    budget = whole_number("token_budget", token_budget, 1)
+    budget = check_int("token_budget", token_budget, 1)
     rows = Rowwise.of(data)
     lengths = rows.tokens.lengths
     there = np.flatnonzero(rows.responses > 0)  # of the others nothing is asked

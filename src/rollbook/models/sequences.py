@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from rollbook.algorithms.registry import near, whole_number
 from rollbook.batch.vision import BY_TOKEN, placeholders
+from rollbook.core.checks import check_int, suggest
 from rollbook.core.rows import Spans
 from rollbook.core.sampling import ALIASES, Sample, Sampling
 from rollbook.models.slots import check_matrix
@@ -40,7 +40,7 @@ def _ids(given: Any, name: str) -> list[int]:
         return []
     if isinstance(given, torch.Tensor):
         given = given.tolist()
-    return [whole_number(name, one) for one in (given if isinstance(given, (list, tuple)) else [given])]
+    return [check_int(name, one) for one in (given if isinstance(given, (list, tuple)) else [given])]
 
 
 def process_sequences(
@@ -60,10 +60,10 @@ def process_sequences(
     """
     check_matrix("sequences", sequences, "(B, S)")
     width = sequences.shape[1]
-    begin = whole_number("input_len", input_len)
+    begin = check_int("input_len", input_len)
     if begin > width:
         raise ValueError(f"input_len: got {begin}, expected at most the {width} tokens of a row")
-    pad = whole_number("pad_token_id", pad_token_id)
+    pad = check_int("pad_token_id", pad_token_id)
     real = sequences != pad
     place = torch.arange(width, device=sequences.device)
     # A prompt that is all padding begins where it ends.
@@ -174,12 +174,12 @@ def sampling_of(options: dict[str, Any], prompt_width: int, suppress: tuple[int,
     known += ["max_length", "num_return_sequences", "do_sample", "eos_token_id", "suppress_tokens"]
     for name in given:
         if name not in known:
-            raise ValueError(f"generate: option {name!r} is not known{near(name, known)}")
+            raise ValueError(f"generate: option {name!r} is not known{suggest(name, known)}")
     given = {name: value for name, value in given.items() if value is not None}
     if given.pop("do_sample", True) is False:
         given["temperature"] = 0.0
     if "max_length" in given:
-        room = whole_number("max_length", given.pop("max_length"), prompt_width + 1) - prompt_width
+        room = check_int("max_length", given.pop("max_length"), prompt_width + 1) - prompt_width
         given.setdefault("max_new_tokens", room)
     if "num_return_sequences" in given:
         given["n"] = given.pop("num_return_sequences")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.algorithms.registry import whole_number
 from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
 from rollbook.compat.lightrft.layouts import action_starts, checked, widths
+from rollbook.core.checks import check_int
 from rollbook.core.rows import Rows
 
 
@@ -111,7 +111,7 @@ def called_batch(
             f"attention_mask: got shape {list(attention_mask.shape)}, expected {list(sequences.shape)}, as sequences"
         )
     if packed_seq_lens is None:
-        actions = whole_number("num_actions", num_actions)
+        actions = check_int("num_actions", num_actions)
         if actions >= max(sequences.shape[1], 1):
             raise ValueError(
                 f"num_actions: got {actions}, expected fewer than the {sequences.shape[1]} tokens of a row"
@@ -156,4 +156,4 @@ def _numbers(name: str, given: Any) -> list[int]:
         given = given.tolist()
     if not isinstance(given, (list, tuple)):
         raise ValueError(f"{name}: got {given!r}, expected a number for each packed sample")
-    return [whole_number(f"{name}[{i}]", one) for i, one in enumerate(given)]
+    return [check_int(f"{name}[{i}]", one) for i, one in enumerate(given)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from rollbook.algorithms.registry import choice, number
+from rollbook.core.checks import check_choice, check_float
 
 Percent = Literal["either", "hundredth", "ignored"]
 
@@ -209,8 +209,8 @@ def numeric_match(response: str, reference: Any, *, tolerance: float = 1e-6, per
     >>> numeric_match("12 or 13", 12), numeric_match("50%", "0.5"), numeric_match("50%", 50), numeric_match("?", 1)
     (0.0, 1.0, 1.0, 0.0)
     """
-    number("tolerance", tolerance, 0, 1)
-    choice("percent", percent, ("either", "hundredth", "ignored"))
+    check_float("tolerance", tolerance, 0, 1)
+    check_choice("percent", percent, ("either", "hundredth", "ignored"))
     rights = [_reference_number(one) for one in references(reference)]
     answer = final_answer(response)
     found = _last(response) if answer is None else _read(_WHOLE.fullmatch(_undressed(answer))) or _last(answer)
@@ -301,7 +301,7 @@ def gsm8k(response: str, reference: Any, *, format_weight: float = 0.1) -> dict[
     >>> gsm8k("6 * 12 = 72\n#### 72", "#### 72")["reward"], gsm8k("72", "#### 72")["reward"]
     (0.9, 0.0)
     """
-    share = number("format_weight", format_weight, 0, 1)
+    share = check_float("format_weight", format_weight, 0, 1)
     before, mark, after = response.rpartition("####")
     answer = after.strip().partition("\n")[0]
     if mark and boxed(response) is None and as_number(answer) is not None:

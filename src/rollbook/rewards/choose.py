@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollbook.algorithms.registry import near, number
+from rollbook.core.checks import check_float, suggest
 from rollbook.rewards.functions import KNOWN, FileFunction, FunctionReward, name_of
 from rollbook.rewards.pools import MissingExtra
 from rollbook.rewards.recipes import Combined, Recipe
@@ -103,7 +103,7 @@ def as_reward(given: Any, **options: Any) -> Reward:
     odd = next((name for name in options if name not in known), None)
     if odd is not None and not _takes_all(kind):
         meant = _SAME.get(odd, odd)
-        raise ValueError(f"reward: option {odd!r} is not one of {kind.__name__}{near(meant, known)}")
+        raise ValueError(f"reward: option {odd!r} is not one of {kind.__name__}{suggest(meant, known)}")
     return _made(kind, source, options)
 
 
@@ -174,7 +174,7 @@ def _made(kind: Callable[..., Reward], source: Any, options: Mapping[str, Any]) 
         if own[name] is None:
             rest[name] = own.pop(name)  # the call's: a function's own limit is a number
         else:
-            rest[name] = max(60.0, number(name, own[name], 1e-3, 1e9) + 10.0)
+            rest[name] = max(60.0, check_float(name, own[name], 1e-3, 1e9) + 10.0)
     if isinstance(source, FileFunction):
         source = replace(source, options={**source.options, **own})
     elif own:
@@ -204,10 +204,10 @@ def _kind_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
         module = importlib.import_module(path)
         if not callable(vars(module).get(name)):
             known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
-            raise ValueError(f"reward: module {path!r} has no function {name!r}{near(name, known)}")
+            raise ValueError(f"reward: module {path!r} has no function {name!r}{suggest(name, known)}")
         return _kind(vars(module)[name])
     expected = "a URL, a .py file, 'module:function', a model's folder or a ready function"
-    raise ValueError(f"reward: got {text!r}, expected {expected}{near(text, list(READY))}")
+    raise ValueError(f"reward: got {text!r}, expected {expected}{suggest(text, list(READY))}")
 
 
 def _check_package(name: str) -> None:

@@ -14,7 +14,7 @@ import os
 import threading
 from typing import Any
 
-from rollbook.algorithms.registry import number
+from rollbook.core.checks import check_float
 from rollbook.rewards.answers import as_number, final_answer, plain, references
 from rollbook.rewards.pools import MissingExtra, Processes
 
@@ -38,7 +38,7 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
     >>> math_match(r"\boxed{(1, 2]}", "[1, 2]"), math_match("I do not know", "7")
     (0.0, 0.0)
     """
-    number("time_limit", time_limit, 0.01, 1e6)
+    check_float("time_limit", time_limit, 0.01, 1e6)
     right = references(reference)
     answer = final_answer(response)
     if answer is not None and any(_same(answer, one) for one in right):

@@ -17,7 +17,7 @@ from math import nan
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from rollbook.algorithms.registry import choice, near, number, whole_number
+from rollbook.core.checks import check_choice, check_float, check_int, suggest
 from rollbook.core.modules import module_of_file, source_fingerprint
 from rollbook.rewards.pools import Outcome, Processes, attempt, in_threads, timed_out
 from rollbook.rewards.types import (
@@ -100,7 +100,7 @@ class FileFunction:
         found: Any = vars(module).get(self.name)
         if not callable(found):
             known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-            raise ValueError(f"reward file {self.path}: it has no function {self.name!r}{near(self.name, known)}")
+            raise ValueError(f"reward file {self.path}: it has no function {self.name!r}{suggest(self.name, known)}")
         bare: Callable[..., Any] = found
         return bare
 
@@ -145,7 +145,9 @@ def parameters(function: Callable[..., Any], name: str, lists: bool | None) -> t
             asked[p.name] = known[p.name]
         elif p.default is p.empty:
             more = "; batched=True gives lists" if p.name in _PLURALS else ""
-            raise ValueError(f"{name}: parameter {p.name!r} is nothing that a sample has{near(p.name, [*known])}{more}")
+            raise ValueError(
+                f"{name}: parameter {p.name!r} is nothing that a sample has{suggest(p.name, [*known])}{more}"
+            )
     return asked, everything, lists
 
 
@@ -321,10 +323,10 @@ class FunctionReward(Reward):
         self._asked, self._everything, self.batched = parameters(inner, self.name, batched)
         if batch_size is not None and not self.batched:
             raise ValueError(f"batch_size: got {batch_size!r}, expected None: {self.name} takes one sample at a time")
-        self.batch_size = None if batch_size is None else whole_number("batch_size", batch_size, 1)
-        choice("pool", pool, ("thread", "process"))
-        choice("total", total, (None, "sum"))
-        self.time_limit = None if time_limit is None else number("time_limit", time_limit, 1e-3, 1e9)
+        self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
+        check_choice("pool", pool, ("thread", "process"))
+        check_choice("total", total, (None, "sum"))
+        self.time_limit = None if time_limit is None else check_float("time_limit", time_limit, 1e-3, 1e9)
         self.on_error: OnError = check_on_error(on_error)
         bare, _ = without_partial(inner)
         code = function.bare() if isinstance(function, FileFunction) else bare
@@ -335,7 +337,7 @@ class FunctionReward(Reward):
         )
         cores = os.cpu_count() or 1
         usual = 64 if self._async else cores if pool == "process" else 2 * cores
-        self.workers = usual if workers is None else whole_number("workers", workers, 1)
+        self.workers = usual if workers is None else check_int("workers", workers, 1)
         self._caller = Caller(function, self.batched, total)
         self._processes = Processes(self._caller, self.workers) if pool == "process" else None
         self.waits = self._async or pool == "process"

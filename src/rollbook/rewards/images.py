@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from rollbook.algorithms.registry import choice
+from rollbook.core.checks import check_choice
 from rollbook.core.images import encoded, load_picture, names_file
 
 ImageFormat = Literal["jpeg", "png"]
@@ -37,7 +37,7 @@ class Encoder:
     """
 
     def __init__(self, format: ImageFormat = "jpeg") -> None:
-        choice("image_format", format, ("jpeg", "png"))
+        check_choice("image_format", format, ("jpeg", "png"))
         self._format = format
         self._by_object: dict[int, tuple[Any, str]] = {}
         self._by_content: dict[bytes, str] = {}

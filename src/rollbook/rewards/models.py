@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from rollbook.algorithms.registry import choice, whole_number
+from rollbook.core.checks import check_choice, check_int
 from rollbook.core.fingerprints import tokenizer_fingerprint
 from rollbook.core.rows import Spans
 from rollbook.models.heads import scoring
@@ -87,15 +87,15 @@ class ModelReward(Reward):
         if device is not None:
             self.model.to(device)
         self.name = name or type(self.model).__name__
-        choice("template", template, ("auto", "chat", "text"))
-        choice("padding_side", padding_side, ("right", "left"))
+        check_choice("template", template, ("auto", "chat", "text"))
+        check_choice("padding_side", padding_side, ("right", "left"))
         same = tokenizer is not None and tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(policy_tokenizer)
         self._tokenizer = None if same else tokenizer
         self._template = template
         self._score = score
-        self.rows = whole_number("rows", rows, 1)
-        self.tokens = None if tokens is None else whole_number("tokens", tokens, 1)
-        self.max_length = None if max_length is None else whole_number("max_length", max_length, 1)
+        self.rows = check_int("rows", rows, 1)
+        self.tokens = None if tokens is None else check_int("tokens", tokens, 1)
+        self.max_length = None if max_length is None else check_int("max_length", max_length, 1)
         self._side = padding_side
         self._pad = _pad_id(self.model, tokenizer or policy_tokenizer, pad_token_id)
         self._extras = _extras(self.model)
@@ -202,7 +202,7 @@ def _loaded(model: Any, dtype: torch.dtype | None) -> torch.nn.Module:
 def _pad_id(model: torch.nn.Module, tokenizer: Any, given: int | None) -> int:
     """What fills the padding: never looked at, but it must be a row of the embedding."""
     if given is not None:
-        return whole_number("pad_token_id", given)
+        return check_int("pad_token_id", given)
     for holder in (tokenizer, getattr(model, "config", None)):
         found = getattr(holder, "pad_token_id", None)
         if isinstance(found, int) and found >= 0:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollbook.algorithms.registry import number, switch
+from rollbook.core.checks import check_bool, check_float
 from rollbook.rewards.sandbox import Limits, sandboxed
 
 # Bounded spaces: without a bound, a fence before a page of blanks takes quadratic time.
@@ -138,10 +138,10 @@ def code_match(
     1.0
     """  # noqa: E501
     cases = Cases.of(reference)
-    switch("all_or_nothing", all_or_nothing)
+    check_bool("all_or_nothing", all_or_nothing)
     if tolerance is not None:
-        number("tolerance", tolerance, 0, 1)
-    deadline = time.monotonic() + number("time_limit", time_limit, 0.1, 1e6)
+        check_float("tolerance", tolerance, 0, 1)
+    deadline = time.monotonic() + check_float("time_limit", time_limit, 0.1, 1e6)
     limits = limits if limits is not None else Limits()
     source = program(response)
     passed = late = 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import isnan, nan
 from typing import Any
 
-from rollbook.algorithms.registry import near, number
+from rollbook.core.checks import check_float, suggest
 from rollbook.core.modules import joined_fingerprint, source_fingerprint
 from rollbook.rewards.functions import parts_of
 from rollbook.rewards.types import (
@@ -175,7 +175,7 @@ def named_weights(names: Sequence[str], weights: Mapping[str, float] | Sequence[
     if isinstance(weights, Mapping):
         odd = next((name for name in weights if name not in names), None)
         if odd is not None:
-            raise ValueError(f"weights: got {odd!r}, which is no component{near(odd, list(names))}")
+            raise ValueError(f"weights: got {odd!r}, which is no component{suggest(odd, list(names))}")
         missing = [name for name in names if name not in weights]
         if missing:
             raise ValueError(f"weights: got none for {missing[0]!r}, expected one for each of {', '.join(names)}")
@@ -186,7 +186,7 @@ def named_weights(names: Sequence[str], weights: Mapping[str, float] | Sequence[
 
 
 def _weight(name: str, value: Any) -> float:
-    return number(f"weight of {name!r}", value, -1e12, 1e12)
+    return check_float(f"weight of {name!r}", value, -1e12, 1e12)
 
 
 class Recipe(Reward):
@@ -247,7 +247,8 @@ class Recipe(Reward):
                 if name not in source:
                     what = "models" if kind == "model" else "functions"
                     raise ValueError(
-                        f"recipe[{label!r}]: got {kind} {name!r}, expected one of the {what}{near(name, list(source))}"
+                        f"recipe[{label!r}]: got {kind} {name!r}, expected one of the {what}"
+                        f"{suggest(name, list(source))}"
                     )
                 if kinds.setdefault(name, kind) != kind:
                     raise ValueError(f"recipe[{label!r}]: got {name!r} as a model and a function, expected two names")
@@ -314,7 +315,8 @@ def check_label(one: RewardInput, place: int, recipe: Mapping[Any, Any]) -> None
     if not known:
         spot = where(one, place)
         raise ValueError(
-            f"label: got {one.label!r} ({spot}), which the recipe does not have{near(one.label, [*map(str, recipe)])}"
+            f"label: got {one.label!r} ({spot}), which the recipe does not have"
+            f"{suggest(one.label, [*map(str, recipe)])}"
         )
 
 
@@ -323,7 +325,7 @@ def _line(label: Any, line: Any) -> tuple[str, str, float]:
     if isinstance(line, (str, bytes)) or not isinstance(line, Sequence) or len(line) not in (2, 3):
         raise ValueError(f"recipe[{label!r}]: got {line!r}, expected (type, key, weight) or (name, weight)")
     kind, key, weight = line if len(line) == 3 else (line[0], None, line[1])
-    weight = number(f"recipe[{label!r}]: weight of {kind!r}", weight, -1e12, 1e12)
+    weight = check_float(f"recipe[{label!r}]: weight of {kind!r}", weight, -1e12, 1e12)
     if kind == "model":
         if key is None:
             raise ValueError(f"recipe[{label!r}]: got a model without a key, expected ('model', key, weight)")
@@ -419,7 +421,7 @@ class LightRFTReward(Reward):
             for i, one in enumerate(inputs):
                 check_label(one, i, self.recipe)
                 for name in sorted(self._needs[one.label].difference(known)):
-                    expected = f"expected one of the models{near(name, known)}"
+                    expected = f"expected one of the models{suggest(name, known)}"
                     raise ValueError(f"reward_recipe[{one.label!r}]: got model {name!r}, {expected}")
         return [
             (model, [inputs[i] for i in self._places(inputs, key)])

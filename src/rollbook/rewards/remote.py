@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import number, switch, whole_number
 from rollbook.core.addresses import redacted, without_user
+from rollbook.core.checks import check_bool, check_float, check_int
 from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.rewards.images import Encoder, ImageFormat
 from rollbook.rewards.pools import MissingExtra, said
@@ -55,7 +55,7 @@ class RemoteReward(Reward):
 
     - `batch_size`: samples in a request; `concurrency`: requests under way at a time.
     - `timeout`: seconds for one try, from connecting to the last byte. Connection errors, timeouts, replies that break
-      off and the statuses in `rollbook.core.retry.RETRIED` are tried again, with the waits of `backoff` (or what a server
+      off and the statuses in `core.retry.RETRIED` are tried again, with the waits of `backoff` (or what a server
       asks for), at the next replica if there are several. Other statuses, and replies that make no sense, are not.
     - A score that is no finite number fails its own sample, a reply that makes no sense all samples of its request; a
       wrong number of scores is raised. Integers become floats. `on_error`: as in `FunctionReward`.
@@ -100,16 +100,16 @@ class RemoteReward(Reward):
         self.urls, self._users = map(list, zip(*map(without_user, given), strict=True))
         _httpx()
         self.name = name
-        self.batch_size = whole_number("batch_size", batch_size, 1)
-        self.concurrency = whole_number("concurrency", concurrency, 1)
-        self.timeout = number("timeout", timeout, 1e-3, 1e6)
+        self.batch_size = check_int("batch_size", batch_size, 1)
+        self.concurrency = check_int("concurrency", concurrency, 1)
+        self.timeout = check_float("timeout", timeout, 1e-3, 1e6)
         self.backoff = backoff if backoff is not None else Backoff()
         self._headers = dict(headers or {})
         self._score_key = score_key
-        self._send_responses = switch("send_responses", send_responses)
+        self._send_responses = check_bool("send_responses", send_responses)
         Encoder(image_format)  # refuses a format that there is not
         self._image_format = image_format
-        self._dedupe_images = switch("dedupe_images", dedupe_images)
+        self._dedupe_images = check_bool("dedupe_images", dedupe_images)
         self.on_error: OnError = check_on_error(on_error)
 
     def __call__(self, inputs: Sequence[Any]) -> Scores:

@@ -23,7 +23,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rollbook.algorithms.registry import number, whole_number
+from rollbook.core.checks import check_float, check_int
 
 MiB = 1 << 20
 
@@ -52,15 +52,15 @@ class Limits:
     output: int = MiB
 
     def __post_init__(self) -> None:
-        number("wall", self.wall, 0.01, 1e5)
-        whole_number("memory", self.memory, 32 * MiB)
+        check_float("wall", self.wall, 0.01, 1e5)
+        check_int("memory", self.memory, 32 * MiB)
         if self.cpu is not None:
-            whole_number("cpu", self.cpu, 1)
-        whole_number("file_size", self.file_size)
-        whole_number("files", self.files, 8)
-        whole_number("processes", self.processes, 1)
-        whole_number("disk", self.disk, MiB)
-        whole_number("output", self.output, 1)
+            check_int("cpu", self.cpu, 1)
+        check_int("file_size", self.file_size)
+        check_int("files", self.files, 8)
+        check_int("processes", self.processes, 1)
+        check_int("disk", self.disk, MiB)
+        check_int("output", self.output, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
-from rollbook.algorithms.registry import choice
+from rollbook.core.checks import check_choice
 from rollbook.rewards.functions import batched
 from rollbook.rewards.pools import MissingExtra
 
@@ -141,7 +141,7 @@ Unit = Literal["tokens", "words", "characters"]
 
 def _units(responses: Sequence[str], ids: Sequence[Sequence[int]], unit: Unit) -> list[list[int]]:
     """Each response as numbers that are equal where its units are."""
-    choice("unit", unit, ("tokens", "words", "characters"))
+    check_choice("unit", unit, ("tokens", "words", "characters"))
     if unit == "tokens":
         for i, (text, row) in enumerate(zip(responses, ids, strict=True)):
             if text and not len(row):

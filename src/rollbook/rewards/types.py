@@ -16,7 +16,7 @@ from math import isfinite, isnan, nan
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-from rollbook.algorithms.registry import number
+from rollbook.core.checks import check_float
 from rollbook.core.ids import EID
 from rollbook.core.modules import source_fingerprint
 
@@ -309,7 +309,7 @@ def check_on_error(value: Any) -> OnError:
     """
     if value in ("exclude", "raise"):
         return value  # type: ignore[no-any-return]
-    return number("on_error", value, -1e30, 1e30, "'exclude', 'raise' or a fixed score")
+    return check_float("on_error", value, -1e30, 1e30, "'exclude', 'raise' or a fixed score")
 
 
 def failed_score(on_error: OnError, where: str, error: str) -> float:

@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from rollbook.algorithms.registry import number, whole_number
 from rollbook.core.addresses import redacted, without_user
+from rollbook.core.checks import check_float, check_int
 from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.rollout.content import scrubbed
 
@@ -74,8 +74,8 @@ class Connection:
         bare = parts.netloc.rpartition("@")[2]
         self.url = urlunsplit((parts.scheme, bare, parts.path.rstrip("/").removesuffix("/v1"), "", ""))
         self.backoff = backoff if backoff is not None else Backoff()
-        self.timeout = number("timeout", timeout, 1e-3, 1e9)
-        self.concurrency = whole_number("concurrency", concurrency, 1)
+        self.timeout = check_float("timeout", timeout, 1e-3, 1e9)
+        self.concurrency = check_int("concurrency", concurrency, 1)
         self._headers = dict(headers or {})
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Self
 
-from rollbook.algorithms.registry import whole_number
+from rollbook.core.checks import check_int
 from rollbook.core.ids import EID
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 
@@ -245,7 +245,7 @@ class Engine(ABC):
     ) -> list[Request]:
         """A call's prompts with options, ids and random streams of their own, all checked before any is answered."""
         if pause_after is not None:
-            whole_number("pause_after", pause_after, 1)
+            check_int("pause_after", pause_after, 1)
         many = _listed(prompts)
         given = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(many)
         if len(given) != len(many):

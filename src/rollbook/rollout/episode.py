@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from rollbook.algorithms.registry import choice, number, whole_number
+from rollbook.core.checks import check_choice, check_float, check_int
 from rollbook.core.ids import EID
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, Sample, Sampling, as_media, token_ids
 from rollbook.rollout import branches as parts
@@ -87,16 +87,16 @@ class Episode:
         asked = Prompt.of(messages if prompt is None else prompt)
         if tools is not None:
             asked = asked.replace(tools=tools)
-        choice("on_realign", on_realign, POLICIES)
-        choice("on_fork", on_fork, POLICIES)
+        check_choice("on_realign", on_realign, POLICIES)
+        check_choice("on_fork", on_fork, POLICIES)
         self.engine = engine
         self._tree = Tree(
             renderer=renderer_for(tokenizer, asked, template_options),
             prompt=asked,
             eid=_own_id(eid if eid is not None else asked.eid),
             sampling=of_one(Sampling.of(sampling)),
-            context_limit=None if context_limit is None else whole_number("context_limit", context_limit, 1),
-            group_size=None if group_size is None else whole_number("group_size", group_size, 1),
+            context_limit=None if context_limit is None else check_int("context_limit", context_limit, 1),
+            group_size=None if group_size is None else check_int("group_size", group_size, 1),
             policies={"realigned": on_realign, "forked": on_fork},
             parse=parse,
         )
@@ -115,7 +115,7 @@ class Episode:
         >>> [one.eid.rid for one in Episode.group(2, prompt=[1], eid=EID(batch=0, task=4))]
         ['0/4/0', '0/4/1']
         """
-        whole_number("n", n, 1)
+        check_int("n", n, 1)
         prompt = given[2] if len(given) > 2 else options.get("prompt")
         first = _own_id(eid if eid is not None else prompt.eid if isinstance(prompt, Prompt) else None)
         ids = [first, *(first.replace(run=first.run + k, suffix=os.urandom(8).hex()) for k in range(1, n))]
@@ -465,4 +465,4 @@ def _own_id(eid: EID | None) -> EID:
 
 def _reward(value: Any) -> float:
     """A reward; NaN is one that could not be had."""
-    return float(value) if value != value else number("reward", value)
+    return float(value) if value != value else check_float("reward", value)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rollbook.algorithms.registry import whole_number
+from rollbook.core.checks import check_int
 from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, Sample
 from rollbook.models.heads import scoring
@@ -69,9 +69,9 @@ class TransformersEngine(Engine):
         self.config = self.model.config
         if getattr(self.config, "is_encoder_decoder", False):
             raise ValueError(f"model: got {type(self.model).__name__}, expected one that decodes without an encoder")
-        self.max_batch_rows = whole_number("max_batch_rows", max_batch_rows, 1)
-        self.max_batch_tokens = whole_number("max_batch_tokens", max_batch_tokens, 1)
-        self.version = whole_number("version", version)
+        self.max_batch_rows = check_int("max_batch_rows", max_batch_rows, 1)
+        self.max_batch_tokens = check_int("max_batch_tokens", max_batch_tokens, 1)
+        self.version = check_int("version", version)
         self.preparer = Preparer(tokenizer, processor, self.config, add_special_tokens=add_special_tokens)
         self.tokenizer: Any = self.preparer.tokenizer
         self.processor = self.preparer.processor

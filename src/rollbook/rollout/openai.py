@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from rollbook.algorithms.registry import choice, number, switch
+from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.core.retry import Backoff
 from rollbook.core.sampling import KINDS, LogprobsKind, RunInfo, Sample
@@ -85,17 +85,17 @@ class OpenAIEngine(Engine):
             import httpx  # noqa: F401  wanted now, not in the middle of a run
         except ImportError:
             raise ImportError("OpenAIEngine needs httpx: pip install 'rollbook[remote]'") from None
-        choice("dialect", dialect, ("auto", *DIALECTS))
-        choice("render", render, ("server", "local"))
-        choice("logprobs_kind", logprobs_kind, (*KINDS, None))
+        check_choice("dialect", dialect, ("auto", *DIALECTS))
+        check_choice("render", render, ("server", "local"))
+        check_choice("logprobs_kind", logprobs_kind, (*KINDS, None))
         self.model = model
         self.tokenizer = tokenizer
         self.dialect = dialect
         self.version = version
         self.render = render
         self.logprobs_kind = logprobs_kind
-        self.retokenize = switch("retokenize", retokenize)
-        self.allow_urls = switch("allow_urls", allow_urls)
+        self.retokenize = check_bool("retokenize", retokenize)
+        self.allow_urls = check_bool("allow_urls", allow_urls)
         for name, asked in (("render='local'", render == "local"), ("retokenize=True", self.retokenize)):
             if asked and tokenizer is None:
                 raise ValueError(f"tokenizer: got None, expected one, which {name} needs")
@@ -150,7 +150,7 @@ class OpenAIEngine(Engine):
 
     def health(self, timeout: float = 120.0) -> None:
         """Wait until the server answers, or raise `TimeoutError` that says what it last said."""
-        number("timeout", timeout, 0, 1e9)
+        check_float("timeout", timeout, 0, 1e9)
         self._connection.submit(self._healthy(timeout)).result()
 
     async def _healthy(self, timeout: float) -> None:

@@ -171,7 +171,7 @@ def joined_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
     Returns:
         Tensors joined along their first axis; by-token ones, (1, n) from the first token on, laid over each other, and
-        left out if an observation has none: a model derives them (`rollbook.batch.vision.token_types`). `None` without media.
+        left out if an observation has none: a model derives them (`batch.vision.token_types`). `None` without media.
 
     >>> import torch
     >>> first = {"pixel_values": torch.zeros(2, 3), "mm_token_type_ids": torch.tensor([[0, 1]])}

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import UnknownName, choice, near, number, switch, whole_number
+from rollbook.algorithms.registry import UnknownName
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 
 if TYPE_CHECKING:
     PRESETS: dict[str, Algorithm]
@@ -116,29 +117,33 @@ class Algorithm:
             own = [name for name in entry.options if name not in ("ranks", "current")]
             put(self, "correction", _options("correction", self.correction, entry.name, own))
         _named("kl_estimator", self.kl_estimator, KL)
-        choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))
+        check_choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))
         least = 0 if self.kl_in == "reward" else -1e9  # a maker takes no negative penalty
-        put(self, "kl_coef", number("algorithm.kl_coef", self.kl_coef, least, 1e9))
-        put(self, "entropy_coef", number("algorithm.entropy_coef", self.entropy_coef, -1e9, 1e9))
+        put(self, "kl_coef", check_float("algorithm.kl_coef", self.kl_coef, least, 1e9))
+        put(self, "entropy_coef", check_float("algorithm.entropy_coef", self.entropy_coef, -1e9, 1e9))
         for name in ("gamma", "lam", "high_entropy_ratio"):
-            put(self, name, number(f"algorithm.{name}", getattr(self, name), 0, 1))
+            put(self, name, check_float(f"algorithm.{name}", getattr(self, name), 0, 1))
         for name in ("advantage_clip", "overlong_penalty"):
-            put(self, name, number(f"algorithm.{name}", getattr(self, name), 0))
+            put(self, name, check_float(f"algorithm.{name}", getattr(self, name), 0))
         for name, low, high in (
             ("n", 1, 10**4),
             ("refill", 0, 1000),
             ("overlong_buffer", 0, 10**7),
             ("critic_warmup", 0, 10**9),
         ):
-            put(self, name, whole_number(f"algorithm.{name}", getattr(self, name), low, high))
+            put(self, name, check_int(f"algorithm.{name}", getattr(self, name), low, high))
         for name in ("drop_constant_groups", "advantages_norm"):
-            put(self, name, switch(f"algorithm.{name}", getattr(self, name)))
+            put(self, name, check_bool(f"algorithm.{name}", getattr(self, name)))
         if self.refill and not self.drop_constant_groups:
             raise ValueError(
                 f"algorithm.refill: got {self.refill}, and drop_constant_groups is off: nothing is missing"
             )
         if self.value_clip is not None:
-            put(self, "value_clip", number("algorithm.value_clip", self.value_clip, 1e-30, what="a positive number"))
+            put(
+                self,
+                "value_clip",
+                check_float("algorithm.value_clip", self.value_clip, 1e-30, what="a positive number"),
+            )
 
     @classmethod
     def of(cls, given: Algorithm | str, **changes: Any) -> Algorithm:
@@ -146,14 +151,14 @@ class Algorithm:
         unless another loss or estimator is named."""
         if isinstance(given, str):
             if given not in PRESET_NAMES:
-                raise UnknownName(f"algorithm: got {given!r}, expected a preset{near(given, PRESET_NAMES)}")
+                raise UnknownName(f"algorithm: got {given!r}, expected a preset{suggest(given, PRESET_NAMES)}")
             given = presets()[given]
         if not isinstance(given, Algorithm):
             raise ValueError(f"algorithm: got {type(given).__name__}, expected an Algorithm or a preset's name")
         known = [one.name for one in dataclasses.fields(cls)]
         for name in changes:
             if name not in known:
-                raise ValueError(f"algorithm: {name!r} is not known{near(name, known)}")
+                raise ValueError(f"algorithm: {name!r} is not known{suggest(name, known)}")
         for whose in ("loss", "estimator"):
             options = f"{whose}_options"
             if changes.get(whose, getattr(given, whose)) != getattr(given, whose):
@@ -211,7 +216,7 @@ class Algorithm:
 
 def _named(what: str, name: Any, registry: Mapping[str, Any]) -> Any:
     if not isinstance(name, str) or name not in registry:
-        raise UnknownName(f"algorithm.{what}: got {name!r}, expected one of its names{near(str(name), registry)}")
+        raise UnknownName(f"algorithm.{what}: got {name!r}, expected one of its names{suggest(str(name), registry)}")
     return registry[name]
 
 
@@ -220,7 +225,7 @@ def _options(what: str, given: Any, whose: str, known: list[str]) -> dict[str, A
         raise ValueError(f"algorithm.{what}: got {given!r}, expected options by name")
     for name in given:
         if name not in known:
-            raise ValueError(f"algorithm.{what}: {name!r} is no option of {whose}{near(name, known)}")
+            raise ValueError(f"algorithm.{what}: {name!r} is no option of {whose}{suggest(name, known)}")
     return dict(given)
 
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.kl import token_kl
-from rollbook.algorithms.registry import whole_number
 from rollbook.compat.lightrft import estimation
 from rollbook.compat.lightrft.config import MakerConfig
 from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.compat.lightrft.rollout_batches import Whole
+from rollbook.core.checks import check_int
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.metrics import advise
 from rollbook.core.ragged import Ragged
@@ -129,7 +129,7 @@ def complete(
     [0.5, 0.5]
     """
     many = as_experiences(records)
-    whole_number("token_budget", token_budget, 1)
+    check_int("token_budget", token_budget, 1)
     if algorithm.pairs or not len(many):
         return many
     budget: dict[str, Any] = {"token_budget": token_budget}

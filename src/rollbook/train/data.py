@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollbook.algorithms.registry import near, number, switch, whole_number
+from rollbook.core.checks import check_bool, check_float, check_int, suggest
 from rollbook.core.ids import EID
 from rollbook.core.sampling import Prompt
 from rollbook.train.naming import resolve
@@ -99,7 +99,7 @@ class Prompts:
         called = str(path) if name is None else name
         reader = Reader(called, columns, keep, folder, confined=True)
         placed = read(path, split=split, subset=subset, columns=reader.wanted)
-        rows = _read(reader, placed, None if limit is None else whole_number("limit", limit, 1))
+        rows = _read(reader, placed, None if limit is None else check_int("limit", limit, 1))
         return cls._of(rows, seed, shuffle, called)
 
     @classmethod
@@ -146,8 +146,8 @@ class Prompts:
 
     def _set(self, load: Callable[[], list[Row]], seed: int, shuffle: bool, name: str) -> None:
         self.name = name
-        self.seed = whole_number("seed", seed)
-        self.shuffle = switch("shuffle", shuffle)
+        self.seed = check_int("seed", seed)
+        self.shuffle = check_bool("shuffle", shuffle)
         self.cursor = 0
         """How many rows were given so far."""
         self._load = load
@@ -196,7 +196,7 @@ class Prompts:
         The task of an id is the row's number in the data; of a row that the step has already, in an earlier call too,
         it is `row.epoch`.
         """
-        n = whole_number("n", n)
+        n = check_int("n", n)
         if step != self._step:
             self._step, self._since = step, self.cursor
         seen = {self._rows[self._at(place)].number for place in self._places(self._since, self.cursor)}
@@ -235,11 +235,11 @@ class Prompts:
         (90, 10, set())
         """
         share = isinstance(size, (float, np.floating))
-        wanted = round(number("size", size, 0, 1) * len(self)) if share else whole_number("size", size, 1)
+        wanted = round(check_float("size", size, 0, 1) * len(self)) if share else check_int("size", size, 1)
         alike: dict[bytes, list[int]] = {}
         for i, row in enumerate(self._rows):
             alike.setdefault(row.content, []).append(i)
-        salt = f"{whole_number('seed', seed)}/".encode()
+        salt = f"{check_int('seed', seed)}/".encode()
         held: set[int] = set()
         for content in sorted(alike, key=lambda each: hashlib.blake2b(salt + each, digest_size=16).digest()):
             if len(held) + len(alike[content]) <= wanted:
@@ -313,8 +313,8 @@ class Prompts:
                 raise ValueError(
                     f"{name}: got {own[name]!r}, expected {state[name]!r}, as the run began: the order would be another"
                 )
-        cursor = whole_number("state['cursor']", state["cursor"])
-        since = whole_number("state['since']", state["since"])
+        cursor = check_int("state['cursor']", state["cursor"])
+        since = check_int("state['since']", state["since"])
         if since > cursor:
             raise ValueError(f"state['since']: got {since}, expected at most the cursor ({cursor})")
         self.cursor, self._step, self._since = cursor, state["step"], since
@@ -365,7 +365,7 @@ def _check_options(called: str, function: Callable[..., Any], given: Mapping[str
         known = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         odd = next((name for name in given if name not in known), None)
         if odd is not None:
-            raise ValueError(f"{called}: option {odd!r} is none of its options{near(odd, known)}")
+            raise ValueError(f"{called}: option {odd!r} is none of its options{suggest(odd, known)}")
     needed = [p.name for p in found if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = next((name for name in needed if name not in given), None)
     if missing is not None:

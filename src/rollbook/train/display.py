@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from rollbook.algorithms.registry import number, whole_number
+from rollbook.core.checks import check_float, check_int
 from rollbook.core.terminal import block, cut, figure
 
 
@@ -85,10 +85,10 @@ class Display:
         seconds: float = SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.steps = None if steps is None else whole_number("steps", steps)
+        self.steps = None if steps is None else check_int("steps", steps)
         self.stream = sys.stderr if stream is None else stream
         self.live = self.stream.isatty() if live is None else live
-        self.seconds = number("seconds", seconds, 0.0)
+        self.seconds = check_float("seconds", seconds, 0.0)
         self._clock = clock
         self._begun = clock()
         self._first: int | None = None

@@ -16,11 +16,11 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from rollbook.algorithms.registry import choice, near, number, switch, whole_number
 from rollbook.compat.lightrft import estimation
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.compat.lightrft.recording import finished, with_reward
 from rollbook.compat.lightrft.rollout_batches import Whole
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
@@ -63,8 +63,8 @@ class Reply:
 
     def __post_init__(self) -> None:
         if self.reward is not None:
-            object.__setattr__(self, "reward", number("reward", self.reward, -1e30, 1e30, "a finite number"))
-        object.__setattr__(self, "done", switch("done", self.done))
+            object.__setattr__(self, "reward", check_float("reward", self.reward, -1e30, 1e30, "a finite number"))
+        object.__setattr__(self, "done", check_bool("done", self.done))
         if self.observation is None and not self.done:
             raise ValueError("observation: got None and done is False, expected something for the model to go on from")
 
@@ -230,17 +230,17 @@ class EpisodeMaker(NaiveExperienceMaker):
             got = type(environment).__name__
             raise ValueError(f"environment: got {got}, expected a function from a Prompt to an Environment")
         self.environment = environment
-        choice("rewards", rewards, get_args(Counted))
-        choice("on_cut", on_cut, get_args(OnCut))
+        check_choice("rewards", rewards, get_args(Counted))
+        check_choice("on_cut", on_cut, get_args(OnCut))
         self.rewards, self.on_cut = rewards, on_cut
-        self.max_turns = whole_number("max_turns", max_turns, 1)
-        self.workers = whole_number("workers", workers, 1)
+        self.max_turns = check_int("max_turns", max_turns, 1)
+        self.workers = check_int("workers", workers, 1)
         self.episode = dict(episode or {})
         for name in self.episode:
             if name not in _EPISODE:
-                raise ValueError(f"episode: option {name!r} is not known{near(name, _EPISODE)}")
+                raise ValueError(f"episode: option {name!r} is not known{suggest(name, _EPISODE)}")
         if context_limit is not None:
-            whole_number("context_limit", context_limit, 1)
+            check_int("context_limit", context_limit, 1)
         source = None if reward is None else as_reward(reward)
         super().__init__(
             actor,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import near, number, whole_number
+from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.ids import EID
 from rollbook.core.metrics import advise
 from rollbook.train import statistics
@@ -171,9 +171,9 @@ def evaluate(
     from rollbook.rewards.choose import as_reward
     from rollbook.rewards.types import is_reward
 
-    whole_number("k", k, 1)
-    whole_number("step", step)
-    settings = Sampling.of(sampling, n=k, seed=whole_number("seed", seed))
+    check_int("k", k, 1)
+    check_int("step", step)
+    settings = Sampling.of(sampling, n=k, seed=check_int("seed", seed))
     if settings.temperature == 0 and settings.first_temperature is None and k > 1:
         advise(f"k: got {k} with temperature 0, at which all samples of a prompt are one; k=1 says as much")
     _check_success(success)
@@ -371,14 +371,14 @@ def _kept(found: Evaluation, book: Book) -> Evaluation:
 
 def _check_success(success: float | str | None) -> None:
     if success is not None and not (isinstance(success, str) and success):
-        number("success", success, -1e30, 1e30, "a reward that counts as success, or the name of a part of it")
+        check_float("success", success, -1e30, 1e30, "a reward that counts as success, or the name of a part of it")
 
 
 def _check_part(success: float | str | None, scores: Scores) -> None:
     """A part that the reward does not have is a mistake; where nothing was scored, nobody can tell."""
     scored = any(not math.isnan(one) for one in scores.rewards)
     if isinstance(success, str) and success not in scores.metrics and scored:
-        raise ValueError(f"success: got {success!r}, which is no part of the reward{near(success, scores.metrics)}")
+        raise ValueError(f"success: got {success!r}, which is no part of the reward{suggest(success, scores.metrics)}")
 
 
 def _succeeds(row: Experience, reward: float, success: float | str | None) -> bool:

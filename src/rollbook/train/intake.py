@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.algorithms.registry import choice, near, number, whole_number
 from rollbook.book.book import Book
 from rollbook.book.limits import MaxUses
 from rollbook.book.samplers import SAMPLERS
+from rollbook.core.checks import check_choice, check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
 from rollbook.rollout.engine import derived
 
@@ -59,17 +59,19 @@ class Intake:
     """The book's consumer group that this trainer is."""
 
     def __post_init__(self) -> None:
-        choice("intake.kind", self.kind, KINDS)
+        check_choice("intake.kind", self.kind, KINDS)
         if self.sampler is not None and self.sampler not in SAMPLERS:
-            raise ValueError(f"intake.sampler: got {self.sampler!r}, expected a sampler{near(self.sampler, SAMPLERS)}")
+            raise ValueError(
+                f"intake.sampler: got {self.sampler!r}, expected a sampler{suggest(self.sampler, SAMPLERS)}"
+            )
         if self.reuse is not None:
-            whole_number("intake.reuse", self.reuse, 1)
+            check_int("intake.reuse", self.reuse, 1)
         if self.max_staleness is not None:
-            whole_number("intake.max_staleness", self.max_staleness)
-        whole_number("intake.make_every", self.make_every, 1)
-        number("intake.expert_share", self.expert_share, 0, 1)
-        number("intake.timeout", self.timeout, 0)
-        number("intake.lease_seconds", self.lease_seconds, 1, 1e9)
+            check_int("intake.max_staleness", self.max_staleness)
+        check_int("intake.make_every", self.make_every, 1)
+        check_float("intake.expert_share", self.expert_share, 0, 1)
+        check_float("intake.timeout", self.timeout, 0)
+        check_float("intake.lease_seconds", self.lease_seconds, 1, 1e9)
         if self.kind == "on_policy":
             for name, value, expected in (("reuse", self.reuse, 1), ("make_every", self.make_every, 1)):
                 if value != expected:

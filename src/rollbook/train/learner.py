@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.algorithms.registry import choice, switch, whole_number
 from rollbook.batch.plan import MicroBatch, plan
+from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.metrics import advise
 from rollbook.models.forward import reference_log_probs
 from rollbook.rollout.engine import derived
@@ -57,11 +57,11 @@ class Batching:
 
     def __post_init__(self) -> None:
         for name in ("minibatches", "epochs", "token_budget"):
-            object.__setattr__(self, name, whole_number(f"batch.{name}", getattr(self, name), 1))
+            object.__setattr__(self, name, check_int(f"batch.{name}", getattr(self, name), 1))
         for name in ("shuffle", "keep_groups", "drop_zero"):
-            object.__setattr__(self, name, switch(f"batch.{name}", getattr(self, name)))
+            object.__setattr__(self, name, check_bool(f"batch.{name}", getattr(self, name)))
         if self.packed is not None:
-            object.__setattr__(self, "packed", switch("batch.packed", self.packed))
+            object.__setattr__(self, "packed", check_bool("batch.packed", self.packed))
 
 
 @dataclass
@@ -135,10 +135,10 @@ class Learner:
         self.algorithm = Algorithm.of(algorithm)
         self.batching = Batching() if batching is None else batching
         self.precision = precision
-        choice("precision", precision, PRECISIONS)
-        self.seed = whole_number("seed", seed)
-        self.max_tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 1)
-        self.nonfinite_limit = whole_number("nonfinite_limit", nonfinite_limit, 1)
+        check_choice("precision", precision, PRECISIONS)
+        self.seed = check_int("seed", seed)
+        self.max_tokens = None if max_tokens is None else check_int("max_tokens", max_tokens, 1)
+        self.nonfinite_limit = check_int("nonfinite_limit", nonfinite_limit, 1)
         if self.algorithm.needs_critic and critic is None:
             raise ValueError(f"critic: got None, and {self.algorithm.name} ({self.algorithm.estimator}) needs one")
         if self.algorithm.pairs and self.algorithm.needs_reference and reference is None:
@@ -170,7 +170,7 @@ class Learner:
         `step` counts from 1: the learning rate and the order of records follow from it. `expert` says which records an
         expert made; `weights` are a sampler's, one for each record.
         """
-        step = whole_number("step", step, 1)
+        step = check_int("step", step, 1)
         material = Material.of(
             records,
             self.algorithm,

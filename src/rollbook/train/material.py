@@ -21,7 +21,7 @@ from rollbook.algorithms.corrections import importance_weights
 from rollbook.algorithms.masks import high_entropy_mask
 from rollbook.compat.lightrft.estimation import takes_token_rewards
 from rollbook.compat.lightrft.records import mask_unpredicted
-from rollbook.compat.trinity.collate import split_dpo_experience_to_single_turn
+from rollbook.core.experience import split_preference_pairs
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.rows import Rows
 from rollbook.train.algorithm import Algorithm
@@ -95,7 +95,7 @@ class Material:
     def _of_pairs(cls, many: Experiences, weights: Sequence[float] | None) -> Material:
         if weights is not None:
             raise ValueError("weights: got some, and pairs of answers take none")
-        rows = mask_unpredicted(Experiences(split_dpo_experience_to_single_turn(list(many))))
+        rows = mask_unpredicted(Experiences(split_preference_pairs(list(many))))
         names = [str(row.parent) for row in rows]
         return cls(
             rows,

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollbook.algorithms.registry import near
+from rollbook.core.checks import suggest
 from rollbook.core.modules import module_of_file
 
 
@@ -45,7 +45,7 @@ def resolve(target: str, *, name: str = "function", folder: str | Path | None = 
             known = (
                 {each: None for each in vars(found) if not each.startswith("_")} if hasattr(found, "__dict__") else {}
             )
-            guess = near(part, known).partition("?")
+            guess = suggest(part, known).partition("?")
             hint = guess[0] + guess[1] if guess[1] else ""
             raise ValueError(f"{name}: got {target!r}, but {where} has no {part!r}{hint}")
         found = getattr(found, part)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollbook.algorithms.registry import choice, number, whole_number
+from rollbook.core.checks import check_choice, check_float, check_int
 
 PRECISIONS = ("float32", "bfloat16", "autocast")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -56,21 +56,21 @@ class Optimizing:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        choice("optimizer.name", self.name, NAMES)
-        put(self, "lr", number("optimizer.lr", self.lr, 0, 10))
+        check_choice("optimizer.name", self.name, NAMES)
+        put(self, "lr", check_float("optimizer.lr", self.lr, 0, 10))
         betas = tuple(self.betas) if isinstance(self.betas, (tuple, list)) else ()
         if len(betas) != 2:
             raise ValueError(f"optimizer.betas: got {self.betas!r}, expected two numbers")
-        found = (number("optimizer.betas[0]", betas[0], 0, 1), number("optimizer.betas[1]", betas[1], 0, 1))
+        found = (check_float("optimizer.betas[0]", betas[0], 0, 1), check_float("optimizer.betas[1]", betas[1], 0, 1))
         put(self, "betas", found)
-        put(self, "eps", number("optimizer.eps", self.eps, 1e-30, 1, "a positive number"))
-        put(self, "weight_decay", number("optimizer.weight_decay", self.weight_decay, 0, 1e3))
-        put(self, "grad_clip", number("optimizer.grad_clip", self.grad_clip, 0))
-        put(self, "warmup", whole_number("optimizer.warmup", self.warmup))
-        choice("optimizer.schedule", self.schedule, SCHEDULES)
-        put(self, "floor", number("optimizer.floor", self.floor, 0, 1))
+        put(self, "eps", check_float("optimizer.eps", self.eps, 1e-30, 1, "a positive number"))
+        put(self, "weight_decay", check_float("optimizer.weight_decay", self.weight_decay, 0, 1e3))
+        put(self, "grad_clip", check_float("optimizer.grad_clip", self.grad_clip, 0))
+        put(self, "warmup", check_int("optimizer.warmup", self.warmup))
+        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        put(self, "floor", check_float("optimizer.floor", self.floor, 0, 1))
         if self.steps is not None:
-            put(self, "steps", whole_number("optimizer.steps", self.steps, 1))
+            put(self, "steps", check_int("optimizer.steps", self.steps, 1))
 
     def rate(self, step: int) -> float:
         """The learning rate of a step; the first one is 1."""

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.algorithms.registry import whole_number
 from rollbook.book.opening import open as open_book
+from rollbook.core.checks import check_int
 from rollbook.models.forward import policy_log_probs, reference_log_probs, values
 from rollbook.rewards.recipes import Combined
 from rollbook.train import building, saving, verdicts
@@ -80,7 +80,7 @@ def replay(run: Any, step: int, changes: Sequence[str] = (), *, trust: bool = Fa
     >>> found.agrees, found.records
     (True, 4)
     """
-    step = whole_number("step", step, 1)
+    step = check_int("step", step, 1)
     folder = Path(run).expanduser()
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder}: got no {CONFIG}, expected the folder of a run of `rollbook train`")

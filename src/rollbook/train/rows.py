@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from rollbook.algorithms.registry import near
+from rollbook.core.checks import suggest
 from rollbook.core.images import source
 from rollbook.core.sampling import Prompt, as_media
 
@@ -75,7 +75,7 @@ class Reader:
         self.columns: dict[str, str | None] = {each: each for each in NAMES}
         for ours, theirs in (columns or {}).items():
             if ours not in NAMES:
-                raise ValueError(f"columns: {ours!r} is none of a row's names{near(ours, list(NAMES))}")
+                raise ValueError(f"columns: {ours!r} is none of a row's names{suggest(ours, list(NAMES))}")
             if theirs is not None and (not isinstance(theirs, str) or not theirs):
                 raise ValueError(f"columns[{ours!r}]: got {theirs!r}, expected a column's name, or None")
             self.columns[ours] = theirs
@@ -117,7 +117,7 @@ class Reader:
         if self._unseen and self._count:
             column = min(self._unseen)
             ours = next(name for name, theirs in self.columns.items() if theirs == column)
-            known = near(column, [str(each) for each in self._seen])
+            known = suggest(column, [str(each) for each in self._seen])
             raise ValueError(f"{self.name}: columns[{ours!r}]: no row has a column {column!r}{known}")
 
     # --- columns ------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.algorithms.registry import whole_number
 from rollbook.book.windows import reached
+from rollbook.core.checks import check_int
 from rollbook.core.files import make_folder, make_private
 from rollbook.models.loading import quietly
 
@@ -51,7 +51,7 @@ def name_of(step: int) -> str:
     >>> name_of(40)
     'step-000040'
     """
-    return f"step-{whole_number('step', step):06d}"
+    return f"step-{check_int('step', step):06d}"
 
 
 def is_name(name: str) -> bool:
@@ -199,7 +199,7 @@ def prune(folder: Path, keep: int | None) -> list[Saved]:
     """Remove all but the newest `keep` checkpoints, and the first, which is what training began with; those removed."""
     if keep is None:
         return []
-    whole_number("keep", keep, 1)
+    check_int("keep", keep, 1)
     found = saved(folder)
     gone = [one for one in found[:-keep] if one.step]
     for one in gone:

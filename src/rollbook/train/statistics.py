@@ -13,7 +13,7 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
-from rollbook.algorithms.registry import number, whole_number
+from rollbook.core.checks import check_float, check_int
 
 Outcomes = Sequence[Sequence[bool]]
 """For each prompt, whether each of its samples succeeded; every prompt has at least one sample."""
@@ -163,7 +163,7 @@ def pass_at_k(outcomes: Outcomes, k: int) -> float:
     """
     from rollbook.algorithms.advantages import pass_at_k as of_one  # loads torch
 
-    whole_number("k", k, 1)
+    check_int("k", k, 1)
     _enough(outcomes, k)
     return _mean([of_one(len(one), sum(map(bool, one)), k) for one in outcomes])
 
@@ -174,7 +174,7 @@ def powers_of_two(k: int) -> list[int]:
     >>> powers_of_two(8), powers_of_two(6)
     ([1, 2, 4, 8], [1, 2, 4, 6])
     """
-    found = [1 << i for i in range(whole_number("k", k, 1).bit_length())]
+    found = [1 << i for i in range(check_int("k", k, 1).bit_length())]
     return found if found[-1] == k else [*found, k]
 
 
@@ -194,7 +194,7 @@ def maj_at_k(answers: Sequence[Sequence[Hashable | None]], outcomes: Outcomes, k
         raise ValueError(f"answers: got {len(answers)} prompts, expected the {len(outcomes)} of outcomes")
     _shares(outcomes)
     if k is not None:
-        whole_number("k", k, 1)
+        check_int("k", k, 1)
         _enough(outcomes, k)
     chances = []
     for i, (told, right) in enumerate(zip(answers, outcomes, strict=True)):
@@ -257,7 +257,7 @@ def _enough(outcomes: Outcomes, k: int) -> None:
 
 
 def _confident(confidence: float) -> None:
-    number("confidence", confidence, 1e-6, 1 - 1e-6, "a number between 0 and 1, such as 0.95")
+    check_float("confidence", confidence, 1e-6, 1 - 1e-6, "a number between 0 and 1, such as 0.95")
 
 
 @lru_cache(256)
@@ -268,7 +268,7 @@ def student(confidence: float, freedom: int) -> float:
     (2.2622, 1.96)
     """
     _confident(confidence)
-    whole_number("freedom", freedom, 1)
+    check_int("freedom", freedom, 1)
     if freedom > _EXACT:
         z = NormalDist().inv_cdf((1 + confidence) / 2)
         first = (z**3 + z) / 4

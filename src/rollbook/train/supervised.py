@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from rollbook.algorithms.registry import choice, whole_number
 from rollbook.batch.vision import placeholders
+from rollbook.core.checks import check_choice, check_int
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
@@ -65,10 +65,10 @@ class SupervisedMaker:
         eos_token_id: int | None = None,
         add_special_tokens: bool = False,
     ) -> None:
-        choice("kind", kind, ("sft", "dpo"))
-        choice("long_prompts", long_prompts, ("drop", "error"))
+        check_choice("kind", kind, ("sft", "dpo"))
+        check_choice("long_prompts", long_prompts, ("drop", "error"))
         self.kind = kind
-        self.max_tokens = None if max_tokens is None else whole_number("max_tokens", max_tokens, 2)
+        self.max_tokens = None if max_tokens is None else check_int("max_tokens", max_tokens, 2)
         self.long_prompts = long_prompts
         self.preparer = Preparer(tokenizer, processor, add_special_tokens=add_special_tokens)
         self.tokenizer: Any = self.preparer.tokenizer
@@ -77,7 +77,7 @@ class SupervisedMaker:
         found = self.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
         if found is None:
             raise ValueError("eos_token_id: got None and a tokenizer without one, expected the id that ends an answer")
-        self.eos_token_id = whole_number("eos_token_id", found)
+        self.eos_token_id = check_int("eos_token_id", found)
         self.metrics: dict[str, float] = {}
         self._media = frozenset(placeholders(self.preparer.processor).values())
 

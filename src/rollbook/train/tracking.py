@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollbook.algorithms.registry import near, whole_number
 from rollbook.book.measurements import numbers, plain
+from rollbook.core.checks import check_int, suggest
 from rollbook.core.files import FILE, make_folder, private_opener
 from rollbook.train.naming import resolve
 
@@ -97,7 +97,7 @@ class Jsonl:
 
     def _mend(self, after: int | None) -> None:
         if after is not None:
-            whole_number("after", after)
+            check_int("after", after)
         text = self.path.read_bytes()
         kept = text[: text.rfind(b"\n") + 1]
         if after is not None:
@@ -114,7 +114,7 @@ class Jsonl:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line; whoever reads the file sees it when this returns."""
-        made = {"step": whole_number("step", step), "time": round(time.time(), 3), "metrics": plain(metrics)}
+        made = {"step": check_int("step", step), "time": round(time.time(), 3), "metrics": plain(metrics)}
         self._file.write(json.dumps(made, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -158,7 +158,7 @@ class TensorBoard:
             raise ImportError(
                 f"tracker 'tensorboard' needs the package tensorboard: pip install tensorboard ({error})"
             ) from None
-        purge = None if after is None else whole_number("after", after) + 1
+        purge = None if after is None else check_int("after", after) + 1
         make_folder(folder)
         writer: Any = SummaryWriter  # not annotated there
         self._writer = writer(os.fspath(folder), purge_step=purge)
@@ -166,7 +166,7 @@ class TensorBoard:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar for each number."""
         for name, value in plain(metrics).items():
-            self._writer.add_scalar(name.replace("@", "_"), float(value), whole_number("step", step))
+            self._writer.add_scalar(name.replace("@", "_"), float(value), check_int("step", step))
         self._writer.flush()
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class WandB:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """All numbers of a step; those that are told of later in the same step join them."""
         told = {name: float(value) if isinstance(value, str) else value for name, value in plain(metrics).items()}
-        self._run.log(told, step=whole_number("step", step))
+        self._run.log(told, step=check_int("step", step))
 
     def close(self) -> None:
         """End the run."""
@@ -244,7 +244,7 @@ def trackers_of(
         if isinstance(name, str) and ":" in name:
             continue
         if name not in TRACKERS:
-            raise ValueError(f"trackers: got {name!r}{near(str(name), list(TRACKERS))}")
+            raise ValueError(f"trackers: got {name!r}{suggest(str(name), list(TRACKERS))}")
         if name == "book" and book is None:
             raise ValueError("trackers: got 'book' and no book, expected one")
         if name in ("jsonl", "tensorboard", "wandb") and folder is None:

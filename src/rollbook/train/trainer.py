@@ -20,13 +20,13 @@ import torch
 from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.kl import token_kl
-from rollbook.algorithms.registry import number, whole_number
 from rollbook.book.book import Book
 from rollbook.book.errors import ConnectionLost, OutcomeUnknown
 from rollbook.book.leasing import Lease
 from rollbook.book.windows import reached
 from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.compat.lightrft.records import mask_unpredicted
+from rollbook.core.checks import check_float, check_int
 from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import Stages, advise
 from rollbook.core.ragged import Ragged
@@ -145,17 +145,17 @@ class Trainer:
     ) -> None:
         self.actor, self.maker, self.book = actor, maker, book
         self.algorithm = Algorithm.of(algorithm)
-        self.prompts, self.groups = prompts, whole_number("groups", groups, 1)
+        self.prompts, self.groups = prompts, check_int("groups", groups, 1)
         self.generate = dict(generate or {})
         self.critic, self.teacher = critic, teacher
         self.reference, self._own_reference = self._reference(reference)
         self.intake = Intake() if intake is None else intake
         self.expert, self._experts = expert, list[str]()
-        self.seed = whole_number("seed", seed)
+        self.seed = check_int("seed", seed)
         self.trackers = list(trackers)
         self.folder = None if folder is None else Path(folder)
         self.keep = keep
-        self.success = number("success", success)
+        self.success = check_float("success", success)
         self.done = 0
         """How many steps were done: the version of the policy."""
         self.resumed_from: int | None = None
@@ -451,7 +451,7 @@ class Trainer:
 
         Saves before the first, every `save_every` of them and at the end, if there is a folder.
         """
-        whole_number("steps", steps)
+        check_int("steps", steps)
         reports: list[Report] = []
         if self.folder is not None and self.done == 0 < steps and not saving.saved(self.folder):
             self.save()

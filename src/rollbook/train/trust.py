@@ -90,7 +90,7 @@ def is_own(target: Any) -> bool:
     Being in a module of Rollbook's is not enough: its modules import others (`rollbook.cli.parser:os.system`), and some
     of its functions run files. `code_match` is not among them: it runs the programs that records hold.
 
-    >>> [is_own(name) for name in ("rollbook.train.recipes.letters:reward", "exact_match", "rollbook.core.modules:sys.exit")]
+    >>> [is_own(name) for name in ("rollbook.train.recipes.letters:reward", "exact_match", "rollbook.core:sys.exit")]
     [True, True, False]
     """
     from rollbook.rewards.choose import READY

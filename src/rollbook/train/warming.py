@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollbook.algorithms.registry import number, whole_number
+from rollbook.core.checks import check_float, check_int
 from rollbook.train.data import Prompts
 from rollbook.train.evaluating import evaluate
 from rollbook.train.learner import Batching, Learner
@@ -45,9 +45,9 @@ class WarmUp:
 
     def __post_init__(self) -> None:
         for name in ("steps", "every", "rows", "checked"):
-            whole_number(f"warmup.{name}", getattr(self, name), 0 if name == "steps" else 1)
+            check_int(f"warmup.{name}", getattr(self, name), 0 if name == "steps" else 1)
         if self.until is not None:
-            number("warmup.until", self.until, 0, 1)
+            check_float("warmup.until", self.until, 0, 1)
 
 
 @dataclass(frozen=True)

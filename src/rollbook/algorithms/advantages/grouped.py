@@ -18,8 +18,8 @@ from rollbook.algorithms.filters import make_up
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, segment_sums
 from rollbook.algorithms.layout import PerRow, PerToken
 from rollbook.algorithms.moments import STD
-from rollbook.algorithms.registry import choice, number, switch, whole_number
 from rollbook.algorithms.results import Advantages, rows_where
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.process_group import ALONE, Ranks
 
 LEVELS = ("group", "batch")
@@ -57,8 +57,8 @@ def grpo(
     >>> found.advantages, found.report.which("missing reward")
     ([tensor([0., 0.]), tensor([0.]), tensor([0., 0.]), tensor([0.])], [3])
     """
-    choice("level", level, LEVELS)
-    number("eps", eps, 0)
+    check_choice("level", level, LEVELS)
+    check_float("eps", eps, 0)
     grouped = Grouped(rewards, groups, runs, ranks)
     spread = grouped.of(grouped.std(std)) if level == "group" else grouped.batch_std(std)
     return grouped.scored(grouped.alone(grouped.over(grouped.centred(), spread + eps), singleton), mask)
@@ -137,8 +137,8 @@ def opmd(
     >>> opmd([0.0, 1.0], ["a", "a"], baseline="logavgexp", tau=0.5).advantages
     tensor([-0.7169,  0.2831])
     """
-    choice("baseline", baseline, ("mean", "logavgexp"))
-    number("tau", tau, 1e-30, what="a positive number")
+    check_choice("baseline", baseline, ("mean", "logavgexp"))
+    check_float("tau", tau, 1e-30, what="a positive number")
     grouped = Grouped(rewards, groups, runs, ranks)
     scores = grouped.centred()
     if baseline == "logavgexp":
@@ -179,7 +179,7 @@ def asymre(
     >>> asymre([0.0, 1.0, 1.0, 1.0], ["a", "a", "b", "b"]).advantages
     tensor([-0.4000,  0.6000,  0.1000,  0.1000])
     """
-    number("shift", shift)
+    check_float("shift", shift)
     grouped = Grouped(rewards, groups, runs, ranks)
     return grouped.scored(grouped.alone(grouped.filled(grouped.centred() - shift), singleton), mask)
 
@@ -215,10 +215,10 @@ def rec(
     >>> len(found.report.which("dropped negative"))
     2
     """
-    choice("drop", drop, (None, "balance"))
-    switch("normalise", normalise)
-    choice("std", std, STD)
-    number("eps", eps, 0)
+    check_choice("drop", drop, (None, "balance"))
+    check_bool("normalise", normalise)
+    check_choice("std", std, STD)
+    check_float("eps", eps, 0)
     grouped = Grouped(rewards, groups, runs, ranks)
     scores = grouped.centred()
     if normalise:
@@ -276,9 +276,9 @@ def cpgd(
     >>> cpgd([1.0, 0.0], ["a", "a"], [[1, 1, 1], [1, 1]]).advantages
     [tensor([1.0000, 1.0000, 1.0000]), tensor([-1.0000, -1.0000])]
     """
-    choice("weight", weight, ("std", "none", "clip_filter_like"))
-    number("eps", eps, 0)
-    choice("std", std, STD)
+    check_choice("weight", weight, ("std", "none", "clip_filter_like"))
+    check_float("eps", eps, 0)
+    check_choice("std", std, STD)
     grouped = Grouped(rewards, groups, runs, ranks)
     scores = grouped.centred()
     factors = make_up(grouped.constant | (grouped.count < 2), weight_clip, weight_constant)
@@ -311,8 +311,8 @@ def pass_at_k_advantage(
     >>> pass_at_k_advantage([1.0, 0.0, 0.0, 0.0], ["a"] * 4, k=2).advantages
     tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
     """
-    k = whole_number("k", k, 1)
-    number("correct", correct)
+    k = check_int("k", k, 1)
+    check_float("correct", correct)
     grouped = Grouped(rewards, groups, runs, ranks)
     with np.errstate(invalid="ignore"):
         wrong_run = grouped.run_valid & ~(grouped.run_values > correct)

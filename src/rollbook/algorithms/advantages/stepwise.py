@@ -17,8 +17,8 @@ from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, last_steps, numbered
 from rollbook.algorithms.layout import PerRow, PerToken
 from rollbook.algorithms.moments import STD
-from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Advantages, Report, rows_where
+from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import ALONE, Ranks, check_ranks
 
 
@@ -83,10 +83,10 @@ def step_wise_grpo(
     >>> step_wise_grpo([0.0, 9.0, 1.0], ["a"] * 3, [0, 1, 1], [0, 0, 1], eps=0.0, step_norm=True).advantages
     tensor([-0.7071,  0.3536,  0.3536])
     """
-    choice("level", level, LEVELS)
-    switch("step_norm", step_norm)
-    choice("std", std, STD)
-    number("eps", eps, 0)
+    check_choice("level", level, LEVELS)
+    check_bool("step_norm", step_norm)
+    check_choice("std", std, STD)
+    check_float("eps", eps, 0)
     found = _Episodes(rewards, groups, runs, steps, None, ranks)
     last = last_steps(found.steps, found.run, len(found.run_group))
     grouped = Grouped(found.rewards[last], found.run_group)
@@ -147,13 +147,13 @@ def gigpo(
     >>> gigpo([0.0, 1.0, 0.5, 0.0], ["t"] * 4, [0, 0, 1, 1], [0, 1, 0, 1], ["a", "b", "a", "c"]).advantages
     tensor([ 0.5000,  0.2500, -0.5000, -0.2500])
     """
-    choice("normalise", normalise, ("none", "std"))
-    number("eps", eps, 0)
-    number("omega", omega)
-    number("gamma", gamma, 0, 1)
+    check_choice("normalise", normalise, ("none", "std"))
+    check_float("eps", eps, 0)
+    check_float("omega", omega)
+    check_float("gamma", gamma, 0, 1)
     found = _Episodes(step_rewards, groups, runs, steps, states, ranks)
-    choice("std", std, STD)
-    choice("missing", missing, ("exclude", "zero"))
+    check_choice("std", std, STD)
+    check_choice("missing", missing, ("exclude", "zero"))
     known = np.isfinite(found.rewards)
     rewards = np.where(known | (missing == "exclude"), found.rewards, 0.0)
     order = found.in_order()

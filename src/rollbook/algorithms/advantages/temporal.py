@@ -35,9 +35,9 @@ from rollbook.algorithms import moments
 from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Grouped, as_rewards
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_mask
-from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import Places, gae_scan, return_scan, survey, taking_part
+from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import ALONE, Ranks
 
 OFF_ACTION = ("drop", "carry")
@@ -75,9 +75,9 @@ class _Placed:
 
         Every rank comes to the same collective calls, whatever its rows are.
         """
-        switch("whiten", whiten)
-        choice("std", std, moments.STD)
-        number("eps", eps, 0)
+        check_bool("whiten", whiten)
+        check_choice("std", std, moments.STD)
+        check_float("eps", eps, 0)
         layout = self.layout
         if self.left_out.any():
             gone = layout.spread(torch.from_numpy(self.left_out).to(layout.mask.device))
@@ -89,7 +89,7 @@ class _Placed:
             advantages = layout.whole("advantages", moments.whiten(*given, std=std, eps=eps, ranks=ranks))
         metrics = dict(self.metrics)
         if clip is not None:
-            number("clip", clip, 1e-30, what="a positive number, or None")
+            check_float("clip", clip, 1e-30, what="a positive number, or None")
             over = int((advantages.abs() > clip).sum())
             metrics["clip_fraction"] = over / max(int(self.layout.mask.sum()), 1)
             advantages = advantages.clamp(-clip, clip)
@@ -106,7 +106,7 @@ def _placed(
     off_action_rewards: str = "drop",
 ) -> _Placed:
     """Token rewards with what is broken or lies elsewhere taken care of, and row rewards on each row's last action."""
-    choice("off_action_rewards", off_action_rewards, OFF_ACTION)
+    check_choice("off_action_rewards", off_action_rewards, OFF_ACTION)
     lengths, mask = layout.lengths, layout.mask
     whole = None if response is None else as_mask("response", layout.whole("response", response))
     part = taking_part(mask, lengths, observations, whole)
@@ -419,7 +419,7 @@ def reinforce_plus_plus_baseline(
     >>> found.advantages, found.report.which("singleton group")
     (tensor([ 0.5000, -0.5000,  0.0000]), [2])
     """
-    if number("gamma", gamma, 0, 1) != 1:
+    if check_float("gamma", gamma, 0, 1) != 1:
         warnings.warn(f"reinforce_plus_plus_baseline: gamma {gamma} is taken as 1, its only value", stacklevel=2)
     finish = {"whiten": whiten, "std": std, "eps": eps, "ranks": ranks, "clip": clip}
     shared = (1.0, observations, off_action_rewards, finish)

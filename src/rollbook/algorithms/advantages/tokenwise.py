@@ -16,8 +16,8 @@ from rollbook.algorithms.advantages.grouped import grpo
 from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats
 from rollbook.algorithms.moments import moments
-from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Advantages, Report, rows_where
+from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import ALONE, Ranks
 
 
@@ -39,7 +39,7 @@ def on_policy_distill(
     student = layout.take("log_probs", log_probs).detach()
     teacher = layout.take("teacher_log_probs", teacher_log_probs).detach()
     gap = student - teacher
-    return _tokens(layout, -number("coef", coef) * gap, mask, {"kl": gap})
+    return _tokens(layout, -check_float("coef", coef) * gap, mask, {"kl": gap})
 
 
 @ESTIMATORS.register(
@@ -72,9 +72,9 @@ def jsd(
     >>> jsd(student, teacher, beta=1.0).advantages
     tensor([[-0.6931,  0.0000]])
     """
-    switch("normalise", normalise)
-    number("beta", beta, 0, 1)
-    number("coef", coef)
+    check_bool("normalise", normalise)
+    check_float("beta", beta, 0, 1)
+    check_float("coef", coef)
     layout = Layout.of(mask, log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     student = layout.take("log_probs", log_probs).detach().to(torch.float64)
     teacher = layout.take("teacher_log_probs", teacher_log_probs).detach().to(torch.float64)
@@ -133,7 +133,7 @@ def clip_b(
     tensor([[False,  True,  True],
             [ True,  True,  True]])
     """
-    number("mu", mu, 0)
+    check_float("mu", mu, 0)
     if mask is None:
         raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")
     found = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, ranks=ranks)
@@ -189,10 +189,10 @@ def clip_v(
     tensor([[False,  True],
             [ True,  True]])
     """
-    switch("centred", centred)
-    number("mu", mu, 0)
-    number("max_frac", max_frac, 0, 1)
-    choice("zero_advantage", zero_advantage, ("keep", "uncapped"))
+    check_bool("centred", centred)
+    check_float("mu", mu, 0)
+    check_float("max_frac", max_frac, 0, 1)
+    check_choice("zero_advantage", zero_advantage, ("keep", "uncapped"))
     if mask is None:
         raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")
     found = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, ranks=ranks)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Kernels behind the algorithms: numba on the CPU, Triton on a CUDA device."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollbook.algorithms.registry import number
+from rollbook.core.checks import check_float
 
 # Entries of a piece of logits. On a CPU pieces are to stay in the cache, and each thread is to have its share.
 _PIECE_CPU = 1 << 18
@@ -95,7 +95,7 @@ def positive(name: str, value: Any, kind: torch.dtype) -> float:
     """A number above 0 that can be divided by: its type holds it and its inverse."""
     limit = torch.finfo(kind).max
     expected = f"a positive number that {str(kind).removeprefix('torch.')} holds, and its inverse too"
-    found = number(name, value, 0, limit, expected)
+    found = check_float(name, value, 0, limit, expected)
     if found == 0 or 1 / found > limit:
         raise ValueError(f"{name}: got {value!r}, expected {expected}")
     return found

@@ -12,9 +12,9 @@ from rollbook.algorithms.arguments import constant, on_tokens, optional_number
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Terms
-from rollbook.algorithms.registry import number
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
+from rollbook.core.checks import check_float
 
 
 @LOSSES.register("value", "ValueLoss", source="value function clipping (Engstrom et al., 2020, arXiv 2005.12729)")
@@ -73,7 +73,7 @@ def entropy_loss(
     >>> loss, metrics["entropy_loss"]
     (tensor(-0.2000), tensor(2.))
     """
-    number("coef", coef)
+    check_float("coef", coef)
     layout = Layout.of(mask, entropy=entropy)
     tokens = layout.take("entropy", entropy)
     if weights is not None:

@@ -19,9 +19,9 @@ from rollbook.algorithms.losses.policy import ppo_terms
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.supervised import phi_terms
 from rollbook.algorithms.losses.terms import Policy, Terms, layout_of
-from rollbook.algorithms.registry import number, switch
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
+from rollbook.core.checks import check_bool, check_float
 
 Parts = tuple[Denominators, Denominators]
 """The denominators of the whole batch's usual rows, and of its expert rows."""
@@ -52,11 +52,11 @@ def chord_mu(step: int, warmup: int, decay: int, peak: float, valley: float) -> 
     >>> [round(chord_mu(step, 10, 20, 0.9, 0.05), 4) for step in (0, 5, 10, 20, 30, 100)]
     [0.0, 0.45, 0.9, 0.475, 0.05, 0.05]
     """
-    number("step", step, 0)
-    number("warmup", warmup, 0)
-    number("decay", decay, 0)
-    number("peak", peak, 0, 1)
-    number("valley", valley, 0, 1)
+    check_float("step", step, 0)
+    check_float("warmup", warmup, 0)
+    check_float("decay", decay, 0)
+    check_float("peak", peak, 0, 1)
+    check_float("valley", valley, 0, 1)
     if step < warmup:
         return peak * step / warmup
     if step >= warmup + decay:
@@ -143,7 +143,7 @@ def mix_chord(
     mu = chord_mu(_step(step, layout.rows), warmup, decay, peak, valley)
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     data, scales = (log_probs, old_log_probs, advantages, expert_mask, mask), (usual_scale, expert_scale)
-    name = "sft_phi_loss" if switch("phi", phi) else "sft_loss"
+    name = "sft_phi_loss" if check_bool("phi", phi) else "sft_loss"
     loss = _mixed(data, mu, options, name, scales, mode, norm, whole, weights, cutoff)
     parts = None if whole is None else Denominators(0, whole[0].sequences + whole[1].sequences, 0)
     share = row_share(layout, torch.full((layout.rows,), mu, device=layout.mask.device), parts)
@@ -162,8 +162,8 @@ def _mixed(
     weights: PerToken | PerRow | None,
     cutoff: float = 1.0,
 ) -> Loss:
-    number("mu", mu, 0, 1)
-    scale_u, scale_e = (number(f"{name}_scale", s, 0) for name, s in zip(("usual", "expert"), scales, strict=True))
+    check_float("mu", mu, 0, 1)
+    scale_u, scale_e = (check_float(f"{name}_scale", s, 0) for name, s in zip(("usual", "expert"), scales, strict=True))
     of_usual, of_expert = _parts(whole)
     log_probs, old_log_probs, advantages, expert_mask, mask = data
     layout = layout_of(log_probs, old_log_probs, advantages, mask)

@@ -13,9 +13,9 @@ from rollbook.algorithms.arguments import optional_number
 from rollbook.algorithms.layout import PerRow, PerToken
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Policy, Terms, clipped
-from rollbook.algorithms.registry import number, switch
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
+from rollbook.core.checks import check_bool, check_float
 
 
 @LOSSES.register(
@@ -69,13 +69,13 @@ def ppo_terms(
     policy_gradient: bool = False,
 ) -> Terms:
     """PPO's loss of each token."""
-    number("clip_low", clip_low, 0)
-    number("clip_high", clip_high, 0)
+    check_float("clip_low", clip_low, 0)
+    check_float("clip_high", clip_high, 0)
     optional_number("dual_clip", dual_clip, 1, "a number above 1")
     optional_number("sequence_delta", sequence_delta, -math.inf, "a number")
     layout, advantages = batch.layout, batch.advantages
     log_ratio = batch.clamped(log_ratio_clamp)
-    used = batch.log_probs - batch.log_probs.detach() if switch("policy_gradient", policy_gradient) else log_ratio
+    used = batch.log_probs - batch.log_probs.detach() if check_bool("policy_gradient", policy_gradient) else log_ratio
     tokens, hit = clipped(advantages, used.exp(), 1 - clip_low, 1 + clip_high)
     of_tokens = {"pg_clipfrac": hit, "pg_clipfrac_lower": torch.zeros_like(hit), "ppo_kl": -batch.log_ratio}
     of_rows = {}
@@ -121,8 +121,8 @@ def gspo(
     >>> gspo([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0], clip_low=0.2, clip_high=0.2).value
     tensor(-0.8607)
     """
-    number("clip_low", clip_low, 0)
-    number("clip_high", clip_high, 0)
+    check_float("clip_low", clip_low, 0)
+    check_float("clip_high", clip_high, 0)
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
     straight = batch.log_probs - batch.log_probs.detach()
     ratio = (batch.row_log_ratio(log_ratio_clamp) + straight).exp()
@@ -158,8 +158,8 @@ def gmpo(
     >>> gmpo([[-1.0, -2.0]], [[-1.8, -1.5]], [1.0]).value
     tensor(-0.9512)
     """
-    number("clip_low", clip_low, 0)
-    number("clip_high", clip_high, 0)
+    check_float("clip_low", clip_low, 0)
+    check_float("clip_high", clip_high, 0)
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
     layout, log_ratio = batch.layout, batch.clamped(log_ratio_clamp)
     of_row = layout.row_means(batch.advantages)
@@ -197,8 +197,8 @@ def sapo(
     >>> x.grad
     tensor([[-1.]])
     """
-    detach_gate = switch("detach_gate", detach_gate)
-    tau_pos, tau_neg = (number(name, tau, 1e-6) for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)))
+    detach_gate = check_bool("detach_gate", detach_gate)
+    tau_pos, tau_neg = (check_float(name, tau, 1e-6) for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)))
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
     positive, ratio = batch.advantages > 0, batch.clamped(log_ratio_clamp).exp()
     tau = torch.where(positive, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
@@ -232,8 +232,8 @@ def cpg(
     >>> cpg([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
     tensor(1.5088)
     """
-    number("clip_high", clip_high, 0)
-    if not 0 <= number("clip_low", clip_low) < 1:
+    check_float("clip_high", clip_high, 0)
+    if not 0 <= check_float("clip_low", clip_low) < 1:
         raise ValueError(f"clip_low: got {clip_low!r}, expected a number from 0 to below 1")
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
     ours, positive = batch.log_probs, batch.advantages > 0

@@ -15,9 +15,9 @@ from rollbook.algorithms.arguments import row_flags
 from rollbook.algorithms.groups import as_ids, numbered
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike
 from rollbook.algorithms.losses.registry import LOSSES
-from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
+from rollbook.core.checks import check_bool, check_choice, check_float
 
 VARIANTS = ("sigmoid", "ipo", "hinge")
 
@@ -73,7 +73,7 @@ def dpo(
     """
     layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
     roles = row_flags(layout, "chosen", chosen)
-    if switch("reference_free", reference_free) == (ref_log_probs is not None):
+    if check_bool("reference_free", reference_free) == (ref_log_probs is not None):
         raise ValueError(_reference("ref_log_probs", reference_free))
     ours = layout.take("log_probs", log_probs)
     tokens = ours.to(torch.float64)
@@ -106,7 +106,7 @@ def dpo_sums(
     given = {"chosen_log_probs": chosen_log_probs, "rejected_log_probs": rejected_log_probs}
     refs = {"ref_chosen_log_probs": ref_chosen_log_probs, "ref_rejected_log_probs": ref_rejected_log_probs}
     for name, value in refs.items():
-        if switch("reference_free", reference_free) == (value is not None):
+        if check_bool("reference_free", reference_free) == (value is not None):
             raise ValueError(_reference(name, reference_free))
     ours, theirs, *others = alike(**given, **({} if reference_free else refs))
     if ours.dim() != 1:
@@ -153,9 +153,9 @@ def _loss(
     whole: Denominators | int | None,
 ) -> Loss:
     """The mean over pairs; `better` and `worse`, (P,), in float64, the result of type `dtype`."""
-    number("beta", beta, 1e-30, what="a positive number")
-    number("label_smoothing", label_smoothing, 0, 0.5)
-    choice("variant", variant, VARIANTS)
+    check_float("beta", beta, 1e-30, what="a positive number")
+    check_float("label_smoothing", label_smoothing, 0, 0.5)
+    check_choice("variant", variant, VARIANTS)
     if label_smoothing and variant != "sigmoid":
         raise ValueError(f"label_smoothing: got {label_smoothing:g}, expected 0, since variant is {variant!r}")
     logits = better - worse
@@ -167,7 +167,7 @@ def _loss(
         sure, wrong = logsigmoid(beta * logits), logsigmoid(-beta * logits)
         losses = -(1 - label_smoothing) * sure - label_smoothing * wrong
     count = whole.sequences / 2 if isinstance(whole, Denominators) else len(losses) if whole is None else whole
-    count = max(number("whole", count, 0, what="how many pairs the whole batch has"), 0.5)
+    count = max(check_float("whole", count, 0, what="how many pairs the whole batch has"), 0.5)
     value = (losses.sum() / count).to(dtype)
     found = {
         "accuracy_mean": (logits > 0).to(dtype),

@@ -12,9 +12,9 @@ from rollbook.algorithms.arguments import on_tokens
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Policy, Terms
-from rollbook.algorithms.registry import choice, number, switch
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
+from rollbook.core.checks import check_bool, check_choice, check_float
 
 CLIP_MODES = ("none", "one-side", "two-side", "ring", "gspo-one-side")
 WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
@@ -75,13 +75,13 @@ def cispo(
     tensor(1.2172)
     """
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
-        number(name, value, 0)
+        check_float(name, value, 0)
     for name, value in (("mask_clip_low", mask_clip_low), ("mask_clip_high", mask_clip_high)):
-        number(name, value, 0)
+        check_float(name, value, 0)
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
     ratio, given = batch.clamped(log_ratio_clamp).detach().exp(), batch.advantages
     kept = torch.ones_like(ratio)
-    if switch("mask_clip", mask_clip):
+    if check_bool("mask_clip", mask_clip):
         out = (given > 0) & (ratio > 1 + mask_clip_high) | (given < 0) & (ratio < 1 - mask_clip_low)
         kept = (~out).to(ratio.dtype)
     tokens = -given * ratio.clamp(1 - clip_low, 1 + clip_high) * kept * batch.log_probs
@@ -114,8 +114,8 @@ def topr(
     >>> topr([[-1.0, -2.0]], [[-1.2, -1.5]], [-1.0]).value
     tensor(-1.1065)
     """
-    number("threshold", threshold)
-    choice("level", level, ("token", "sequence"))
+    check_float("threshold", threshold)
+    check_choice("level", level, ("token", "sequence"))
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
     log_ratio = batch.clamped(log_ratio_clamp).detach()
     if level == "sequence":
@@ -146,7 +146,7 @@ def opmd(
     >>> opmd([[-1.0, -2.0]], [1.0]).value
     tensor(0.7500)
     """
-    number("tau", tau, 0)
+    check_float("tau", tau, 0)
     layout = Layout.of(mask, log_probs=log_probs)
     ours, given = layout.take("log_probs", log_probs), on_tokens(layout, "advantages", advantages).detach()
     return Terms(-given * ours / (1 + tau)).loss("opmd_loss", layout, mode, norm, whole, weights)
@@ -172,7 +172,7 @@ def sppo(
     >>> sppo([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
     tensor(-0.1000)
     """
-    number("epsilon", epsilon, 0)
+    check_float("epsilon", epsilon, 0)
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
     ratio = batch.log_ratio.detach().exp()
     inside = ((ratio >= 1 / (1 + epsilon)) & (ratio <= 1 + epsilon)).to(ratio.dtype)
@@ -218,14 +218,14 @@ def rec(
     >>> rec([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0], clip_mode="one-side", weight="importance_sampling").value
     tensor(0.6065)
     """
-    choice("clip_mode", clip_mode, CLIP_MODES)
-    choice("weight", weight, WEIGHTS)
-    choice("regularizer", regularizer, REGULARIZERS)
-    number("regularizer_coef", regularizer_coef, 0)
-    number("temperature", temperature, 1e-30, what="a positive number")
+    check_choice("clip_mode", clip_mode, CLIP_MODES)
+    check_choice("weight", weight, WEIGHTS)
+    check_choice("regularizer", regularizer, REGULARIZERS)
+    check_float("regularizer_coef", regularizer_coef, 0)
+    check_float("temperature", temperature, 1e-30, what="a positive number")
     bounds = {"clip_low": clip_low, "clip_high": clip_high, "ring_low": ring_low, "ring_high": ring_high}
     for name, value in bounds.items():
-        number(name, value, 0)
+        check_float(name, value, 0)
     batch = Policy.of(log_probs, old_log_probs, advantages, mask)
     given, ours = batch.advantages, batch.log_probs
     ratio = batch.clamped(log_ratio_clamp).detach().exp()

@@ -12,9 +12,9 @@ import torch
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
 from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.terms import Terms
-from rollbook.algorithms.registry import number
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
+from rollbook.core.checks import check_float
 
 
 @LOSSES.register("sft", "nll", source="maximum likelihood: -log p")
@@ -86,7 +86,7 @@ def sft_phi(
 
 def phi_terms(ours: torch.Tensor, cutoff: float = 1.0) -> Terms:
     """The loss of each token of `sft_phi`."""
-    number("cutoff", cutoff, 1e-30, 1, what="a probability above 0, up to 1")
+    check_float("cutoff", cutoff, 1e-30, 1, what="a probability above 0, up to 1")
     log_probs = ours.detach()
     weight = log_probs.exp() * -torch.expm1(log_probs)  # 1 - p, without cancellation where p is nearly 1
     return Terms(-weight * ours.clamp(max=math.log(cutoff)))

@@ -12,9 +12,9 @@ import torch
 from rollbook.algorithms.aggregate import reduce, row_share, token_share
 from rollbook.algorithms.arguments import on_tokens
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
-from rollbook.algorithms.registry import number
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
+from rollbook.core.checks import check_float
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Policy:
 
     def clamped(self, bound: float) -> torch.Tensor:
         """The log-ratio within ±`bound`, so that its exponential stays finite; beyond that its gradient is 0."""
-        number("log_ratio_clamp", bound, 0)
+        check_float("log_ratio_clamp", bound, 0)
         return self.log_ratio.clamp(-bound, bound)
 
     def row_log_ratio(self, bound: float) -> torch.Tensor:
         """[of `shape`] The mean log-ratio of each row on its tokens, within ±`bound`, as a constant."""
-        number("log_ratio_clamp", bound, 0)
+        check_float("log_ratio_clamp", bound, 0)
         layout = self.layout
         return layout.spread(layout.row_means(self.log_ratio.detach()).clamp(-bound, bound))
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""LightRFT's experience makers, batches, replay buffer and trajectory saver."""

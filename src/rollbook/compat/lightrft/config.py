@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollbook.algorithms.registry import near, number, switch, whole_number
+from rollbook.core.checks import check_bool, check_float, check_int, suggest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,28 +84,30 @@ class MakerConfig:
         KL[self.kl_estimator]
         for name in self.estimator_options:
             if name not in entry.options:
-                raise ValueError(f"estimator_options: {name!r} is no option of {entry.name}{near(name, entry.options)}")
-        put(self, "n_samples_per_prompt", whole_number("n_samples_per_prompt", self.n_samples_per_prompt, 1))
+                raise ValueError(
+                    f"estimator_options: {name!r} is no option of {entry.name}{suggest(name, entry.options)}"
+                )
+        put(self, "n_samples_per_prompt", check_int("n_samples_per_prompt", self.n_samples_per_prompt, 1))
         if self.micro_rollout_batch_size is not None:
-            whole_number("micro_rollout_batch_size", self.micro_rollout_batch_size, 1)
+            check_int("micro_rollout_batch_size", self.micro_rollout_batch_size, 1)
         for one in dataclasses.fields(self):
             if one.type == "bool":
-                put(self, one.name, switch(one.name, getattr(self, one.name)))
+                put(self, one.name, check_bool(one.name, getattr(self, one.name)))
         if self.reward_clip_range is not None:
             low, high = _pair(self.reward_clip_range)
             put(self, "reward_clip_range", (low, high))
         for name in ("reward_clip", "advantage_clip"):
-            put(self, name, number(name, getattr(self, name) or 0.0, 0))
-        whole_number("overlong_buffer_len", self.overlong_buffer_len, 1)
-        number("overlong_buffer_penalty_factor", self.overlong_buffer_penalty_factor, 0)
-        number("high_entropy_token_ratio", self.high_entropy_token_ratio, 0, 1)
-        whole_number("token_budget", self.token_budget, 1)
+            put(self, name, check_float(name, getattr(self, name) or 0.0, 0))
+        check_int("overlong_buffer_len", self.overlong_buffer_len, 1)
+        check_float("overlong_buffer_penalty_factor", self.overlong_buffer_penalty_factor, 0)
+        check_float("high_entropy_token_ratio", self.high_entropy_token_ratio, 0, 1)
+        check_int("token_budget", self.token_budget, 1)
         if self.seed is not None:
-            whole_number("seed", self.seed)
-        number("gamma", self.gamma, 0, 1)
-        number("lambd", self.lambd, 0, 1)
+            check_int("seed", self.seed)
+        check_float("gamma", self.gamma, 0, 1)
+        check_float("lambd", self.lambd, 0, 1)
         if self.kl_coef is not None:
-            number("kl_coef", self.kl_coef, -1e30, 1e30)
+            check_float("kl_coef", self.kl_coef, -1e30, 1e30)
 
     @classmethod
     def of(cls, args: Any = None) -> MakerConfig:
@@ -142,7 +144,7 @@ def _pair(given: Any) -> tuple[float, float]:
         low, high = given
     except (TypeError, ValueError):
         raise ValueError(f"reward_clip_range: got {given!r}, expected (low, high)") from None
-    low, high = number("reward_clip_range[0]", low), number("reward_clip_range[1]", high)
+    low, high = check_float("reward_clip_range[0]", low), check_float("reward_clip_range[1]", high)
     if low > high:
         raise ValueError(f"reward_clip_range: got ({low:g}, {high:g}), expected the lower bound first")
     return low, high

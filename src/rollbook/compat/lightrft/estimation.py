@@ -27,11 +27,11 @@ from rollbook.algorithms.groups import block_means, sums_of_blocks
 from rollbook.algorithms.inputs import INFO_KEYS
 from rollbook.algorithms.kl import penalise
 from rollbook.algorithms.moments import whiten
-from rollbook.algorithms.registry import number
 from rollbook.algorithms.results import Advantages, Report
 from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_rewards, shape_overlong
 from rollbook.compat.lightrft.config import MakerConfig
 from rollbook.compat.lightrft.rollout_batches import Whole
+from rollbook.core.checks import check_float
 from rollbook.core.metrics import advise
 from rollbook.core.process_group import ALONE, Ranks
 from rollbook.core.rows import Rows
@@ -173,7 +173,7 @@ def _block_scores(whole: Whole, config: MakerConfig) -> Scored | None:
         scores /= size - 1
     elif formula is grpo:
         squares = sums_of_blocks((ascending - means[:, None]) ** 2)
-        divisors = np.sqrt(squares / (size - 1)) + number("eps", options.get("eps", entry.options["eps"]), 0)
+        divisors = np.sqrt(squares / (size - 1)) + check_float("eps", options.get("eps", entry.options["eps"]), 0)
         scores /= np.where(divisors > 0, divisors, 1.0)[:, None]
     scores += 0.0  # -0.0 becomes 0.0
     with np.errstate(over="ignore"):

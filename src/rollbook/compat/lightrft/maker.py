@@ -25,7 +25,6 @@ from rollbook.algorithms.filters import clip_filter_like_weight_func
 from rollbook.algorithms.kl import KL, k1
 from rollbook.algorithms.kl import kl as token_kl_values
 from rollbook.algorithms.layout import Layout
-from rollbook.algorithms.registry import near, number, whole_number
 from rollbook.algorithms.shaping import RunningNorm
 from rollbook.batch.device import pin_memory, to
 from rollbook.compat.lightrft import estimation
@@ -38,6 +37,7 @@ from rollbook.compat.lightrft.recording import records_of
 from rollbook.compat.lightrft.rewards import Scorer
 from rollbook.compat.lightrft.rollout_batches import Whole, mean_by_row
 from rollbook.compat.lightrft.samples import batch_of, if_any, maker_sampling, prompts_of, samples_of
+from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.experience import Experience as Record
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
@@ -102,7 +102,7 @@ class NaiveExperienceMaker:
         processor: Any = None,
         teacher: Any = None,
     ) -> None:
-        whole_number("prompt_max_len", prompt_max_len, 1)
+        check_int("prompt_max_len", prompt_max_len, 1)
         self.actor, self.critic = actor, critic
         self.reward_model, self.initial_model = reward_model, initial_model
         self.tokenizer, self.processor = tokenizer, processor
@@ -202,7 +202,9 @@ class NaiveExperienceMaker:
             options.pop(odd, None)  # each prompt comes with its own
         for name in options:
             if name.startswith("all_"):
-                raise ValueError(f"{name}: there is no such column{near(name, [f'all_{known}' for known in columns])}")
+                raise ValueError(
+                    f"{name}: there is no such column{suggest(name, [f'all_{known}' for known in columns])}"
+                )
         prompts = prompts_of(all_prompts, **columns)
         if not prompts:
             raise ValueError("all_prompts: got none, expected at least one prompt")
@@ -571,7 +573,7 @@ class NaiveExperienceMaker:
         if isinstance(given, torch.Tensor) and given.numel() == 1:
             given = given.item()
         finite = "None, a finite number, or an object with such a value"
-        coef = None if given is None else number("kl_controller", given, -1e30, 1e30, finite)
+        coef = None if given is None else check_float("kl_controller", given, -1e30, 1e30, finite)
         if coef is not None and self.config.kl_coef not in (None, coef):
             raise ValueError(f"kl_controller: got {coef:g}, expected None, or config.kl_coef, {self.config.kl_coef:g}")
         return self.config.kl_coef or coef or 0.0

@@ -62,7 +62,7 @@ def sheet_of_experiences(experiences: Any) -> Sheet:
         i = kinds.index("dpo")
         raise ValueError(
             f"record {i} ({many.eids()[i]}): got a preference pair, expected a response; "
-            "rollbook.core.experience.split_dpo_experience_to_single_turn makes two of it"
+            "rollbook.compat.trinity.split_dpo_experience_to_single_turn makes two of it"
         )
     tokens = many.token_lengths()
     responses = np.maximum(tokens - many.prompt_lengths(), 0)

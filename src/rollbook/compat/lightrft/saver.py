@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
 
 from rollbook.algorithms.masks import high_entropy_mask
-from rollbook.algorithms.registry import choice, number, switch, whole_number
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.metrics import advise
 from rollbook.core.process_group import ALONE, Ranks, check_ranks
 from rollbook.io.trajectories.background import Background
@@ -103,18 +103,18 @@ class TrajectorySaver:
     ) -> None:
         self.save_dir = Path(save_dir)
         self.tokenizer = tokenizer
-        self.save_images_separately = switch("save_images_separately", save_images_separately)
-        self.max_image_size = whole_number("max_image_size", max_image_size, 1)
-        self.mark_high_entropy_tokens = switch("mark_high_entropy_tokens", mark_high_entropy_tokens)
-        self.high_entropy_token_ratio = number("high_entropy_token_ratio", high_entropy_token_ratio)
+        self.save_images_separately = check_bool("save_images_separately", save_images_separately)
+        self.max_image_size = check_int("max_image_size", max_image_size, 1)
+        self.mark_high_entropy_tokens = check_bool("mark_high_entropy_tokens", mark_high_entropy_tokens)
+        self.high_entropy_token_ratio = check_float("high_entropy_token_ratio", high_entropy_token_ratio)
         if not callable(keep):
-            choice("keep", keep, KEEP)
+            check_choice("keep", keep, KEEP)
         self.keep = keep
         if not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer: got {type(tokenizer).__name__}, expected an object with decode(ids)")
         self._given_ranks = None if ranks is None else check_ranks(ranks)
-        self._rendezvous = Rendezvous(str(self.save_dir), number("wait_seconds", wait_seconds, 0))
-        self._worker = Background(_WAITING) if switch("background", background) else None
+        self._rendezvous = Rendezvous(str(self.save_dir), check_float("wait_seconds", wait_seconds, 0))
+        self._worker = Background(_WAITING) if check_bool("background", background) else None
         self._pictures = Pictures(self.max_image_size)
         self._lock = threading.Lock()
         self.errors: deque[str] = deque(maxlen=_REMEMBERED)
@@ -161,10 +161,10 @@ class TrajectorySaver:
         try:
             return self._save(
                 experiences,
-                whole_number("step", step, -(1 << 62)),
-                whole_number("num_samples", num_samples),
+                check_int("step", step, -(1 << 62)),
+                check_int("num_samples", num_samples),
                 check_prefix(prefix),
-                compute_stats if compute_stats == "all" else switch("compute_stats", compute_stats),
+                compute_stats if compute_stats == "all" else check_bool("compute_stats", compute_stats),
             )
         except Exception as error:  # training goes on
             return None, self._reported(None, [f"{type(error).__name__}: {error}"])

@@ -6,7 +6,6 @@ small raises and names the record, so that nothing is ever cut.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rollbook.core.experience import dtype_name, result_dtype
 from rollbook.core.experiences import Experiences, id_part
-from rollbook.core.fields import FIELDS, INTEGERS
-from rollbook.core.ragged import Ragged, promote
+from rollbook.core.fields import FIELDS
+from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Spans, segments
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _padded(
     spans = Spans(lengths, starts, width)
     column = experiences.column(name) if isinstance(experiences, Experiences) else None
     if isinstance(column, Ragged) and column.valid is None:
-        kind = _result_dtype(name, column.row_dtypes(), fill)
+        kind = result_dtype(name, column.row_dtypes(), fill)
         if kind != column.dtype:
             # Other rows of the column, which are not among these, made it wider.
             made = spans.pad(column, fill).to(getattr(torch, kind))
@@ -118,26 +118,8 @@ def _padded(
     rows = _rows(experiences, name)
     if not rows:
         return torch.full((0, width), fill, dtype=getattr(torch, FIELDS[name].dtype))
-    target = getattr(torch, _result_dtype(name, {_name(row) for row in rows}, fill))
+    target = getattr(torch, result_dtype(name, {dtype_name(row) for row in rows}, fill))
     return spans.pad(segments([row.to(target) for row in rows]), fill, out)
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _result_dtype(name: str, dtypes: set[str], fill: float = 0) -> str:
-    """The type that holds all records', and the padding, exactly."""
-    if not dtypes:
-        return FIELDS[name].dtype
-    joined = dtypes.copy().pop() if len(dtypes) == 1 else promote(dtypes)
-    if joined is None:
-        raise ValueError(f"{name}: got records of types {', '.join(sorted(dtypes))}, expected types that one can hold")
-    if joined == "bool" and fill not in (0, 1):
-        raise ValueError(f"pad_value: got {fill}, expected 0 or 1, since {name} is bool")
-    if joined in INTEGERS and (not math.isfinite(fill) or fill != int(fill)):
-        raise ValueError(f"pad_value: got {fill}, expected a whole number, since {name} is {joined}")
-    return joined
 
 
 def gather_token_ids(
@@ -258,54 +240,6 @@ def group_by(experiences: Records, id_type: str) -> dict[str, Any]:
     return groups
 
 
-def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience]:
-    """Each preference pair as two single turns, the chosen one first.
-
-    Whatever speaks of both answers goes to both (prompt text, tools, media, reward, an `info` of their own, custom
-    fields); `chosen_messages` and `rejected_messages` become `messages`, and `None` stays `None`: the pair's own
-    `messages` hold neither answer. `parent` is the pair's uid and the suffix is new. Fields that speak of one response
-    have no meaning in a pair and are left out, as is the mark of a truncated prompt.
-
-    >>> from rollbook import Experience
-    >>> pair = Experience(tokens=[1, 2], chosen=[3, 4], rejected=[5], prompt_text="q", eid={"suffix": "p"})
-    >>> [(h.tokens.tolist(), h.prompt_length, h.parent) for h in split_dpo_experience_to_single_turn([pair])]
-    [([1, 2, 3, 4], 2, '//0/0/p'), ([1, 2, 5], 2, '//0/0/p')]
-    """
-    from rollbook.core.experience import EID, Experience
-
-    halves = []
-    for i, pair in enumerate(experiences):
-        if pair.experience_type != "dpo" or pair.chosen is None or pair.rejected is None:
-            raise ValueError(f"record {i} ({pair.eid}): experience_type: got {pair.experience_type!r}, expected 'dpo'")
-        common = {name: getattr(pair, name) for name, field in FIELDS.items() if field.axis in ("sample", "free")}
-        # What speaks of the pair as a pair, or of one response where there are two.
-        for name in ("chosen", "rejected", "chosen_messages", "rejected_messages", "experience_type", "response_text"):
-            del common[name]
-        if pair.truncate_status == "prompt_truncated":
-            del common["truncate_status"]  # which would ask for log-probs
-        if isinstance(pair.policy_versions, int):
-            common["policy_versions"] = pair.policy_versions
-        for which in ("chosen", "rejected"):
-            answer, messages = getattr(pair, which), getattr(pair, f"{which}_messages")
-            for name, tokens in (("tokens", pair.tokens), (which, answer)):
-                if len(tokens) == 0:
-                    raise ValueError(f"record {i} ({pair.eid}): {name}: got no tokens, expected at least one")
-            kind = getattr(torch, _result_dtype("tokens", {_name(pair.tokens), _name(answer)}))
-            given = {
-                **common,
-                "tokens": torch.cat([pair.tokens.to(kind), answer.to(pair.tokens.device, kind)]),
-                "prompt_length": len(pair.tokens),
-                "messages": messages,
-                "parent": pair.eid.uid,
-                "eid": pair.eid.replace(suffix=EID().suffix),
-            }
-            half = Experience(**given)
-            if pair.unknown:
-                half.__dict__["unknown"] = dict(pair.unknown)
-            halves.append(half)
-    return halves
-
-
 def to_hf_datasets(experiences: Records, *, for_trinity: bool = False) -> Any:
     """Convert records to a `datasets.Dataset` with a column for every field.
 
@@ -346,6 +280,5 @@ __all__ = [
     "gather_response_attrs",
     "gather_token_ids",
     "group_by",
-    "split_dpo_experience_to_single_turn",
     "to_hf_datasets",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from rollbook.algorithms.registry import choice
+from rollbook.core.checks import check_choice
 
 Severity = Literal["high", "medium", "low"]
 SEVERITIES: tuple[Severity, ...] = ("high", "medium", "low")
@@ -108,7 +108,7 @@ class Diagnosis:
     def status(self, fail_on: str = "medium") -> int:
         """A command's exit status: 1 where something of this severity or a higher one was found, else 0. `fail_on` may
         be "never". (2 is for what could not be read.)"""
-        choice("fail_on", fail_on, (*SEVERITIES, "never"))
+        check_choice("fail_on", fail_on, (*SEVERITIES, "never"))
         if fail_on == "never":
             return 0
         bad = SEVERITIES[: SEVERITIES.index(fail_on) + 1]

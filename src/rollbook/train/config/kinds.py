@@ -285,12 +285,12 @@ def _mapping(value: Mapping[Any, Any], read: Callable[[Any], Any]) -> dict[str, 
 
 def unknown(name: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
     """What to say of a key that does not exist: the nearest that does, here or in another section."""
-    from rollbook.algorithms.registry import near
+    from rollbook.core.checks import suggest
 
     name = name or "''"
     if elsewhere:
         return ConfigError(name, f"is no key here; did you mean {' or '.join(map(repr, elsewhere))}?")
-    return ConfigError(name, f"is no key here{near(name, list(known))}")
+    return ConfigError(name, f"is no key here{suggest(name, list(known))}")
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------

@@ -63,9 +63,9 @@ def _find(name: str | Path, beside: Path | None) -> Path:
         return path
     known = recipes()
     if str(name) not in known:
-        from rollbook.algorithms.registry import near
+        from rollbook.core.checks import suggest
 
-        raise ConfigError(str(name), f"is neither a file nor a recipe{near(str(name), list(known))}")
+        raise ConfigError(str(name), f"is neither a file nor a recipe{suggest(str(name), list(known))}")
     return known[str(name)]
 
 
