@@ -59,11 +59,11 @@ if TYPE_CHECKING:
     from rollbook.rewards.types import Scores as Scores
 
 _HOMES = {
-    "READY": "rollbook.rewards.choose",
     "Combined": "rollbook.rewards.recipes",
     "FunctionReward": "rollbook.rewards.functions",
     "Limits": "rollbook.rewards.sandbox",
     "ModelReward": "rollbook.rewards.models",
+    "READY": "rollbook.rewards.choose",
     "Recipe": "rollbook.rewards.recipes",
     "RemoteReward": "rollbook.rewards.remote",
     "Reward": "rollbook.rewards.types",
