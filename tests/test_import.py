@@ -65,7 +65,7 @@ print("loaded")
 
 def test_public_names() -> None:
     assert set(rollbook.__all__) >= PUBLIC | {"__version__"}
-    assert set(dir(rollbook)) >= set(rollbook.__all__) | {"experience", "experiences", "fields", "wire", "interchange"}
+    assert set(dir(rollbook)) >= set(rollbook.__all__) | {"core", "experience", "train", "wire"}
     assert sorted(set(rollbook.__all__)) == sorted(rollbook.__all__)
 
 
