@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.core.errors import RollbookError
+
 _RANKS_SHOWN = 16
 
 
-class PlanError(ValueError):
+class PlanError(RollbookError, ValueError):
     """A request that cannot be met: `constraint` is the argument that stands in the way, `sample` the sample.
 
     >>> from rollbook.batch.plan import plan

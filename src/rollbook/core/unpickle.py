@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from rollbook.core.errors import RollbookError
+
 __all__ = ["Record", "UnpickleError", "load"]
 
 _LONGEST_INT = 4300  # digits: int() of decimal text takes quadratic time
@@ -53,7 +55,7 @@ _TIME_UNITS = {"Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
-class UnpickleError(ValueError):
+class UnpickleError(RollbookError, ValueError):
     """The bytes are not a pickle that is read here; ``offset`` is the byte where that was seen."""
 
     def __init__(self, message: str, offset: int = 0) -> None:
