@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from benchmarks import peers
-from rollbook.core.custom_field import CustomField
-from rollbook.core.experience import Experience
+from rollbook.core.experience import CustomField, Experience
 from rollbook.core.wire import to_trxp
 
 DATA = json.loads((Path(__file__).parent / "legacy.json").read_text())

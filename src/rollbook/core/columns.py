@@ -440,7 +440,7 @@ def _media(item: list[dict[str, Any]] | None, where: str) -> dict[str, Any] | No
 
 
 def _custom_fields(text: str) -> list[Any]:
-    from rollbook.core.custom_field import CustomField
+    from rollbook.core.experience import CustomField
 
     held = freeform.loads(text)
     if not isinstance(held, list):

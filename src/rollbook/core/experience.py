@@ -19,24 +19,73 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollbook.core.errors import WireError, explain_missing
+
 try:
     import torch
 except ModuleNotFoundError as error:
-    from rollbook.core.errors import explain_missing
-
     raise explain_missing(__name__, error) from None
 
 from rollbook.core import fields
-from rollbook.core.custom_field import CustomField
 from rollbook.core.equality import same
-from rollbook.core.errors import WireError
-from rollbook.core.fields import DTYPES, EXPERIENCE_TYPES, FIELDS, INTEGERS, Field
+from rollbook.core.fields import BATCH_NAMES, DTYPES, EXPERIENCE_TYPES, FIELDS, INTEGERS, Field
 from rollbook.core.ids import EID
 from rollbook.core.ragged import promote
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
+
+
+@dataclass(frozen=True)
+class CustomField:
+    """Makes `info[source_field]` of B records the [B] tensor `batch.info[destination_field]` of type `data_type`.
+
+    An entry is a number, or an array of the same shape in every record, which gives [B, ...]. All records of a batch
+    need the same custom fields and the entries they name; otherwise making the batch raises `ValueError`.
+
+    >>> CustomField("is_expert", "expert_mask", torch.bool)
+    CustomField(source_field='is_expert', destination_field='expert_mask', data_type=torch.bool)
+    >>> CustomField("x", "tokens", torch.bool)
+    Traceback (most recent call last):
+        ...
+    ValueError: CustomField.destination_field: got 'tokens', expected a name that no field or batch column has
+    """
+
+    source_field: str
+    destination_field: str
+    data_type: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("source_field", "destination_field"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"CustomField.{name}: got {value!r}, expected a name")
+        if self.destination_field in FIELDS or self.destination_field in BATCH_NAMES:
+            raise ValueError(
+                f"CustomField.destination_field: got {self.destination_field!r}, "
+                "expected a name that no field or batch column has"
+            )
+        if self.data_type not in TORCH_DTYPES.values():
+            raise ValueError(f"CustomField.data_type: got {self.data_type!r}, expected a torch.dtype")
+
+    def to_dict(self) -> dict[str, str]:
+        """The three parts as text."""
+        return {
+            "source_field": self.source_field,
+            "destination_field": self.destination_field,
+            "data_type": str(self.data_type),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CustomField:
+        """The inverse of `to_dict`; a dtype is looked up in a closed table, never on the torch module."""
+        if not isinstance(data, Mapping) or set(data) != {"source_field", "destination_field", "data_type"}:
+            raise ValueError(f"CustomField: got {data!r}, expected source_field, destination_field and data_type")
+        kind = data["data_type"]
+        if isinstance(kind, str):
+            kind = TORCH_DTYPES.get(kind.removeprefix("torch."), kind)
+        return cls(data["source_field"], data["destination_field"], kind)
 
 
 def as_tensor(field: Field, value: Any) -> torch.Tensor:

@@ -10,8 +10,7 @@ from rollbook.compat.trinity.collate import (
     group_by,
     to_hf_datasets,
 )
-from rollbook.core.custom_field import CustomField
-from rollbook.core.experience import Experience
+from rollbook.core.experience import CustomField, Experience
 from rollbook.core.experience import split_preference_pairs as split_dpo_experience_to_single_turn
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
