@@ -164,3 +164,11 @@ class Registry(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+ESTIMATORS = Registry("advantage estimator")
+"""Every estimator by name: `ESTIMATORS["grpo"].options` are its options and defaults."""
+
+
+LOSSES = Registry("loss")
+"""Every loss by name: `LOSSES["ppo"].options` are its options and defaults; `LOSSES.call("ppo", data)` calls it."""
