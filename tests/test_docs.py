@@ -87,10 +87,10 @@ def test_links(page: Path) -> None:
 
 
 def test_commands_exist() -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for page in PAGES:
-        for command in re.findall(r"`make (\w+)", page.read_text()) + re.findall(
-            r"^make (\w+)", page.read_text(), re.M
+        for command in re.findall(r"`make ([\w-]+)", page.read_text()) + re.findall(
+            r"^make ([\w-]+)", page.read_text(), re.M
         ):
             assert command in targets, f"{page.name}: make {command}"
 
