@@ -811,12 +811,17 @@ def vectors(peers: dict[str, Any]) -> list[dict[str, Any]]:
 def defaults() -> dict[str, dict[str, Any]]:
     """Every function's options where a vector does not give them, as the library's signatures have them."""
     from rollbook import algorithms
+    from rollbook.models import logprobs
 
     registries = {"advantages": algorithms.ESTIMATORS, "kl": algorithms.KL, "losses": algorithms.LOSSES}
     found = {}
     for function in sorted({each["function"] for each in CASES}):
         room, name = function.split(".")
-        made = registries[room][name].function if room in registries else getattr(getattr(algorithms, room), name)
+        made = (
+            registries[room][name].function
+            if room in registries
+            else getattr(logprobs if room == "logprobs" else getattr(algorithms, room), name)
+        )
         options = [p for p in inspect.signature(made).parameters.values() if p.default is not p.empty]
         plain = {
             p.name: p.default for p in options if p.default is None or isinstance(p.default, (bool, int, float, str))
