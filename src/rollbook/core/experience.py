@@ -391,7 +391,6 @@ class Experience:
             entropy: Any = None,
             values: Any = None,
             experience_type: str | None = None,
-            **declared: Any,
         ) -> None: ...
 
     else:
