@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
 
-from rollbook.algorithms.advantages import cumulative_returns, gae
+from rollbook.algorithms.advantages import ESTIMATORS, cumulative_returns, gae
 from rollbook.algorithms.filters import clip_filter_like_weight_func
 from rollbook.algorithms.kl import KL, k1
 from rollbook.algorithms.kl import kl as token_kl_values
@@ -466,8 +466,8 @@ class NaiveExperienceMaker:
         self._stages = Stages()
         estimating.check(self.config, self.passes.models)
         self.scorer.need()
-        remax = self.config.advantage_estimator == "remax"
-        greedy = self._greedy_rewards(all_prompts, generate_kwargs) if remax else None
+        entry = ESTIMATORS[self.config.advantage_estimator]
+        greedy = self._greedy_rewards(all_prompts, generate_kwargs) if entry.greedy_baseline else None
         samples = self._samples = self.generate_samples(all_prompts, **generate_kwargs)
         if not self._overrides("make_experience"):
             # A record is dear beside the rest of a short sample: batches and `make_records` have the same.

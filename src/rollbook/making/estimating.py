@@ -36,9 +36,6 @@ from rollbook.making.config import MakerConfig
 from rollbook.making.whole import Whole
 from rollbook.progress import advise
 
-NORMALISED = ("grpo",)
-"""Estimators whose scores have deviation 1 already: `advantages_norm` leaves them alone."""
-
 
 def ranks_here() -> Ranks:
     """All processes of a distributed run, or this one alone."""
@@ -87,12 +84,10 @@ def over_rows(name: str) -> bool:
     >>> over_rows("rloo"), over_rows("reinforce_baseline"), over_rows("gae"), over_rows("cpgd")
     (True, True, False, False)
     """
-    inputs, name = ESTIMATORS[name].inputs, ESTIMATORS[name].name
-    if name in ("reinforce_plus_plus_baseline", "cpgd"):
-        return name != "cpgd"
-    tokens = ("token_rewards", "log_probs", "step_rewards")
-    by_token = any(need in inputs for need in tokens) or inputs.get("mask", False)
-    return "rewards" in inputs and "groups" in inputs and not by_token
+    entry = ESTIMATORS[name]
+    if entry.scores == "rows":
+        return bool(entry.kl_in_reward)
+    return entry.compares_runs and "token_rewards" in entry.inputs
 
 
 def takes_token_rewards(name: str) -> bool:
@@ -101,7 +96,7 @@ def takes_token_rewards(name: str) -> bool:
     >>> takes_token_rewards("gae"), takes_token_rewards("grpo"), takes_token_rewards("reinforce_plus_plus_baseline")
     (True, False, False)
     """
-    return "token_rewards" in ESTIMATORS[name].inputs and not over_rows(name)
+    return ESTIMATORS[name].takes_token_rewards
 
 
 def score(
@@ -201,8 +196,8 @@ def _clipped(rewards: torch.Tensor, config: MakerConfig) -> tuple[torch.Tensor, 
 
 
 def _bounds(config: MakerConfig) -> list[tuple[float, float]]:
-    if ESTIMATORS[config.advantage_estimator].name == "cpgd":
-        return []  # which is defined by rewards as they are
+    if not ESTIMATORS[config.advantage_estimator].clips_rewards:
+        return []
     found = [] if config.reward_clip_range is None else [config.reward_clip_range]
     return [*found, (-config.reward_clip, config.reward_clip)] if config.reward_clip > 0 else found
 
@@ -333,7 +328,7 @@ def finish(
         mask = found.mask if isinstance(found.mask, Rows) else mask
         counted = _where(mask, known)
         metrics |= found.report.to_metrics(entry.name)
-    if config.advantages_norm and not whitened and entry.name not in NORMALISED:
+    if config.advantages_norm and not whitened and not entry.normalized:
         options = {"eps_in": "std", "scale": not config.no_advantage_std_norm, "ranks": ranks}
         advantages = whiten(advantages, counted, **options)
     if config.advantage_clip > 0:
@@ -442,7 +437,7 @@ def _over_tokens(
     missing = [name for name, needed in entry.inputs.items() if needed and name not in given]
     if missing:
         raise ValueError(f"{entry.name}: got no {missing[0]!r}, which it needs; {_advice(missing[0])}")
-    if entry.name == "remax" and "baselines" not in given:
+    if entry.greedy_baseline and "baselines" not in given:
         raise ValueError(f"{entry.name}: got no baselines, which it needs; {_advice('baselines')}")
     over_values = entry.name in ("gae", "ppo")
     replaces = recursions.advantages if over_values else recursions.returns

@@ -37,7 +37,7 @@ from rollbook.algorithms.advantages.temporal import (
 from rollbook.algorithms.advantages.tokenwise import clip_b, clip_v, jsd, on_policy_distill
 from rollbook.algorithms.groups import as_rewards
 from rollbook.algorithms.ranks import ALONE
-from rollbook.algorithms.registry import Entry
+from rollbook.algorithms.registry import Estimator
 from rollbook.algorithms.results import Advantages, Report
 from rollbook.algorithms.sources import Inputs, Uids, group_numbers, inputs_of
 from rollbook.batch import ExperienceBatch
@@ -80,7 +80,8 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
         apart.add("response")  # nobody asks
     given = {need: inputs[need] for need in entry.inputs if need in inputs and need not in apart}
     given |= _rewards(entry, inputs)
-    if "groups" in entry.inputs and (many is not None or entry.name != "reinforce"):
+    grouped = many is not None or (data.ids is not None and None not in data.ids)
+    if "groups" in entry.inputs and (grouped or entry.inputs["groups"] or entry.compares_runs):
         given |= _groups(inputs, many, required=entry.inputs.get("runs", False), ranks=options.get("ranks", ALONE))
     found = entry.call(given, options)
     if not isinstance(found, Advantages):
@@ -94,13 +95,12 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
     return found.with_report(found.report.with_ids(Uids(many) if many is not None else inputs["ids"]))
 
 
-def _rewards(entry: Entry, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _rewards(entry: Estimator, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The rewards that an estimator takes: one for each row, or those of tokens for rows that have them."""
     if "rewards" not in entry.inputs:
         return {}
     rewards = inputs["rewards"]
-    by_row = "token_rewards" not in entry.inputs or entry.name == "reinforce_plus_plus_baseline"
-    if by_row or inputs["token_rewards"] is None:
+    if not entry.takes_token_rewards or inputs["token_rewards"] is None:
         return {"rewards": rewards}
     # A record's token rewards are made from its reward: row by row the one or the other, never both.
     rewards, without = as_rewards("rewards", rewards), inputs["without_token_rewards"]

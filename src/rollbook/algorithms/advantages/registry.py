@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollbook.algorithms.registry import Registry
+from rollbook.algorithms.registry import Estimator, Registry
 
-ESTIMATORS = Registry("advantage estimator")
+ESTIMATORS = Registry("advantage estimator", Estimator)
 """Every estimator by name: `ESTIMATORS["grpo"].options` are its options and defaults."""

@@ -21,6 +21,7 @@ from rollbook.algorithms.losses.supervised import phi_terms
 from rollbook.algorithms.losses.terms import Policy, Terms, layout_of
 from rollbook.algorithms.registry import number, switch
 from rollbook.algorithms.results import Loss
+from rollbook.jagged import Rows
 from rollbook.planner import Denominators
 
 Parts = tuple[Denominators, Denominators]
@@ -46,6 +47,11 @@ def mix_denominators(mask: PerToken, expert_mask: PerRow) -> Parts:
     return of(~flags), of(flags)
 
 
+def _denominators(train_rows: Any, rows: Sequence[int]) -> Parts:
+    """Compute `mix_denominators` of a minibatch."""
+    return mix_denominators(Rows([train_rows.masks[i] for i in rows]), [train_rows.expert[i] for i in rows])
+
+
 def chord_mu(step: int, warmup: int, decay: int, peak: float, valley: float) -> float:
     """The weight of the expert at a step: linear from 0 to `peak`, then half a cosine down to `valley`, then constant.
 
@@ -65,7 +71,10 @@ def chord_mu(step: int, warmup: int, decay: int, peak: float, valley: float) -> 
 
 
 @LOSSES.register(
-    "mix", source="(1 - mu) * PPO over own rows + mu * maximum likelihood over expert rows, as Trinity-RFT has it"
+    "mix",
+    source="(1 - mu) * PPO over own rows + mu * maximum likelihood over expert rows, as Trinity-RFT has it",
+    data="mixed",
+    denominators=_denominators,
 )
 def mix(
     log_probs: PerToken,
@@ -104,7 +113,11 @@ def mix(
 
 
 @LOSSES.register(
-    "mix_chord", "chord", source="CHORD (Zhang et al., 2025, arXiv 2508.11408): mu by a schedule, the expert by phi"
+    "mix_chord",
+    "chord",
+    source="CHORD (Zhang et al., 2025, arXiv 2508.11408): mu by a schedule, the expert by phi",
+    data="mixed",
+    denominators=_denominators,
 )
 def mix_chord(
     log_probs: PerToken,

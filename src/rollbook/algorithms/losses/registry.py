@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollbook.algorithms.registry import Registry
+from rollbook.algorithms.registry import LossEntry, Registry
 
-LOSSES = Registry("loss")
+LOSSES = Registry("loss", LossEntry)
 """Every loss by name: `LOSSES["ppo"].options` are its options and defaults; `LOSSES.call("ppo", data)` calls it."""
