@@ -30,7 +30,7 @@ import rollbook
 from benchmarks.bench_making import GIB, model
 from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.models import Actor
-from rollbook.train import Algorithm, Batching, Optimizing, Prompts, Trainer, maker_config
+from rollbook.train import AlgorithmConfig, Batching, Optimizing, Prompts, Trainer, maker_config
 
 GROUP, LONGEST, ENDS = 8, 512, 200
 
@@ -118,7 +118,7 @@ class Ours:
         network = model(options.cpu).to(device)
         attention = "sdpa" if options.cpu else "varlen"
         self.actor = Actor(network, attn_implementation=attention)
-        how = Algorithm.of("grpo", n=GROUP, kl_coef=0.001)
+        how = AlgorithmConfig.preset("grpo", n=GROUP, kl_coef=0.001)
         reference = self.actor.reference()
         self.maker = NaiveExperienceMaker(
             self.actor,

@@ -27,13 +27,23 @@ import rollbook
 from rollbook import Experience, Experiences
 from rollbook.models import Actor
 from rollbook.rollout import Episode, Prompt
-from rollbook.train import Algorithm, Batching, EpisodeMaker, Learner, Optimizing, Prompts, Reply, Trainer, maker_config
+from rollbook.train import (
+    AlgorithmConfig,
+    Batching,
+    EpisodeMaker,
+    Learner,
+    Optimizing,
+    Prompts,
+    Reply,
+    Trainer,
+    maker_config,
+)
 from rollbook.train.recipes import letters
 
 SIGNS = {"sum": ("+", operator.add), "gap": ("-", operator.sub), "mul": ("*", operator.mul)}
 CALL = re.compile(r"(\d+)([-+*])(\d+)")
 TURN = {"max_tokens": 6}
-HOW = Algorithm.of("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
+HOW = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
 
 
 def compute(call: str) -> str | None:

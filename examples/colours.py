@@ -41,7 +41,7 @@ from rollbook import EID
 from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.train import (
-    Algorithm,
+    AlgorithmConfig,
     Batching,
     Evaluation,
     Learner,
@@ -167,7 +167,7 @@ def trainer_of(
     folder: Path | None = None,
 ) -> Trainer:  # fmt: skip
     """GRPO: 8 answers to each of 48 pictures a step, one pass over them in 4 updates."""
-    how = Algorithm.of("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
+    how = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
     maker = NaiveExperienceMaker(
         actor, None, None, None, actor.tokenizer, 64, None, reward_fn=score,
         config=maker_config(how, seed=seed, progress=False),

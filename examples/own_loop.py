@@ -18,7 +18,7 @@ import torch
 import rollbook
 from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.models import Actor
-from rollbook.train import Algorithm, Batching, Learner, Optimizing, Prompts, complete, evaluate, maker_config
+from rollbook.train import AlgorithmConfig, Batching, Learner, Optimizing, Prompts, complete, evaluate, maker_config
 from rollbook.train.evaluating import Evaluation, difference
 from rollbook.train.recipes import letters
 from rollbook.train.saving import name_of, save
@@ -44,7 +44,7 @@ def train(
     # Supervised steps first: of a model that is never right there is nothing to reinforce.
     warm_up(actor, prompts, WarmUp(until=until), reward=letters.reward, sampling=SAMPLING, seed=seed)
 
-    algorithm = Algorithm.of("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
+    algorithm = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
     maker = NaiveExperienceMaker(
         actor, None, None, None, tokenizer, 64, None,
         reward_fn=letters.reward, config=maker_config(algorithm, seed=seed, progress=False),

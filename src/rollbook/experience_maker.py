@@ -25,7 +25,7 @@ from rollbook.algorithms.filters import clip_filter_like_weight_func
 from rollbook.algorithms.kl import KL, k1
 from rollbook.algorithms.kl import kl as token_kl_values
 from rollbook.algorithms.layout import Layout
-from rollbook.algorithms.ranks import ALONE
+from rollbook.algorithms.ranks import ALONE, current_ranks
 from rollbook.algorithms.registry import near, number, whole_number
 from rollbook.algorithms.shaping import RunningNorm
 from rollbook.batch import ExperienceBatch as Experience
@@ -223,7 +223,7 @@ class NaiveExperienceMaker:
 
     def _batch_id(self) -> int | str:
         """The rollout's number; with several processes also this one's, since each has prompts of its own."""
-        ranks, name = estimating.ranks_here(), self.config.batch_name
+        ranks, name = current_ranks(), self.config.batch_name
         number: int | str = self.rollouts_made if ranks is ALONE else f"{self.rollouts_made}.{ranks.rank}"
         return number if name is None else f"{name}-{number}"
 

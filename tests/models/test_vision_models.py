@@ -13,7 +13,7 @@ from rollbook.batch import ExperienceVL, from_experiences
 from rollbook.models import Actor, Critic, policy_log_probs, values
 from rollbook.models.forward import Rowwise
 from rollbook.models.heads import inputs_of
-from rollbook.train import Algorithm, Learner
+from rollbook.train import AlgorithmConfig, Learner
 from tests import tiny
 from tests.models import zoo
 
@@ -143,7 +143,7 @@ def test_types_of_tokens_are_derived_where_a_batch_has_none() -> None:
     for records in (typed, bare):
         ready = [one.replace(logprobs=log_probs - 0.1, advantages=torch.ones_like(log_probs), reward=1.0)
                  for one, log_probs in zip(records, want, strict=True)]  # fmt: skip
-        learner = Learner(Actor(tiny.qwen_vl()), Algorithm.of("grpo", kl_coef=0.0))
+        learner = Learner(Actor(tiny.qwen_vl()), AlgorithmConfig.preset("grpo", kl_coef=0.0))
         divergences.append(learner.learn(ready, step=1).metrics["policy/ppo_kl"])
     assert divergences[0] == pytest.approx(divergences[1], abs=1e-5) == pytest.approx(-0.1, abs=1e-4)
 

@@ -16,7 +16,7 @@ from rollbook.experience_maker import MakerConfig, NaiveExperienceMaker
 from rollbook.models import Actor, Critic
 from rollbook.rollout import Line, Prompt, ScriptedEngine
 from rollbook.rollout.engine import Engine
-from rollbook.train.algorithm import Algorithm
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.completing import complete
 from rollbook.train.episodes import EpisodeMaker, Reply
 from tests import tiny
@@ -244,7 +244,7 @@ def test_a_turn_is_rewarded_where_it_was_taken(source: float | None) -> None:
     """Three turns by GAE, against a plain loop; a reward of the whole episode comes on its last token."""
     critic = Critic(tiny.llama(vocab=len(TOKENIZER), seed=6), value_head="normal")
     script = [f"abcd{END}", f"xyz{END}", f"hi{END}"]
-    how = Algorithm.of("ppo", gamma=0.9, lam=0.8, kl_coef=0.0)
+    how = AlgorithmConfig.preset("ppo", gamma=0.9, lam=0.8, kl_coef=0.0)
     given = {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.8, "n_samples_per_prompt": 1}
     options: dict[str, Any] = {"critic": critic, "config": given}
     if source is not None:
@@ -291,15 +291,15 @@ def test_shaping_changes_the_sum_of_token_rewards() -> None:
         )
         for run in range(3)
     ]
-    plain = Algorithm.of("reinforce++", estimator="reinforce", kl_coef=0.0)
+    plain = AlgorithmConfig.preset("reinforce++", estimator="reinforce", kl_coef=0.0)
     found = complete(rows, plain)
     assert [row.returns.tolist() for row in found if row.returns is not None] == [[1, 0, 0.25], [3, 0, 3], [2, 0, 0]]
-    overlong = Algorithm.of(plain, overlong_buffer=2)  # two of at most three tokens: half of the penalty
+    overlong = AlgorithmConfig.preset(plain, overlong_buffer=2)  # two of at most three tokens: half of the penalty
     found = complete(rows, overlong, max_tokens=3)
     assert found[0].returns is not None and found[0].returns.tolist() == [0.5, 0, -0.25]
-    carried = Algorithm.of(plain, estimator_options={"off_action_rewards": "carry"})
+    carried = AlgorithmConfig.preset(plain, estimator_options={"off_action_rewards": "carry"})
     assert complete(rows, carried)[0].returns.tolist() == [10, 0, 0.25]  # type: ignore[union-attr]
-    compared = complete([rows[0].replace(reward=None), *rows[1:]], Algorithm.of("dr_grpo"))
+    compared = complete([rows[0].replace(reward=None), *rows[1:]], AlgorithmConfig.preset("dr_grpo"))
     assert compared[1].advantages is not None and compared[1].advantages.tolist() == [-2, 0, -2]
 
 

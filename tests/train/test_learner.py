@@ -17,13 +17,13 @@ import torch
 
 from rollbook import Experience, Experiences
 from rollbook.models import Actor, Critic
-from rollbook.train.algorithm import Algorithm
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.completing import complete
 from rollbook.train.learner import Batching, Learner, NotFinite
 from rollbook.train.optimizing import Optimizing
 from tests.train.test_reference import gradients, llama, numbers, records, same, samples, weights
 
-GRPO = Algorithm.of("grpo", kl_coef=0.05, entropy_coef=0.01)
+GRPO = AlgorithmConfig.preset("grpo", kl_coef=0.05, entropy_coef=0.01)
 STEP = Optimizing(lr=0.01, eps=1e-5)
 PLAIN = Optimizing(name="sgd", betas=(0.0, 0.999), lr=0.3, grad_clip=0.0)
 
@@ -45,11 +45,11 @@ def critical(**options: Any) -> Learner:
         torch.manual_seed(3)
         critic = Critic(llama(5).model, value_head="normal")
     given = {"kl_coef": 0.0, **options.pop("changes", {})}
-    return learner(algorithm=Algorithm.of("ppo", **given), critic=critic, **options)
+    return learner(algorithm=AlgorithmConfig.preset("ppo", **given), critic=critic, **options)
 
 
 def judged(critic: Any) -> Experiences:
-    return complete(records(samples()), Algorithm.of("ppo", kl_coef=0.0), critic=critic)
+    return complete(records(samples()), AlgorithmConfig.preset("ppo", kl_coef=0.0), critic=critic)
 
 
 def equal(one: Any, two: Any) -> bool:
@@ -227,7 +227,7 @@ def test_advantages_from_elsewhere_need_no_reward() -> None:
     rows = [row.replace(reward=None) for row in made()]
     assert equal(learner().learn(rows, step=1).places, learner().learn(made(), step=1).places)
     bare = [records(samples())[0].replace(reward=None, eid={"batch": "expert", "task": 0})]
-    mix = Algorithm.of("mix")
+    mix = AlgorithmConfig.preset("mix")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         both = complete([*made(), *bare], mix, expert=[False] * 16 + [True])
@@ -236,7 +236,7 @@ def test_advantages_from_elsewhere_need_no_reward() -> None:
 
 
 def test_versions_of_records_and_of_tokens_may_be_mixed_and_none_may_be_missing() -> None:
-    algorithm = Algorithm.of("grpo", kl_coef=0.0, correction={"max_staleness": 2})
+    algorithm = AlgorithmConfig.preset("grpo", kl_coef=0.0, correction={"max_staleness": 2})
     rows = list(made().take([0, 1, 2, 3]))
     lengths = [len(row.action_mask) for row in rows]
     old = [1] * (lengths[1] - 1) + [5]
@@ -440,7 +440,7 @@ def test_records_without_a_token_that_counts_are_left_out() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
     """No model predicts it: prompt_length=0 gives what prompt_length=1 gives, whose first token is no action."""
-    algorithm = Algorithm.of("ppo", kl_coef=0.05, kl_in="loss", entropy_coef=0.01)
+    algorithm = AlgorithmConfig.preset("ppo", kl_coef=0.05, kl_in="loss", entropy_coef=0.01)
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 16, (n,), generator=draw).tolist() for n in (6, 4, 5)]
     metrics = []
@@ -456,7 +456,7 @@ def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
         metrics.append({name: value for name, value in learned.metrics.items() if "seconds" not in name})
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
     lone = Experience(tokens=[5], prompt_length=0, action_mask=[True], advantages=[1.0], logprobs=[-1.0])
-    assert learner(algorithm=Algorithm.of("grpo", kl_coef=0.0)).learn([lone], step=1).places[0] == {
+    assert learner(algorithm=AlgorithmConfig.preset("grpo", kl_coef=0.0)).learn([lone], step=1).places[0] == {
         "left_out": "no token that counts"
     }
 

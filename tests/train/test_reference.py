@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rollbook import Experience, Experiences
 from rollbook.algorithms import estimate
 from rollbook.models import Actor, Critic
-from rollbook.train.algorithm import PRESET_NAMES, Algorithm
+from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
 from rollbook.train.completing import complete
 from rollbook.train.learner import Batching, Learned, Learner
 from rollbook.train.optimizing import Optimizing
@@ -172,7 +172,7 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     model = llama()
     actor, given = Actor(copy.deepcopy(model)), samples()
     given[3].reward = given[9].reward = math.nan
-    algorithm = Algorithm.of(
+    algorithm = AlgorithmConfig.preset(
         "grpo",
         kl_coef=how.kl_coef,
         kl_estimator="k3",
@@ -242,7 +242,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
     rows = list(records(given))
     rows[12:] = [row.replace(reward=None) for row in rows[12:]]
     rows[10] = rows[10].replace(token_level_reward=[math.nan if acts else 0.0 for acts in given[10].action])
-    algorithm = Algorithm.of(
+    algorithm = AlgorithmConfig.preset(
         "ppo",
         gamma=0.99,
         lam=0.95,
@@ -290,7 +290,7 @@ def test_the_group_mean_as_baseline_is_whitened() -> None:
     """By the trainer as by the function; a sample without a reward is in neither mean."""
     given = samples()
     given[9].reward = math.nan
-    algorithm = Algorithm(estimator="reinforce_plus_plus_baseline")
+    algorithm = AlgorithmConfig(estimator="reinforce_plus_plus_baseline")
     found = complete(records(given), algorithm)
     expected = estimate("reinforce_plus_plus_baseline", records(given)).advantages
     scored = [one for i, one in enumerate(given) if i != 9]
@@ -338,7 +338,7 @@ def test_preset(monkeypatch: pytest.MonkeyPatch, name: str, packed: bool, budget
     how = How(lr=0.3, optimizer="sgd", betas=(0.0, 0.999), **changes)
     model = llama()
     actor, given = Actor(copy.deepcopy(model)), samples()
-    algorithm = Algorithm.of(name)
+    algorithm = AlgorithmConfig.preset(name)
     if algorithm.drop_constant_groups:
         given = [one for one in given if one.group != 1]
     learner = Learner(
@@ -371,7 +371,7 @@ def test_mix(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
     for one in given:
         one.expert = one.group == 3
     own = [one for one in given if not one.expert]
-    algorithm = Algorithm.of("mix", kl_coef=0.05, entropy_coef=0.02)
+    algorithm = AlgorithmConfig.preset("mix", kl_coef=0.05, entropy_coef=0.02)
     rows = list(complete(records(own), algorithm))
     for i in (1, 4, 6):
         rows[i] = rows[i].replace(policy_logprobs=None)
@@ -416,7 +416,7 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
         batching=Batching(minibatches=2, epochs=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(complete(rows, Algorithm.of("dpo")), step=1)
+    learned = learner.learn(complete(rows, AlgorithmConfig.preset("dpo")), step=1)
     assert all(len(place[key]) == 2 for place in learned.places for key in ("minibatch", "micro_batch", "weight"))
     mover = naive.optimizer_of(how, list(model.parameters()))
     losses = []
@@ -437,7 +437,7 @@ def test_weights(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     how = How(mode=mode, kl_coef=0.05, entropy_coef=0.02, lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
     model = llama()
     actor, given = Actor(copy.deepcopy(model)), samples()
-    algorithm = Algorithm.of(
+    algorithm = AlgorithmConfig.preset(
         "grpo",
         kl_coef=0.05,
         entropy_coef=0.02,

@@ -24,7 +24,7 @@ from rollbook.book.book import Book
 from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.models import Actor, Critic
 from rollbook.train import saving
-from rollbook.train.algorithm import Algorithm
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.completing import maker_config
 from rollbook.train.data import Prompts
 from rollbook.train.intake import Intake
@@ -114,8 +114,8 @@ def prompts(given: bool = False) -> Prompts:
 def trainer(folder: Path, setting: Setting, weights: int = 0) -> Trainer:
     """A trainer of a setting, whose weights are those of this seed until it resumes."""
     given = {"algorithm": "grpo", "changes": {}, "maker": {}, "reward": by_ids, **setting}
-    how = Algorithm.of(given["algorithm"], **{"kl_coef": 0.0, **given["changes"]})
-    how = how if how.estimator is None or how.n > 1 else Algorithm.of(how, n=2)
+    how = AlgorithmConfig.preset(given["algorithm"], **{"kl_coef": 0.0, **given["changes"]})
+    how = how if how.estimator is None or how.n > 1 else AlgorithmConfig.preset(how, n=2)
     options = {name: given[name] for name in ("precision", "intake", "batching", "keep") if name in given}
     short = torch.bfloat16 if given.get("precision") == "bfloat16" else None
     actor = llama(weights, given.get("dropout", 0.0), lora=given.get("lora"), dtype=short)

@@ -15,7 +15,7 @@ from rollbook import Experience
 from rollbook.book import ConnectionLost, Lease, OutcomeUnknown
 from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.models import Actor
-from rollbook.train.algorithm import Algorithm
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.completing import complete, maker_config
 from rollbook.train.data import Prompts
 from rollbook.train.episodes import EpisodeMaker
@@ -27,7 +27,7 @@ from tests.train.test_episodes import Game
 from tests.train.test_learner import equal
 from tests.train.test_reference import weights
 
-KL = Algorithm.of("grpo", n=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1")
+KL = AlgorithmConfig.preset("grpo", n=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1")
 
 
 def models() -> tuple[Actor, Actor]:
@@ -50,7 +50,7 @@ def models() -> tuple[Actor, Actor]:
     return actor, reference
 
 
-def maker(actor: Actor, algorithm: Algorithm, initial_model: Any = None, kl: Any = None, **changes: Any) -> Any:
+def maker(actor: Actor, algorithm: AlgorithmConfig, initial_model: Any = None, kl: Any = None, **changes: Any) -> Any:
     config = dataclasses.replace(maker_config(algorithm, seed=0), **changes)
     return NaiveExperienceMaker(
         actor,
@@ -65,7 +65,7 @@ def maker(actor: Actor, algorithm: Algorithm, initial_model: Any = None, kl: Any
     )
 
 
-def trainer(actor: Actor, made: Any, algorithm: Algorithm, **options: Any) -> Trainer:
+def trainer(actor: Actor, made: Any, algorithm: AlgorithmConfig, **options: Any) -> Trainer:
     given = {"generate": {"max_tokens": 3}, "groups": 2, **options}
     prompts = Prompts([{"prompt": [5, 6]}, {"prompt": [7]}])
     return Trainer(actor, made, rollbook.open("memory:"), algorithm, prompts=prompts, **given)
@@ -102,7 +102,7 @@ def test_a_penalty_without_a_reference_is_not_silent() -> None:
     with pytest.warns(UserWarning, match=r"kl_controller: got 0.5, and no initial_model"):
         plain.make_records([[5, 6]], max_tokens=2)
     with pytest.raises(ValueError, match=r"algorithm.kl_coef: got -1"):
-        Algorithm.of(KL, kl_coef=-1.0)
+        AlgorithmConfig.preset(KL, kl_coef=-1.0)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,25 @@ def test_a_penalty_without_a_reference_is_not_silent() -> None:
         (KL, {"kl_coef": 1.0}, {}, r"kl_coef \(in the reward\) 1.0.*expected the algorithm's, 2.0"),
         (KL, {"use_kl_loss": True}, {}, r"kl_coef \(in the reward\) 0.0"),
         (KL, {"kl_estimator": "k3"}, {}, "kl_estimator 'k3'"),
-        (Algorithm.of("grpo", kl_coef=0.0), {"advantage_estimator": "rloo"}, {}, "advantage_estimator 'rloo'"),
-        (Algorithm.of("grpo", kl_coef=0.0), {"estimator_options": {"eps": 1.0}}, {}, "estimator_options {'eps': 1.0}"),
-        (Algorithm.of("grpo", kl_coef=0.0), {}, {"generate": {"gamma": 0.5}}, "gamma 0.5"),
-        (Algorithm.of("grpo", kl_coef=0.0), {"n_samples_per_prompt": 3}, {}, "n_samples_per_prompt 3"),
-        (Algorithm.of("grpo", overlong_buffer=2), {"overlong_buffer": False}, {}, "overlong_buffer None"),
+        (
+            AlgorithmConfig.preset("grpo", kl_coef=0.0),
+            {"advantage_estimator": "rloo"},
+            {},
+            "advantage_estimator 'rloo'",
+        ),
+        (
+            AlgorithmConfig.preset("grpo", kl_coef=0.0),
+            {"estimator_options": {"eps": 1.0}},
+            {},
+            "estimator_options {'eps': 1.0}",
+        ),
+        (AlgorithmConfig.preset("grpo", kl_coef=0.0), {}, {"generate": {"gamma": 0.5}}, "gamma 0.5"),
+        (AlgorithmConfig.preset("grpo", kl_coef=0.0), {"n_samples_per_prompt": 3}, {}, "n_samples_per_prompt 3"),
+        (AlgorithmConfig.preset("grpo", overlong_buffer=2), {"overlong_buffer": False}, {}, "overlong_buffer None"),
     ],
 )
 def test_a_maker_that_contradicts_the_algorithm_is_refused(
-    algorithm: Algorithm, changes: dict[str, Any], options: dict[str, Any], said: str
+    algorithm: AlgorithmConfig, changes: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     actor, reference = models()
     with pytest.raises(ValueError, match=f"maker: got {said}"):
@@ -141,7 +151,7 @@ def test_a_maker_of_episodes_is_held_to_the_algorithm() -> None:
     run = trainer(actor, episodes, KL)
     assert episodes.initial_model is run.reference and episodes.kl_coef == 2.0
     with pytest.raises(ValueError, match="maker: got advantage_estimator 'grpo', expected the algorithm's, 'rloo'"):
-        trainer(actor, episodes, Algorithm.of("rloo", n=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1"))
+        trainer(actor, episodes, AlgorithmConfig.preset("rloo", n=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1"))
 
 
 # --- records without a reward -----------------------------------------------------------------------------------------
@@ -164,7 +174,7 @@ def scored(rewards: list[float | None]) -> list[Experience]:
 def test_a_step_is_acknowledged_again_while_the_server_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     book = rollbook.open("memory:")
     book.append(scored([1.0, 0.0]))
-    run = Trainer(models()[0], None, book, Algorithm.of("grpo"), groups=1)
+    run = Trainer(models()[0], None, book, AlgorithmConfig.preset("grpo"), groups=1)
     acknowledge, failures = Lease.ack, [ConnectionLost("no server"), OutcomeUnknown("no answer")]
 
     def ack(lease: Lease, *args: Any, **options: Any) -> int:
@@ -183,7 +193,7 @@ def test_a_step_is_acknowledged_again_while_the_server_cannot_be_reached(monkeyp
 def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | None) -> None:
     """In loss, divergence and weights; and the ledger says so, and if nobody scored it a warning, too."""
     actor, reference = models()
-    algorithm = Algorithm.of("grpo", kl_coef=0.1)
+    algorithm = AlgorithmConfig.preset("grpo", kl_coef=0.1)
     other = Learner(copy.deepcopy(actor), algorithm)
     expected = other.learn(complete(scored([1.0, 0.0]), algorithm, reference=reference), step=1)
     book = rollbook.open("memory:")

@@ -26,22 +26,15 @@ from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.groups import block_means, sums_of_blocks
 from rollbook.algorithms.kl import penalise
 from rollbook.algorithms.moments import whiten
-from rollbook.algorithms.ranks import ALONE, Ranks
+from rollbook.algorithms.ranks import ALONE, Ranks, current_ranks
 from rollbook.algorithms.registry import number
-from rollbook.algorithms.results import Advantages, Report
+from rollbook.algorithms.results import Advantages, Report, as_advantages
 from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_rewards, shape_overlong
 from rollbook.algorithms.sources import INFO_KEYS
 from rollbook.jagged import Rows
 from rollbook.making.config import MakerConfig
 from rollbook.making.whole import Whole
 from rollbook.progress import advise
-
-
-def ranks_here() -> Ranks:
-    """All processes of a distributed run, or this one alone."""
-    import torch.distributed as dist
-
-    return Ranks() if dist.is_available() and dist.is_initialized() else ALONE
 
 
 @dataclass
@@ -103,7 +96,7 @@ def score(
     whole: Whole, config: MakerConfig, norm: RunningNorm | None = None, max_new_tokens: int | None = None
 ) -> Scored:
     """The rewards of a rollout, shaped, and scored within their groups if that is what the estimator does."""
-    ranks = ranks_here()
+    ranks = current_ranks()
     if ranks is ALONE and norm is None and not config.overlong_buffer:
         scored = _block_scores(whole, config)
         if scored is not None:
@@ -228,20 +221,7 @@ def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks:
     if entry.inputs.get("runs") and ids is None:
         given |= {"runs": list(range(len(whole))), "steps": [0] * len(whole)}
     given = {name: value for name, value in given.items() if value is not None and name in entry.inputs}
-    return _as_advantages(entry.name, entry.call(given, options))
-
-
-def _as_advantages(name: str, found: Any) -> Advantages:
-    """What an estimator gave back; one of a user's own may give plain numbers."""
-    if isinstance(found, Advantages):
-        return found
-    if isinstance(found, Rows):
-        return Advantages(found.apply(torch.Tensor.float))
-    try:
-        return Advantages(torch.as_tensor(found).float())
-    except (TypeError, ValueError, RuntimeError):
-        got = type(found).__name__
-        raise ValueError(f"{name}: got {got} back, expected a number for each row, Rows, or Advantages") from None
+    return as_advantages(entry.name, entry.call(given, options))
 
 
 def check(config: MakerConfig, given: Mapping[str, Any]) -> None:
@@ -280,7 +260,7 @@ def finish(
     `reward_clip_frac` and `advantage_clip_frac` where there is a bound, and `filtered` where `dynamic_sampling` masks
     rows. Gives back metrics of the whole.
     """
-    ranks = ranks_here()
+    ranks = current_ranks()
     recursions = recursions or Recursions()
     entry = ESTIMATORS[config.advantage_estimator]
     mask = whole.rows("action_mask")
@@ -445,7 +425,7 @@ def _over_tokens(
         chosen = {**entry.options, **options}
         found = _replaced(whole, rewards, token_rewards, given.get("values"), mask, chosen, recursions)
     else:
-        found = _as_advantages(entry.name, entry.call(given, options))
+        found = as_advantages(entry.name, entry.call(given, options))
     return found, bool(options.get("whiten", entry.options.get("whiten", False)))
 
 
@@ -462,4 +442,4 @@ def _advice(name: str) -> str:
     return _SOURCES.get(name) or f"put them into the prompts' info[{INFO_KEYS.get(name, name)!r}]"
 
 
-__all__ = ["Recursions", "Scored", "check", "finish", "over_rows", "ranks_here", "score", "takes_token_rewards"]
+__all__ = ["Recursions", "Scored", "check", "finish", "over_rows", "score", "takes_token_rewards"]

@@ -2,7 +2,7 @@
 
 | module | what it holds |
 |---|---|
-| `algorithm` | `Algorithm`, `PRESETS`: an estimator, a loss and what goes with them, by name |
+| `algorithm` | `AlgorithmConfig`, `PRESETS`: an estimator, a loss and what goes with them, by name |
 | `learner`, `material`, `objective`, `optimizing` | from records to new weights: rows, losses, optimizers |
 | `trainer`, `intake`, `completing`, `saving` | the loop: make, keep, lease, learn, acknowledge; checkpoints |
 | `data`, `rows`, `sources`, `supervised` | prompts from files, with a cursor; records of given answers |
@@ -14,8 +14,8 @@
 
 Names load when they are first used.
 
->>> from rollbook.train import Algorithm
->>> Algorithm.of("dapo").loss_options
+>>> from rollbook.train import AlgorithmConfig
+>>> AlgorithmConfig.preset("dapo").loss_options
 {'clip_high': 0.28}
 """
 
@@ -27,7 +27,7 @@ from rollbook._lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.train.algorithm import PRESETS as PRESETS
-    from rollbook.train.algorithm import Algorithm as Algorithm
+    from rollbook.train.algorithm import AlgorithmConfig as AlgorithmConfig
     from rollbook.train.completing import complete as complete
     from rollbook.train.completing import maker_config as maker_config
     from rollbook.train.data import Prompts as Prompts
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from rollbook.train.warming import warm_up as warm_up
 
 _HOMES = {
-    "Algorithm": "algorithm",
+    "AlgorithmConfig": "algorithm",
     "Batching": "learner",
     "Environment": "episodes",
     "EpisodeMaker": "episodes",

@@ -47,7 +47,7 @@ def prompts_of(config: Config) -> tuple[Prompts, Prompts | None]:
     both = 0 if held is None else held.shared(found)
     if held is not None and both:
         advise(f"evaluation: {both} of {len(held)} prompts are among those that are trained on")
-    if not config.algorithm.needs_maker:
+    if not config.algorithm.needs_rollouts:
         found.require(*(("chosen", "rejected") if config.algorithm.pairs else ("response",)))
     if config.warmup.steps:
         found.require("response")

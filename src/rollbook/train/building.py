@@ -99,7 +99,7 @@ def maker_of(config: Config, models: Models, reward: Any) -> Any:
     """Who makes experience."""
     own, actor = config.algorithm, models.actor
     positions = getattr(text_config(actor), "max_position_embeddings", None)
-    if not own.needs_maker:
+    if not own.needs_rollouts:
         longest = config.data.max_prompt_tokens
         totals = [positions, None if longest is None else longest + config.sampling.max_tokens]
         total = min((one for one in totals if one is not None), default=None)

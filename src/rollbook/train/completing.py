@@ -26,13 +26,13 @@ from rollbook.making.whole import Whole
 from rollbook.models.forward import policy_log_probs, reference_log_probs, values
 from rollbook.progress import advise
 from rollbook.ragged import Ragged
-from rollbook.train.algorithm import Algorithm
+from rollbook.train.algorithm import AlgorithmConfig
 
 
-def maker_config(algorithm: Algorithm, **more: Any) -> MakerConfig:
+def maker_config(algorithm: AlgorithmConfig, **more: Any) -> MakerConfig:
     """What a maker is to be told so that its experience is what the algorithm learns from; `more` are other options.
 
-    >>> maker_config(Algorithm.of("dapo"), seed=1).n_samples_per_prompt
+    >>> maker_config(AlgorithmConfig.preset("dapo"), seed=1).n_samples_per_prompt
     16
     """
     options = dict(algorithm.estimator_options)
@@ -57,7 +57,7 @@ def maker_config(algorithm: Algorithm, **more: Any) -> MakerConfig:
     return MakerConfig(**{**given, **more})
 
 
-def check_maker(maker: NaiveExperienceMaker, algorithm: Algorithm, generate: Mapping[str, Any]) -> None:
+def check_maker(maker: NaiveExperienceMaker, algorithm: AlgorithmConfig, generate: Mapping[str, Any]) -> None:
     """Raise `ValueError` if a maker estimates advantages by other settings than the algorithm's.
 
     Args:
@@ -100,7 +100,7 @@ def _settings(config: MakerConfig, kl_coef: float) -> dict[str, Any]:
 
 def complete(
     records: Any,
-    algorithm: Algorithm,
+    algorithm: AlgorithmConfig,
     *,
     actor: Any = None,
     critic: Any = None,
@@ -125,7 +125,7 @@ def complete(
     >>> from rollbook import Experience
     >>> records = [Experience(tokens=[1, 2, 3], reward=float(r), logprobs=[-1.0, -1.0], eid={"task": 0, "run": r})
     ...            for r in range(2)]
-    >>> complete(records, Algorithm.of("dr_grpo"))[1].advantages.tolist()
+    >>> complete(records, AlgorithmConfig.preset("dr_grpo"))[1].advantages.tolist()
     [0.5, 0.5]
     """
     many = as_experiences(records)
@@ -154,17 +154,6 @@ def complete(
     return many
 
 
-def takes_rewards(algorithm: Algorithm) -> bool:
-    """Whether advantages are estimated from rewards.
-
-    >>> [takes_rewards(Algorithm.of(name)) for name in ("grpo", "ppo", "sft", "on_policy_distill")]
-    [True, True, False, False]
-    """
-    from rollbook.algorithms import ESTIMATORS
-
-    return algorithm.estimator is not None and "rewards" in ESTIMATORS[algorithm.estimator].inputs
-
-
 def _rewards(
     many: Experiences, rewards: NDArray[np.float64], anew: bool, expert: Sequence[bool] | None
 ) -> list[float | None]:
@@ -186,7 +175,7 @@ def _rewards(
     return known
 
 
-def _needs_old(algorithm: Algorithm) -> bool:
+def _needs_old(algorithm: AlgorithmConfig) -> bool:
     """Whether the policy's log-probs from before the step are asked for: by the loss, the estimator or the KL."""
     from rollbook.algorithms import ESTIMATORS, LOSSES
 
@@ -219,7 +208,7 @@ def _filled(many: Experiences, name: str, model: Any, who: str, ask: Any) -> Exp
 
 
 def _estimated(
-    many: Experiences, algorithm: Algorithm, max_tokens: int | None, anew: bool, expert: Sequence[bool] | None
+    many: Experiences, algorithm: AlgorithmConfig, max_tokens: int | None, anew: bool, expert: Sequence[bool] | None
 ) -> Experiences:
     """The records with advantages and returns: made of all of them, given to those that lack them."""
     config = maker_config(algorithm)
@@ -233,7 +222,7 @@ def _estimated(
     scored = estimating.score(whole, config, None, max_tokens)
     estimating.finish(whole, scored, config, kl_coef=algorithm.kl_coef, gamma=algorithm.gamma, lambd=algorithm.lam)
     made: dict[str, list[Any]] = {}
-    if takes_rewards(algorithm):
+    if algorithm.takes_rewards:
         made["reward"] = _rewards(many, rewards, anew, expert)
     for name in ("advantages", "returns"):
         found, known = list(getattr(batch, name)), many.values(name)

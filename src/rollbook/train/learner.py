@@ -22,7 +22,7 @@ from rollbook.models.forward import reference_log_probs
 from rollbook.planner import MicroBatch, plan
 from rollbook.progress import advise
 from rollbook.rollout.engine import derived
-from rollbook.train.algorithm import Algorithm
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.material import Material
 from rollbook.train.objective import Flags, Whole, critic_loss, policy_loss
 from rollbook.train.optimizing import PRECISIONS, Optimizer, Optimizing
@@ -119,7 +119,7 @@ class Learner:
     def __init__(
         self,
         actor: Any,
-        algorithm: Algorithm | str,
+        algorithm: AlgorithmConfig | str,
         *,
         critic: Any = None,
         reference: Any = None,
@@ -132,7 +132,7 @@ class Learner:
         nonfinite_limit: int = 3,
     ) -> None:
         self.actor, self.critic, self.reference = actor, critic, reference
-        self.algorithm = Algorithm.of(algorithm)
+        self.algorithm = AlgorithmConfig.preset(algorithm)
         self.batching = Batching() if batching is None else batching
         self.precision = precision
         choice("precision", precision, PRECISIONS)

@@ -22,10 +22,8 @@ from rollbook.algorithms.masks import high_entropy_mask
 from rollbook.collate import split_dpo_experience_to_single_turn
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.jagged import Rows
-from rollbook.making.estimating import takes_token_rewards
 from rollbook.records import mask_unpredicted
-from rollbook.train.algorithm import Algorithm
-from rollbook.train.completing import takes_rewards
+from rollbook.train.algorithm import AlgorithmConfig
 
 Ints = NDArray[np.int64]
 
@@ -37,7 +35,7 @@ class Material:
     >>> from rollbook import Experience
     >>> records = [Experience(tokens=[1, 2, 3], advantages=[a, a], logprobs=[-1.0, -1.0], eid={"task": i})
     ...            for i, a in enumerate((1.0, 0.0, -1.0))]
-    >>> found = Material.of(records, Algorithm.of("grpo", kl_coef=0.0), drop_zero=True)
+    >>> found = Material.of(records, AlgorithmConfig.preset("grpo", kl_coef=0.0), drop_zero=True)
     >>> len(found.rows), found.sources.tolist(), found.left_out
     (2, [0, 2], {1: 'zero advantage'})
     """
@@ -61,7 +59,7 @@ class Material:
     def of(
         cls,
         records: Any,
-        algorithm: Algorithm,
+        algorithm: AlgorithmConfig,
         *,
         expert: Sequence[bool] | None = None,
         weights: Sequence[float] | None = None,
@@ -80,7 +78,7 @@ class Material:
         made = cls(many, np.arange(len(many)), len(many), expert=None if expert is None else list(expert))
         if weights is not None:
             made._weigh([torch.full((n,), w) for n, w in zip(made.slots(), weights, strict=True)])
-        if takes_rewards(algorithm):
+        if algorithm.takes_rewards:
             made._leave_out_unrewarded(algorithm)
         made._need(algorithm)
         if algorithm.correction is not None:
@@ -124,7 +122,7 @@ class Material:
 
     # --- what changes it ----------------------------------------------------------------------------------------------
 
-    def _need(self, algorithm: Algorithm) -> None:
+    def _need(self, algorithm: AlgorithmConfig) -> None:
         """Refuse records without what the loss asks for, by name."""
         needs = {"advantages": ("advantages",), "old_log_probs": ("policy_logprobs", "logprobs")}
         needs = {name: fields for name, fields in needs.items() if name in _inputs(algorithm)}
@@ -165,7 +163,7 @@ class Material:
         rows = zip(values, self.expert, self.slots(), strict=True)
         return [torch.zeros(n) if expert else value for value, expert, n in rows]
 
-    def _correct(self, algorithm: Algorithm, version: int | None) -> None:
+    def _correct(self, algorithm: AlgorithmConfig, version: int | None) -> None:
         names = ("policy_logprobs", "logprobs")
         both = [self._without_expert(self.rows.values(name)) for name in names]
         for name, values in zip(names, both, strict=True):
@@ -214,7 +212,7 @@ class Material:
         made = [new.float() if old is None else old * new for old, new in zip(known, by, strict=True)]
         self.rows = self.rows.assign(loss_weights=made)
 
-    def _leave_out_unrewarded(self, algorithm: Algorithm) -> None:
+    def _leave_out_unrewarded(self, algorithm: AlgorithmConfig) -> None:
         """Leave out rows whose reward is NaN or infinite, or a token reward of theirs that the estimator takes. `None`
         is not: their advantages come from elsewhere."""
         expert = [False] * len(self.rows) if self.expert is None else self.expert
@@ -223,7 +221,7 @@ class Material:
             for i, reward in enumerate(self.rows.values("reward"))
             if reward is not None and not math.isfinite(reward) and not expert[i]
         ]
-        if algorithm.estimator is not None and takes_token_rewards(algorithm.estimator):
+        if algorithm.takes_token_rewards:
             token_rewards = zip(self.rows.values("token_level_reward"), self._masked(), expert, strict=True)
             missing += [
                 i
@@ -254,7 +252,7 @@ class Material:
         self.metrics |= {f"left_out/{name.replace(' ', '_')}": float(n) for name, n in Counter(why.values()).items()}
 
 
-def _inputs(algorithm: Algorithm) -> Any:
+def _inputs(algorithm: AlgorithmConfig) -> Any:
     from rollbook.algorithms import LOSSES
 
     return LOSSES[algorithm.loss].inputs

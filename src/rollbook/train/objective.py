@@ -15,12 +15,12 @@ import torch
 from rollbook.algorithms import LOSSES
 from rollbook.algorithms.aggregate import denominators
 from rollbook.algorithms.kl import kl_loss
-from rollbook.algorithms.losses import entropy_loss, mix_denominators, value_loss
+from rollbook.algorithms.losses import entropy_loss, value_loss
 from rollbook.algorithms.tokens import TokenStats
 from rollbook.batch import ExperienceBatch
 from rollbook.jagged import Rows
 from rollbook.planner import Denominators
-from rollbook.train.algorithm import Algorithm
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.material import Material
 
 
@@ -35,15 +35,13 @@ class Whole:
     """The constant of the mode `seq-mean-token-sum-norm`."""
 
     @classmethod
-    def of(cls, algorithm: Algorithm, material: Material, rows: Sequence[int], max_tokens: int | None) -> Whole:
+    def of(cls, algorithm: AlgorithmConfig, material: Material, rows: Sequence[int], max_tokens: int | None) -> Whole:
         """Of these rows of a step."""
         mask = Rows([material.masks[i] for i in rows])
         found = denominators(mask)
-        loss: Any = found
-        if algorithm.pairs:
-            loss = len({(material.pairs or [])[i] for i in rows})
-        elif algorithm.mixed:
-            loss = mix_denominators(mask, [(material.expert or [])[i] for i in rows])
+        denominators_of = algorithm.loss_entry.denominators
+        loss = found if denominators_of is None else denominators_of(material, rows)
+        if algorithm.mixed:
             found = loss[0]  # the divergence and the bonus are of its own rows alone
         norm = None
         if mode_of(algorithm) == "seq-mean-token-sum-norm":
@@ -53,10 +51,10 @@ class Whole:
         return cls(found, loss, norm)
 
 
-def mode_of(algorithm: Algorithm) -> str:
+def mode_of(algorithm: AlgorithmConfig) -> str:
     """How the algorithm's loss makes one number of tokens.
 
-    >>> mode_of(Algorithm.of("gspo")), mode_of(Algorithm.of("dr_grpo"))
+    >>> mode_of(AlgorithmConfig.preset("gspo")), mode_of(AlgorithmConfig.preset("dr_grpo"))
     ('seq-mean-token-mean', 'seq-mean-token-sum-norm')
     """
     options = LOSSES[algorithm.loss].options
@@ -80,7 +78,7 @@ class Flags:
 
 
 def policy_loss(
-    algorithm: Algorithm,
+    algorithm: AlgorithmConfig,
     found: TokenStats,
     batch: ExperienceBatch,
     flags: Flags,
@@ -138,7 +136,7 @@ def policy_loss(
 
 
 def critic_loss(
-    algorithm: Algorithm, values: Any, batch: ExperienceBatch, whole: Whole
+    algorithm: AlgorithmConfig, values: Any, batch: ExperienceBatch, whole: Whole
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The critic's loss of a micro-batch, and detached shares of metrics: `value_loss`, `vf_clipfrac`, `value`."""
     loss = value_loss(

@@ -21,7 +21,7 @@ from rollbook.making.recording import with_reward
 from rollbook.models import Actor
 from rollbook.rewards.types import RewardInput, Scores
 from rollbook.train import building, saving
-from rollbook.train.algorithm import Algorithm
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.completing import complete
 from rollbook.train.config.schema import Config
 from rollbook.train.learner import Learner
@@ -112,7 +112,7 @@ class Rebuilt:
         except ValueError as error:
             raise ValueError(f"step {traced.step}: a record of it cannot be read: {error}") from None
 
-    def beside(self, own: Experiences, step: int, algorithm: Algorithm) -> tuple[Experiences, list[bool] | None]:
+    def beside(self, own: Experiences, step: int, algorithm: AlgorithmConfig) -> tuple[Experiences, list[bool] | None]:
         """A step's own records and the expert's that were beside them, and which are the expert's."""
         given = self.intake.experts(self.expert, len(own), seed=self.config.seed, step=step, known=self._experts)
         both = own if given is None else Experiences([*own, *given])
@@ -167,7 +167,7 @@ class Rebuilt:
             nonfinite_limit=1 << 30,  # what another choice comes to is to be seen, whatever it is
         )
 
-    def completed(self, records: Experiences, algorithm: Algorithm, **more: Any) -> Experiences:
+    def completed(self, records: Experiences, algorithm: AlgorithmConfig, **more: Any) -> Experiences:
         """Records with all that an algorithm learns from."""
         given: dict[str, Any] = {"max_tokens": self.config.sampling.max_tokens, **more}
         return complete(
@@ -228,7 +228,7 @@ class Rebuilt:
             made[i] = value + (rows[i].metrics.get("environment", made[i]) if played else 0.0)
         return made
 
-    def estimated(self, algorithm: Algorithm, reward: Any = None) -> dict[str, dict[str, Any]]:
+    def estimated(self, algorithm: AlgorithmConfig, reward: Any = None) -> dict[str, dict[str, Any]]:
         """`reward`, `advantages` and `returns` of records by id, estimated over all that were made together; with
         another reward, from its scores."""
         turns = self.config.environment.max_turns if self.config.environment.function is not None else 1

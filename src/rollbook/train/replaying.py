@@ -170,7 +170,7 @@ class _Replay:
     def _look_at_rewards(self) -> None:
         run, rewards = self.run, self.run.config.rewards
         played = run.config.environment.function is not None
-        if not run.config.algorithm.needs_maker or (not rewards and not played):
+        if not run.config.algorithm.needs_rollouts or (not rewards and not played):
             return
         if played:
             self.checks.append(

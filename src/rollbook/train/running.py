@@ -424,7 +424,7 @@ def _headline(config: Config, actor: Any, prompts: Prompts, held: Prompts | None
     model = f"{type(actor.model).__name__}, {_count(size)} weights{part}, {config.model.precision} on {device}"
     rows = f"{len(prompts):,} to train on" + ("" if held is None else f", {len(held):,} held out")
     own = config.algorithm
-    what = f"{own.name}, {config.batch.prompts} prompts x {own.n}" if own.needs_maker else own.name
+    what = f"{own.name}, {config.batch.prompts} prompts x {own.n}" if own.needs_rollouts else own.name
     lines = [("run", str(config.folder)), ("model", model), ("data", rows)]
     lines += [("algorithm", f"{what} a step, {config.steps} steps, seed {config.seed}")]
     return "\n".join(f"{name:<9} {text}" for name, text in lines)

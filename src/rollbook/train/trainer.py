@@ -32,7 +32,7 @@ from rollbook.progress import Stages, advise
 from rollbook.ragged import Ragged
 from rollbook.records import mask_unpredicted
 from rollbook.train import saving
-from rollbook.train.algorithm import Algorithm
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.completing import check_maker, complete
 from rollbook.train.intake import Intake
 from rollbook.train.learner import Batching, Learned, Learner
@@ -89,7 +89,7 @@ class Trainer:
 
     - `actor`: a `rollbook.models.Actor`. `maker`: whatever has `make_records(prompts, **generate)`: a
       `NaiveExperienceMaker`, an `EpisodeMaker`, a `SupervisedMaker`; `None`: others bring records to the book.
-    - `book`: where records are kept and leased from. `algorithm`: an `Algorithm`, or a preset's name.
+    - `book`: where records are kept and leased from. `algorithm`: an `AlgorithmConfig`, or a preset's name.
     - `prompts`: a `Prompts`; each step takes `groups` of them. `generate`: options of sampling (`max_tokens`, ...).
     - `critic`, `reference`, `teacher`: models that the algorithm may need; a reference that is needed and not given is
       the maker's, or the actor as it is now; with the KL in the reward the maker is given it, too.
@@ -107,7 +107,7 @@ class Trainer:
     >>> _ = torch.manual_seed(0)
     >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...                           num_attention_heads=2, max_position_embeddings=16))
-    >>> how = Algorithm.of("grpo", n=4, kl_coef=0.0)
+    >>> how = AlgorithmConfig.preset("grpo", n=4, kl_coef=0.0)
     >>> maker = NaiveExperienceMaker(actor, None, None, None, None, 8, None, config=maker_config(how, seed=0),
     ...                              reward_fn=lambda response_ids: response_ids[0] / 32)
     >>> prompts = Prompts([{"prompt": [5, 6]}, {"prompt": [7]}])
@@ -122,7 +122,7 @@ class Trainer:
         actor: Any,
         maker: Any,
         book: Book,
-        algorithm: Algorithm | str,
+        algorithm: AlgorithmConfig | str,
         *,
         prompts: Prompts | None = None,
         groups: int = 64,
@@ -144,7 +144,7 @@ class Trainer:
         success: float = 1.0,
     ) -> None:
         self.actor, self.maker, self.book = actor, maker, book
-        self.algorithm = Algorithm.of(algorithm)
+        self.algorithm = AlgorithmConfig.preset(algorithm)
         self.prompts, self.groups = prompts, whole_number("groups", groups, 1)
         self.generate = dict(generate or {})
         self.critic, self.teacher = critic, teacher

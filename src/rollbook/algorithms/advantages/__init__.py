@@ -39,9 +39,9 @@ from rollbook.algorithms.groups import as_rewards
 from rollbook.algorithms.ranks import ALONE
 from rollbook.algorithms.registry import Estimator
 from rollbook.algorithms.results import Advantages, Report
-from rollbook.algorithms.sources import Inputs, Uids, group_numbers, inputs_of
+from rollbook.algorithms.sources import Inputs, Uids, group_inputs, inputs_of
 from rollbook.batch import ExperienceBatch
-from rollbook.experiences import Experiences, as_experiences
+from rollbook.experiences import as_experiences
 
 
 def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None, **options: Any) -> Advantages:
@@ -82,7 +82,7 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
     given |= _rewards(entry, inputs)
     grouped = many is not None or (data.ids is not None and None not in data.ids)
     if "groups" in entry.inputs and (grouped or entry.inputs["groups"] or entry.compares_runs):
-        given |= _groups(inputs, many, required=entry.inputs.get("runs", False), ranks=options.get("ranks", ALONE))
+        given |= group_inputs(inputs, many, required=entry.inputs.get("runs", False), ranks=options.get("ranks", ALONE))
     found = entry.call(given, options)
     if not isinstance(found, Advantages):
         raise ValueError(
@@ -109,16 +109,6 @@ def _rewards(entry: Estimator, inputs: Mapping[str, Any]) -> dict[str, Any]:
     if not without and not np.isnan(own).any():
         return {"token_rewards": inputs["token_rewards"]}
     return {"token_rewards": inputs["token_rewards"], "rewards": own}
-
-
-def _groups(inputs: Mapping[str, Any], many: Experiences | None, required: bool, ranks: Any) -> dict[str, Any]:
-    """Groups and runs: by number where nobody else must understand them, else by id."""
-    if many is not None and ranks is ALONE:
-        groups, runs = group_numbers(many)
-        if runs is None and required:
-            runs = np.arange(len(groups))
-        return {"groups": groups, "runs": runs}
-    return {"groups": inputs["groups"], "runs": inputs["runs"]}
 
 
 __all__ = [
