@@ -51,7 +51,7 @@ from rollbook.train import (
     Trainer,
     evaluate,
     maker_config,
-    records_of_rows,
+    records_from_answers,
 )
 from rollbook.train.evaluating import difference
 
@@ -146,7 +146,7 @@ def build(seed: int) -> Actor:
 def warm_up(actor: Actor, checked: Prompts, *, seed: int, until: float, pictures: int = 1024, most: int = 200) -> float:
     """Learn from given answers until *sampled* ones are right so often: who is never right is never rewarded."""
     answered = [{**row, "response": row["reference"]} for row in rows(pictures, seed=30_000 + seed)]
-    records = records_of_rows(answered, actor.tokenizer, processor=actor.processor)
+    records = records_from_answers(answered, actor.tokenizer, processor=actor.processor)
     learner = Learner(actor, "sft", optimizer=Optimizing(lr=2e-3, warmup=30))
     rng, right = np.random.default_rng(seed), 0.0
     for step in range(1, most + 1):

@@ -18,9 +18,9 @@ import torch
 from rollbook import Experience, Experiences
 from rollbook.models import Actor, Critic
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.completing import complete
 from rollbook.train.learner import Batching, Learner, NotFinite
 from rollbook.train.optimizing import Optimizing
+from tests.train.stages import complete
 from tests.train.test_reference import gradients, llama, numbers, records, same, samples, weights
 
 GRPO = AlgorithmConfig.preset("grpo", kl_coef=0.05, entropy_coef=0.01)

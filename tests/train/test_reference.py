@@ -21,11 +21,11 @@ from rollbook import Experience, Experiences
 from rollbook.algorithms import estimate
 from rollbook.models import Actor, Critic
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
-from rollbook.train.completing import complete
 from rollbook.train.learner import Batching, Learned, Learner
 from rollbook.train.optimizing import Optimizing
 from tests.train import naive
 from tests.train.naive import How, Sample
+from tests.train.stages import complete
 
 CLOSE = 1e-5
 """How far two gradients, or two sets of new weights, may be apart, as a share of the largest entry; measured: 4e-6."""

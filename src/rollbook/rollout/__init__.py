@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from rollbook.rollout.engine import Cancel as Cancel
     from rollbook.rollout.engine import Engine as Engine
     from rollbook.rollout.engine import Request as Request
+    from rollbook.rollout.environment import Environment as Environment
+    from rollbook.rollout.environment import EnvironmentConfig as EnvironmentConfig
+    from rollbook.rollout.environment import Reply as Reply
+    from rollbook.rollout.environment import play_episodes as play_episodes
     from rollbook.rollout.episode import Episode as Episode
     from rollbook.rollout.episode import act_all as act_all
     from rollbook.rollout.local import TransformersEngine as TransformersEngine
@@ -36,7 +40,11 @@ _HOMES = {
     "Drift": "rendering",
     "Drifts": "rendering",
     "Engine": "engine",
+    "Environment": "environment",
+    "EnvironmentConfig": "environment",
     "Episode": "episode",
+    "Reply": "environment",
+    "play_episodes": "environment",
     "Line": "scripted",
     "OpenAIEngine": "openai",
     "Prompt": "types",

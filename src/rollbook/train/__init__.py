@@ -2,11 +2,11 @@
 
 | module | what it holds |
 |---|---|
-| `algorithm` | `AlgorithmConfig`, `PRESETS`: an estimator, a loss and what goes with them, by name |
+| `algorithm` | `AlgorithmConfig`, `PRESETS`: an estimator, a loss and their settings, by name |
+| `pipeline`, `metrics` | from prompts to training records: `generate`, `score`, `annotate`, `estimate` |
 | `learner`, `material`, `objective`, `optimizing` | from records to new weights: rows, losses, optimizers |
-| `trainer`, `intake`, `completing`, `saving` | the loop: make, keep, lease, learn, acknowledge; checkpoints |
+| `trainer`, `intake`, `saving` | the loop: roll out, append, lease, update, acknowledge; checkpoints |
 | `data`, `rows`, `sources`, `supervised` | prompts from files, with a cursor; records of given answers |
-| `episodes` | several turns with tools or games, all runs in lock step |
 | `evaluating`, `statistics` | avg@k, pass@k, maj@k with intervals |
 | `tracking`, `display` | metrics to the book, TensorBoard, W&B and a terminal |
 | `config`, `modelling`, `asking`, `building`, `warming`, `running`, `recipes`, `naming` | `rollbook train` |
@@ -28,12 +28,7 @@ from rollbook._lazy import lazily
 if TYPE_CHECKING:
     from rollbook.train.algorithm import PRESETS as PRESETS
     from rollbook.train.algorithm import AlgorithmConfig as AlgorithmConfig
-    from rollbook.train.completing import complete as complete
-    from rollbook.train.completing import maker_config as maker_config
     from rollbook.train.data import Prompts as Prompts
-    from rollbook.train.episodes import Environment as Environment
-    from rollbook.train.episodes import EpisodeMaker as EpisodeMaker
-    from rollbook.train.episodes import Reply as Reply
     from rollbook.train.evaluating import Evaluation as Evaluation
     from rollbook.train.evaluating import difference as difference
     from rollbook.train.evaluating import evaluate as evaluate
@@ -45,11 +40,11 @@ if TYPE_CHECKING:
     from rollbook.train.learner import NotFinite as NotFinite
     from rollbook.train.naming import resolve as resolve
     from rollbook.train.optimizing import Optimizing as Optimizing
+    from rollbook.train.pipeline import Models as Models
     from rollbook.train.replaying import Replayed as Replayed
     from rollbook.train.replaying import replay as replay
     from rollbook.train.statistics import Interval as Interval
-    from rollbook.train.supervised import SupervisedMaker as SupervisedMaker
-    from rollbook.train.supervised import records_of_rows as records_of_rows
+    from rollbook.train.supervised import records_from_answers as records_from_answers
     from rollbook.train.trainer import Exhausted as Exhausted
     from rollbook.train.trainer import Fruitless as Fruitless
     from rollbook.train.trainer import Report as Report
@@ -60,8 +55,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "AlgorithmConfig": "algorithm",
     "Batching": "learner",
-    "Environment": "episodes",
-    "EpisodeMaker": "episodes",
     "Evaluation": "evaluating",
     "Exhausted": "trainer",
     "Fruitless": "trainer",
@@ -69,22 +62,19 @@ _HOMES = {
     "Interval": "statistics",
     "Learned": "learner",
     "Learner": "learner",
+    "Models": "pipeline",
     "NotFinite": "learner",
     "Optimizing": "optimizing",
     "PRESETS": "algorithm",
     "Prompts": "data",
     "Replayed": "replaying",
-    "Reply": "episodes",
     "Report": "trainer",
-    "SupervisedMaker": "supervised",
     "Trainer": "trainer",
     "WarmUp": "warming",
-    "complete": "completing",
     "difference": "evaluating",
     "evaluate": "evaluating",
     "evaluated": "evaluating",
-    "maker_config": "completing",
-    "records_of_rows": "supervised",
+    "records_from_answers": "supervised",
     "replay": "replaying",
     "resolve": "naming",
     "warm_up": "warming",

@@ -181,15 +181,6 @@ def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> Any:
     return transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto", trust_remote_code=False)
 
 
-def unrewarded(response_ids: Any) -> float:
-    """The reward of samples that a teacher judges, token by token: none.
-
-    >>> unrewarded([5, 6])
-    0.0
-    """
-    return 0.0
-
-
 def _called(one: Reward) -> str:
     if one.remote is not None:
         return "remote"

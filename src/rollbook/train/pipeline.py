@@ -487,7 +487,8 @@ class _Estimation:
             if given.get(name) is None and (required or (name == "baselines" and entry.greedy_baseline)):
                 raise ValueError(f"{entry.name}: records lack {name!r}, which it needs")
         result = self._call(given, options)
-        self.metrics.add(result.report.to_metrics(entry.name))
+        numbers = result.report.to_metrics(entry.name)
+        self.metrics.add({name: number for name, number in numbers.items() if math.isfinite(number)})
         return result
 
     def _token_rewards(self, rewards: torch.Tensor, penalty: Any, scale: float) -> tuple[Any, Any]:

@@ -136,7 +136,7 @@ class _Replay:
         records = run.completed(records, algorithm, expert=flags)
         importance = run.weighed(run.traced, records)
         learned = run.learner.learn(records, step=run.step, expert=flags, weights=importance)
-        update = less(run.weights()["actor"], weights["actor"])
+        update = less(run.weights()["policy"], weights["policy"])
         self._look_at_learning(learned)
         self._look_at_new_weights(weights)
         if other is not None:
@@ -217,7 +217,7 @@ class _Replay:
         """What the models say of the step's records, against what they said when those were made."""
         run, most = self.run, self.out.tolerance.tokens
         options: dict[str, Any] = {"token_budget": run.config.batch.token_budget}
-        actor = run.models.actor
+        actor = run.models.policy
         self._compare(
             "policy log-probs", "policy_logprobs", most, actor, policy_log_probs, {**options, "entropy": True}
         )
@@ -263,6 +263,10 @@ class _Replay:
         if not known:
             self.checks.append(verdicts.skipped("advantages", "none were recorded: they were made for the step alone"))
             return
+        if algorithm.reward_norm is not None:
+            why = "algorithm.reward_norm: the statistics of all rewards before the step are not recorded"
+            self.checks.append(verdicts.skipped("advantages", why))
+            return
         try:
             found = run.estimated(algorithm)
         except ValueError as error:
@@ -291,14 +295,14 @@ class _Replay:
         run = self.run
         if run.after is None:
             return
-        for name, folder in (("actor", run.after.model), ("critic", run.after.critic)):
+        for name, folder in (("policy", run.after.model), ("critic", run.after.critic)):
             if name in weights and folder is not None:
                 model = getattr(run.models, name)
                 mine = copied(model.state_dict())
                 saving.load_weights(model, folder)
                 kept = copied(model.state_dict())
                 model.load_state_dict(mine)
-                what = "new weights" if name == "actor" else f"new weights: {name}"
+                what = "new weights" if name == "policy" else f"new weights: {name}"
                 self.checks.append(self._weights(what, weights[name], kept, mine))
 
     def _weights(self, what: str, old: Any, kept: Any, mine: Any) -> Check:
