@@ -22,11 +22,11 @@ import rollbook
 from rollbook import Experience
 from rollbook.cli import main
 from rollbook.models import Actor
+from rollbook.rollout.environment import Reply
 from rollbook.train import saving
 from rollbook.train.algorithm import PRESET_NAMES
 from rollbook.train.config import ConfigError, effective, shown
 from rollbook.train.config.parts import SAMPLERS
-from rollbook.rollout.environment import Reply
 from rollbook.train.evaluating import difference
 from rollbook.train.learner import NotFinite
 from rollbook.train.recipes import letters

@@ -266,19 +266,19 @@ def normalize_advantages(
     mask: PerToken,
     known: torch.Tensor,
     *,
-    whiten_tokens: bool = False,
+    normalize: str | None = None,
     clip: float = 0.0,
     ranks: Ranks = ALONE,
 ) -> tuple[Any, dict[str, float]]:
-    """Whiten advantages over all rows with a reward, then clip them, so that the bound holds at the loss.
+    """Normalize advantages over all rows with a reward, then clip them, so that the bound holds at the loss.
 
     Args:
         advantages: (B, A) or packed.
         mask: Which tokens count, in the same layout.
         known: [B] bool: rows that have a reward.
-        whiten_tokens: Whether to whiten.
+        normalize: Subtract the `mean`, or also divide by the standard deviation (`mean_std`); `None`: neither.
         clip: The bound; 0: none.
-        ranks: The processes whose rows are whitened together.
+        ranks: The processes whose rows are normalized together.
 
     Returns:
         The advantages in their layout, and the metric `advantage/clip_fraction` if there is a bound.
@@ -286,10 +286,10 @@ def normalize_advantages(
     >>> normalize_advantages(torch.tensor([[2.0, -0.5]]), torch.tensor([[1, 1]]), torch.tensor([True]), clip=1.0)
     (tensor([[ 1.0000, -0.5000]]), {'advantage/clip_fraction': 0.5})
     """
-    if whiten_tokens:
+    if normalize is not None:
         layout = Layout.of(mask)
         counted = layout.give(layout.mask & layout.spread(known))
-        advantages = whiten(advantages, counted, eps_in="std", ranks=ranks)
+        advantages = whiten(advantages, counted, eps_in="std", scale=normalize == "mean_std", ranks=ranks)
     if clip <= 0:
         return advantages, {}
     clipped = clip_advantages(advantages, mask, clip)

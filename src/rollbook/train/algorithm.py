@@ -80,8 +80,9 @@ class AlgorithmConfig:
     """How many responses to each prompt."""
     advantage_clip: float = 0.0
     """Advantages are held within plus and minus this; 0: they are not."""
-    advantages_norm: bool = False
-    """Whether advantages are whitened over all samples of a step."""
+    normalize_advantages: str | None = None
+    """Normalize advantages over all samples of a step: subtract the `mean`, or also divide by the standard deviation
+    (`mean_std`); `None`: neither. Estimators that normalize themselves are left alone."""
     reward_clip: tuple[float, float] | None = None
     """Bounds (low, high) of rewards; estimators that score rows clip their scores instead. `None`: no bounds."""
     reward_norm: str | None = None
@@ -146,8 +147,9 @@ class AlgorithmConfig:
             ("critic_warmup", 0, 10**9),
         ):
             put(self, name, whole_number(f"algorithm.{name}", getattr(self, name), low, high))
-        for name in ("drop_constant_groups", "advantages_norm"):
-            put(self, name, switch(f"algorithm.{name}", getattr(self, name)))
+        put(self, "drop_constant_groups", switch("algorithm.drop_constant_groups", self.drop_constant_groups))
+        if self.normalize_advantages is not None:
+            choice("algorithm.normalize_advantages", self.normalize_advantages, ("mean", "mean_std"))
         if self.reward_norm is not None:
             choice("algorithm.reward_norm", self.reward_norm, ("std", "mean_std"))
         if self.reward_clip is not None:

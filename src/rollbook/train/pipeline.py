@@ -412,7 +412,7 @@ class _Estimation:
             result.advantages,
             mask,
             known,
-            whiten_tokens=algorithm.advantages_norm and not whitened and not entry.normalized,
+            normalize=None if whitened or entry.normalized else algorithm.normalize_advantages,
             clip=algorithm.advantage_clip,
             ranks=self.ranks,
         )
@@ -424,7 +424,7 @@ class _Estimation:
         """The options of the estimator: its own, and those of the algorithm that it takes."""
         algorithm, known = self.algorithm, self.entry.options
         options = {"gamma": algorithm.gamma, "lam": algorithm.lam, "ranks": self.ranks}
-        if algorithm.advantages_norm:
+        if algorithm.normalize_advantages == "mean_std":
             options["whiten"] = True
         return {**{name: option for name, option in options.items() if name in known}, **algorithm.estimator_options}
 
