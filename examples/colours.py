@@ -38,7 +38,6 @@ from transformers import (
 
 import rollbook
 from rollbook import EID
-from rollbook.experience_maker import NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.train import (
     AlgorithmConfig,
@@ -50,7 +49,6 @@ from rollbook.train import (
     Report,
     Trainer,
     evaluate,
-    maker_config,
     records_from_answers,
 )
 from rollbook.train.evaluating import difference
@@ -168,15 +166,12 @@ def trainer_of(
 ) -> Trainer:  # fmt: skip
     """GRPO: 8 answers to each of 48 pictures a step, one pass over them in 4 updates."""
     how = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
-    maker = NaiveExperienceMaker(
-        actor, None, None, None, actor.tokenizer, 64, None, reward_fn=score,
-        config=maker_config(how, seed=seed, progress=False),
-    )  # fmt: skip
     return Trainer(
-        actor, maker, book, how,
+        actor, how, book,
         prompts=Prompts(rows(groups * steps, seed=20_000 + seed), seed=seed),
-        groups=groups,
-        generate=SAMPLING,
+        reward=score,
+        sampling=SAMPLING,
+        prompts_per_step=groups,
         optimizer=Optimizing(lr=lr, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
         batching=Batching(minibatches=4, drop_zero=True),
         seed=seed,

@@ -45,7 +45,9 @@ CASES: dict[str, dict[str, Any]] = {
     "remax": {"estimator": "remax", "kl_coef": 0.2, "kl_in": "reward"},
     "ppo": {"preset": "ppo", "n": 2, "gamma": 0.9, "lam": 0.8},
     "gae with KL in the reward": {
-        **{"estimator": "gae", "kl_coef": 0.5, "kl_in": "reward"},
+        "estimator": "gae",
+        "kl_coef": 0.5,
+        "kl_in": "reward",
         "normalize_advantages": "mean_std",
     },
     "clip_b": {"estimator": "clip_b", "estimator_options": {}},

@@ -16,13 +16,13 @@ import torch
 from rollbook.algorithms.aggregate import reduce, token_share
 from rollbook.algorithms.arguments import constant, is_per_row, on_tokens, row_numbers, state_of
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike
-from rollbook.algorithms.registry import Registry, number, switch
+from rollbook.algorithms.registry import Entry, Registry, number, switch
 from rollbook.algorithms.results import Loss, Report, rows_where
 from rollbook.algorithms.scan import Places
 from rollbook.planner import Denominators
 from rollbook.ragged import Ragged
 
-KL = Registry("KL estimator")
+KL: Registry[Entry] = Registry("KL estimator")
 """Every estimator by name; all are elementwise, on tensors of any shape."""
 
 

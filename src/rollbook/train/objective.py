@@ -40,7 +40,7 @@ class Whole:
         mask = Rows([material.masks[i] for i in rows])
         found = denominators(mask)
         denominators_of = algorithm.loss_entry.denominators
-        loss = found if denominators_of is None else denominators_of(material, rows)
+        loss: Any = found if denominators_of is None else denominators_of(material, rows)
         if algorithm.mixed:
             found = loss[0]  # the divergence and the bonus are of its own rows alone
         norm = None

@@ -274,13 +274,13 @@ def annotate(
             model = models.require(model_pass.model, model_pass.column)
             with metrics.time(model_pass.model) as stage:
                 chosen = records.take(missing)
-                outputs = _forward(model, chosen, model_pass.outputs, token_budget)
+                outputs = _forward(model, chosen, model_pass.outputs, token_budget=token_budget)
                 stage["tokens"] = int(chosen.token_lengths().sum())
             records = records.fill(missing, **outputs)
     return records
 
 
-def _forward(model: Any, records: Experiences, outputs: Sequence[str], token_budget: int) -> dict[str, Ragged]:
+def _forward(model: Any, records: Experiences, outputs: Sequence[str], *, token_budget: int) -> dict[str, Any]:
     """Compute columns per response token with one model, without gradients.
 
     Args:
