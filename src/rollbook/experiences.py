@@ -346,12 +346,12 @@ class Experiences(Sequence["Experience"]):
     def missing(self, column: str) -> NDArray[np.int64]:
         """Return the indices of the records whose field is `None`.
 
-        >>> many = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [None, 1.0]})
-        >>> many.missing("reward"), many.missing("advantages")
+        >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [None, 1.0]})
+        >>> records.missing("reward"), records.missing("advantages")
         (array([0]), array([0, 1]))
         """
-        found = self.column(column)
-        if isinstance(found, Ragged) and found.valid is None and f"{column}__other" not in self._columns:
+        stored = self.column(column)
+        if isinstance(stored, Ragged) and stored.valid is None and f"{column}__other" not in self._columns:
             return np.empty(0, dtype=np.int64)
         return np.flatnonzero([value is None for value in self.values(column)])
 
@@ -368,23 +368,23 @@ class Experiences(Sequence["Experience"]):
         Returns:
             The records with the columns; the others' values stay.
 
-        >>> many = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [None, 1.0]})
-        >>> many.fill(reward=[0.5, 0.5]).values("reward"), many.fill([0], reward=[0.25]).values("reward")
+        >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [None, 1.0]})
+        >>> records.fill(reward=[0.5, 0.5]).values("reward"), records.fill([0], reward=[0.25]).values("reward")
         ([0.5, 1.0], [0.25, 1.0])
         """
         chosen = np.arange(self._count) if rows is None else np.asarray(rows, dtype=np.int64)
         everyone = np.array_equal(chosen, np.arange(self._count))
         filled: dict[str, Any] = {}
-        for name, given in columns.items():
-            if len(given) != len(chosen):
-                raise ValueError(f"fill: {name!r} has {len(given)} rows, expected {len(chosen)}")
+        for name, filling in columns.items():
+            if len(filling) != len(chosen):
+                raise ValueError(f"fill: {name!r} has {len(filling)} rows, expected {len(chosen)}")
             absent = self.missing(name)
             if everyone and (overwrite or len(absent) == self._count):
-                filled[name] = given
+                filled[name] = filling
                 continue
             values = self.values(name)
             is_absent = set(absent.tolist())
-            for row, value in zip(chosen.tolist(), given, strict=True):
+            for row, value in zip(chosen.tolist(), filling, strict=True):
                 if overwrite or row in is_absent:
                     values[row] = value
             filled[name] = values

@@ -264,7 +264,7 @@ def clip_scores(scores: torch.Tensor, bounds: tuple[float, float] | None) -> tup
 def normalize_advantages(
     advantages: PerToken,
     mask: PerToken,
-    known: torch.Tensor,
+    has_reward: torch.Tensor,
     *,
     normalize: str | None = None,
     clip: float = 0.0,
@@ -275,7 +275,7 @@ def normalize_advantages(
     Args:
         advantages: (B, A) or packed.
         mask: Which tokens count, in the same layout.
-        known: [B] bool: rows that have a reward.
+        has_reward: [B] bool: rows that have a reward.
         normalize: Subtract the `mean`, or also divide by the standard deviation (`mean_std`); `None`: neither.
         clip: The bound; 0: none.
         ranks: The processes whose rows are normalized together.
@@ -288,7 +288,7 @@ def normalize_advantages(
     """
     if normalize is not None:
         layout = Layout.of(mask)
-        counted = layout.give(layout.mask & layout.spread(known))
+        counted = layout.give(layout.mask & layout.spread(has_reward))
         advantages = whiten(advantages, counted, eps_in="std", scale=normalize == "mean_std", ranks=ranks)
     if clip <= 0:
         return advantages, {}

@@ -96,8 +96,8 @@ class _Run:
 
     def fail(self, error: BaseException | str, where: str = "") -> None:
         """This run is over, and what it was worth is not known."""
-        said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self.error, self.over = f"{where}: {said}" if where else said, True
+        message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.error, self.over = f"{where}: {message}" if where else message, True
         if self.episode is not None and self.episode.finish_reason != "error":
             self.episode.append_sample(self._failure())
 
@@ -120,14 +120,14 @@ class _Run:
         total = 0.0
         if counted == "last" and self.rewards:
             total = self.rewards[-1]
-        made = self.episode.experiences(total)
+        rows = self.episode.experiences(total)
         if self.error is not None:
-            made = [_failed(row, self.error) for row in made]
+            rows = [_failed(row, self.error) for row in rows]
         elif self.ended:
-            made = [_ended(row) for row in made]
+            rows = [_ended(row) for row in rows]
         elif self.out_of_turns:
-            made = [_out_of_turns(one) for one in made]
-        self.rows = made
+            rows = [_out_of_turns(row) for row in rows]
+        self.rows = rows
 
 
 def _failed(row: Experience, error: str) -> Experience:
@@ -197,8 +197,8 @@ class EnvironmentConfig:
 
     def tokenizer_of(self, engine: Engine) -> Any:
         """Return what renders turns: `tokenizer`, or the engine's processor or tokenizer."""
-        known = (self.tokenizer, getattr(engine, "processor", None), getattr(engine, "tokenizer", None))
-        tokenizer = next((one for one in known if one is not None), None)
+        tokenizers = (self.tokenizer, getattr(engine, "processor", None), getattr(engine, "tokenizer", None))
+        tokenizer = next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
         if tokenizer is None:
             raise ValueError("tokenizer: got None, and the engine has none, expected one to read turns with")
         return tokenizer
@@ -294,7 +294,7 @@ class _Play:
             self.metrics.add(_episode_metrics(runs))
         return Experiences(rows)
 
-    def _play(self, runs: Sequence[_Run], each: Callable[..., Iterable[Any]]) -> None:
+    def _play(self, runs: Sequence[_Run], map_runs: Callable[..., Iterable[Any]]) -> None:
         options = {
             "sampling": Sampling.of(self.sampling, n=1),
             "group_size": self.sampling.n,
@@ -306,7 +306,7 @@ class _Play:
                 run.episode = Episode(self.engine, self.tokenizer, run.prompt, eid=run.eid, **options)
             except Exception as error:  # a prompt that cannot be rendered fails alone
                 run.fail(error, "prompt")
-        self._ask([run for run in runs if not run.over], self._begin, each)
+        self._ask([run for run in runs if not run.over], self._begin, map_runs)
         live = [run for run in runs if not run.over]
         is_first = True
         while live:
@@ -318,7 +318,7 @@ class _Play:
                 )
             is_first = False
             waiting = [run for run, sample in zip(live, samples, strict=True) if self._goes_on(run, sample)]
-            self._ask(waiting, _respond, each)
+            self._ask(waiting, _respond, map_runs)
             live = [run for run in live if not run.over]
 
     def _begin(self, run: _Run) -> Reply | None:
@@ -337,7 +337,7 @@ class _Play:
         return not run.over
 
     def _ask(
-        self, runs: Sequence[_Run], ask: Callable[[_Run], Reply | None], each: Callable[..., Iterable[Any]]
+        self, runs: Sequence[_Run], ask: Callable[[_Run], Reply | None], map_runs: Callable[..., Iterable[Any]]
     ) -> None:
         """Ask environments, several at a time, and tell the episodes one by one: tokenizers are shared."""
 
@@ -348,7 +348,7 @@ class _Play:
                 return error
 
         with self.metrics.time("environment"):
-            for run, reply in zip(runs, each(answer, runs), strict=True):
+            for run, reply in zip(runs, map_runs(answer, runs), strict=True):
                 if isinstance(reply, Exception):
                     run.fail(reply, "environment")
                 elif reply is not None:

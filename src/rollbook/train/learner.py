@@ -165,7 +165,7 @@ class Learner:
         expert: Sequence[bool] | None = None,
         weights: Sequence[float] | None = None,
     ) -> Learned:
-        """Learn from records, which have all that the algorithm needs (`rollbook.train.complete`).
+        """Learn from records, which have all that the algorithm needs (`rollbook.train.pipeline`).
 
         `step` counts from 1: the learning rate and the order of records follow from it. `expert` says which records an
         expert made; `weights` are a sampler's, one for each record.

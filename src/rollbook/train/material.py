@@ -136,7 +136,7 @@ class Material:
                 if all(value is None for value in found) and not (self.expert is not None and self.expert[i]):
                     raise ValueError(
                         f"record {self.rows.eids()[i]}: got no {' or '.join(fields)}, expected {need} for the loss "
-                        f"{algorithm.loss!r}; rollbook.train.complete computes what is missing"
+                        f"{algorithm.loss!r}; rollbook.train.pipeline computes what is missing"
                     )
 
     def _fill(self) -> None:

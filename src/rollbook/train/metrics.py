@@ -27,7 +27,7 @@ def rollout_metrics(records: Experiences) -> dict[str, float]:
     masks = mask_unpredicted(records).values("action_mask")
     lengths = [0 if mask is None else int(mask.sum()) for mask in masks]
     rewards = [math.nan if reward is None else reward for reward in records.values("reward")]
-    found = {
+    metrics = {
         "rollout/samples": float(len(records)),
         "rollout/failed": float(sum(reason == "error" for reason in reasons)),
         "rollout/response_length": float(np.mean(lengths)),
@@ -35,15 +35,15 @@ def rollout_metrics(records: Experiences) -> dict[str, float]:
         "rollout/truncated": _share(reason == "length" for reason in reasons),
         "reward/errors": float(sum("reward_error" in info for info in infos)),
     }
-    known = [reward for reward in rewards if not math.isnan(reward)]
-    if known:
-        found |= {"reward/mean": float(np.mean(known)), "reward/std": float(np.std(known))}
+    finite = [reward for reward in rewards if not math.isnan(reward)]
+    if finite:
+        metrics |= {"reward/mean": float(np.mean(finite)), "reward/std": float(np.std(finite))}
     parts = records.values("metrics")
     for name in dict.fromkeys(name for info in infos for name in info.get("reward_parts") or ()):
         numbers = [part[name] for part in parts if name in part and not math.isnan(part[name])]
         if numbers:
-            found[f"reward/{name}"] = float(np.mean(numbers))
-    return found
+            metrics[f"reward/{name}"] = float(np.mean(numbers))
+    return metrics
 
 
 def record_metrics(
@@ -58,15 +58,15 @@ def record_metrics(
         pairs: Whether they are pairs of answers, which have no response length.
     """
     rewards = row_rewards(records)
-    known = rewards[~np.isnan(rewards)]
-    found = {"records": float(len(records))}
+    finite = rewards[~np.isnan(rewards)]
+    metrics = {"records": float(len(records))}
     if not pairs:
-        found["length"] = float((records.token_lengths() - records.prompt_lengths()).mean())
-    if len(known):
-        found |= {"reward": float(known.mean()), "success": float((known >= success).mean())}
+        metrics["length"] = float((records.token_lengths() - records.prompt_lengths()).mean())
+    if len(finite):
+        metrics |= {"reward": float(finite.mean()), "success": float((finite >= success).mean())}
     entropy = records.column("entropy")
     if isinstance(entropy, Ragged) and entropy.valid is None and len(entropy.values):
-        found["entropy"] = float(np.asarray(entropy.values, dtype=np.float64).mean())
+        metrics["entropy"] = float(np.asarray(entropy.values, dtype=np.float64).mean())
     versions = [number for number in records.values("policy_versions") if number is not None]
     oldest = [
         number if isinstance(number, int) else int(number.min())
@@ -74,8 +74,8 @@ def record_metrics(
         if isinstance(number, int) or len(number)
     ]
     if oldest:
-        found["staleness"] = float(version - np.mean(oldest))
-    return found
+        metrics["staleness"] = float(version - np.mean(oldest))
+    return metrics
 
 
 def mean_divergence(records: Experiences, estimator: str) -> float:
@@ -83,7 +83,7 @@ def mean_divergence(records: Experiences, estimator: str) -> float:
     columns = mask_unpredicted(records)
     policy, reference = Rows(columns.values("policy_logprobs")), Rows(columns.values("ref_logprobs"))
     masks = zip(columns.values("action_mask"), policy, strict=True)
-    mask = Rows([torch.ones(len(row), dtype=torch.bool) if known is None else known for known, row in masks])
+    mask = Rows([torch.ones(len(row), dtype=torch.bool) if row_mask is None else row_mask for row_mask, row in masks])
     divergence = token_kl(policy, reference, mask, estimator=estimator)
     return float(divergence.values[mask.values].mean()) if bool(mask.values.any()) else 0.0
 

@@ -290,13 +290,13 @@ def _forward(model: Any, records: Experiences, outputs: Sequence[str], *, token_
         token_budget: Tokens of a forward pass.
     """
     if "values" in outputs:
-        found = values(model, records, token_budget=token_budget)
+        scores = values(model, records, token_budget=token_budget)
     elif "ref_logprobs" in outputs:
-        found = reference_log_probs(model, records, token_budget=token_budget)
+        scores = reference_log_probs(model, records, token_budget=token_budget)
     else:
-        found = policy_log_probs(model, records, token_budget=token_budget, entropy="entropy" in outputs)
-    named = {"values": found.values, "entropy": found.entropy}
-    return {name: _finite(named.get(name, found.log_probs), records) for name in outputs}
+        scores = policy_log_probs(model, records, token_budget=token_budget, entropy="entropy" in outputs)
+    named = {"values": scores.values, "entropy": scores.entropy}
+    return {name: _finite(named.get(name, scores.log_probs), records) for name in outputs}
 
 
 def _finite(column: Ragged, records: Experiences) -> Ragged:
@@ -400,33 +400,33 @@ class _Estimation:
         options = self._options()
         if entry.scores == "rows":
             scores = self._clipped(self._row_scores(rewards, options))
-            known = ~scores.isnan()
+            has_reward = ~scores.isnan()
             result = reinforce(penalty, scores, self.mask, gamma=algorithm.gamma if entry.discounts else 1.0)
         else:
             rewards = self._clipped(rewards)
-            known = ~rewards.isnan() if entry.takes_rewards else torch.ones(len(rewards), dtype=torch.bool)
+            has_reward = ~rewards.isnan() if entry.takes_rewards else torch.ones(len(rewards), dtype=torch.bool)
             result = self._token_advantages(rewards, penalty, scale, options)
         mask = self.mask if result.mask is None else result.mask
         whitened = bool(options.get("whiten", entry.options.get("whiten", False)))
         advantages, bounds = normalize_advantages(
             result.advantages,
             mask,
-            known,
+            has_reward,
             normalize=None if whitened or entry.normalized else algorithm.normalize_advantages,
             clip=algorithm.advantage_clip,
             ranks=self.ranks,
         )
-        self.metrics.add(shaping, {"reward/missing_reward": float((~known).sum())}, bounds)
+        self.metrics.add(shaping, {"reward/missing_reward": float((~has_reward).sum())}, bounds)
         columns = {"advantages": advantages, "returns": result.returns}
         return columns if mask is self.mask else {**columns, "action_mask": mask}
 
     def _options(self) -> dict[str, Any]:
         """The options of the estimator: its own, and those of the algorithm that it takes."""
-        algorithm, known = self.algorithm, self.entry.options
+        algorithm, accepted = self.algorithm, self.entry.options
         options = {"gamma": algorithm.gamma, "lam": algorithm.lam, "ranks": self.ranks}
         if algorithm.normalize_advantages == "mean_std":
             options["whiten"] = True
-        return {**{name: option for name, option in options.items() if name in known}, **algorithm.estimator_options}
+        return {**{name: option for name, option in options.items() if name in accepted}, **algorithm.estimator_options}
 
     def _penalty(self) -> Any:
         """The KL penalty per token, or `None`."""
@@ -463,9 +463,9 @@ class _Estimation:
         groups = self._groups()
         if self.ranks is ALONE and len(groups["groups"]) > 1 and len(np.unique(groups["groups"])) == len(rewards):
             advise(f"{self.entry.name}: every prompt has one run, and there is nothing to compare it with")
-        given = {"rewards": rewards, **groups}
-        given |= {name: self.inputs[name] for name in ("ids", "steps") if name in self.entry.inputs}
-        result = self._call({name: column for name, column in given.items() if name in self.entry.inputs}, options)
+        arguments = {"rewards": rewards, **groups}
+        arguments |= {name: self.inputs[name] for name in ("ids", "steps") if name in self.entry.inputs}
+        result = self._call({name: column for name, column in arguments.items() if name in self.entry.inputs}, options)
         scores = torch.as_tensor(result.advantages if result.scores is None else result.scores, dtype=torch.float32)
         return torch.where(rewards.isnan(), torch.nan, scores)
 
@@ -475,18 +475,18 @@ class _Estimation:
         entry, inputs = self.entry, self.inputs
         skipped = () if options.get("observations", "skip") != "skip" else ("response",)
         special = ("mask", "rewards", "token_rewards", "groups", "runs", *skipped)
-        given = {name: inputs[name] for name in entry.inputs if name in inputs and name not in special}
-        given["mask"] = self.mask
+        arguments = {name: inputs[name] for name in entry.inputs if name in inputs and name not in special}
+        arguments["mask"] = self.mask
         if "groups" in entry.inputs:
-            given |= {name: column for name, column in self._groups().items() if name in entry.inputs}
+            arguments |= {name: column for name, column in self._groups().items() if name in entry.inputs}
         if "token_rewards" in entry.inputs:
-            given["token_rewards"], given["rewards"] = self._token_rewards(rewards, penalty, scale)
+            arguments["token_rewards"], arguments["rewards"] = self._token_rewards(rewards, penalty, scale)
         elif entry.takes_rewards:
-            given["rewards"] = rewards
+            arguments["rewards"] = rewards
         for name, required in entry.inputs.items():
-            if given.get(name) is None and (required or (name == "baselines" and entry.greedy_baseline)):
+            if arguments.get(name) is None and (required or (name == "baselines" and entry.greedy_baseline)):
                 raise ValueError(f"{entry.name}: records lack {name!r}, which it needs")
-        result = self._call(given, options)
+        result = self._call(arguments, options)
         numbers = result.report.to_metrics(entry.name)
         self.metrics.add({name: number for name, number in numbers.items() if math.isfinite(number)})
         return result
@@ -506,17 +506,17 @@ class _Estimation:
         tokens = layout.whole("token_rewards", placed) + scale * layout.whole("token_rewards", token_rewards).float()
         return layout.give(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
 
-    def _call(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Advantages:
-        return as_advantages(self.entry.name, self.entry.call(given, options))
+    def _call(self, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Advantages:
+        return as_advantages(self.entry.name, self.entry.call(arguments, options))
 
 
 def _mark_missing_rewards(
     records: Experiences, rewards: torch.Tensor, chosen: Any, expert: Sequence[bool] | None
 ) -> Experiences:
     """Set the reward of records that nobody scored to NaN, and name them in a warning."""
-    known = records.values("reward")
+    scores = records.values("reward")
     missing = [
-        row for row in chosen.tolist() if known[row] is None and rewards[row].isnan() and not (expert and expert[row])
+        row for row in chosen.tolist() if scores[row] is None and rewards[row].isnan() and not (expert and expert[row])
     ]
     if not missing:
         return records

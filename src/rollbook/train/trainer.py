@@ -209,10 +209,12 @@ class Trainer:
         if algorithm.needs_rollouts and algorithm.takes_rewards and self.reward is None and self.environment is None:
             raise ValueError(f"reward: missing; {algorithm.name} ({algorithm.estimator}) needs one, or an environment")
 
-    def _sampling(self, given: Sampling | Mapping[str, Any] | None) -> Sampling:
+    def _sampling(self, options: Sampling | Mapping[str, Any] | None) -> Sampling:
         """Sampling options with the algorithm's number of responses, and by default the actor's temperature."""
         temperature = getattr(self.actor, "temperature", 1.0)
-        sampling = given if isinstance(given, Sampling) else Sampling.of({"temperature": temperature, **(given or {})})
+        sampling = (
+            options if isinstance(options, Sampling) else Sampling.of({"temperature": temperature, **(options or {})})
+        )
         if sampling.n not in (1, self.algorithm.n):
             raise ValueError(f"sampling.n: got {sampling.n}, expected algorithm.n, {self.algorithm.n}")
         if sampling.temperature not in (0, temperature):
@@ -367,13 +369,13 @@ class Trainer:
         advise(f"step {step} trained on nothing: {reason}")
 
     def _lease(self) -> Lease:
-        given = self.intake
+        intake = self.intake
         return self.book.lease(
             self.prompts_per_step,
             by="experience" if self.algorithm.estimator is None else "group",
-            consumer=given.consumer,
-            timeout=given.timeout,
-            seconds=given.lease_seconds,
+            consumer=intake.consumer,
+            timeout=intake.timeout,
+            seconds=intake.lease_seconds,
         )
 
     def _acknowledge(self, lease: Lease, step: int, details: Mapping[str, Mapping[str, Any]]) -> None:
@@ -395,8 +397,8 @@ class Trainer:
     @staticmethod
     def _weights(lease: Lease, count: int) -> list[float] | None:
         """A sampler's weights of a step's records; an expert's weigh 1."""
-        found = lease.weights
-        return None if found is None else found + [1.0] * (count - len(found))
+        weights = lease.weights
+        return None if weights is None else weights + [1.0] * (count - len(weights))
 
     @staticmethod
     def _placements(lease: Lease, learned: Learned) -> dict[str, dict[str, Any]]:
@@ -406,11 +408,11 @@ class Trainer:
             placements[uid] = {**placements[uid], "importance": weight}
         return placements
 
-    def _with_experts(self, own: Experiences, step: int) -> tuple[Experiences, list[bool] | None]:
-        """A step's own records with an expert's appended, and which are the expert's."""
-        given = self.intake.experts(self.expert, len(own), seed=self.seed, step=step, known=self._experts)
-        records = own if given is None else Experiences([*own, *given])
-        return records, [i >= len(own) for i in range(len(records))] if self.algorithm.mixed else None
+    def _with_experts(self, leased: Experiences, step: int) -> tuple[Experiences, list[bool] | None]:
+        """A step's leased records with an expert's appended, and which are the expert's."""
+        experts = self.intake.experts(self.expert, len(leased), seed=self.seed, step=step, known=self._experts)
+        records = leased if experts is None else Experiences([*leased, *experts])
+        return records, [i >= len(leased) for i in range(len(records))] if self.algorithm.mixed else None
 
     def completed(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
         """Return the records with all columns that the algorithm reads.
@@ -437,8 +439,8 @@ class Trainer:
         changes its weights says so: a server's are what they were."""
         if self.engine is not None and self.engine is self._own_engine():
             self.engine.version = self.done
-        known = self.book.policy_version
-        if known is None or known < self.done:
+        announced = self.book.policy_version
+        if announced is None or announced < self.done:
             self.book.announce(self.done)
 
     def _own_engine(self) -> Any:
@@ -457,11 +459,11 @@ class Trainer:
             metrics.add({} if moved is None else {"kl": moved})
 
     def _pace(self, records: Experiences, seconds: float) -> dict[str, float]:
-        found = {"seconds": seconds, "tokens": float(records.token_lengths().sum())}
-        found["tokens_per_second"] = found["tokens"] / max(seconds, 1e-9)
+        pace = {"seconds": seconds, "tokens": float(records.token_lengths().sum())}
+        pace["tokens_per_second"] = pace["tokens"] / max(seconds, 1e-9)
         if torch.cuda.is_available() and self.actor.device.type == "cuda":
-            found["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.actor.device) / 2**30
-        return found
+            pace["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.actor.device) / 2**30
+        return pace
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give metrics to the book and to all trackers."""
@@ -482,11 +484,11 @@ class Trainer:
         engine = self._own_engine() or self.engine
         if engine is not self.engine:
             engine.version = self.done
-        given = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
-        found = evaluate(engine, prompts, reward, step=self.done, book=self.book, **given)
+        settings = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
+        evaluation = evaluate(engine, prompts, reward, step=self.done, book=self.book, **settings)
         reached("evaluated")
-        self.track(self.done, found.metrics())
-        return found
+        self.track(self.done, evaluation.metrics())
+        return evaluation
 
     # --- a run ----------------------------------------------------------------------------------------------------
 
@@ -626,5 +628,5 @@ def _common_failure(records: Experiences) -> str | None:
 def _constant(records: Experiences) -> list[str]:
     """The ids of records whose group's rewards are all equal."""
     ids = records.eids()
-    kept = zero_variance(row_rewards(records), [eid.tid for eid in ids], [eid.rid for eid in ids]).keep
-    return [eid.uid for eid, keep in zip(ids, kept.tolist(), strict=True) if not keep]
+    keep_flags = zero_variance(row_rewards(records), [eid.tid for eid in ids], [eid.rid for eid in ids]).keep
+    return [eid.uid for eid, keep in zip(ids, keep_flags.tolist(), strict=True) if not keep]
