@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.corrections import importance_weights
 from rollbook.algorithms.masks import high_entropy_mask
+from rollbook.batches.columns import mask_unpredicted
 from rollbook.collate import split_dpo_experience_to_single_turn
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.jagged import Rows
 from rollbook.making.estimating import takes_token_rewards
-from rollbook.records import mask_unpredicted
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import takes_rewards
 

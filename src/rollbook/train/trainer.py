@@ -21,6 +21,7 @@ from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.registry import number, whole_number
 from rollbook.algorithms.sources import row_rewards
+from rollbook.batches.columns import mask_unpredicted
 from rollbook.book.book import Book
 from rollbook.book.errors import ConnectionLost, OutcomeUnknown
 from rollbook.book.leasing import Lease
@@ -30,7 +31,6 @@ from rollbook.experiences import Experiences
 from rollbook.jagged import Rows
 from rollbook.progress import Stages, advise
 from rollbook.ragged import Ragged
-from rollbook.records import mask_unpredicted
 from rollbook.train import saving
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import check_maker, complete
