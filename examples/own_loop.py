@@ -82,8 +82,8 @@ def train(
             with book.lease(groups, by="group") as lease:
                 # What the maker left open is filled in: nothing here, but a replay, say, may lack advantages.
                 ready = complete(lease.experiences, algorithm, actor=actor)
-                learned = learner.learn(ready, step=step)
-                lease.ack(step=step, details=dict(zip(lease.uids, learned.places, strict=True)))
+                learned = learner.update(ready, step=step)
+                lease.ack(step=step, details=learned.placements_by_uid(lease.uids))
             maker.engine.version = step  # the engine samples from the actor's own weights: nothing to copy
             book.announce(step)
             rewards = [record.reward for record in records]

@@ -158,8 +158,8 @@ class Batch:
     def __repr__(self) -> str:
         if isinstance(self.tokens, Rows):
             return f"Batch({len(self)} records, packed, {len(self.tokens.values)} tokens)"
-        shapes = ["x".join(map(str, column.shape[:2])) for column in (self.tokens, self.action_mask)]
-        return f"Batch({len(self)} records, padded, tokens {shapes[0]}, responses {shapes[1]})"
+        count, width = self.tokens.shape
+        return f"Batch({count} records, padded, tokens {count}x{width}, responses {count}x{self.response_width})"
 
     def __eq__(self, other: object) -> bool:
         """Equal if every field but `spans` is: tensors by type, shape and value, NaN equal to NaN."""
@@ -203,6 +203,12 @@ class Batch:
         return int(self.tokens.shape[1])
 
     @property
+    def response_width(self) -> int:
+        """A: response slots of a padded row, or the longest response of a packed batch."""
+        mask = self.action_mask
+        return max(mask.lengths, default=0) if isinstance(mask, Rows) else int(mask.shape[1])
+
+    @property
     def position_ids(self) -> torch.Tensor:
         """[1, tokens] packed, from 0 again with each record; [B, S] padded, from 0 with each row's first token, 1 on
         padding."""
@@ -223,8 +229,8 @@ class Batch:
         """Where in padded rows the tokens lie, and the response slots that speak of them."""
         if self.spans is not None:
             return self.spans
-        tokens, mask = self.tokens, self.attention_mask
-        (count, width), slots = tokens.shape, int(self.action_mask.shape[1])  # type: ignore[union-attr]
+        mask = self.attention_mask
+        (count, width), slots = self.input_shape, self.response_width
         first, last = np.zeros(count, dtype=np.int64), np.full(count, width, dtype=np.int64)
         if mask is not None and width:
             attended = (mask != 0).cpu().numpy()
@@ -248,6 +254,10 @@ class Batch:
         if isinstance(self.tokens, Rows):
             return list(self.tokens)
         return [self.tokens[row, start : start + length] for row, start, length in self.places()]
+
+    def flatten_response(self, column: Tokens) -> torch.Tensor:
+        """(R, ...) A response-axis column of this batch, such as a model's output, without padding."""
+        return column.values if isinstance(column, Rows) else self._row_spans[1].unpad(column)
 
     # --- layouts ------------------------------------------------------------------------------------------------------
 

@@ -87,10 +87,11 @@ def rope_positions(batch: Batch, get_rope_index: Callable[..., Any], config: Any
     """
     positions = torch.ones((4, *batch.input_shape), dtype=torch.int64, device=batch.device)
     for i, ((row, start, length), ids) in enumerate(zip(batch.places(), batch.token_rows(), strict=True)):
-        media = {name: parts[i] for name, parts in batch.media.items() if parts[i] is not None}
-        for grid in GRIDS:
-            if grid in media and media[grid].dim() == 1:
-                media[grid] = media[grid].unsqueeze(0)
+        media: dict[str, torch.Tensor] = {}
+        for name, parts in batch.media.items():
+            part = parts[i]
+            if part is not None:
+                media[name] = part.unsqueeze(0) if name in GRIDS and part.dim() == 1 else part
         positions[0, row, start : start + length] = torch.arange(length, device=positions.device)
         positions[1:, row, start : start + length] = sample_positions(ids, media, get_rope_index, config)
     return positions

@@ -18,8 +18,7 @@ from torch import nn
 from rollbook.algorithms._vocabulary import positive
 from rollbook.algorithms.registry import switch
 from rollbook.algorithms.tokens import TokenStats
-from rollbook.batch import ExperienceBatch
-from rollbook.models.forward import Rowwise, slim
+from rollbook.batches import Batch
 from rollbook.models.heads import Head, inputs_of, run, text_config, unwrapped
 from rollbook.models.loading import BASE, load_model, load_tokenizers
 from rollbook.models.lora import Reference, attach, has_adapters, save_base
@@ -145,29 +144,21 @@ class Actor(Wrapper):
             output["action_entropy"] = given[1]
         return given[0], output
 
-    def token_stats(
-        self, data: Any, *, entropy: bool = False, temperature: float | None = None, packed: bool | None = None
-    ) -> TokenStats:
-        """Log-probs, and entropies if asked, of every response slot of a batch or of records, in one pass, with
-        gradients; in micro-batches and without: `rollbook.models.policy_log_probs`.
+    def token_stats(self, batch: Batch, *, entropy: bool = False, temperature: float | None = None) -> TokenStats:
+        """Compute log-probs of every response slot of a batch in one pass, with gradients.
 
-        A padded batch gives (B, A), a packed one `Rows`, on the model's device; 0 where a slot is padding. Records give
-        `Rows`, one for each; `packed` says how they go through the model (`None`: packed if that costs no more).
+        Args:
+            batch: The batch; it is copied to the model's device if it lies elsewhere.
+            entropy: Whether to compute entropies, too.
+            temperature: What logits are divided by. `None`: the actor's.
+
+        Returns:
+            [B, A] or, packed, `Rows`, on the model's device; 0 where a slot is padding.
         """
-        how = self._tempered(temperature)
-        if isinstance(data, ExperienceBatch):
-            if data.layout == "packed":
-                self._check_packs()
-            return self.head.stats(slim(data, self.device), temperature=how, entropy=entropy)[0]
-        rows = Rowwise.of(data)
-        if packed is None:
-            packed = self.packs_cheaply
-        elif packed:
+        if batch.layout == "packed":
             self._check_packs()
-        batch = rows.batch(None, packed=packed, device=self.device)
-        found, _ = self.head.stats(batch, temperature=how, entropy=entropy)
-        made: Any = [None if one is None else rows.rows(one) for one in found]
-        return TokenStats(*made)
+        on_device = batch.to_device(self.device)
+        return self.head.stats(on_device, temperature=self._tempered(temperature), entropy=entropy)[0]
 
     def __getstate__(self) -> dict[str, Any]:
         # An engine has locks, which a copy or another process cannot have; both are made again when they are needed.

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from rollbook.algorithms.registry import choice
-from rollbook.batch import ExperienceBatch
+from rollbook.batches.batch import Batch, Tokens
 from rollbook.models.actor import Actor
-from rollbook.models.forward import Rowwise, slim
 from rollbook.models.heads import inputs_of, run, text_config, trunk_of, unwrapped
 from rollbook.models.loading import VALUE_HEAD, load_model
 from rollbook.models.lora import has_adapters
@@ -100,14 +99,19 @@ class Critic(Wrapper):
         found, output = self._values(called_batch(sequences, num_actions, attention_mask, packed_seq_lens), media)
         return (flat(found), output) if return_output else flat(found)
 
-    def token_values(self, data: Any) -> Any:
-        """The value of every response slot of a batch, (B, A) or `Rows`, or of records, `Rows`; with gradients."""
-        if isinstance(data, ExperienceBatch):
-            return self._values(slim(data, self.device))[0]
-        rows = Rowwise.of(data)
-        return rows.rows(self._values(rows.batch(None, packed=self.packs_cheaply, device=self.device))[0])
+    def token_values(self, batch: Batch) -> Tokens:
+        """Compute the value of every response slot of a batch in one pass, with gradients.
 
-    def _values(self, batch: ExperienceBatch, media: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+        Args:
+            batch: The batch; it is copied to the model's device if it lies elsewhere.
+
+        Returns:
+            [B, A] or, packed, `Rows`, on the model's device; 0 where a slot is padding.
+        """
+        values: Tokens = self._values(batch.to_device(self.device))[0]
+        return values
+
+    def _values(self, batch: Batch, media: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
         if batch.layout == "packed":
             self._check_packs()
         slots = Slots.of(batch)

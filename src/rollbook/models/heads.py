@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rollbook.algorithms.tokens import TokenStats, from_hidden, from_logits
-from rollbook.batch import ExperienceBatch, Origin
+from rollbook.batches import Batch
 from rollbook.jagged import Rows
 from rollbook.models.slots import Slots
 from rollbook.vision import TYPES, token_types
@@ -97,7 +97,7 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     return module(**inputs)
 
 
-def inputs_of(model: Any, batch: ExperienceBatch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def inputs_of(model: Any, batch: Batch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The keyword arguments of one pass over a batch, without a cache; `media` beyond the batch's own go along.
 
     Images and videos that come without `mm_token_type_ids` get them from their placeholder ids, if they have grids; a
@@ -115,7 +115,7 @@ def inputs_of(model: Any, batch: ExperienceBatch, media: Mapping[str, Any] | Non
     if any(name.endswith("grid_thw") for name in media or ()):
         if batch.layout == "packed":
             raise ValueError(
-                "media: got grids with packed sequences, expected an ExperienceBatch that says which sample has which "
+                "media: got grids with packed sequences, expected a Batch that says which sample has which "
                 "image (Actor.token_stats)"
             )
         del inputs["position_ids"]
@@ -192,7 +192,7 @@ class Head:
 
     def stats(
         self,
-        batch: ExperienceBatch,
+        batch: Batch,
         media: Mapping[str, Any] | None = None,
         *,
         temperature: float = 1.0,
@@ -313,8 +313,7 @@ def keeps_apart(model: Any) -> bool:
     def last(rows: list[torch.Tensor]) -> torch.Tensor:
         values = Rows(torch.cat(rows), [len(row) for row in rows])
         mask = Rows(torch.ones(len(values.values), dtype=torch.bool, device=device), values.lengths)
-        batch = ExperienceBatch.of({"sequences": values, "action_mask": mask}, Origin())
-        output = run(inner, inputs_of(model, batch))
+        output = run(inner, inputs_of(model, Batch(tokens=values, action_mask=mask)))
         states: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
         return states[0, -_PROBE:].float()
 

@@ -17,6 +17,7 @@ from rollbook.models.heads import scoring, unwrapped
 
 if TYPE_CHECKING:
     from rollbook.algorithms.tokens import TokenStats
+    from rollbook.batches import Batch
     from rollbook.models.actor import Actor
 
 
@@ -105,10 +106,10 @@ class Reference:
         with self._base():
             return self.actor(*args, **options)
 
-    def token_stats(self, data: Any, **options: Any) -> TokenStats:
+    def token_stats(self, batch: Batch, **options: Any) -> TokenStats:
         """As `Actor.token_stats`."""
         with self._base():
-            return self.actor.token_stats(data, **options)
+            return self.actor.token_stats(batch, **options)
 
     @contextmanager
     def _base(self) -> Iterator[None]:
@@ -136,6 +137,16 @@ class Reference:
         return self.actor.dtype
 
     @property
+    def pad_token_id(self) -> int:
+        """As the actor's."""
+        return self.actor.pad_token_id
+
+    @property
+    def tokenizer(self) -> Any:
+        """As the actor's."""
+        return self.actor.tokenizer
+
+    @property
     def packs(self) -> bool:
         """As the actor's."""
         return self.actor.packs
@@ -153,6 +164,10 @@ class Reference:
     def parameters(self) -> Iterator[nn.Parameter]:
         """None: there is nothing here to train or to count twice."""
         return iter(())
+
+    def reference(self) -> Reference:
+        """Itself."""
+        return self
 
     def eval(self) -> Reference:
         """Nothing to do: there is never dropout in it."""

@@ -3,7 +3,7 @@
 | module | what it holds |
 |---|---|
 | `algorithm` | `Algorithm`, `PRESETS`: an estimator, a loss and what goes with them, by name |
-| `learner`, `material`, `objective`, `optimizing` | from records to new weights: rows, losses, optimizers |
+| `learner`, `train_rows`, `loss`, `optimizing` | from records to new weights: rows, losses, optimizers |
 | `trainer`, `intake`, `completing`, `saving` | the loop: make, keep, lease, learn, acknowledge; checkpoints |
 | `data`, `rows`, `sources`, `supervised` | prompts from files, with a cursor; records of given answers |
 | `episodes` | several turns with tools or games, all runs in lock step |
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from rollbook.train.evaluating import evaluated as evaluated
     from rollbook.train.intake import Intake as Intake
     from rollbook.train.learner import Batching as Batching
-    from rollbook.train.learner import Learned as Learned
     from rollbook.train.learner import Learner as Learner
     from rollbook.train.learner import NotFinite as NotFinite
+    from rollbook.train.learner import UpdateResult as UpdateResult
     from rollbook.train.naming import resolve as resolve
     from rollbook.train.optimizing import Optimizing as Optimizing
     from rollbook.train.replaying import Replayed as Replayed
@@ -67,7 +67,6 @@ _HOMES = {
     "Fruitless": "trainer",
     "Intake": "intake",
     "Interval": "statistics",
-    "Learned": "learner",
     "Learner": "learner",
     "NotFinite": "learner",
     "Optimizing": "optimizing",
@@ -78,6 +77,7 @@ _HOMES = {
     "Report": "trainer",
     "SupervisedMaker": "supervised",
     "Trainer": "trainer",
+    "UpdateResult": "learner",
     "WarmUp": "warming",
     "complete": "completing",
     "difference": "evaluating",

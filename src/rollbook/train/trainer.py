@@ -35,7 +35,7 @@ from rollbook.train import saving
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import check_maker, complete
 from rollbook.train.intake import Intake
-from rollbook.train.learner import Batching, Learned, Learner
+from rollbook.train.learner import Batching, Learner, UpdateResult
 from rollbook.train.optimizing import Optimizing
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Trainer:
             with stages("learn"):
                 records, flags = self._beside(own, step)
                 records = self.completed(records, flags)
-                learned = self.learner.learn(
+                learned = self.learner.update(
                     records, step=step, expert=flags, weights=self._weights(lease, len(records))
                 )
             reached("learnt")
@@ -323,9 +323,9 @@ class Trainer:
         return None if found is None else found + [1.0] * (count - len(found))
 
     @staticmethod
-    def _told(lease: Lease, learned: Learned) -> dict[str, dict[str, Any]]:
+    def _told(lease: Lease, learned: UpdateResult) -> dict[str, dict[str, Any]]:
         """What the ledger is to say of each record: where it was, and what the sampler had it weigh."""
-        told = dict(zip(lease.uids, learned.places, strict=False))
+        told = learned.placements_by_uid(lease.uids)
         for uid, weight in zip(lease.uids, lease.weights or (), strict=False):
             told[uid] = {**told[uid], "importance": weight}
         return told
