@@ -47,16 +47,15 @@ def forward_batch(
         By name, (B, A) of a padded batch, `Rows` of a packed one.
     """
     rows = BatchRows.of(batch)
-    flat, found_stats = run_micro_batches(
+    flat = run_micro_batches(
         model,
         rows.tokens.lengths,
         rows.response_lengths,
         lambda chosen, packed: rows.batch(chosen, packed, model.device),
         outputs,
         token_budget=token_budget,
+        stats=stats,
     )
-    if stats is not None:
-        stats.update(found_stats)
     return {name: rows.lay_out(column, device) for name, column in flat.items()}
 
 

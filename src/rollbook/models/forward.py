@@ -7,7 +7,7 @@ it was before: modes, gradients, adapters.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from rollbook.algorithms.layout import as_column
 from rollbook.algorithms.registry import whole_number
 from rollbook.batches import Batch
-from rollbook.batches.batch import Tokens
 from rollbook.batches.columns import Lengths, read_columns, token_counts
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.jagged import concatenated
@@ -41,6 +40,8 @@ def forward(
     *,
     token_budget: int = TOKEN_BUDGET,
     packed: bool | None = None,
+    temperature: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
     stats: dict[str, float] | None = None,
 ) -> dict[str, Ragged]:
     """Compute per-token outputs of a model for every record, without gradients and without dropout.
@@ -51,6 +52,8 @@ def forward(
         outputs: Names of the results: `entropy`, `values`, or any name of log-probs, such as `old_logprobs`.
         token_budget: Tokens of a micro-batch; a longer record is alone. Micro-batches are planned over all records.
         packed: Whether records go through the model packed. `None`: where that costs no more.
+        temperature: What an actor's logits are divided by. `None`: its own.
+        progress: Called with the tokens that are done, and all of them, after each micro-batch.
         stats: A dict to be filled: `seconds` in all, `forward_seconds` in the model, `micro_batches`, `tokens` in them,
             `slots` computed, and `padding`, the share of what was computed that was padding.
 
@@ -67,32 +70,6 @@ def forward(
     >>> {name: column.lengths.tolist() for name, column in forward(actor, records, ("old_logprobs", "entropy")).items()}
     {'old_logprobs': [2, 2], 'entropy': [2, 2]}
     """
-    columns, found_stats = _run_over_records(model, records, outputs, token_budget, packed)
-    if stats is not None:
-        stats.update(found_stats)
-    return {name: _zero_outside_mask(column, records) for name, column in columns.items()}
-
-
-def _zero_outside_mask(column: Ragged, records: Experiences) -> Ragged:
-    values = column.tensor_of_values()
-    if isfinite(values.sum()):  # then every number is
-        return column
-    mask = read_columns(records, ("action_mask",)).by_token.get("action_mask")
-    if mask is not None:
-        counts = concatenated(mask, column.lengths) != 0
-        values = torch.where(counts | values.isfinite(), values, 0.0)
-    return as_column(values, column.offsets)
-
-
-def _run_over_records(
-    model: Any,
-    records: Experiences,
-    outputs: Sequence[str],
-    token_budget: int,
-    packed: bool | None,
-    options: Mapping[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[dict[str, Ragged], dict[str, float]]:
     lengths, response_lengths = token_counts(records)
     # Log-probs say how long the response of a truncated prompt is.
     truncated = "prompt_truncated" in records.values("truncate_status")
@@ -102,7 +79,7 @@ def _run_over_records(
         # Padded with token 0, which every vocabulary has: a padding token need not be one of the model's.
         return Batch.from_records(narrow.take(rows), ("tokens",), packed=pack, device=model.device)
 
-    flat, stats = run_micro_batches(
+    flat = run_micro_batches(
         model,
         lengths,
         response_lengths,
@@ -110,11 +87,22 @@ def _run_over_records(
         outputs,
         token_budget=token_budget,
         packed=packed,
-        options=options,
+        temperature=temperature,
         progress=progress,
+        stats=stats,
     )
     offsets = offsets_of(response_lengths)
-    return {name: as_column(values, offsets) for name, values in flat.items()}, stats
+    return {name: as_column(_zero_outside_mask(values, records), offsets) for name, values in flat.items()}
+
+
+def _zero_outside_mask(values: torch.Tensor, records: Experiences) -> torch.Tensor:
+    if isfinite(values.sum()):  # then every number is
+        return values
+    columns = read_columns(records, ("action_mask",))
+    mask = columns.by_token.get("action_mask")
+    if mask is None:
+        return values
+    return torch.where((concatenated(mask, columns.response_lengths) != 0) | values.isfinite(), values, 0.0)
 
 
 def run_micro_batches(
@@ -126,27 +114,23 @@ def run_micro_batches(
     *,
     token_budget: int = TOKEN_BUDGET,
     packed: bool | None = None,
-    options: Mapping[str, Any] | None = None,
+    temperature: float | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Run a model over the rows that have a response, in planned micro-batches.
+    stats: dict[str, float] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Run a model over the rows that have a response, in planned micro-batches; other arguments as of `forward`.
 
     Args:
-        model: As of `forward`.
         lengths: [N] Tokens of each row.
         response_lengths: [N] Response tokens of each row.
         make_batch: Makes the batch of some rows, packed or not.
-        outputs: As of `forward`.
-        token_budget: As of `forward`.
-        packed: As of `forward`.
-        options: Keyword arguments of the model's method.
-        progress: Called with the tokens that are done, and all of them, after each micro-batch.
 
     Returns:
-        By name, float32 numbers on the host, row after row; and the `stats` of `forward`.
+        By name, float32 numbers on the host, row after row.
     """
     began = time.perf_counter()
-    compute = _method(model, outputs, options or {})
+    _check_model(model, outputs)
+    options: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     budget = whole_number("token_budget", token_budget, 1)
     if getattr(model, "head_path", None) == "logits" and hasattr(model, "config"):
         budget = min(budget, max(_LOGITS // int(text_config(model).vocab_size), 1))
@@ -166,7 +150,11 @@ def run_micro_batches(
             chosen = rows[micro.indices]
             batch = make_batch(chosen, packed)
             clock.start()
-            columns = compute(batch)
+            if "values" in outputs:
+                columns = {"values": model.token_values(batch)}
+            else:
+                token_stats = model.token_stats(batch, entropy="entropy" in outputs, **options)
+                columns = {name: token_stats.entropy if name == "entropy" else token_stats.log_probs for name in parts}
             clock.stop()
             for name, column in columns.items():
                 parts[name].append(batch.flatten_response(column).float())
@@ -175,33 +163,23 @@ def run_micro_batches(
             if progress is not None:
                 progress(done, int(lengths[rows].sum()))
         flat = {name: _in_order(pieces, order, response_lengths) for name, pieces in parts.items()}
-    stats = {
-        "forward_seconds": clock.seconds(),
-        "seconds": time.perf_counter() - began,
-        "micro_batches": float(len(planned)),
-        "tokens": float(done),
-        "slots": float(response_lengths.sum()),
-        "padding": 1 - done / computed if computed else 0.0,
-    }
-    return flat, stats
+    if stats is not None:
+        stats["forward_seconds"] = clock.seconds()
+        stats["seconds"] = time.perf_counter() - began
+        stats["micro_batches"], stats["tokens"] = float(len(planned)), float(done)
+        stats["slots"] = float(response_lengths.sum())
+        stats["padding"] = 1 - done / computed if computed else 0.0
+    return flat
 
 
-def _method(model: Any, outputs: Sequence[str], options: Mapping[str, Any]) -> Callable[[Batch], dict[str, Tokens]]:
-    """What computes the outputs of one batch."""
-    if "values" in outputs:
-        if not hasattr(model, "token_values"):
-            raise ValueError(f"critic: got {type(model).__name__}, expected a Critic")
-        if len(outputs) > 1:
-            raise ValueError(f"outputs: got {list(outputs)}, expected 'values' alone, which is of another model")
-        return lambda batch: {"values": model.token_values(batch)}
-    if not hasattr(model, "token_stats"):
-        raise ValueError(f"actor: got {type(model).__name__}, expected an Actor or its reference()")
-
-    def compute(batch: Batch) -> dict[str, Tokens]:
-        stats = model.token_stats(batch, entropy="entropy" in outputs, **options)
-        return {name: stats.entropy if name == "entropy" else stats.log_probs for name in outputs}
-
-    return compute
+def _check_model(model: Any, outputs: Sequence[str]) -> None:
+    if "values" not in outputs:
+        if not hasattr(model, "token_stats"):
+            raise ValueError(f"actor: got {type(model).__name__}, expected an Actor or its reference()")
+    elif not hasattr(model, "token_values"):
+        raise ValueError(f"critic: got {type(model).__name__}, expected a Critic")
+    elif len(outputs) > 1:
+        raise ValueError(f"outputs: got {list(outputs)}, expected 'values' alone, which is of another model")
 
 
 class _Clock:
@@ -296,9 +274,17 @@ def policy_log_probs(
     >>> policy_log_probs(actor, records).log_probs.lengths.tolist()
     [2, 1]
     """
-    outputs = ("logprobs", "entropy") if entropy else ("logprobs",)
-    options = {} if temperature is None else {"temperature": temperature}
-    columns, stats = _run_over_records(actor, as_experiences(data), outputs, token_budget, packed, options, progress)
+    stats: dict[str, float] = {}
+    columns = forward(
+        actor,
+        as_experiences(data),
+        ("logprobs", "entropy") if entropy else ("logprobs",),
+        token_budget=token_budget,
+        packed=packed,
+        temperature=temperature,
+        progress=progress,
+        stats=stats,
+    )
     return Scores(log_probs=columns["logprobs"], entropy=columns.get("entropy"), stats=stats)
 
 
@@ -337,5 +323,6 @@ def values(critic: Any, data: Any, *, token_budget: int = TOKEN_BUDGET, packed: 
     >>> values(critic, [Experience(tokens=[1, 2, 3, 4], prompt_length=2)]).values[0].tolist()
     [0.0, 0.0]
     """
-    columns, stats = _run_over_records(critic, as_experiences(data), ("values",), token_budget, packed)
+    stats: dict[str, float] = {}
+    columns = forward(critic, as_experiences(data), ("values",), token_budget=token_budget, packed=packed, stats=stats)
     return Scores(values=columns["values"], stats=stats)
