@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from rollbook import CustomField, Experience, Experiences
 from rollbook.batch import from_experiences
 from rollbook.batches import Batch
-from rollbook.batches.columns import TOKEN_COLUMNS
-from rollbook.jagged import Rows
+from rollbook.batches.columns import TOKEN_COLUMNS, read_columns
+from rollbook.batches.device import copy_columns
+from rollbook.jagged import Rows, concatenated
 from tests import tiny
 
 NAMES = {
@@ -243,3 +244,20 @@ def test_media_that_do_not_fit_together() -> None:
     long = Experience(tokens=[1, 2], multi_modal_inputs={"mm_token_type_ids": torch.zeros(1, 3)})
     with pytest.raises(ValueError, match=r"media\['mm_token_type_ids'\]\[0\]: got 3 entries, expected at most 2"):
         Batch.from_records(Experiences([long])).model_inputs()
+
+
+def test_columns_travel_together() -> None:
+    """What a device gets in one transfer, here from the host to the host."""
+    records = Experiences(
+        [
+            Experience(tokens=[1, 2, 3], logprobs=torch.tensor([-1.0, -2.0], dtype=torch.bfloat16)),
+            Experience(tokens=[4, 5]),
+        ]
+    )
+    columns = read_columns(records)
+    sources = {"tokens": columns.tokens, **columns.by_token}
+    lengths = [columns.lengths, *[columns.response_lengths] * len(columns.by_token)]
+    copies = copy_columns(list(zip(sources.values(), lengths, strict=True)), torch.device("cpu"))
+    for column, copy, counts in zip(sources.values(), copies, lengths, strict=True):
+        assert torch.equal(copy, concatenated(column, counts))
+    assert {*sources} == {"tokens", "logprobs", "action_mask"} and copies[1].dtype == torch.bfloat16

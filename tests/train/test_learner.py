@@ -498,3 +498,18 @@ def test_a_pair_longer_than_the_budget_goes_alone() -> None:
     learned = mind.update(rows, step=1)
     assert len({place["micro_batch"] for place in learned.placements}) >= 2
     assert sum(place["weight"] for place in learned.placements) == pytest.approx(1, abs=1e-6)
+
+
+def test_rows_without_weights_beside_others_weigh_one() -> None:
+    """However the rows are cut."""
+    rows = made()
+    weights_of = [torch.full((len(row.advantages),), 2.0) if i < 6 else None for i, row in enumerate(rows)]
+    explicit = [
+        torch.ones(len(row.advantages)) if one is None else one for row, one in zip(rows, weights_of, strict=True)
+    ]
+    losses = []
+    for column in (weights_of, explicit):
+        for budget in (24, 4096):
+            mind = learner(batching=Batching(shuffle=False, token_budget=budget))
+            losses.append(mind.update(rows.assign(loss_weights=column), step=1).metrics["loss"])
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5) and losses[:2] == losses[2:]
