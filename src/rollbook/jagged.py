@@ -218,7 +218,7 @@ class Spans:
     def mask(self, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
         """[B, width] One where a row lies, zero on padding."""
         if torch.device(device).type != "cpu":
-            return self._index(torch.device(device))[1].to(dtype)
+            return self._index(torch.device(device))[1].to(dtype, copy=True)  # the index is shared
         out = empty((len(self.lengths), self.width), dtype)
         for row, (at, to) in zip(out.numpy(), self._places, strict=True):
             row[:at], row[at:to], row[to:] = 0, 1, 0

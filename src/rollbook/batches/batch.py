@@ -127,28 +127,28 @@ class Batch:
             copies = copy_columns(list(zip(flat.values(), lengths, strict=True)), target)
             flat = dict(zip(flat, copies, strict=True))
             target = copies[0].device  # with an index, as spans know it
-        made: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if packed:
             for name, column in flat.items():
                 row_lengths = columns.lengths if name == "tokens" else columns.response_lengths
-                made[name] = Rows(concatenated(column, row_lengths).contiguous(), row_lengths.tolist())
-            made["tokens"] = made["tokens"].apply(torch.Tensor.long)
-            if "action_mask" not in made:
+                fields[name] = Rows(concatenated(column, row_lengths).contiguous(), row_lengths.tolist())
+            fields["tokens"] = fields["tokens"].apply(torch.Tensor.long)
+            if "action_mask" not in fields:
                 total = int(columns.response_lengths.sum())
                 mask = torch.ones(total, dtype=torch.bool, device=target)
-                made["action_mask"] = Rows(mask, columns.response_lengths.tolist())
+                fields["action_mask"] = Rows(mask, columns.response_lengths.tolist())
         else:
-            tokens, responses = made["spans"] = _spans(columns.lengths, columns.response_lengths, side)
-            made["tokens"] = tokens.pad(flat.pop("tokens"), _checked_pad(pad_token_id), dtype=torch.int64)
-            made["attention_mask"] = tokens.mask(torch.int64, target)
+            tokens, responses = fields["spans"] = _spans(columns.lengths, columns.response_lengths, side)
+            fields["tokens"] = tokens.pad(flat.pop("tokens"), _checked_pad(pad_token_id), dtype=torch.int64)
+            fields["attention_mask"] = tokens.mask(torch.int64, target)
             for name, column in flat.items():
-                made[name] = responses.pad(column, FIELDS[name].pad if name in FIELDS else 0)
-            if "action_mask" not in made:
-                made["action_mask"] = responses.mask(torch.bool, target)
-        extra = {name: made.pop(name) for name in columns.by_token if name not in _FIELDS}
+                fields[name] = responses.pad(column, FIELDS[name].pad if name in FIELDS else 0)
+            if "action_mask" not in fields:
+                fields["action_mask"] = responses.mask(torch.bool, target)
+        extra = {name: fields.pop(name) for name in columns.by_token if name not in _FIELDS}
         extra |= to(columns.by_record, target)
         reward, media = to(columns.reward, target), to(columns.media, target)
-        return cls(**made, eids=columns.eids, reward=reward, extra=extra, media=media)
+        return cls(**fields, eids=columns.eids, reward=reward, extra=extra, media=media)
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
@@ -340,8 +340,8 @@ class Batch:
         return self._change(pin_memory)
 
     def _change(self, change: Callable[[Any], Any]) -> Batch:
-        kept = ("eids", "spans")
-        return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in _FIELDS if name not in kept})
+        names = [name for name in _FIELDS if name not in ("eids", "spans")]
+        return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in names})
 
     # --- models -------------------------------------------------------------------------------------------------------
 

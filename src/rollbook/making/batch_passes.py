@@ -127,18 +127,18 @@ class BatchRows:
 
 def slim(batch: ExperienceBatch) -> ExperienceBatch:
     """The batch with what a model needs alone, sharing its memory."""
-    slots = next((value for _, value in token_fields(batch, "response") if value is not None), None)
+    slots = next((column for _, column in token_fields(batch, "response") if column is not None), None)
     if slots is None:
         raise ValueError("batch: no response-axis field is there to say where the responses are")
     if batch.layout == "packed":
-        counts = [len(row) for row in slots]
-        where = batch.sequences[0].device if len(batch.sequences) else "cpu"
-        mask: Any = Rows(torch.ones(sum(counts), dtype=torch.bool, device=where), counts)
+        lengths = [len(row) for row in slots]
+        device = batch.sequences[0].device if len(batch.sequences) else "cpu"
+        mask: Any = Rows(torch.ones(sum(lengths), dtype=torch.bool, device=device), lengths)
     else:
         mask = torch.ones(slots.shape[:2], dtype=torch.bool, device=slots.device)
-    counts_of = {name: batch.info[name] for name in ("image_num", "video_num") if batch.info and name in batch.info}
-    kept = {name: getattr(batch, name) for name in (*BATCH_MEDIA, "media", "sequences", "attention_mask")}
-    given = {**kept, "action_mask": mask, "action_starts": batch.action_starts, "info": counts_of or None}
+    counts = {name: batch.info[name] for name in ("image_num", "video_num") if batch.info and name in batch.info}
+    fields = {name: getattr(batch, name) for name in (*BATCH_MEDIA, "media", "sequences", "attention_mask")}
+    fields |= {"action_mask": mask, "action_starts": batch.action_starts, "info": counts or None}
     origin = Origin(media_rows=dict(batch.origin.media_rows))
     origin.absent = {name: rows for name, rows in batch.origin.absent.items() if name in BATCH_MEDIA}
-    return ExperienceBatch.of(given, origin)
+    return ExperienceBatch.of(fields, origin)

@@ -41,14 +41,14 @@ def attach(model: nn.Module, lora: Any) -> nn.Module:
             raise ValueError(f"lora: {error}") from None
     if not isinstance(lora, peft.LoraConfig):
         raise ValueError(f"lora: got {type(lora).__name__}, expected a peft.LoraConfig or a dict of its options")
-    made: nn.Module = peft.get_peft_model(model, lora)
-    return made
+    adapted: nn.Module = peft.get_peft_model(model, lora)
+    return adapted
 
 
 def load_adapter(base: nn.Module, folder: str) -> nn.Module:
     """The base with the adapters of a folder, to be trained on."""
-    made: nn.Module = _peft().PeftModel.from_pretrained(base, folder, is_trainable=True)
-    return made
+    adapted: nn.Module = _peft().PeftModel.from_pretrained(base, folder, is_trainable=True)
+    return adapted
 
 
 def save_base(model: nn.Module, folder: str, **options: Any) -> None:
@@ -70,7 +70,7 @@ def has_adapters(model: nn.Module) -> bool:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The base alone, as long as it lasts. What needs a gradient does so after it as before."""
-    needs = [(one, one.requires_grad) for one in model.parameters()]
+    needs = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         with model.disable_adapter():  # type: ignore[operator]
             yield

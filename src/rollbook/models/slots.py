@@ -50,9 +50,9 @@ class Slots:
         """(N, ...) What the model said at the token before each slot, of (B, S, ...) or (1, tokens, ...)."""
         return predictions.flatten(0, 1).index_select(0, self.index)
 
-    def put(self, found: torch.Tensor) -> Any:
+    def put(self, entries: torch.Tensor) -> Any:
         """(B, A) or `Rows`: an entry (N,) for each slot that has a prediction, 0 on the others; gradients flow."""
-        flat = found.new_zeros(int(np.prod(self.shape))).index_copy(0, self.places, found)
+        flat = entries.new_zeros(int(np.prod(self.shape))).index_copy(0, self.places, entries)
         return flat.view(self.shape) if self.lengths is None else Rows(flat, self.lengths)
 
 
@@ -131,7 +131,7 @@ def called_batch(sequences: Any, num_actions: Any, attention_mask: torch.Tensor 
     return Batch(tokens=Rows(sequences[0], lengths), action_mask=Rows(mask, counts))
 
 
-def check_matrix(name: str, given: Any, expected: str) -> None:
+def check_matrix(name: str, matrix: Any, expected: str) -> None:
     """Refuse what is not a matrix.
 
     >>> check_matrix("sequences", torch.zeros(3), "(B, S)")
@@ -139,14 +139,14 @@ def check_matrix(name: str, given: Any, expected: str) -> None:
         ...
     ValueError: sequences: got shape [3], expected a tensor (B, S)
     """
-    if not isinstance(given, torch.Tensor) or given.dim() != 2:
-        shown = f"shape {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+    if not isinstance(matrix, torch.Tensor) or matrix.dim() != 2:
+        shown = f"shape {list(matrix.shape)}" if isinstance(matrix, torch.Tensor) else type(matrix).__name__
         raise ValueError(f"{name}: got {shown}, expected a tensor {expected}")
 
 
-def _numbers(name: str, given: Any) -> list[int]:
-    if isinstance(given, torch.Tensor):
-        given = given.tolist()
-    if not isinstance(given, (list, tuple)):
-        raise ValueError(f"{name}: got {given!r}, expected a number for each packed sample")
-    return [whole_number(f"{name}[{i}]", one) for i, one in enumerate(given)]
+def _numbers(name: str, numbers: Any) -> list[int]:
+    if isinstance(numbers, torch.Tensor):
+        numbers = numbers.tolist()
+    if not isinstance(numbers, (list, tuple)):
+        raise ValueError(f"{name}: got {numbers!r}, expected a number for each packed sample")
+    return [whole_number(f"{name}[{i}]", number) for i, number in enumerate(numbers)]

@@ -156,13 +156,13 @@ class Learner:
         if (precision == "bfloat16") != (actor.dtype == torch.bfloat16):
             expected = "bfloat16" if precision == "bfloat16" else "float32"
             raise ValueError(f"actor: got weights of {actor.dtype}, expected {expected} for precision={precision!r}")
-        how = Optimizing() if optimizer is None else optimizer
+        config = Optimizing() if optimizer is None else optimizer
         # Weights have names in checkpoints, which a module knows.
-        self.optimizer = Optimizer(cast("nn.Module", actor), how, masters=precision == "bfloat16")
+        self.optimizer = Optimizer(cast("nn.Module", actor), config, masters=precision == "bfloat16")
         self.critic_optimizer: Optimizer | None = None
         if critic is not None and self.algorithm.needs_critic:
             short = critic.dtype == torch.bfloat16
-            self.critic_optimizer = Optimizer(cast("nn.Module", critic), critic_optimizer or how, masters=short)
+            self.critic_optimizer = Optimizer(cast("nn.Module", critic), critic_optimizer or config, masters=short)
         self.failures = 0
         """Updates in a row that were not finite."""
 
@@ -279,7 +279,7 @@ class Learner:
                 places[source] = {"minibatch": number, "micro_batch": k, "weight": weight}
         for source, place in places.items():
             if epoch:
-                place = {name: [*_listed(placements[source][name]), value] for name, value in place.items()}
+                place = {name: [*_listed(placements[source][name]), entry] for name, entry in place.items()}
             placements[source] = place
 
     def _update(
