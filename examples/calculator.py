@@ -126,7 +126,7 @@ def warmed_up(seed: int = 0, steps: int = 80, tell: Any = print) -> tuple[Actor,
         actor, "sft", optimizer=Optimizing(lr=3e-3, warmup=30, schedule="linear", floor=0.03, steps=steps)
     )
     for step in range(1, steps + 51):
-        learner.learn((right if step <= steps else sloppy).take(rng.sample(range(1024), 128)), step=step)
+        learner.update((right if step <= steps else sloppy).take(rng.sample(range(1024), 128)), step=step)
         if step > steps and success(actor, looked_at, f"warmup-{step}", seed) <= 0.3:
             break
     tell(f"warm-up: {step} supervised steps")

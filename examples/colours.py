@@ -148,7 +148,7 @@ def warm_up(actor: Actor, checked: Prompts, *, seed: int, until: float, pictures
     learner = Learner(actor, "sft", optimizer=Optimizing(lr=2e-3, warmup=30))
     rng, right = np.random.default_rng(seed), 0.0
     for step in range(1, most + 1):
-        learner.learn(records.take(rng.choice(len(records), 64, replace=False)), step=step)
+        learner.update(records.take(rng.choice(len(records), 64, replace=False)), step=step)
         if step % 5 == 0 and right < until:
             right = evaluate(actor.engine, checked, reward, sampling=SAMPLING, seed=seed, success="exact").success
         if right >= until:

@@ -34,8 +34,8 @@ def main(out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500
             records = pipeline.estimate(records, algorithm)
             book.append(records)  # durable on return
             with book.lease(prompts_per_step, by="group") as lease:  # an exception returns the records
-                learned = learner.learn(lease.experiences, step=step)
-                lease.ack(step=step, details=dict(zip(lease.uids, learned.places, strict=True)))
+                learned = learner.update(lease.experiences, step=step)
+                lease.ack(step=step, details=learned.placements_by_uid(lease.uids))
             engine.version = step  # records keep the version of the policy that sampled them
             book.announce(step)
             reward = sum(records.values("reward")) / len(records)

@@ -390,6 +390,19 @@ class Experiences(Sequence["Experience"]):
             filled[name] = values
         return self.assign(**filled)
 
+    def select(self, *names: str) -> Experiences:
+        """The same records with these fields alone, on the same memory.
+
+        What every record has (`eid`, `tokens`, `prompt_length`, `experience_type`) stays.
+
+        >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [0.0, 1.0]})
+        >>> sorted(records.select().columns)
+        ['eid', 'experience_type', 'prompt_length', 'tokens']
+        """
+        wanted = {"eid", "tokens", "prompt_length", "experience_type", *names}
+        parts = {key: col for key, col in self._columns.items() if (spec := owner(key)) and spec[0].name in wanted}
+        return self._of(parts, self._count)
+
     def compact(self) -> Experiences:
         """The same records on memory that holds nothing else (a slice keeps its parent's alive)."""
         return self.take(np.arange(self._count))

@@ -143,13 +143,13 @@ def expert_book(folder: Path, records: Sequence[Experience]) -> Book:
 def watch_updates(trainer: Trainer) -> dict[int, Any]:
     """Return the records of each update by its step; filled while the trainer runs."""
     records_by_step: dict[int, Any] = {}
-    learn = trainer.learner.learn
+    update = trainer.learner.update
 
     def watched(records: Any, *, step: int, **options: Any) -> Any:
         records_by_step[step] = records
-        return learn(records, step=step, **options)
+        return update(records, step=step, **options)
 
-    trainer.learner.learn = watched  # type: ignore[method-assign]
+    trainer.learner.update = watched  # type: ignore[method-assign]
     return records_by_step
 
 

@@ -21,7 +21,7 @@ from rollbook import Experience, Experiences
 from rollbook.algorithms import estimate
 from rollbook.models import Actor, Critic
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
-from rollbook.train.learner import Batching, Learned, Learner
+from rollbook.train.learner import Batching, Learner, UpdateResult
 from rollbook.train.optimizing import Optimizing
 from tests.train import naive
 from tests.train.naive import How, Sample
@@ -150,9 +150,9 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], clos
         assert float((found[name] - theirs).abs().max()) <= close * largest, name
 
 
-def minibatches(learned: Learned, count: int) -> list[list[int]]:
+def minibatches(learned: UpdateResult, count: int) -> list[list[int]]:
     """Which records were in each minibatch."""
-    return [[i for i, place in enumerate(learned.places) if place.get("minibatch") == k] for k in range(count)]
+    return [[i for i, place in enumerate(learned.placements) if place.get("minibatch") == k] for k in range(count)]
 
 
 # --- a step of GRPO ---------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     batching = Batching(minibatches=3, packed=packed, token_budget=budget)
     learner = Learner(actor, algorithm, optimizer=optimizing(how), batching=batching, seed=7)
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(complete(records(given), algorithm), step=1)
+    learned = learner.update(complete(records(given), algorithm), step=1)
 
     scored = [i for i in range(16) if i not in (3, 9)]
     naive.by_group([given[i] for i in scored], naive.grpo)
@@ -192,7 +192,7 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     cut = minibatches(learned, 3)
     assert sorted(i for rows in cut for i in rows) == scored
     assert cut != [scored[:4], scored[4:9], scored[9:]]
-    assert learned.places[3] == learned.places[9] == {"left_out": "no reward"}
+    assert learned.placements[3] == learned.placements[9] == {"left_out": "no reward"}
     assert learned.metrics["left_out/no_reward"] == 2
     for k, rows in enumerate(cut):
         chosen = [given[i] for i in rows]
@@ -207,7 +207,7 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     for name in ("loss", "kl", "entropy", "grad_norm"):
         assert learned.metrics[name] == pytest.approx(sum(one[name] for one in parts) / 3, rel=1e-5, abs=1e-6), name
     assert learned.metrics["policy/pg_clipfrac"] == pytest.approx(sum(fractions) / 3, abs=1e-6) and min(fractions) > 0
-    many = len({(learned.places[i]["minibatch"], learned.places[i]["micro_batch"]) for i in scored})
+    many = len({(learned.placements[i]["minibatch"], learned.placements[i]["micro_batch"]) for i in scored})
     assert many == 3 if budget > 1000 else many > 5
 
 
@@ -260,7 +260,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
         batching=Batching(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer), gradients(monkeypatch, learner.critic_optimizer)
-    learned = learner.learn(complete(rows, algorithm), step=1)
+    learned = learner.update(complete(rows, algorithm), step=1)
 
     scored = [one for i, one in enumerate(given) if i not in (5, 10)]
     if kl_in == "reward":
@@ -269,7 +269,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
     else:
         naive.gae(scored, 0.99, 0.95)
     naive.whitened(scored)
-    assert learned.places[5] == learned.places[10] == {"left_out": "no reward"}
+    assert learned.placements[5] == learned.placements[10] == {"left_out": "no reward"}
     movers = [naive.optimizer_of(each, list(of.parameters())) for each, of in ((how, model), (slow, judge))]
     losses: list[tuple[float, float]] = []
     for k, rows in enumerate(minibatches(learned, 2)):
@@ -349,7 +349,7 @@ def test_preset(monkeypatch: pytest.MonkeyPatch, name: str, packed: bool, budget
         max_tokens=12,
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(complete(records(given), algorithm), step=1)
+    learned = learner.update(complete(records(given), algorithm), step=1)
     if advise is not None:
         advise(given)
     mover = naive.optimizer_of(how, list(model.parameters()))
@@ -385,7 +385,7 @@ def test_mix(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
         batching=Batching(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(rows, step=1, expert=[one.expert for one in given])
+    learned = learner.update(rows, step=1, expert=[one.expert for one in given])
     naive.by_group(own, naive.grpo)
     mover = naive.optimizer_of(how, list(model.parameters()))
     losses = []
@@ -416,13 +416,15 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
         batching=Batching(minibatches=2, epochs=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(complete(rows, AlgorithmConfig.preset("dpo")), step=1)
-    assert all(len(place[key]) == 2 for place in learned.places for key in ("minibatch", "micro_batch", "weight"))
+    learned = learner.update(complete(rows, AlgorithmConfig.preset("dpo")), step=1)
+    assert all(len(place[key]) == 2 for place in learned.placements for key in ("minibatch", "micro_batch", "weight"))
     mover = naive.optimizer_of(how, list(model.parameters()))
     losses = []
     for epoch in range(2):
         for k in range(2):
-            chosen = [pair for pair, place in zip(pairs, learned.places, strict=True) if place["minibatch"][epoch] == k]
+            chosen = [
+                pair for pair, place in zip(pairs, learned.placements, strict=True) if place["minibatch"][epoch] == k
+            ]
             loss = naive.dpo_loss(model, reference, how, chosen)
             same(seen[2 * epoch + k], naive.moved(how, mover, model, loss)[0])
             losses.append(loss.item())
@@ -461,7 +463,7 @@ def test_weights(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
         actor, algorithm, optimizer=optimizing(how), batching=Batching(minibatches=2, packed=True, token_budget=24)
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(rows, step=1, weights=drawn)
+    learned = learner.update(rows, step=1, weights=drawn)
     mover = naive.optimizer_of(how, list(model.parameters()))
     for k, chosen in enumerate(minibatches(learned, 2)):
         loss, _ = naive.policy_loss(model, how, [given[i] for i in chosen])

@@ -219,7 +219,7 @@ def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | N
     actor, reference = models()
     algorithm = AlgorithmConfig.preset("grpo", kl_coef=0.1)
     other = Learner(copy.deepcopy(actor), algorithm)
-    expected = other.learn(complete(scored([1.0, 0.0]), algorithm, reference=reference), step=1)
+    expected = other.update(complete(scored([1.0, 0.0]), algorithm, reference=reference), step=1)
     book = rollbook.open("memory:")
     book.append(scored([1.0, 0.0, missing]))
     run = Trainer(actor, algorithm, book, prompts_per_step=1, reference=reference)

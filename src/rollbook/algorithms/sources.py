@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from rollbook.algorithms.ranks import ALONE, Ranks
 from rollbook.algorithms.registry import choice
 from rollbook.batch import ExperienceBatch
+from rollbook.batches.columns import mask_unpredicted
 from rollbook.experiences import Experiences, as_experiences
 from rollbook.ids import EID
 from rollbook.jagged import Rows
 from rollbook.layouts import action_starts, predicted_mask, spans_of_rows
 from rollbook.ragged import Ragged
-from rollbook.records import mask_unpredicted
 
 INFO_KEYS = {"states": "env_state_hash", "step_rewards": "step_reward", "baselines": "reward_baseline"}
 """Inputs that a record keeps in its `info`, and the key of each."""

@@ -288,7 +288,7 @@ def _costs(cost: Any, lengths: Ints) -> Floats:
 
 def _loss_tokens(records: Any, lengths: Ints) -> list[int]:
     """How many tokens of each record count in the loss: those in its mask or, without one, all of its response."""
-    from rollbook.records import mask_unpredicted
+    from rollbook.batches.columns import mask_unpredicted
 
     records = mask_unpredicted(records)
     responses = (lengths - np.minimum(records.prompt_lengths(), lengths)).tolist()

@@ -4,7 +4,7 @@
 |---|---|
 | `algorithm` | `AlgorithmConfig`, `PRESETS`: an estimator, a loss and their settings, by name |
 | `pipeline`, `metrics` | from prompts to training records: `generate`, `score`, `annotate`, `estimate` |
-| `learner`, `material`, `objective`, `optimizing` | from records to new weights: rows, losses, optimizers |
+| `learner`, `train_rows`, `loss`, `optimizing` | from records to new weights: rows, losses, optimizers |
 | `trainer`, `intake`, `saving` | the loop: roll out, append, lease, update, acknowledge; checkpoints |
 | `data`, `rows`, `sources`, `supervised` | prompts from files, with a cursor; records of given answers |
 | `evaluating`, `statistics` | avg@k, pass@k, maj@k with intervals |
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from rollbook.train.evaluating import evaluated as evaluated
     from rollbook.train.intake import Intake as Intake
     from rollbook.train.learner import Batching as Batching
-    from rollbook.train.learner import Learned as Learned
     from rollbook.train.learner import Learner as Learner
     from rollbook.train.learner import NotFinite as NotFinite
+    from rollbook.train.learner import UpdateResult as UpdateResult
     from rollbook.train.naming import resolve as resolve
     from rollbook.train.optimizing import Optimizing as Optimizing
     from rollbook.train.pipeline import Models as Models
@@ -60,7 +60,6 @@ _HOMES = {
     "Fruitless": "trainer",
     "Intake": "intake",
     "Interval": "statistics",
-    "Learned": "learner",
     "Learner": "learner",
     "Models": "pipeline",
     "NotFinite": "learner",
@@ -70,6 +69,7 @@ _HOMES = {
     "Replayed": "replaying",
     "Report": "trainer",
     "Trainer": "trainer",
+    "UpdateResult": "learner",
     "WarmUp": "warming",
     "difference": "evaluating",
     "evaluate": "evaluating",

@@ -290,25 +290,6 @@ class AlgorithmConfig:
         return tuple(_PASSES[column] for column, is_needed in needed.items() if is_needed)
 
     @property
-    def loss_columns(self) -> tuple[str, ...]:
-        """The record columns that the losses of policy and critic read, beside tokens and mask.
-
-        >>> AlgorithmConfig.preset("ppo").loss_columns
-        ('policy_logprobs', 'advantages', 'ref_logprobs', 'values', 'returns', 'loss_weights')
-        """
-        inputs = self.loss_entry.inputs
-        kl_in_loss = self.kl_coef != 0 and self.kl_in == "loss" and not self.pairs
-        read = {
-            "policy_logprobs": "old_log_probs" in inputs or kl_in_loss,
-            "advantages": "advantages" in inputs,
-            "ref_logprobs": kl_in_loss,
-            "values": self.needs_critic,
-            "returns": self.needs_critic,
-            "loss_weights": True,
-        }
-        return tuple(column for column, is_read in read.items() if is_read)
-
-    @property
     def _estimator_inputs(self) -> Mapping[str, bool]:
         return {} if self.estimator_entry is None else self.estimator_entry.inputs
 

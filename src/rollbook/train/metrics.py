@@ -10,10 +10,10 @@ import torch
 
 from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.sources import row_rewards
+from rollbook.batches.columns import mask_unpredicted
 from rollbook.experiences import Experiences
 from rollbook.jagged import Rows
 from rollbook.ragged import Ragged
-from rollbook.records import mask_unpredicted
 
 
 def rollout_metrics(records: Experiences) -> dict[str, float]:

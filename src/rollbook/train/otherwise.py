@@ -16,7 +16,7 @@ import torch
 from rollbook.experiences import Experiences
 from rollbook.train import building
 from rollbook.train.config.schema import Config, differences
-from rollbook.train.learner import Learned
+from rollbook.train.learner import UpdateResult
 from rollbook.train.rebuilding import Rebuilt, Weights, less, on_cpu, put_state
 from rollbook.train.verdicts import counted, rank
 
@@ -89,7 +89,7 @@ def change(
     *,
     state: Mapping[str, Any],
     weights: Weights,
-    trained: tuple[Experiences, Learned, torch.Tensor],
+    trained: tuple[Experiences, UpdateResult, torch.Tensor],
 ) -> Changed:
     """The step of `run` under another configuration. `state`, `weights`: what the step began with. `trained`: the
     records as they were learnt from, what came of it, and the update of the policy's weights."""
@@ -116,7 +116,7 @@ def change(
         put_state(learner, state)
     else:
         notes.append(f"optimizer.name: {other.optimizer.name} begins without a state")
-    changed = learner.learn(records, step=run.step, expert=flags, weights=run.weighed(run.traced, records))
+    changed = learner.update(records, step=run.step, expert=flags, weights=run.weighed(run.traced, records))
     new = less(run.weights()["policy"], weights["policy"])
     rows = _advantages(before, records, len(own))
     numbers: dict[str, tuple[float | None, float | None]] = {}

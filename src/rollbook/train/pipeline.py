@@ -27,9 +27,8 @@ from rollbook.algorithms.shaping import RunningNorm, clip_scores, normalize_adva
 from rollbook.algorithms.sources import Inputs, group_inputs, inputs_of, row_rewards
 from rollbook.experience import Experience
 from rollbook.experiences import Experiences
-from rollbook.models.forward import policy_log_probs, reference_log_probs, values
+from rollbook.models.forward import forward, without_adapters
 from rollbook.progress import StepMetrics, advise
-from rollbook.ragged import Ragged
 from rollbook.rewards.choose import as_reward
 from rollbook.rewards.types import RewardInput, Scores
 from rollbook.rollout.engine import Engine
@@ -272,41 +271,14 @@ def annotate(
         missing = records.missing(model_pass.column)
         if len(missing):
             model = models.require(model_pass.model, model_pass.column)
+            if model_pass.model == "reference":
+                model = without_adapters(model)
             with metrics.time(model_pass.model) as stage:
                 chosen = records.take(missing)
-                outputs = _forward(model, chosen, model_pass.outputs, token_budget=token_budget)
+                outputs = forward(model, chosen, model_pass.outputs, token_budget=token_budget)
                 stage["tokens"] = int(chosen.token_lengths().sum())
-            records = records.fill(missing, **outputs)
+            records = records.fill(missing, **outputs)  # type: ignore[arg-type]
     return records
-
-
-def _forward(model: Any, records: Experiences, outputs: Sequence[str], *, token_budget: int) -> dict[str, Any]:
-    """Compute columns per response token with one model, without gradients.
-
-    Args:
-        model: An actor, a reference, a teacher or a critic.
-        records: The records.
-        outputs: The columns: `values` of a critic; of other models log-probs, under any name, and `entropy`.
-        token_budget: Tokens of a forward pass.
-    """
-    if "values" in outputs:
-        scores = values(model, records, token_budget=token_budget)
-    elif "ref_logprobs" in outputs:
-        scores = reference_log_probs(model, records, token_budget=token_budget)
-    else:
-        scores = policy_log_probs(model, records, token_budget=token_budget, entropy="entropy" in outputs)
-    named = {"values": scores.values, "entropy": scores.entropy}
-    return {name: _finite(named.get(name, scores.log_probs), records) for name in outputs}
-
-
-def _finite(column: Ragged, records: Experiences) -> Ragged:
-    """Replace what is not finite outside the mask by 0: a model returns NaN for a row without tokens."""
-    numbers = column.tensor_of_values()
-    if bool(numbers.isfinite().all()):
-        return column
-    layout = Layout.of(inputs_of(records)["mask"])
-    settled = torch.where(layout.mask | numbers.isfinite(), numbers, 0.0)
-    return Ragged(settled.numpy(), column.offsets, column.dtype)
 
 
 # --- estimate ---------------------------------------------------------------------------------------------------------

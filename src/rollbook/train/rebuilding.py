@@ -193,7 +193,7 @@ class Rebuilt:
             records, flags = self.beside(self.records(traced), step, self.config.algorithm)
             records = self.completed(records, self.config.algorithm, expert=flags)
             weights = self.weighed(traced, records)
-            loss = self.learner.learn(records, step=step, expert=flags, weights=weights).metrics.get("loss")
+            loss = self.learner.update(records, step=step, expert=flags, weights=weights).metrics.get("loss")
             told = self.metrics.get(step, {}).get("loss")
             if told is not None and loss is not None:
                 made.append((step, told, loss))

@@ -25,7 +25,7 @@ from rollbook.rewards.recipes import Combined
 from rollbook.train import building, saving, verdicts
 from rollbook.train.config.loading import effective
 from rollbook.train.config.schema import Config
-from rollbook.train.learner import Learned
+from rollbook.train.learner import UpdateResult
 from rollbook.train.otherwise import Changed, change, choices
 from rollbook.train.rebuilding import Rebuilt, Weights, copied, less, on_cpu
 from rollbook.train.running import BOOK, CONFIG
@@ -135,7 +135,7 @@ class _Replay:
         records, flags = run.beside(run.own, run.step, algorithm)
         records = run.completed(records, algorithm, expert=flags)
         importance = run.weighed(run.traced, records)
-        learned = run.learner.learn(records, step=run.step, expert=flags, weights=importance)
+        learned = run.learner.update(records, step=run.step, expert=flags, weights=importance)
         update = less(run.weights()["policy"], weights["policy"])
         self._look_at_learning(learned)
         self._look_at_new_weights(weights)
@@ -278,10 +278,10 @@ class _Replay:
             new = [counted(row, found[row.eid.uid][name]) for row in rows]
             self.checks.append(verdicts.rows(name, old, new, verdicts.HERE, size=True))
 
-    def _look_at_learning(self, learned: Learned) -> None:
+    def _look_at_learning(self, learned: UpdateResult) -> None:
         """Plan, losses and gradients."""
         run, told = self.run, self.run.metrics.get(self.run.step, {})
-        self.checks += verdicts.plans(run.traced.places, learned.places[: len(run.own)])
+        self.checks += verdicts.plans(run.traced.places, learned.placements[: len(run.own)])
         if not told:
             self.notes.append(f"the book has no metrics of step {run.step}: the run ended before they were written")
         for name in sorted(learned.metrics, key=verdicts.rank):

@@ -33,7 +33,7 @@ from rollbook.rollout.types import Prompt, Sampling
 from rollbook.train import saving
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.intake import Intake
-from rollbook.train.learner import Batching, Learned, Learner
+from rollbook.train.learner import Batching, Learner, UpdateResult
 from rollbook.train.metrics import mean_divergence, record_metrics, rollout_metrics
 from rollbook.train.optimizing import Optimizing
 from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
@@ -254,7 +254,7 @@ class Trainer:
             with metrics.time("learn"):
                 records, expert = self._with_experts(leased, step)
                 records = self.completed(records, expert)
-                learned = self.learner.learn(
+                learned = self.learner.update(
                     records, step=step, expert=expert, weights=self._weights(lease, len(records))
                 )
             reached("learnt")
@@ -401,9 +401,9 @@ class Trainer:
         return None if weights is None else weights + [1.0] * (count - len(weights))
 
     @staticmethod
-    def _placements(lease: Lease, learned: Learned) -> dict[str, dict[str, Any]]:
+    def _placements(lease: Lease, learned: UpdateResult) -> dict[str, dict[str, Any]]:
         """What the ledger keeps of each record: where it was in the update, and its sampling weight."""
-        placements = dict(zip(lease.uids, learned.places, strict=False))
+        placements = learned.placements_by_uid(lease.uids)
         for uid, weight in zip(lease.uids, lease.weights or (), strict=False):
             placements[uid] = {**placements[uid], "importance": weight}
         return placements

@@ -98,7 +98,7 @@ def warm_up(
     for step in range(1, how.steps + 1):
         shown = prompts.take(how.rows, f"warmup-{step}")
         records = records_from_answers(shown, actor.tokenizer, processor=actor.processor)
-        loss, done = learner.learn(records, step=step).metrics["loss"], step
+        loss, done = learner.update(records, step=step).metrics["loss"], step
         look = check is not None and step % how.every == 0
         if look:
             evaluation = evaluate(actor.engine, check, reward, sampling=sampling, step=step, seed=seed)
