@@ -28,9 +28,8 @@ from torch import nn
 
 import rollbook
 from benchmarks.bench_making import GIB, model
-from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
-from rollbook.train import Algorithm, Batching, Optimizing, Prompts, Trainer, maker_config
+from rollbook.train import AlgorithmConfig, Batching, Optimizing, Prompts, Trainer
 
 GROUP, LONGEST, ENDS = 8, 512, 200
 
@@ -118,28 +117,17 @@ class Ours:
         network = model(options.cpu).to(device)
         attention = "sdpa" if options.cpu else "varlen"
         self.actor = Actor(network, attn_implementation=attention)
-        how = Algorithm.of("grpo", n=GROUP, kl_coef=0.001)
+        how = AlgorithmConfig.preset("grpo", n=GROUP, kl_coef=0.001)
         reference = self.actor.reference()
-        self.maker = NaiveExperienceMaker(
-            self.actor,
-            None,
-            None,
-            reference,
-            None,
-            1024,
-            0.001,
-            reward_fn=lambda response_ids: float(sum(response_ids) % 7),
-            config=maker_config(how, seed=7, token_budget=options.budget, progress=False),
-        )
         self.actor.engine.max_batch_rows = options.prompts * GROUP
         self.trainer = Trainer(
             self.actor,
-            self.maker,
-            rollbook.open("memory:"),
             how,
+            rollbook.open("memory:"),
             prompts=Prompts([{"prompt": [0]}]),
-            groups=options.prompts,
-            generate={"max_tokens": LONGEST, "stop_token_ids": ends_of(network.config.vocab_size)},
+            reward=lambda response_ids: float(sum(response_ids) % 7),
+            sampling={"max_tokens": LONGEST, "stop_token_ids": ends_of(network.config.vocab_size)},
+            prompts_per_step=options.prompts,
             reference=reference,
             optimizer=Optimizing(lr=1e-6),
             batching=Batching(token_budget=options.budget),
@@ -151,19 +139,18 @@ class Ours:
     def step(self, prompts: list[list[int]]) -> dict[str, float]:
         self.trainer.prompts = Prompts([{"prompt": one} for one in prompts], shuffle=False)
         report = self.trainer.step()
-        made = self.maker.metrics
-        making = sum(made[f"{name}/seconds"] for name in ("policy", "reference", "reward", "advantages"))
+        making = sum(report[f"{name}/seconds"] for name in ("policy", "reference", "reward", "advantages"))
         return {
-            "sampled": made["rollout/tokens"],
+            "sampled": report["rollout/tokens"],
             "tokens": report["tokens"],
-            "generation": made["rollout/seconds"],
+            "generation": report["rollout/seconds"],
             "making": making,
             "training": report["learn/seconds"],
             "book": report["take/seconds"]
             + report["acknowledge/seconds"]
             + report["make/seconds"]
             - making
-            - made["rollout/seconds"],
+            - report["rollout/seconds"],
         }
 
 

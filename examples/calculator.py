@@ -26,14 +26,14 @@ import torch
 import rollbook
 from rollbook import Experience, Experiences
 from rollbook.models import Actor
-from rollbook.rollout import Episode, Prompt
-from rollbook.train import Algorithm, Batching, EpisodeMaker, Learner, Optimizing, Prompts, Reply, Trainer, maker_config
+from rollbook.rollout import EnvironmentConfig, Episode, Prompt, Reply, Sampling
+from rollbook.train import AlgorithmConfig, Batching, Learner, Optimizing, Prompts, Trainer, pipeline
 from rollbook.train.recipes import letters
 
 SIGNS = {"sum": ("+", operator.add), "gap": ("-", operator.sub), "mul": ("*", operator.mul)}
 CALL = re.compile(r"(\d+)([-+*])(\d+)")
 TURN = {"max_tokens": 6}
-HOW = Algorithm.of("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
+HOW = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
 
 
 def compute(call: str) -> str | None:
@@ -100,9 +100,10 @@ def demonstration(prompt: Prompt, tokenizer: Any, guess: str | None = None) -> E
     return episode.experiences()[0]
 
 
-def success(maker: EpisodeMaker, tasks: Prompts, name: str, book: Any = None) -> float:
+def success(actor: Actor, tasks: Prompts, name: str, seed: int = 0, book: Any = None) -> float:
     """The share of episodes, sampled as in training, that end with the right answer; a book keeps them, if given."""
-    records = maker.play(tasks.every(batch=name), n=1, **TURN)
+    environment = EnvironmentConfig(factory=Calculator, max_turns=3)
+    records = pipeline.generate(actor.engine, tasks.every(batch=name), Sampling(seed=seed, **TURN), environment)
     if book is not None:
         book.append(records, evaluation=True)
     return sum(row.reward == 1.0 for row in records) / len(records)
@@ -121,13 +122,12 @@ def warmed_up(seed: int = 0, steps: int = 80, tell: Any = print) -> tuple[Actor,
     prompts = shown.every(batch="shown")
     right = Experiences([demonstration(prompt, tokenizer) for prompt in prompts])
     sloppy = Experiences([demonstration(prompt, tokenizer, str(rng.randint(1, 9999))) for prompt in prompts])
-    maker = EpisodeMaker(actor, Calculator, config=maker_config(HOW, seed=seed, progress=False), max_turns=3)
     learner = Learner(
         actor, "sft", optimizer=Optimizing(lr=3e-3, warmup=30, schedule="linear", floor=0.03, steps=steps)
     )
     for step in range(1, steps + 51):
-        learner.learn((right if step <= steps else sloppy).take(rng.sample(range(1024), 128)), step=step)
-        if step > steps and success(maker, looked_at, f"warmup-{step}") <= 0.3:
+        learner.update((right if step <= steps else sloppy).take(rng.sample(range(1024), 128)), step=step)
+        if step > steps and success(actor, looked_at, f"warmup-{step}", seed) <= 0.3:
             break
     tell(f"warm-up: {step} supervised steps")
     return actor, tasks, held_out
@@ -144,15 +144,14 @@ def reinforce(
     tell: Any = print,
 ) -> None:
     """GRPO over episodes: so many steps, each of `groups` tasks that are tried eight times."""
-    config = maker_config(HOW, seed=seed, progress=False)
     trainer = Trainer(
         actor,
-        EpisodeMaker(actor, Chance if chance else Calculator, config=config, max_turns=3),
-        book,
         HOW,
+        book,
         prompts=tasks,
-        groups=groups,
-        generate=TURN,
+        environment=EnvironmentConfig(factory=Chance if chance else Calculator, max_turns=3),
+        sampling=TURN,
+        prompts_per_step=groups,
         optimizer=Optimizing(lr=5e-4, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
         batching=Batching(minibatches=4, drop_zero=True),
         seed=seed,
@@ -165,8 +164,7 @@ def reinforce(
 
 def judged(actor: Actor, held_out: Prompts, name: str, seed: int = 0, book: Any = None) -> float:
     """Success on tasks that were neither shown nor trained on."""
-    config = maker_config(HOW, seed=seed, progress=False)
-    return success(EpisodeMaker(actor, Calculator, config=config, max_turns=3), held_out, name, book)
+    return success(actor, held_out, name, seed, book)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,9 @@ from transformers import (
 
 import rollbook
 from rollbook import EID
-from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.train import (
-    Algorithm,
+    AlgorithmConfig,
     Batching,
     Evaluation,
     Learner,
@@ -50,8 +49,7 @@ from rollbook.train import (
     Report,
     Trainer,
     evaluate,
-    maker_config,
-    records_of_rows,
+    records_from_answers,
 )
 from rollbook.train.evaluating import difference
 
@@ -146,11 +144,11 @@ def build(seed: int) -> Actor:
 def warm_up(actor: Actor, checked: Prompts, *, seed: int, until: float, pictures: int = 1024, most: int = 200) -> float:
     """Learn from given answers until *sampled* ones are right so often: who is never right is never rewarded."""
     answered = [{**row, "response": row["reference"]} for row in rows(pictures, seed=30_000 + seed)]
-    records = records_of_rows(answered, actor.tokenizer, processor=actor.processor)
+    records = records_from_answers(answered, actor.tokenizer, processor=actor.processor)
     learner = Learner(actor, "sft", optimizer=Optimizing(lr=2e-3, warmup=30))
     rng, right = np.random.default_rng(seed), 0.0
     for step in range(1, most + 1):
-        learner.learn(records.take(rng.choice(len(records), 64, replace=False)), step=step)
+        learner.update(records.take(rng.choice(len(records), 64, replace=False)), step=step)
         if step % 5 == 0 and right < until:
             right = evaluate(actor.engine, checked, reward, sampling=SAMPLING, seed=seed, success="exact").success
         if right >= until:
@@ -167,16 +165,13 @@ def trainer_of(
     folder: Path | None = None,
 ) -> Trainer:  # fmt: skip
     """GRPO: 8 answers to each of 48 pictures a step, one pass over them in 4 updates."""
-    how = Algorithm.of("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
-    maker = NaiveExperienceMaker(
-        actor, None, None, None, actor.tokenizer, 64, None, reward_fn=score,
-        config=maker_config(how, seed=seed, progress=False),
-    )  # fmt: skip
+    how = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
     return Trainer(
-        actor, maker, book, how,
+        actor, how, book,
         prompts=Prompts(rows(groups * steps, seed=20_000 + seed), seed=seed),
-        groups=groups,
-        generate=SAMPLING,
+        reward=score,
+        sampling=SAMPLING,
+        prompts_per_step=groups,
         optimizer=Optimizing(lr=lr, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
         batching=Batching(minibatches=4, drop_zero=True),
         seed=seed,

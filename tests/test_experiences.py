@@ -640,3 +640,21 @@ def test_ragged() -> None:
     assert small.values.size == 2
     assert small.offsets.tolist() == [0, 2]
     assert exact(small.tensor(0)) == exact(column.tensor(2))
+
+
+def test_missing_and_fill() -> None:
+    many = Experiences([Experience(tokens=[1, 2, 3], reward=reward) for reward in (0.5, None, None)])
+    assert many.missing("reward").tolist() == [1, 2] and many.missing("advantages").tolist() == [0, 1, 2]
+    filled = many.fill(reward=[1.0, 2.0, 3.0], advantages=[[1.0, 1.0]] * 3)
+    assert filled.values("reward") == [0.5, 2.0, 3.0] and not len(filled.missing("advantages"))
+    assert many.values("reward") == [0.5, None, None], "the others stay as they are"
+    assert many.fill([2, 0], reward=[7.0, 8.0]).values("reward") == [0.5, None, 7.0]
+    assert many.fill([2, 0], overwrite=True, reward=[7.0, 8.0]).values("reward") == [8.0, None, 7.0]
+    assert many.fill(overwrite=True, reward=[1.0, 2.0, 3.0]).values("reward") == [1.0, 2.0, 3.0]
+    partly = many.fill([1], advantages=[torch.tensor([0.25, 0.5])])
+    assert partly.missing("advantages").tolist() == [0, 2] and partly[1].advantages.tolist() == [0.25, 0.5]
+    with pytest.raises(ValueError, match="fill: 'reward' has 2 rows, expected 3"):
+        many.fill(reward=[1.0, 2.0])
+    with pytest.raises(ValueError, match="is no field"):
+        many.missing("nothing")
+    assert not len(Experiences([]).missing("reward"))

@@ -11,6 +11,7 @@ import torch
 
 from rollbook import Experiences
 from rollbook.algorithms import losses
+from rollbook.compat.lightrft.batch_passes import native_batch
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.compat.lightrft.rollout_batches import Whole
 from rollbook.core.images import load_image
@@ -178,7 +179,7 @@ def test_it_trains_and_evaluates() -> None:
     for _ in range(12):
         (batch,) = made.make_experience_list(prompts, max_new_tokens=1)
         seen.append(batch.info["reward"].mean().item())
-        log_probs = actor.token_stats(batch).log_probs
+        log_probs = actor.token_stats(native_batch(batch)).log_probs
         loss = losses.ppo(log_probs, batch.action_log_probs, batch.advantages, batch.action_mask).value
         optimizer.zero_grad()
         loss.backward()

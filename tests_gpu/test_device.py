@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from rollbook.batch import Batch
 from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences, pin_memory
 from rollbook.compat.lightrft.replay_buffer import NaiveReplayBuffer, make_experience_batch, split_experience_batch
 from rollbook.core.experiences import Experiences
@@ -32,6 +33,18 @@ def test_what_arrives_is_what_was_sent(how: dict[str, Any]) -> None:
     assert {tensor.device.type for tensor in tensors} == {"cuda"}
     assert there.to_device("cpu") == here
     assert from_experiences(many, pad_token_id=5, **how).to_device(DEVICE).to_device("cpu") == here
+
+
+@pytest.mark.parametrize("how", [{}, {"side": "right"}, {"packed": True}])
+@pytest.mark.parametrize("columns", [None, ("tokens",), ("action_mask", "logprobs", "advantages")])
+def test_a_batch_is_made_on_the_device(how: dict[str, Any], columns: Any) -> None:
+    many = records()
+    there = Batch.from_records(many, columns, pad_token_id=5, device=DEVICE, **how)
+    here = Batch.from_records(many, columns, pad_token_id=5, **how)
+    assert there.device.type == "cuda" and there.to_device("cpu") == here
+    for moved in (here.to_device(DEVICE), here.pin_memory().to_device(DEVICE)):
+        assert moved.to_device("cpu") == here
+    assert there.pack().to_device("cpu") == here.pack() and there.pad(7).to_device("cpu") == here.pad(7)
 
 
 @pytest.mark.parametrize("how", [{}, {"layout": "prompt_left_response_right"}, {"packing_samples": True}])

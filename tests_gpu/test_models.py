@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollbook.compat.lightrft.batch import from_experiences
+from rollbook.compat.lightrft.batch_passes import forward_batch, native_batch
 from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
 from tests import tiny
 from tests.models import test_vision_models, zoo
@@ -41,14 +42,18 @@ def test_scored_there_as_here(name: str, packed: bool) -> None:
     # A batch gets its results where it lies, or where it is told; it need not lie where the model does.
     for home in ("cpu", "cuda"):
         batch = from_experiences(records, packing_samples=packed).to_device(home)
-        scored = policy_log_probs(there, batch).log_probs
+        scored = forward_batch(there, batch, ("logprobs",))["logprobs"]
         flat = scored.values if packed else scored
         assert flat.device.type == home and batch.sequences[0].device.type == home
-        trained = there.token_stats(batch).log_probs
+        trained = there.token_stats(native_batch(batch)).log_probs
         assert (trained.values if packed else trained).device.type == "cuda"
         torch.testing.assert_close((trained.values if packed else trained).cpu(), flat.cpu(), rtol=1e-4, atol=1e-4)
-    moved = policy_log_probs(there, from_experiences(records), device="cuda").log_probs
+    moved = forward_batch(there, from_experiences(records), ("logprobs",), device="cuda")["logprobs"]
     assert moved.device.type == "cuda"
+    here_batch = zoo.batch_of(records, packed=packed)
+    for batch in (here_batch, zoo.batch_of(records, packed=packed, device=DEVICE), here_batch.pin_memory()):
+        again = batch.flatten_response(there.token_stats(batch).log_probs).cpu()
+        torch.testing.assert_close(again, want.log_probs.tensor_of_values(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("packed", [None, True], ids=["padded", "packed"])
@@ -78,7 +83,7 @@ def test_logits_never_lie_in_memory(dtype: torch.dtype, packed: bool) -> None:
     vocabulary, slots = 151_936, 16 * 1000
     actor = Actor(tiny.llama(vocab=vocabulary, max_position_embeddings=1024, dtype=dtype), device=DEVICE)
     records = zoo.records([(24, 1000)] * 16, vocab=vocabulary)
-    batch = from_experiences(records, packing_samples=packed).to_device(DEVICE)
+    batch = zoo.batch_of(records, packed=packed, device=DEVICE)
     assert actor.packs and actor.head_path == "hidden"
     policy_log_probs(actor, records[:2], entropy=True)  # kernels are made
     logits = slots * vocabulary * dtype.itemsize

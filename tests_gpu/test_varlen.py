@@ -98,7 +98,7 @@ def test_log_probs_and_gradients_of_a_model(name: str, dtype: torch.dtype, monke
         return Actor(Actor(config).model, dtype=kind, device=device, attn_implementation=attention)
 
     def learned(actor: Actor, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        found = actor.token_stats(records, packed=packed).log_probs.values
+        found = zoo.stats_of(actor, records, packed).log_probs.values
         ramp = torch.linspace(-1, 1, len(found), device=found.device)
         loss = (found * ramp).sum() / len(found)
         pulls = torch.autograd.grad(loss, [one for one in actor.parameters() if one.requires_grad])
@@ -135,7 +135,7 @@ def test_gradient_checkpointing_and_autocast(monkeypatch: pytest.MonkeyPatch) ->
     def slope() -> torch.Tensor:
         actor.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            found = actor.token_stats(records).log_probs.values
+            found = zoo.stats_of(actor, records).log_probs.values
         found.mean().backward()
         return torch.cat([one.grad.flatten() for one in actor.parameters() if one.grad is not None])
 
@@ -171,14 +171,15 @@ def test_memory_grows_as_the_samples_do() -> None:
     actor = Actor(config, dtype="bfloat16", device=DEVICE, attn_implementation="varlen")
     critic = Critic(trunk_from=actor)
     records = zoo.records([(256, 256)] * 64)
+    first, every = (zoo.batch_of(some, packed=True, device=DEVICE) for some in (records[:2], records))
     for model, score in ((actor, actor.token_stats), (critic, critic.token_values)):
         assert model.packs_cheaply
-        score(records[:2])
+        score(first)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.no_grad():
-            score(records)
+            score(every)
         peak = torch.cuda.max_memory_allocated() - before
         print(f"\n{type(model).__name__}: {peak / 2**20:.0f} MiB")
         assert peak < 2**29

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.models import Actor, policy_log_probs
 from rollbook.models.sequences import process_sequences, sampling_of
 from tests import tiny
@@ -302,7 +301,7 @@ def test_the_reference_is_a_frozen_copy() -> None:
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:
-    batch = from_experiences(zoo.records([(3, 4), (2, 6)]))
+    batch = zoo.batch_of(zoo.records([(3, 4), (2, 6)]))
     found = []
     for on in (False, True):
         actor = Actor(tiny.llama()).train()
@@ -319,7 +318,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 def test_records_go_through_in_one_pass_with_gradients() -> None:
     actor, records = Actor(tiny.llama()), zoo.records([(3, 4), (2, 0), (2, 6)])
     for packed in (None, False, True):
-        found = actor.token_stats(records, entropy=True, packed=packed)
+        found = zoo.stats_of(actor, records, packed, entropy=True)
         assert [len(row) for row in found.log_probs] == [4, 0, 6]
         actor.zero_grad()
         found.log_probs.values.sum().backward()

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from rollbook.compat.lightrft.batch import from_experiences
+from rollbook.compat.lightrft.batch_passes import forward_batch, native_batch
 from rollbook.models import Actor, Critic, values
 from tests import tiny
 from tests.models import zoo
@@ -31,8 +32,8 @@ def test_values_are_of_the_state_before(make: Any) -> None:
     want = [naive(critic, record) for record in records]
     for layout in ("left", "prompt_left_response_right"):
         batch = from_experiences(records, layout=layout)
-        found = critic.token_values(batch)
-        flat = values(critic, batch, token_budget=11).values
+        found = critic.token_values(native_batch(batch))
+        flat = forward_batch(critic, batch, ("values",), token_budget=11)["values"]
         torch.testing.assert_close(flat, found.detach(), rtol=1e-5, atol=1e-5)
         called = critic(batch.sequences, batch.action_mask.shape[1], batch.attention_mask)
         for i, row in enumerate(want):
@@ -44,8 +45,8 @@ def test_values_are_of_the_state_before(make: Any) -> None:
     numbers = torch.repeat_interleave(torch.arange(1, 5), lengths)[None]
     called = critic(packed.sequences.values[None], [4, 0, 6, 2], numbers, packed_seq_lens=lengths)
     torch.testing.assert_close(called[0], torch.cat(want), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(critic.token_values(records).values, torch.cat(want), rtol=1e-5, atol=1e-5)
-    critic.token_values(packed).values.square().sum().backward()
+    torch.testing.assert_close(zoo.values_of(critic, records).values, torch.cat(want), rtol=1e-5, atol=1e-5)
+    critic.token_values(native_batch(packed)).values.square().sum().backward()
     assert critic.value_head.weight.grad is not None and critic.value_head.weight.grad.abs().sum() > 0
     assert next(critic.trunk.parameters()).grad is not None
 
@@ -130,13 +131,13 @@ def test_bad_critics() -> None:
     critic = Critic(bloom)
     assert not critic.packs
     with pytest.raises(ValueError, match="does not keep packed samples apart"):
-        critic.token_values(from_experiences(zoo.records(SHAPES), packing_samples=True))
+        critic.token_values(zoo.batch_of(zoo.records(SHAPES), packed=True))
 
 
 def test_gradient_checkpointing() -> None:
     critic = Critic(tiny.llama(), value_head="normal").train()
     critic.gradient_checkpointing_enable()
-    critic.token_values(zoo.records(SHAPES)).values.sum().backward()
+    zoo.values_of(critic, zoo.records(SHAPES)).values.sum().backward()
     assert critic.trunk.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
     critic.gradient_checkpointing_disable()
     assert not critic.trunk.is_gradient_checkpointing

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from rollbook import Experience, Experiences
 from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.batch_passes import forward_batch, native_batch
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
-from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
+from rollbook.models import Actor, Critic, Policy, ValueModel, policy_log_probs, reference_log_probs, values
+from rollbook.models.forward import forward
 from tests import tiny
 from tests.models import zoo
 
@@ -67,13 +69,13 @@ def test_a_batch_gets_its_own_layout_back(actor: Actor, critic: Critic, layout: 
     batch: ExperienceBatch = from_experiences(
         records, packing_samples=packed, layout="left" if packed else layout, pad_token_id=7
     )
-    want = actor.token_stats(batch, entropy=True)
-    found = policy_log_probs(actor, batch, token_budget=budget, entropy=True)
-    mine = values(critic, batch, token_budget=budget).values
+    want = actor.token_stats(native_batch(batch), entropy=True)
+    found = forward_batch(actor, batch, ("logprobs", "entropy"), token_budget=budget)
+    mine = forward_batch(critic, batch, ("values",), token_budget=budget)["values"]
     for got, expected in (
-        (found.log_probs, want.log_probs),
-        (found.entropy, want.entropy),
-        (mine, critic.token_values(batch)),
+        (found["logprobs"], want.log_probs),
+        (found["entropy"], want.entropy),
+        (mine, critic.token_values(native_batch(batch))),
     ):
         assert type(got) is type(expected) is (Rows if packed else torch.Tensor)
         if packed:
@@ -89,12 +91,12 @@ def test_a_batch_gets_its_own_layout_back(actor: Actor, critic: Critic, layout: 
 def test_a_batch_without_masks(actor: Actor) -> None:
     tokens = torch.randint(9, 300, (3, 7), generator=torch.Generator().manual_seed(0))
     batch = ExperienceBatch(tokens, torch.zeros(3, 4), *[None] * 7)
-    found = policy_log_probs(actor, batch, token_budget=8).log_probs
+    found = forward_batch(actor, batch, ("logprobs",), token_budget=8)["logprobs"]
     for row, ids in zip(found, tokens, strict=True):
         want = zoo.naive(actor.model, Experience(tokens=ids, prompt_length=3), 0.8)[0]
         torch.testing.assert_close(row, want.detach(), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="batch: no response-axis field"):
-        policy_log_probs(actor, ExperienceBatch(tokens, *[None] * 8))
+        forward_batch(actor, ExperienceBatch(tokens, *[None] * 8), ("logprobs",))
 
 
 def test_nothing_and_nothing_to_score(actor: Actor) -> None:
@@ -158,7 +160,7 @@ def test_no_dropout_and_no_gradients_and_modes_restored() -> None:
     actor.train(), critic.train()
     model.transformer.h[1].eval()
     before = [part.training for part in actor.modules()]
-    loud = actor.token_stats(records).log_probs.values
+    loud = zoo.stats_of(actor, records).log_probs.values
     assert not torch.allclose(loud, quiet.tensor_of_values())  # training does drop out
     again = policy_log_probs(actor, records).log_probs
     values(critic, records)
@@ -166,7 +168,7 @@ def test_no_dropout_and_no_gradients_and_modes_restored() -> None:
     assert [part.training for part in actor.modules()] == before and all(part.training for part in critic.modules())
     assert torch.is_grad_enabled() and loud.requires_grad
     # What it leaves behind can be trained with: rotary tables and the like are no inference tensors.
-    (actor.token_stats(records).log_probs.values * again.tensor_of_values()).sum().backward()
+    (zoo.stats_of(actor, records).log_probs.values * again.tensor_of_values()).sum().backward()
 
 
 def test_a_reference_of_ones_own(actor: Actor) -> None:
@@ -175,3 +177,36 @@ def test_a_reference_of_ones_own(actor: Actor) -> None:
     assert np.array_equal(
         reference_log_probs(reference, records).log_probs.values, policy_log_probs(actor, records).log_probs.values
     )
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [None, True])
+def test_forward_gives_columns_by_name(actor: Actor, critic: Critic, packed: bool | None) -> None:
+    records = Experiences(zoo.records([(3, 9), (7, 4), (2, 0), (0, 5), (5, 5)]))
+    stats: dict[str, float] = {}
+    found = forward(actor, records, ("old_logprobs", "entropy"), token_budget=20, packed=packed, stats=stats)
+    want = policy_log_probs(actor, records, token_budget=20, packed=packed, entropy=True)
+    assert list(found) == ["old_logprobs", "entropy"] and stats.keys() == want.stats.keys()
+    for name, column in (("old_logprobs", want.log_probs), ("entropy", want.entropy)):
+        assert found[name].dtype == "float32" and found[name].lengths.tolist() == [9, 4, 0, 5, 5]
+        assert np.array_equal(found[name].values, column.values)
+    (state,) = forward(critic, records, ("values",), token_budget=20, packed=packed).values()
+    assert np.array_equal(state.values, values(critic, records, token_budget=20, packed=packed).values.values)
+    assert records.assign(policy_logprobs=found["old_logprobs"])[1].policy_logprobs is not None
+    assert isinstance(actor, Policy) and isinstance(critic, ValueModel) and not isinstance(critic, Policy)
+    with pytest.raises(ValueError, match="outputs: got \\['values', 'entropy'\\]"):
+        forward(critic, records, ("values", "entropy"))
+
+
+def test_forward_is_finite_where_nothing_counts() -> None:
+    """A suppressed token that a tool wrote has no probability, and is in no loss."""
+    actor = Actor(tiny.llama(), suppress=(7,))
+    records = Experiences([
+        Experience(tokens=[3, 7, 4, 7], prompt_length=1, action_mask=[False, True, True]),
+        Experience(tokens=[3, 7], prompt_length=1),
+    ])  # fmt: skip
+    found = forward(actor, records, ("old_logprobs",))["old_logprobs"]
+    assert found[0] is not None and found[0][0] == 0 and found[0][1] < 0 and found[0][2] == -torch.inf
+    assert found[1] is not None and found[1][0] == -torch.inf

@@ -11,31 +11,26 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollbook import Experience
-from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.batch import Batch
 from rollbook.models import Actor, policy_log_probs, scoring
-from rollbook.models.forward import Rowwise
 from rollbook.models.heads import Head
 from tests import tiny
 from tests.models import zoo
 
 SHAPES = [(3, 4), (1, 6), (5, 2), (2, 0), (0, 3), (4, 1)]
-LAYOUTS = ["left", "prompt_left_response_right", "packed"]
+LAYOUTS = ["left", "right", "packed"]
 
 
-def laid(records: list[Experience], layout: str) -> ExperienceBatch:
-    packed = layout == "packed"
-    return from_experiences(records, packing_samples=packed, layout="left" if packed else layout)
+def laid(records: list[Experience], layout: str) -> Batch:
+    return zoo.batch_of(records, packed=True) if layout == "packed" else zoo.batch_of(records, side=layout)
 
 
-def by_row(batch: ExperienceBatch, found: Any) -> list[torch.Tensor]:
+def by_row(batch: Batch, found: Any) -> list[torch.Tensor]:
     """A row for each sample, out of (B, A) or `Rows`; what is padding must be 0."""
     if batch.layout == "packed":
         return list(found)
-    rows = Rowwise.of(batch)
-    assert rows.spans is not None
-    inside = rows.spans.mask(torch.bool)
-    assert not found[~inside].any()
-    return list(torch.split(found[inside], rows.responses.tolist()))
+    assert not found[~batch.action_mask].any()
+    return list(zoo.by_record(batch, found))
 
 
 @pytest.mark.parametrize("name", zoo.TEXTS)
@@ -102,7 +97,7 @@ def test_suppressed_tokens_have_no_share(name: str, path: str) -> None:
                 for row, pair in zip(by_row(batch, got), want, strict=True):
                     torch.testing.assert_close(row, pair[i], rtol=1e-5, atol=1e-5)
     assert max(float((a[0] - b[0]).abs().max()) for a, b in zip(want, other, strict=True) if len(a[0])) > 1e-3
-    sampled = from_experiences([Experience(tokens=[9, 8, 10], prompt_length=1)])
+    sampled = zoo.batch_of([Experience(tokens=[9, 8, 10], prompt_length=1)])
     assert actor.token_stats(sampled).log_probs[0, 0] == -torch.inf
 
 
@@ -212,7 +207,7 @@ def test_a_module_of_ones_own() -> None:
         naive = torch.cat([torch.zeros(1), every[:-1].gather(1, tokens[1:, None])[:, 0]])[record.prompt_length :]
         torch.testing.assert_close(row, naive, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="does not keep packed samples apart"):
-        actor.token_stats(from_experiences(records, packing_samples=True))
+        actor.token_stats(zoo.batch_of(records, packed=True))
 
 
 def test_a_replaced_output_layer_is_looked_at_again() -> None:

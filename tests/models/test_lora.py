@@ -60,7 +60,7 @@ def test_the_reference_is_called_as_the_actor() -> None:
     found = reference(ids, 2, torch.ones_like(ids))
     torch.testing.assert_close(found, base(ids, 2), rtol=1e-5, atol=1e-5)
     assert not found.requires_grad and not reference.training and actor.training
-    stats = reference.token_stats(zoo.records(RECORDS), entropy=True)
+    stats = zoo.stats_of(reference, zoo.records(RECORDS), entropy=True)
     assert stats.entropy is not None and not stats.log_probs.values.requires_grad
     assert (reference.dtype, reference.device, reference.head_path, reference.packs) == (
         torch.float32,
@@ -78,7 +78,7 @@ def test_only_adapters_learn() -> None:
     want = rows(reference_log_probs(actor, records))
     learner = torch.optim.SGD([one for one in actor.parameters() if one.requires_grad], lr=1e-3)
     first = rows(policy_log_probs(actor, records)).sum()
-    actor.token_stats(records).log_probs.values.sum().neg().backward()
+    zoo.stats_of(actor, records).log_probs.values.sum().neg().backward()
     learner.step()
     assert rows(policy_log_probs(actor, records)).sum() > first
     torch.testing.assert_close(rows(reference_log_probs(actor, records)), want, rtol=1e-5, atol=1e-5)

@@ -82,10 +82,10 @@ def test_log_probs_and_gradients_are_those_of_padded_sdpa(name: str) -> None:
     assert plain.packs and not plain.packs_cheaply
     records = zoo.records(SHAPES)
     with Watch() as watch:
-        got = ours.token_stats(records, entropy=True)
+        got = zoo.stats_of(ours, records, entropy=True)
     lengths = [sum(shape) for shape in SHAPES]
     assert watch.calls[-2 * len(SHAPES) :] == [(1, length, False) for length in lengths] * 2, "each sample, no mask"
-    want = plain.token_stats(records, entropy=True, packed=False)
+    want = zoo.stats_of(plain, records, entropy=True, packed=False)
     assert got.entropy is not None and want.entropy is not None
     torch.testing.assert_close(got.log_probs.values, want.log_probs.values, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.entropy.values, want.entropy.values, rtol=1e-5, atol=1e-5)
@@ -113,10 +113,10 @@ def test_a_samples_share_has_the_bits_of_the_sample_alone() -> None:
 def test_gradient_checkpointing(reentrant: bool) -> None:
     ours, plain = pair()
     records = zoo.records(SHAPES)
-    want = gradients(plain, weighted(plain.token_stats(records, packed=False).log_probs.values))
+    want = gradients(plain, weighted(zoo.stats_of(plain, records, packed=False).log_probs.values))
     ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
     ours.train()
-    loss = weighted(ours.token_stats(records).log_probs.values)
+    loss = weighted(zoo.stats_of(ours, records).log_probs.values)
     masks: list[Any] = []
     for layer in ours.model.model.layers:
         layer.self_attn.register_forward_pre_hook(
@@ -136,7 +136,7 @@ def test_critics_and_scores_of_many() -> None:
     plain = Critic(tiny.llama())
     plain.value_head.load_state_dict(ours.value_head.state_dict())
     assert ours.packs_cheaply and Critic(trunk_from=pair()[0]).packs_cheaply
-    torch.testing.assert_close(ours.token_values(records).values, plain.token_values(records).values)
+    torch.testing.assert_close(zoo.values_of(ours, records).values, zoo.values_of(plain, records).values)
     for budget in (1, 60, 1000):
         found, want = values(ours, records, token_budget=budget), values(plain, records)
         torch.testing.assert_close(found.values.tensor_of_values(), want.values.tensor_of_values())
@@ -160,10 +160,10 @@ def test_autocast_and_half() -> None:
     records = zoo.records(SHAPES)
     ours, plain = pair()
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = ours.token_stats(records), plain.token_stats(records)
+        got, want = zoo.stats_of(ours, records), zoo.stats_of(plain, records)
     assert (got.log_probs.values - want.log_probs.values).abs().mean() < 0.02
     halves = [Actor(tiny.llama(dtype=torch.bfloat16), attn_implementation=one) for one in ("varlen", "sdpa")]
-    got, want = (one.token_stats(records) for one in halves)
+    got, want = (zoo.stats_of(one, records) for one in halves)
     assert (got.log_probs.values - want.log_probs.values).abs().mean() < 0.02
 
 
@@ -171,9 +171,9 @@ def test_dropout_in_attention_is_not_lost() -> None:
     config = transformers.LlamaConfig(**zoo.TEXT, attention_dropout=0.5)
     actor = Actor(config, attn_implementation="varlen")
     records = zoo.records(SHAPES)
-    still, again = actor.eval().token_stats(records).log_probs.values, actor.token_stats(records).log_probs.values
+    still, again = (zoo.stats_of(actor.eval(), records).log_probs.values for _ in range(2))
     assert torch.equal(still, again)
-    assert not torch.allclose(actor.train().token_stats(records).log_probs.values, still, atol=1e-3)
+    assert not torch.allclose(zoo.stats_of(actor.train(), records).log_probs.values, still, atol=1e-3)
 
 
 # --- all that is not packed is SDPA's ---------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ def test_dropout_in_attention_is_not_lost() -> None:
 def test_padded_batches_have_sdpas_bits() -> None:
     ours, plain = pair("qwen3")
     records = zoo.records(SHAPES)
-    for layout in ("left", "prompt_left_response_right"):
-        batch = from_experiences(records, pad_token_id=0, layout=layout)
+    for side in ("left", "right"):
+        batch = zoo.batch_of(records, side=side)
         assert torch.equal(ours.token_stats(batch).log_probs, plain.token_stats(batch).log_probs)
 
 

@@ -10,10 +10,10 @@ from transformers import PretrainedConfig
 
 from rollbook import Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, from_experiences
+from rollbook.compat.lightrft.batch_passes import BatchRows, forward_batch, native_batch
 from rollbook.models import Actor, Critic, policy_log_probs, values
-from rollbook.models.forward import Rowwise
 from rollbook.models.heads import inputs_of
-from rollbook.train import Algorithm, Learner
+from rollbook.train import AlgorithmConfig, Learner
 from tests import tiny
 from tests.models import zoo
 
@@ -68,11 +68,11 @@ def test_each_row_as_if_alone(name: str) -> None:
                 torch.testing.assert_close(entropy, pair[1], rtol=1e-4, atol=1e-4)
     for layout in ("left", "prompt_left_response_right"):
         batch = from_experiences(records, layout=layout)
-        found = policy_log_probs(actor, batch, token_budget=40)
-        rows = Rowwise.of(batch)
+        scored = forward_batch(actor, batch, ("logprobs",), token_budget=40)["logprobs"]
+        rows = BatchRows.of(batch)
         assert rows.spans is not None
         torch.testing.assert_close(
-            rows.spans.unpad(found.log_probs), torch.cat([pair[0] for pair in want]), rtol=1e-4, atol=1e-4
+            rows.spans.unpad(scored), torch.cat([pair[0] for pair in want]), rtol=1e-4, atol=1e-4
         )
 
 
@@ -88,7 +88,7 @@ def test_media_of_a_call_in_lightrfts_way(name: str) -> None:
     }
     slots = batch.action_mask.shape[1]
     found = actor(batch.sequences, slots, batch.attention_mask, **media)
-    want = actor.token_stats(batch).log_probs
+    want = actor.token_stats(native_batch(batch)).log_probs
     inside = batch.action_mask
     torch.testing.assert_close(found[inside], want[inside], rtol=1e-5, atol=1e-5)
     if name == "qwen":
@@ -119,10 +119,10 @@ def test_types_of_tokens_are_derived_where_a_batch_has_none() -> None:
     critic = Critic(trunk_from=actor, value_head="normal")
     with torch.no_grad():
         want = [zoo.naive(model, one, 1.0, actor.suppress, **one.multi_modal_inputs)[0] for one in typed]
-        state_values = critic.token_values(from_experiences(typed))
+        state_values = critic.token_values(zoo.batch_of(typed))
         for packed in (False, True):
-            batch = from_experiences(bare, packing_samples=packed)
-            rows = [*Rowwise.of(batch).rows(actor.token_stats(batch).log_probs)]
+            batch = zoo.batch_of(bare, packed=packed)
+            rows = [*zoo.by_record(batch, actor.token_stats(batch).log_probs)]
             for got, expected in zip(rows, want, strict=True):
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
             got = critic.token_values(batch)
@@ -137,14 +137,14 @@ def test_types_of_tokens_are_derived_where_a_batch_has_none() -> None:
         images.sequences, images.pixel_values, images.image_grid_thws, action_log_probs=torch.zeros(2, slots),
         attention_mask=images.attention_mask, action_mask=images.action_mask, info={"image_num": [1, 0]},
     )  # fmt: skip
-    got = actor.token_stats(own).log_probs
+    got = actor.token_stats(native_batch(own)).log_probs
     torch.testing.assert_close(got[images.action_mask], torch.cat(want[:2]), rtol=1e-4, atol=1e-4)
     divergences = []
     for records in (typed, bare):
         ready = [one.replace(logprobs=log_probs - 0.1, advantages=torch.ones_like(log_probs), reward=1.0)
                  for one, log_probs in zip(records, want, strict=True)]  # fmt: skip
-        learner = Learner(Actor(tiny.qwen_vl()), Algorithm.of("grpo", kl_coef=0.0))
-        divergences.append(learner.learn(ready, step=1).metrics["policy/ppo_kl"])
+        learner = Learner(Actor(tiny.qwen_vl()), AlgorithmConfig.preset("grpo", kl_coef=0.0))
+        divergences.append(learner.update(ready, step=1).metrics["policy/ppo_kl"])
     assert divergences[0] == pytest.approx(divergences[1], abs=1e-5) == pytest.approx(-0.1, abs=1e-4)
 
 
@@ -157,7 +157,7 @@ def test_types_without_grids_are_not_made_up() -> None:
         def forward(self, input_ids: torch.Tensor, pixel_values: Any = None, mm_token_type_ids: Any = None) -> None:
             raise AssertionError
 
-    batch = from_experiences(llava_records())
+    batch = zoo.batch_of(llava_records())
     with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]: got None, expected what the processor gave: Marked"):
         inputs_of(Marked(), batch)
 
@@ -168,7 +168,7 @@ def test_gradients_reach_the_images_tower(name: str) -> None:
     actor = Actor(model)
     for packed in (False, True):
         actor.zero_grad()
-        actor.token_stats(records, packed=packed).log_probs.values.sum().backward()
+        zoo.stats_of(actor, records, packed).log_probs.values.sum().backward()
         tower = [p for n, p in model.named_parameters() if "visi" in n or "visual" in n]
         assert tower and sum(float(p.grad.abs().sum()) for p in tower if p.grad is not None) > 0
 

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 import transformers
 
-from rollbook import Experience
+from rollbook import Experience, Experiences
+from rollbook.batch import Batch
+from rollbook.core.rows import Rows
+from rollbook.models.logprobs import TokenStats
 from tests import tiny
 
 TEXT: dict[str, Any] = {"vocab_size": 300, **tiny.SIZES}
@@ -73,6 +76,29 @@ def records(shapes: Sequence[tuple[int, int]], vocab: int = 300, seed: int = 0) 
         kind = {} if prompt and response else {"experience_type": "multi_turn", "action_mask": [True] * response}
         made.append(Experience(tokens=ids, prompt_length=prompt, **kind))
     return made
+
+
+def batch_of(records: Sequence[Experience], **how: Any) -> Batch:
+    """What a model needs of records."""
+    return Batch.from_records(Experiences(records), ("tokens",), **how)
+
+
+def stats_of(actor: Any, records: Sequence[Experience], packed: bool | None = None, **options: Any) -> TokenStats:
+    """Log-probs and entropies of records in one pass, a row for each."""
+    batch = batch_of(records, packed=actor.packs_cheaply if packed is None else packed)
+    found = actor.token_stats(batch, **options)
+    return TokenStats(*(None if one is None else by_record(batch, one) for one in found))  # type: ignore[arg-type]
+
+
+def values_of(critic: Any, records: Sequence[Experience]) -> Rows:
+    """Values of records in one pass, a row for each."""
+    batch = batch_of(records, packed=critic.packs_cheaply)
+    return by_record(batch, critic.token_values(batch))
+
+
+def by_record(batch: Batch, found: Any) -> Rows:
+    """A row for each record, out of (B, A) or `Rows`."""
+    return Rows(batch.flatten_response(found), batch.pack().response_cu_seqlens.diff().tolist())
 
 
 def naive(model: Any, record: Experience, temperature: float = 1.0, suppress: Sequence[int] = (), **media: Any) -> Any:

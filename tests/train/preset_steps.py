@@ -29,17 +29,13 @@ import torch
 import rollbook
 from rollbook import EID, Experience
 from rollbook.book.book import Book
-from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor, Critic
-from rollbook.rollout import Prompt
-from rollbook.train.algorithm import PRESET_NAMES, Algorithm
-from rollbook.train.completing import maker_config
+from rollbook.rollout import EnvironmentConfig, Prompt, Reply
+from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
 from rollbook.train.data import Prompts
-from rollbook.train.episodes import EpisodeMaker, Reply
 from rollbook.train.intake import Intake
 from rollbook.train.learner import Batching
 from rollbook.train.optimizing import Optimizing
-from rollbook.train.supervised import SupervisedMaker
 from rollbook.train.trainer import Trainer
 from tests import tiny
 
@@ -77,12 +73,11 @@ def build_critic(seed: int) -> Critic:
 
 
 def build_trainer(
-    algorithm: str | Algorithm,
+    algorithm: str | AlgorithmConfig,
     folder: Path,
     *,
     reward: Callable[..., Any] | None = None,
     environment: Callable[[Prompt], Any] | None = None,
-    rollouts: Mapping[str, Any] | None = None,
     records: Sequence[Experience] = (),
     expert: Sequence[Experience] = (),
     batch: Mapping[str, Any] | None = None,
@@ -98,7 +93,6 @@ def build_trainer(
         folder: An empty folder for books.
         reward: Reward function of `response_ids`.
         environment: Factory of environments, for multi-turn rollouts.
-        rollouts: Settings of rewards and advantages that `Algorithm` does not have.
         records: Records to train on, in place of rollouts.
         expert: Records of the expert's book.
         batch: Options of the minibatches.
@@ -107,39 +101,26 @@ def build_trainer(
         prompts_per_step: Prompts, or leased groups, of each step.
         **changes: Changes of the algorithm.
     """
-    settings = Algorithm.of(algorithm, **changes)
+    settings = AlgorithmConfig.preset(algorithm, **changes)
     actor = Actor(build_model(), tokenizer=TOKENIZER)
     critic = build_critic(11) if settings.needs_critic else None
     teacher = Actor(build_model(12), tokenizer=TOKENIZER) if settings.needs_teacher else None
     # A reference other than the initial policy: the divergence is not 0 in the first step.
     reference = Actor(build_model(13), tokenizer=TOKENIZER) if settings.needs_reference else None
-    source: Any = None
-    if not records:
-        if settings.estimator is None:
-            source = SupervisedMaker(TOKENIZER, "dpo" if settings.pairs else "sft")
-        else:
-            config = maker_config(settings, seed=SEED, progress=False, **(rollouts or {}))
-            if environment is not None:
-                source = EpisodeMaker(
-                    actor, environment, config=config, critic=critic, teacher=teacher, reward=reward,
-                    max_turns=3, on_cut="respond",
-                )  # fmt: skip
-            else:
-                source = NaiveExperienceMaker(
-                    actor, critic, None, None, TOKENIZER, 16, None,
-                    config=config, reward_fn=reward or reward_sum, teacher=teacher,
-                )  # fmt: skip
+    if environment is None and reward is None and settings.takes_rewards and not records:
+        reward = reward_sum
     book = rollbook.open("memory:")
     if records:
         book.append(records)
     return Trainer(
         actor,
-        source,
-        book,
         settings,
+        book,
         prompts=None if records else build_prompts(),
-        groups=prompts_per_step,
-        generate=None if settings.estimator is None else {"max_tokens": MAX_TOKENS, **(sampling or {})},
+        reward=reward,
+        environment=environment and EnvironmentConfig(factory=environment, max_turns=3, on_cut="respond"),
+        sampling=None if settings.estimator is None else {"max_tokens": MAX_TOKENS, **(sampling or {})},
+        prompts_per_step=prompts_per_step,
         critic=critic,
         reference=reference,
         teacher=teacher,
@@ -162,13 +143,13 @@ def expert_book(folder: Path, records: Sequence[Experience]) -> Book:
 def watch_updates(trainer: Trainer) -> dict[int, Any]:
     """Return the records of each update by its step; filled while the trainer runs."""
     records_by_step: dict[int, Any] = {}
-    learn = trainer.learner.learn
+    update = trainer.learner.update
 
     def watched(records: Any, *, step: int, **options: Any) -> Any:
         records_by_step[step] = records
-        return learn(records, step=step, **options)
+        return update(records, step=step, **options)
 
-    trainer.learner.learn = watched  # type: ignore[method-assign]
+    trainer.learner.update = watched  # type: ignore[method-assign]
     return records_by_step
 
 
@@ -247,7 +228,7 @@ def reward_rare(response_ids: list[int]) -> float:
 
 
 def reward_failing(response_ids: list[int]) -> float | None:
-    """Raise, or return NaN or None, for about three responses in seven."""
+    """Raise, or return NaN or None, for about four responses in seven."""
     remainder = sum(response_ids) % 7
     if remainder == 0:
         raise RuntimeError("no score")
@@ -300,18 +281,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reinforce++, gamma": {"algorithm": "reinforce++", "n": 4, "gamma": 0.9},
     "grpo, gamma": {**GRPO, "gamma": 0.9},
     # Rewards and advantages.
-    "rloo, normalized advantages": {"algorithm": "rloo", "n": 4, "advantages_norm": True},
-    "rloo, centered advantages": {
-        "algorithm": "rloo", "n": 4, "advantages_norm": True, "rollouts": {"no_advantage_std_norm": True}
-    },
+    "rloo, normalized advantages": {"algorithm": "rloo", "n": 4, "normalize_advantages": "mean_std"},
+    "rloo, centered advantages": {"algorithm": "rloo", "n": 4, "normalize_advantages": "mean"},
     "grpo, clipped advantages": {**GRPO, "advantage_clip": 0.5},
-    "rloo, normalized and clipped": {"algorithm": "rloo", "n": 4, "advantages_norm": True, "advantage_clip": 0.5},
-    "grpo, overlong penalty": {**GRPO, "overlong_buffer": 3, "overlong_penalty": 0.7},
-    "dr_grpo, normalized rewards": {
-        "algorithm": "dr_grpo", "n": 4,
-        "rollouts": {"reward_running_norm": True, "reward_running_norm_minus_mean": True},
+    "rloo, normalized and clipped": {
+        "algorithm": "rloo", "n": 4, "normalize_advantages": "mean_std", "advantage_clip": 0.5
     },
-    "dr_grpo, clipped rewards": {"algorithm": "dr_grpo", "n": 4, "rollouts": {"reward_clip": 0.3}},
+    "grpo, overlong penalty": {**GRPO, "overlong_buffer": 3, "overlong_penalty": 0.7},
+    "dr_grpo, normalized rewards": {"algorithm": "dr_grpo", "n": 4, "reward_norm": "mean_std"},
+    "dr_grpo, clipped rewards": {"algorithm": "dr_grpo", "n": 4, "reward_clip": (-0.3, 0.3)},
     "grpo, failing reward": {**GRPO, "reward": reward_failing, "kl_coef": 0.1},
     "ppo, failing reward": {**PPO, "reward": reward_failing},
     # Masks, weights and groups.
@@ -321,7 +299,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ppo, critic warm-up": {**PPO, "critic_warmup": 2, "value_clip": 0.1, "batch": {"epochs": 2}},
     "grpo, packed": {**GRPO, "kl_coef": 0.1, "batch": {"packed": True, "token_budget": 24}},
     "grpo, padded": {**GRPO, "kl_coef": 0.1, "batch": {"packed": False, "token_budget": 24}},
-    "grpo, packed rollouts": {**GRPO, "kl_coef": 0.1, "rollouts": {"packing_samples": True}},
+    "grpo, packed rollouts": {**GRPO, "kl_coef": 0.1},
     "grpo, zero advantages dropped": {**GRPO, "reward": reward_rare, "batch": {"drop_zero": True, "keep_groups": True}},
     # Other estimators and losses.
     "remax": {**GRPO, "estimator": "remax"},

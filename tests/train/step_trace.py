@@ -29,7 +29,11 @@ MAX_FILES, MAX_FUNCTIONS, MAX_FRAMES, MAX_LAYOUTS = 60, 600, 14, 3
 
 MODEL_PASSES = ("token_stats",)
 """Functions that run a model over a batch, by name; decoding is not among them."""
-LAYOUTS = {"layouts.py": ("padded", "packed"), "models/sequences.py": ("laid_out", "end_to_end")}
+LAYOUTS = {
+    "batches/batch.py": ("from_columns", "pack", "pad"),
+    "layouts.py": ("padded", "packed"),
+    "models/sequences.py": ("laid_out", "end_to_end"),
+}
 """Functions that pad or pack a batch, by file."""
 
 

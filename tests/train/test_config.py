@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rollbook.algorithms import ESTIMATORS, KL, LOSSES
 from rollbook.book.samplers import SAMPLERS as KNOWN_SAMPLERS
 from rollbook.cli.parser import main
-from rollbook.train.algorithm import PRESET_NAMES, Algorithm
+from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
 from rollbook.train.asking import reward_of
 from rollbook.train.config import Config, ConfigError, differences, effective, loading, shown
 from rollbook.train.config.kinds import (
@@ -213,7 +213,7 @@ def test_sections_have_the_fields_and_defaults_of_what_they_are_handed_to() -> N
     named = {one.name for one in dataclasses.fields(Intake)} - {"consumer"}
     assert {*SECTIONS["intake"].keys} == named | {"expert"}
     assert {*SECTIONS["batch"].keys} == {one.name for one in dataclasses.fields(Batching)} | {"prompts"}
-    assert [*SECTIONS["algorithm"].keys] == ["preset", *(one.name for one in dataclasses.fields(Algorithm))]
+    assert [*SECTIONS["algorithm"].keys] == ["preset", *(one.name for one in dataclasses.fields(AlgorithmConfig))]
     assert [*SECTIONS["optimizer"].keys] == [one.name for one in dataclasses.fields(Optimizing)]
     assert set(SAMPLERS.values()) == set(KNOWN_SAMPLERS)
 
@@ -221,16 +221,16 @@ def test_sections_have_the_fields_and_defaults_of_what_they_are_handed_to() -> N
 @pytest.mark.parametrize("preset", PRESET_NAMES)
 def test_an_algorithm_is_its_preset_with_changes(preset: str) -> None:
     config = Config(algorithm=preset)
-    assert config.algorithm == Algorithm.of(preset)
+    assert config.algorithm == AlgorithmConfig.preset(preset)
     assert Config.of(config.to_dict()) == config
     changed = Config(algorithm={"preset": preset, "entropy_coef": 0.5})
-    assert changed.algorithm == Algorithm.of(preset, entropy_coef=0.5)
+    assert changed.algorithm == AlgorithmConfig.preset(preset, entropy_coef=0.5)
     assert [str(one) for one in differences(config, changed)] == ["algorithm.entropy_coef: 0.5, was 0.0"]
 
 
 def test_an_algorithm_of_ones_own() -> None:
     own = Config(algorithm={"preset": None, "name": "mine", "estimator": "rloo", "loss": "cispo"})
-    assert own.algorithm == Algorithm(name="mine", estimator="rloo", loss="cispo")
+    assert own.algorithm == AlgorithmConfig(name="mine", estimator="rloo", loss="cispo")
     assert Config.of(own.to_dict()) == own
 
 
@@ -482,7 +482,7 @@ def test_a_file_changes_its_base_key_by_key(base: Path) -> None:
     )
     assert child.optimizer == Optimizing(lr=1e-3, warmup=5)
     assert child.model.options == {"hidden": 8, "layers": 2}
-    assert child.algorithm == Algorithm.of("grpo", n=4, loss_options={"clip_high": 0.28, "clip_low": 0.1})
+    assert child.algorithm == AlgorithmConfig.preset("grpo", n=4, loss_options={"clip_high": 0.28, "clip_low": 0.1})
     write(base.parent, "sub.toml", 'base = "base.yaml"\nname = "middle"\nseed = 3')
     grandchild = effective(write(base.parent, "deep.yaml", "base: sub.toml\nname: deep\n"))
     assert (grandchild.name, grandchild.seed, grandchild.optimizer.warmup) == ("deep", 3, 5)
@@ -503,8 +503,8 @@ def test_another_source_drops_what_was_said_of_the_old_one(base: Path) -> None:
     options = over(base, "model: {options: {z: 1}, builder: 'other:model'}").model.options
     assert options == {"z": 1}, "in whatever order they are written"
     assert over(base, "model: {builder: 'some.module:model'}").model.options == {"hidden": 8}, "the same one again"
-    assert over(base, "algorithm: ppo").algorithm == Algorithm.of("ppo")
-    assert over(base, "algorithm: {loss: gspo}").algorithm == Algorithm.of("grpo", n=4, loss="gspo")
+    assert over(base, "algorithm: ppo").algorithm == AlgorithmConfig.preset("ppo")
+    assert over(base, "algorithm: {loss: gspo}").algorithm == AlgorithmConfig.preset("grpo", n=4, loss="gspo")
     assert over(base, "intake: {kind: on_policy}").intake == Config().intake
     with pytest.raises(ConfigError, match="got it beside path"):
         over(base, "model: {path: m, builder: 'a:b'}")

@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.compat.trinity import split_dpo_experience_to_single_turn
+from rollbook.core.metrics import StepMetrics
 from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
 from rollbook.rollout.processing import Preparer
 from rollbook.train.data import Prompts, permutation
 from rollbook.train.naming import resolve
 from rollbook.train.rows import Reader, digest
-from rollbook.train.supervised import SupervisedMaker, records_of_rows
+from rollbook.train.supervised import records_from_answers
 from tests.tiny import bytes_, llama, llava, picture, words
 
 ROWS = [{"prompt": f"{i}+1=", "reference": i + 1} for i in range(10)]
@@ -530,8 +531,8 @@ def test_sft_records_have_the_prompt_of_a_rollout() -> None:
     tokenizer = words()
     prompts = Prompts(SFT)
     taken = prompts.take(3, 5)
-    maker = SupervisedMaker(tokenizer)
-    records = maker.make_records(taken, temperature=0.5)
+    metrics = StepMetrics()
+    records = records_from_answers(taken, tokenizer, metrics=metrics)
     samples = TransformersEngine(llama(len(tokenizer)), tokenizer).generate(taken, max_tokens=1, seed=0)
     for record, sample, prompt in zip(records, samples, taken, strict=True):
         assert prompt.eid is not None and record.eid.uid == f"{prompt.eid.rid}/0/sft"
@@ -544,24 +545,24 @@ def test_sft_records_have_the_prompt_of_a_rollout() -> None:
     by_row = {record.eid.task: record for record in records}
     assert by_row[0].info == {"level": 1, "reference": "five"}
     assert by_row[1].messages == [*SFT[1]["messages"], {"role": "assistant", "content": "yes or no"}]
-    assert maker.metrics["supervised/records"] == 3 and maker.engine is None
+    assert metrics.values()["supervised/records"] == 3
 
 
 def test_answers_are_cut_and_prompts_left_out(caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"prompt": "abc", "response": "12345"}, {"prompt": "abcdefgh", "response": "1"}]
-    maker = SupervisedMaker(bytes_(), max_tokens=6)
+    metrics = StepMetrics()
     with caplog.at_level(logging.WARNING, "rollbook.train"):
-        records = maker.make_records(Prompts(rows).every("b"))
+        records = records_from_answers(Prompts(rows).every("b"), bytes_(), max_tokens=6, metrics=metrics)
     assert [bytes_().decode(row.tokens.tolist()) for row in records] == ["abc123"]
     assert (records[0].truncate_status, records[0].finish_reason) == ("response_truncated", "length")
     assert records[0].info == {"response_truncated_from": 6}
     assert "1 of 2 prompts leave no room for an answer in 6 tokens" in caplog.text and "b/1" in caplog.text
-    assert maker.metrics["supervised/dropped"] == maker.metrics["supervised/cut"] == 1
+    assert metrics.values()["supervised/dropped"] == metrics.values()["supervised/cut"] == 1
     with pytest.raises(ValueError, match="b/1: prompt: got 8 tokens, expected fewer than 6"):
-        SupervisedMaker(bytes_(), max_tokens=6, long_prompts="error").make_records(Prompts(rows).every("b"))
+        records_from_answers(Prompts(rows).every("b"), bytes_(), max_tokens=6, long_prompts="error")
     with pytest.raises(ValueError, match="all of them too long"):
-        SupervisedMaker(bytes_(), max_tokens=2).make_records(Prompts(rows).every())
-    exact = SupervisedMaker(bytes_(), max_tokens=9).make_records(Prompts(rows[:1]).every())[0]
+        records_from_answers(Prompts(rows).every(), bytes_(), max_tokens=2)
+    exact = records_from_answers(Prompts(rows[:1]).every(), bytes_(), max_tokens=9)[0]
     assert exact.truncate_status is None and exact.tokens[-1] == bytes_().eos_token_id and len(exact.tokens) == 9
 
 
@@ -571,7 +572,7 @@ def test_dpo_records() -> None:
         {"messages": MESSAGES, "chosen": [{"role": "assistant", "content": "x"}], "rejected": "y"},
     ]
     tokenizer, end = bytes_(), bytes_().eos_token_id
-    records = records_of_rows(rows, tokenizer, "dpo", max_tokens=7)
+    records = records_from_answers(rows, tokenizer, "pairs", max_tokens=7)
     first, second = records
     assert first.experience_type == second.experience_type == "dpo" and first.eid.uid == "0/0/0/0/dpo"
     assert tokenizer.decode(first.tokens.tolist()) == "abc"
@@ -588,13 +589,13 @@ def test_dpo_records() -> None:
 
 def test_ids_of_records() -> None:
     rows = Prompts(SFT)
-    assert [row.eid.uid for row in records_of_rows(rows, words(), batch="expert")] == [
+    assert [row.eid.uid for row in records_from_answers(rows, words(), batch="expert")] == [
         f"expert/{i}/0/0/sft" for i in range(3)
     ]
     taken = rows.take(2, 9)
-    assert [row.eid.tid for row in records_of_rows(taken, words())] == [one.eid.tid for one in taken if one.eid]
+    assert [row.eid.tid for row in records_from_answers(taken, words())] == [one.eid.tid for one in taken if one.eid]
     bare = [one.replace(eid=None) for one in taken]
-    assert len({row.eid.uid for row in SupervisedMaker(words()).make_records(bare)}) == 2
+    assert len({row.eid.uid for row in records_from_answers(bare, words())}) == 2
 
 
 def test_a_tool_call_is_written_by_the_template() -> None:
@@ -605,13 +606,13 @@ def test_a_tool_call_is_written_by_the_template() -> None:
     writes = "{% if message.tool_calls %}[{{ message.tool_calls[0].function.name }}]{% endif %}<|end|>\n{% endfor %}"
     try:
         tokenizer.chat_template = template.replace("<|end|>{% endfor %}", writes)
-        record = records_of_rows([row], tokenizer)[0]
+        record = records_from_answers([row], tokenizer)[0]
         ids = record.tokens.tolist()
         assert tokenizer.decode(ids[record.prompt_length :]) == "[f]<|end|>"
         assert tokenizer.decode(ids[: record.prompt_length]) == "<|user|>hi<|end|>\n<|assistant|>"
         tokenizer.chat_template = "{{ messages | length }}" + template
         with pytest.raises(ValueError, match="response: the chat template writes the prompt otherwise"):
-            records_of_rows([row], tokenizer)
+            records_from_answers([row], tokenizer)
     finally:
         tokenizer.chat_template = template
 
@@ -621,28 +622,28 @@ def test_records_with_pictures() -> None:
     row = {"prompt": "<image>what?", "images": [picture()], "response": "red"}
     prompt = Prompts([row]).take(1, 1)
     sample = TransformersEngine(model, processor=processor).generate(prompt, max_tokens=1)[0]
-    record = SupervisedMaker(processor).make_records(prompt)[0]
+    record = records_from_answers(prompt, processor)[0]
     assert record.tokens[: record.prompt_length].tolist() == list(sample.prompt_ids)
     assert record.multi_modal_inputs is not None and sample.media is not None
     assert (record.multi_modal_inputs["pixel_values"] == sample.media["pixel_values"]).all()
     with pytest.raises(ValueError, match="expected none: no processor"):
-        SupervisedMaker(processor.tokenizer).make_records(prompt)
+        records_from_answers(prompt, processor.tokenizer)
     with pytest.raises(ValueError, match="response: got a placeholder of media"):
-        records_of_rows([{**row, "response": "an <image>"}], processor)
+        records_from_answers([{**row, "response": "an <image>"}], processor)
 
 
-def test_makers_that_are_wrong() -> None:
-    with pytest.raises(ValueError, match="kind: got 'rl'"):
-        SupervisedMaker(words(), "rl")  # type: ignore[arg-type]
+def test_answers_that_are_wrong() -> None:
+    with pytest.raises(ValueError, match="data: got 'rl'"):
+        records_from_answers(SFT, words(), "rl")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokenizer: got None"):
-        SupervisedMaker(None)
+        records_from_answers(SFT, None)
     with pytest.raises(ValueError, match="1/0: chosen: got nothing, .* the row has response"):
-        SupervisedMaker(words(), "dpo").make_records(Prompts(SFT[:1]).take(1, 1))
+        records_from_answers(Prompts(SFT[:1]).take(1, 1), words(), "pairs")
     with pytest.raises(ValueError, match="prompts: got none"):
-        SupervisedMaker(words()).make_records([])
+        records_from_answers([], words())
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
     with pytest.raises(ValueError, match="expected text: the prompt is no chat"):
-        records_of_rows([{"prompt": "a", "response": call}], words())
+        records_from_answers([{"prompt": "a", "response": call}], words())
 
 
 def test_a_word_begins_without_a_space_after_a_prompt() -> None:
@@ -656,5 +657,5 @@ def test_a_word_begins_without_a_space_after_a_prompt() -> None:
     inner.decoder = decoders.Metaspace(prepend_scheme="first")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
     assert len(tokenizer("4")["input_ids"]) == 2
-    record = records_of_rows([{"prompt": "2+2=", "response": "4"}], tokenizer)[0]
+    record = records_from_answers([{"prompt": "2+2=", "response": "4"}], tokenizer)[0]
     assert tokenizer.convert_ids_to_tokens(record.tokens[record.prompt_length :].tolist()) == ["4", "<end>"]

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from rollbook import EID, Experience
-from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.models import Actor, Critic
-from rollbook.rollout import Line, Prompt, ScriptedEngine
+from rollbook.rollout import Line, Prompt, Reply, ScriptedEngine
 from rollbook.rollout.engine import Engine
-from rollbook.train.algorithm import Algorithm
-from rollbook.train.completing import complete
-from rollbook.train.episodes import EpisodeMaker, Reply
+from rollbook.train.algorithm import AlgorithmConfig
+from rollbook.train.pipeline import Models
 from tests import tiny
+from tests.train.stages import Player, complete
 
 TOKENIZER = tiny.bytes_()
 END = TOKENIZER.eos_token
@@ -74,10 +73,9 @@ class Counting(Engine):
         return self.inner._run(requests, cancel)
 
 
-def scripted(script: Any, environment: Any = Game, **options: Any) -> EpisodeMaker:
-    config = {"n_samples_per_prompt": 2, "seed": 3, **options.pop("config", {})}
+def scripted(script: Any, environment: Any = Game, **options: Any) -> Player:
     engine = script if isinstance(script, Engine) else ScriptedEngine(script, TOKENIZER)
-    return EpisodeMaker(None, environment, engine=engine, config=MakerConfig(**config), **options)
+    return Player(environment, engine=engine, **options)
 
 
 def spoken(row: Experience) -> list[tuple[str, str]]:
@@ -96,7 +94,7 @@ def run_of(prompt: Prompt) -> int:
 
 def test_every_turn_is_one_call_over_the_episodes_that_are_left() -> None:
     engine = Counting(lambda prompt, run: f"t{END}")
-    made = scripted(engine, lambda prompt: Game(prompt, turns=1 + run_of(prompt)), config={"n_samples_per_prompt": 3})
+    made = scripted(engine, lambda prompt: Game(prompt, turns=1 + run_of(prompt)), n=3)
     records = made.make_records(["a", "b"])
     assert engine.calls == [6, 4, 2]
     assert [row.metrics["turns"] for row in records] == [1, 2, 3, 1, 2, 3]
@@ -104,9 +102,7 @@ def test_every_turn_is_one_call_over_the_episodes_that_are_left() -> None:
 
 
 def test_what_the_environment_says_is_context_and_what_the_model_wrote_is_trained() -> None:
-    (row,) = scripted(
-        [f"four{END}", f"2{END}"], lambda prompt: Game(prompt, 2), config={"n_samples_per_prompt": 1}
-    ).play(["hi"])
+    (row,) = scripted([f"four{END}", f"2{END}"], lambda prompt: Game(prompt, 2), n=1).play(["hi"])
     assert spoken(row) == [
         ("prompt", "hi"),
         ("model", f"four{END}"),
@@ -121,22 +117,18 @@ def test_what_the_environment_says_is_context_and_what_the_model_wrote_is_traine
     assert row.token_level_reward.tolist() == pytest.approx([0, 0, 0, 0, 0.4, 0, 0, 0, 0, 0.1])
 
 
-def test_ids_are_those_of_a_maker_of_single_turns(actor: Actor) -> None:
+def test_ids_are_those_of_single_turns(actor: Actor) -> None:
     prompts = [Prompt(text="the fox", eid=EID(batch=7, task="x", suffix="")), Prompt(text="yes")]
-    config = MakerConfig(n_samples_per_prompt=3, seed=11)
-    ours = EpisodeMaker(actor, Game, config=config, max_turns=2).make_records(prompts, max_tokens=4)
-    plain = NaiveExperienceMaker(
-        actor, None, None, None, TOKENIZER, 32, None, reward_fn=lambda response: 0.0, config=config
-    )
-    theirs = plain.make_records(prompts, max_tokens=4)
-    assert [eid.uid for eid in ours.eids()] == [eid.uid for eid in theirs.eids()]
+    ours = Player(Game, actor=actor, n=3, seed=11, max_turns=2).make_records(prompts, max_tokens=4)
+    prompts[1] = prompts[1].replace(eid=EID(batch=0, task=1, suffix=""))
+    theirs = actor.engine.generate(prompts, max_tokens=4, n=3, seed=11)
+    assert [eid.uid for eid in ours.eids()] == [sample.eid.uid for sample in theirs]
     assert ours.values("group_size") == [3] * 6
 
 
 def test_each_turn_has_a_stream_of_its_own_and_other_episodes_do_not_matter(actor: Actor) -> None:
     def make(prompts: list[Prompt], seed: int = 5) -> dict[str, list[int]]:
-        config = MakerConfig(n_samples_per_prompt=4, seed=seed)
-        made = EpisodeMaker(actor, Game, config=config, max_turns=2, on_cut="respond")
+        made = Player(Game, actor=actor, n=4, seed=seed, max_turns=2, on_cut="respond")
         return {row.eid.uid: row.tokens.tolist() for row in made.make_records(prompts, max_tokens=3)}
 
     prompts = [Prompt(text=text, eid=EID(batch=0, task=text, suffix="")) for text in ("ab", "c", "de")]
@@ -151,9 +143,7 @@ def test_each_turn_has_a_stream_of_its_own_and_other_episodes_do_not_matter(acto
 
 
 def test_log_probs_are_those_of_the_model_over_the_whole_conversation(actor: Actor) -> None:
-    made = EpisodeMaker(
-        actor, Game, config=MakerConfig(n_samples_per_prompt=2, seed=1, entropy=True), max_turns=3, on_cut="respond"
-    )
+    made = Player(Game, actor=actor, seed=1, max_turns=3, on_cut="respond")
     for row in made.make_records(["quick fox", "a"], max_tokens=5):
         assert row.action_mask is not None and row.policy_logprobs is not None and row.logprobs is not None
         assert row.metrics["turns"] == 3 and row.metrics["observed_tokens"] > 0
@@ -166,29 +156,27 @@ def test_log_probs_are_those_of_the_model_over_the_whole_conversation(actor: Act
         assert row.entropy is not None and row.advantages is not None
 
 
-def test_batches_are_the_same_padded_packed_and_cut(actor: Actor) -> None:
+def test_numbers_do_not_depend_on_the_token_budget(actor: Actor) -> None:
     critic = Critic(tiny.llama(vocab=len(TOKENIZER), seed=6), value_head="normal")
     reference = Actor(tiny.llama(vocab=len(TOKENIZER), seed=5), tokenizer=TOKENIZER, trainable=False)
 
-    def make(**config: Any) -> Any:
-        settings = {"advantage_estimator": "gae", "n_samples_per_prompt": 2, "seed": 2, **config}
-        made = EpisodeMaker(
-            actor,
+    def make(**options: Any) -> Any:
+        made = Player(
             lambda prompt: Game(prompt, 1 + run_of(prompt)),
-            config=MakerConfig(**settings),
-            critic=critic,
-            initial_model=reference,
-            kl_controller=0.1,
+            actor=actor,
+            models=Models(actor, reference, critic),
+            algorithm={"estimator": "gae", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "lam": 0.9},
+            seed=2,
             on_cut="respond",
+            **options,
         )
-        return made.make_records(["ab", "the fox"], max_tokens=4, lambd=0.9)
+        return made.make_records(["ab", "the fox"], max_tokens=4)
 
     expected = make()
     assert expected[0].values is not None and expected[0].ref_logprobs is not None
-    for config in ({"packing_samples": True}, {"micro_rollout_batch_size": 3}):
-        for ours, theirs in zip(make(**config), expected, strict=True):
-            for name in ("advantages", "returns", "values", "ref_logprobs", "policy_logprobs"):
-                torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1e-5, rtol=1e-4)
+    for ours, theirs in zip(make(token_budget=20), expected, strict=True):
+        for name in ("advantages", "returns", "values", "ref_logprobs", "policy_logprobs"):
+            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1e-5, rtol=1e-4)
     mask = expected[1].action_mask
     assert mask is not None and not mask.all() and not expected[1].advantages[~mask].any()
 
@@ -201,7 +189,7 @@ def test_advantages_compare_the_runs_of_a_task() -> None:
         def respond(self, text: str) -> Reply:
             return Reply(reward=float(run_of(self.prompt)), done=True)
 
-    made = scripted([f"t{END}"], Lucky, config={"advantage_estimator": "dr_grpo"})
+    made = scripted([f"t{END}"], Lucky, algorithm={"estimator": "dr_grpo"})
     records = made.make_records(["a", "b"])
     assert [row.advantages.tolist() for row in records if row.advantages is not None] == [[-0.5] * 2, [0.5] * 2] * 2
     assert made.metrics["reward/mean"] == 0.5 and made.metrics["rollout/samples"] == 4
@@ -209,7 +197,7 @@ def test_advantages_compare_the_runs_of_a_task() -> None:
 
 @pytest.mark.parametrize(("rewards", "expected"), [("sum", 0.9), ("last", 0.2)])
 def test_an_episode_is_worth_the_sum_of_its_turns_or_the_last(rewards: Any, expected: float) -> None:
-    made = scripted([f"abcd{END}", f"xyz{END}", f"hi{END}"], rewards=rewards, config={"n_samples_per_prompt": 1})
+    made = scripted([f"abcd{END}", f"xyz{END}", f"hi{END}"], rewards=rewards, n=1)
     (row,) = made.make_records(["a"])
     assert row.reward == pytest.approx(expected)
 
@@ -229,9 +217,7 @@ def test_a_reward_source_is_added_and_sees_what_the_model_wrote() -> None:
         seen.append((response, reference))
         return 10.0
 
-    made = scripted(
-        [f"ab{END}", f"c{END}"], lambda prompt: Game(prompt, 2), reward=source, config={"n_samples_per_prompt": 1}
-    )
+    made = scripted([f"ab{END}", f"c{END}"], lambda prompt: Game(prompt, 2), reward=source, n=1)
     (row,) = made.make_records([Prompt(text="q", reference="r")])
     assert seen == [("ab\nc", "r")] and row.reward == pytest.approx(10.3)
     assert row.metrics["source"] == 10 and row.metrics["environment"] == pytest.approx(0.3)
@@ -244,9 +230,9 @@ def test_a_turn_is_rewarded_where_it_was_taken(source: float | None) -> None:
     """Three turns by GAE, against a plain loop; a reward of the whole episode comes on its last token."""
     critic = Critic(tiny.llama(vocab=len(TOKENIZER), seed=6), value_head="normal")
     script = [f"abcd{END}", f"xyz{END}", f"hi{END}"]
-    how = Algorithm.of("ppo", gamma=0.9, lam=0.8, kl_coef=0.0)
-    given = {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.8, "n_samples_per_prompt": 1}
-    options: dict[str, Any] = {"critic": critic, "config": given}
+    how = AlgorithmConfig.preset("ppo", gamma=0.9, lam=0.8, kl_coef=0.0)
+    options: dict[str, Any] = {"models": Models(critic=critic), "n": 1}
+    options["algorithm"] = {"estimator": "ppo", "gamma": 0.9, "lam": 0.8}
     if source is not None:
         options["reward"] = lambda response: source
     (row,) = scripted(script, **options).make_records(["a"])
@@ -291,21 +277,21 @@ def test_shaping_changes_the_sum_of_token_rewards() -> None:
         )
         for run in range(3)
     ]
-    plain = Algorithm.of("reinforce++", estimator="reinforce", kl_coef=0.0)
+    plain = AlgorithmConfig.preset("reinforce++", estimator="reinforce", kl_coef=0.0)
     found = complete(rows, plain)
     assert [row.returns.tolist() for row in found if row.returns is not None] == [[1, 0, 0.25], [3, 0, 3], [2, 0, 0]]
-    overlong = Algorithm.of(plain, overlong_buffer=2)  # two of at most three tokens: half of the penalty
+    overlong = AlgorithmConfig.preset(plain, overlong_buffer=2)  # two of at most three tokens: half of the penalty
     found = complete(rows, overlong, max_tokens=3)
     assert found[0].returns is not None and found[0].returns.tolist() == [0.5, 0, -0.25]
-    carried = Algorithm.of(plain, estimator_options={"off_action_rewards": "carry"})
+    carried = AlgorithmConfig.preset(plain, estimator_options={"off_action_rewards": "carry"})
     assert complete(rows, carried)[0].returns.tolist() == [10, 0, 0.25]  # type: ignore[union-attr]
-    compared = complete([rows[0].replace(reward=None), *rows[1:]], Algorithm.of("dr_grpo"))
+    compared = complete([rows[0].replace(reward=None), *rows[1:]], AlgorithmConfig.preset("dr_grpo"))
     assert compared[1].advantages is not None and compared[1].advantages.tolist() == [-2, 0, -2]
 
 
 def test_remax_compares_with_the_likeliest_episode() -> None:
     script = [f"xx{END}", f"xxxx{END}", f"x{END}"]  # the likeliest comes first
-    made = scripted(script, lambda prompt: Game(prompt, 1), config={"advantage_estimator": "remax"})
+    made = scripted(script, lambda prompt: Game(prompt, 1), algorithm={"estimator": "remax"})
     first, second = made.make_records(["a"])
     assert first.advantages is not None and first.advantages.tolist() == pytest.approx([0.2] * 5)
     assert second.advantages is not None and second.advantages.tolist() == pytest.approx([-0.1] * 2)
@@ -325,18 +311,18 @@ def test_turns_run_out() -> None:
 
 
 def test_a_context_runs_out(actor: Actor) -> None:
-    made = EpisodeMaker(
-        actor, Game, config=MakerConfig(n_samples_per_prompt=2, seed=1), context_limit=12, on_cut="respond"
-    )
+    made = Player(Game, actor=actor, seed=1, context_limit=12, on_cut="respond")
     for row in made.make_records(["abcd"], max_tokens=5):
         assert len(row.tokens) <= 12 and row.finish_reason == "length"
         assert row.info["truncated"] == "context"
     assert made.metrics["episode/out_of_context"] == 1
-    assert EpisodeMaker(actor, Game).context_limit == 256, "unless given, the model's positions"
+    made = Player(lambda prompt: Game(prompt, 99), actor=actor, n=1, seed=1, max_turns=99, on_cut="respond")
+    (row,) = made.make_records(["abcd"], max_tokens=64)
+    assert row.info["truncated"] == "context" and 192 < len(row.tokens) <= 256, "unless given, the model's positions"
 
 
 def test_a_prompt_that_fills_the_context_is_an_episode_without_turns(actor: Actor) -> None:
-    made = EpisodeMaker(actor, Game, config=MakerConfig(n_samples_per_prompt=2, seed=1), context_limit=4)
+    made = Player(Game, actor=actor, seed=1, context_limit=4)
     records = made.make_records(["abcdefgh", "a"], max_tokens=2)
     assert records.values("finish_reason")[:2] == ["length", "length"] and records.values("reward")[:2] == [0.0, 0.0]
     assert [row.metrics["turns"] for row in records] == [0, 0, 1, 1]
@@ -387,12 +373,7 @@ class Fragile(Game):
 
 @pytest.mark.parametrize("place", ["made", "begin", "first", "second", "odd"])
 def test_an_environment_that_breaks_costs_its_own_run(actor: Actor, place: str) -> None:
-    made = EpisodeMaker(
-        actor,
-        Fragile,
-        config=MakerConfig(n_samples_per_prompt=3, seed=1, advantage_estimator="dr_grpo"),
-        on_cut="respond",
-    )
+    made = Player(Fragile, actor=actor, n=3, seed=1, algorithm={"estimator": "dr_grpo"}, on_cut="respond")
     rows = made.make_records([Prompt(text="ab", label=place), Prompt(text="cd")], max_tokens=3)
     broken = rows[1]
     assert math.isnan(broken.reward) and broken.finish_reason == "error"
@@ -432,8 +413,7 @@ def test_a_turn_that_fails_is_its_run_s() -> None:
 
 
 def test_a_prompt_that_cannot_be_rendered_is_that_prompts_failure() -> None:
-    config = {"advantage_estimator": "dr_grpo"}
-    made = scripted([f"t{END}"], lambda prompt: Game(prompt, 1), config=config)
+    made = scripted([f"t{END}"], lambda prompt: Game(prompt, 1), algorithm={"estimator": "dr_grpo"})
     broken = Prompt(messages=[{"role": "user", "content": "x"}], label="no")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TOKENIZER, "chat_template", "{{ raise_exception('never') }}")
@@ -462,9 +442,7 @@ def test_chats_tools_and_what_comes_before_the_first_turn() -> None:
             return Reply({"role": "tool", "content": "5"} if self.left == 2 else "more", done=self.left == 0)
 
     prompt = Prompt(messages=[{"role": "system", "content": "buy"}])
-    (row,) = scripted([f"one{END}", f"two{END}", f"three{END}"], Shop, config={"n_samples_per_prompt": 1}).play(
-        [prompt]
-    )
+    (row,) = scripted([f"one{END}", f"two{END}", f"three{END}"], Shop, n=1).play([prompt])
     assert row.messages is not None
     assert [(one["role"], one["content"]) for one in row.messages] == [
         ("system", "buy"),
@@ -487,12 +465,12 @@ def test_environments_that_wait_can_wait_together() -> None:
             barrier.wait()
             return super().respond(text)
 
-    rows = scripted([f"t{END}"], Slow, workers=4, config={"n_samples_per_prompt": 4}).make_records(["a"])
+    rows = scripted([f"t{END}"], Slow, workers=4, n=4).make_records(["a"])
     assert [row.metrics["turns"] for row in rows] == [3] * 4
 
 
 def test_play_gives_rewards_alone(actor: Actor) -> None:
-    made = EpisodeMaker(actor, Game, config=MakerConfig(n_samples_per_prompt=4, seed=1), max_turns=2)
+    made = Player(Game, actor=actor, n=4, seed=1, max_turns=2)
     rows = made.play(["ab"], n=1, max_tokens=3)
     assert len(rows) == 1 and rows[0].policy_logprobs is None and rows[0].advantages is None
     assert "policy/seconds" not in made.metrics and "kl/mean" not in made.metrics
@@ -524,12 +502,8 @@ def test_what_a_call_refuses() -> None:
     made = scripted([f"t{END}"])
     with pytest.raises(ValueError, match="max_prompt_tokens: .*context_limit"):
         made.make_records(["a"], max_prompt_tokens=4)
-    with pytest.raises(ValueError, match="generate_samples: an episode is no single sample"):
-        made.generate_samples(["a"])
     with pytest.raises(ValueError, match="tokenizer: got None"):
-        EpisodeMaker(None, Game, engine=ScriptedEngine([[1]]))
-    with pytest.raises(ValueError, match="actor: got NoneType"):
-        EpisodeMaker(None, Game, tokenizer=TOKENIZER)
+        Player(Game, engine=ScriptedEngine([[1]])).make_records(["a"])
     for reply in (
         {"reward": math.nan, "done": True},
         {"reward": "1", "done": True},

@@ -17,13 +17,13 @@ import torch
 
 from rollbook import Experience, Experiences
 from rollbook.models import Actor, Critic
-from rollbook.train.algorithm import Algorithm
-from rollbook.train.completing import complete
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.learner import Batching, Learner, NotFinite
 from rollbook.train.optimizing import Optimizing
+from tests.train.stages import complete
 from tests.train.test_reference import gradients, llama, numbers, records, same, samples, weights
 
-GRPO = Algorithm.of("grpo", kl_coef=0.05, entropy_coef=0.01)
+GRPO = AlgorithmConfig.preset("grpo", kl_coef=0.05, entropy_coef=0.01)
 STEP = Optimizing(lr=0.01, eps=1e-5)
 PLAIN = Optimizing(name="sgd", betas=(0.0, 0.999), lr=0.3, grad_clip=0.0)
 
@@ -45,11 +45,11 @@ def critical(**options: Any) -> Learner:
         torch.manual_seed(3)
         critic = Critic(llama(5).model, value_head="normal")
     given = {"kl_coef": 0.0, **options.pop("changes", {})}
-    return learner(algorithm=Algorithm.of("ppo", **given), critic=critic, **options)
+    return learner(algorithm=AlgorithmConfig.preset("ppo", **given), critic=critic, **options)
 
 
 def judged(critic: Any) -> Experiences:
-    return complete(records(samples()), Algorithm.of("ppo", kl_coef=0.0), critic=critic)
+    return complete(records(samples()), AlgorithmConfig.preset("ppo", kl_coef=0.0), critic=critic)
 
 
 def equal(one: Any, two: Any) -> bool:
@@ -78,7 +78,7 @@ def poisoned(rows: Experiences, which: Sequence[int], value: float = math.inf, n
 def test_a_loss_that_is_not_finite_changes_nothing(value: float) -> None:
     rows = made()
     mind = learner(batching=Batching(shuffle=False, minibatches=4))
-    mind.learn(rows, step=1)
+    mind.update(rows, step=1)
     before, state = weights(mind.actor), copy.deepcopy(mind.state_dict())
     spoilt = poisoned(rows, [0, 5, 9, 13], value)
     with (
@@ -86,7 +86,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(value: float) -> None:
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
-        mind.learn(spoilt, step=2)
+        mind.update(spoilt, step=2)
     assert equal(weights(mind.actor), before)
     assert equal(mind.state_dict()["optimizer"], state["optimizer"]) and mind.failures == 3
     assert [f"({k} in a row)" in str(one.message) for k, one in enumerate(said, 1)] == [True, True]
@@ -97,11 +97,11 @@ def test_the_other_minibatches_of_a_step_count() -> None:
     rows = made()
     mind, other = learner(batching=Batching(shuffle=False, minibatches=4)), learner()
     with pytest.warns(UserWarning, match="step 1, pass 0, minibatch 1: the loss or its gradient is not finite"):
-        learned = mind.learn(poisoned(rows, [4]), step=1)
+        learned = mind.update(poisoned(rows, [4]), step=1)
     assert (learned.updates, learned.skipped, mind.failures) == (3, 1, 0)
     assert learned.metrics["skipped"] == 1 and math.isfinite(learned.metrics["loss"])
     for part in (range(4), range(8, 12), range(12, 16)):
-        other.learn(rows.take(list(part)), step=1)
+        other.update(rows.take(list(part)), step=1)
     same(weights(mind.actor), weights(other.actor), 1e-7)
 
 
@@ -110,10 +110,10 @@ def test_a_gradient_that_is_not_finite_is_noticed() -> None:
     hook = mind.actor.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     before = weights(mind.actor)
     with pytest.warns(UserWarning, match="not finite"):
-        assert mind.learn(rows, step=1).skipped == 1
+        assert mind.update(rows, step=1).skipped == 1
     assert equal(weights(mind.actor), before) and mind.failures == 1
     hook.remove()
-    assert mind.learn(rows, step=2).updates == 1 and mind.failures == 0
+    assert mind.update(rows, step=2).updates == 1 and mind.failures == 0
 
 
 def test_actor_and_critic_move_together_or_not_at_all() -> None:
@@ -121,7 +121,7 @@ def test_actor_and_critic_move_together_or_not_at_all() -> None:
     rows = poisoned(judged(mind.critic), [3], name="returns")
     before = weights(mind.actor), weights(mind.critic)
     with pytest.warns(UserWarning, match="not finite"):
-        assert mind.learn(rows, step=1).skipped == 1
+        assert mind.update(rows, step=1).skipped == 1
     assert equal((weights(mind.actor), weights(mind.critic)), before)
     assert not mind.optimizer.inner.state and mind.critic_optimizer and not mind.critic_optimizer.inner.state
 
@@ -133,8 +133,8 @@ def test_the_order_of_records_does_not_matter() -> None:
     rows = made()
     order = [7, 2, 15, 0, 9, 4, 11, 1, 13, 6, 3, 8, 14, 5, 12, 10]
     one, two = learner(optimizer=PLAIN), learner(optimizer=PLAIN)
-    one.learn(rows, step=1)
-    two.learn(rows.take(order), step=1)
+    one.update(rows, step=1)
+    two.update(rows.take(order), step=1)
     same(weights(one.actor), weights(two.actor), 1e-6)
 
 
@@ -143,8 +143,8 @@ def test_shuffling_is_by_seed_and_step() -> None:
     how = Batching(minibatches=4)
 
     def cut(seed: int, step: int) -> list[int]:
-        learned = learner(batching=how, seed=seed).learn(rows, step=step)
-        return [place["minibatch"] for place in learned.places]
+        learned = learner(batching=how, seed=seed).update(rows, step=step)
+        return [place["minibatch"] for place in learned.placements]
 
     assert cut(0, 1) == cut(0, 1)
     assert len({tuple(cut(*each)) for each in ((0, 1), (1, 1), (0, 2))}) == 3
@@ -155,22 +155,22 @@ def test_two_epochs_are_two_passes() -> None:
     rows = made()
     one = learner(batching=Batching(shuffle=False, minibatches=2, epochs=2))
     two = learner(batching=Batching(shuffle=False, minibatches=2))
-    learned = one.learn(rows, step=1)
-    parts = [two.learn(rows, step=1) for _ in range(2)]
+    learned = one.update(rows, step=1)
+    parts = [two.update(rows, step=1) for _ in range(2)]
     assert equal(weights(one.actor), weights(two.actor)) and equal(one.state_dict(), two.state_dict())
     assert learned.updates == 4
     assert learned.metrics["loss"] == pytest.approx(sum(part.metrics["loss"] for part in parts) / 2)
-    assert learned.places[0] == {
+    assert learned.placements[0] == {
         "minibatch": [0, 0],
         "micro_batch": [0, 0],
-        "weight": [parts[0].places[0]["weight"]] * 2,
+        "weight": [parts[0].placements[0]["weight"]] * 2,
     }
 
 
 def test_places_say_what_each_record_weighed() -> None:
-    learned = learner(batching=Batching(minibatches=3, token_budget=30)).learn(made(), step=1)
+    learned = learner(batching=Batching(minibatches=3, token_budget=30)).update(made(), step=1)
     for k in range(3):
-        found = [place["weight"] for place in learned.places if place["minibatch"] == k]
+        found = [place["weight"] for place in learned.placements if place["minibatch"] == k]
         assert sum(found) == pytest.approx(1, abs=1e-6)
 
 
@@ -178,21 +178,26 @@ def test_drop_zero_is_training_without_those_records() -> None:
     rows = made()
     one = learner(batching=Batching(shuffle=False, drop_zero=True))
     two = learner()
-    learned = one.learn(rows, step=1)
-    two.learn(rows.take([*range(4), *range(8, 16)]), step=1)
+    learned = one.update(rows, step=1)
+    two.update(rows.take([*range(4), *range(8, 16)]), step=1)
     assert equal(weights(one.actor), weights(two.actor))
-    assert [i for i, place in enumerate(learned.places) if place.get("left_out") == "zero advantage"] == [4, 5, 6, 7]
+    assert [i for i, place in enumerate(learned.placements) if place.get("left_out") == "zero advantage"] == [
+        4,
+        5,
+        6,
+        7,
+    ]
     assert learned.metrics["rows"] == 12 and learned.metrics["left_out/zero_advantage"] == 4
     three = learner()
-    three.learn(rows, step=1)  # which counts them in its denominators
+    three.update(rows, step=1)  # which counts them in its denominators
     assert not equal(weights(one.actor), weights(three.actor))
 
 
 def test_keep_groups() -> None:
     rows = made()
-    learned = learner(batching=Batching(minibatches=2, keep_groups=True)).learn(rows, step=1)
+    learned = learner(batching=Batching(minibatches=2, keep_groups=True)).update(rows, step=1)
     found: dict[str, set[int]] = {}
-    for eid, place in zip(rows.eids(), learned.places, strict=True):
+    for eid, place in zip(rows.eids(), learned.placements, strict=True):
         found.setdefault(eid.tid, set()).add(place["minibatch"])
     assert len(found) == 4 and all(len(each) == 1 for each in found.values())
     assert sorted(min(each) for each in found.values()) == [0, 0, 1, 1]
@@ -208,7 +213,7 @@ def test_old_log_probs_are_each_records_own() -> None:
     found = []
     for rows, budget in ((filled, 4096), (given, 4096), (given, 12)):
         mind = learner(optimizer=PLAIN, batching=Batching(shuffle=False, token_budget=budget))
-        mind.learn(rows, step=1)
+        mind.update(rows, step=1)
         found.append(weights(mind.actor))
     same(found[1], found[0], 1e-6)
     same(found[2], found[0], 1e-6)
@@ -218,43 +223,43 @@ def test_a_lack_is_named() -> None:
     rows = list(made())
     for name in ("advantages", "ref_logprobs"):
         changed = [*rows[:3], rows[3].replace(**{name: None}), *rows[4:]]
-        with pytest.raises(ValueError, match=rf"record 1/0/3.*got no {name}.*complete computes"):
-            learner().learn(changed, step=1)
+        with pytest.raises(ValueError, match=rf"record 1/0/3.*got no {name}.*pipeline computes"):
+            learner().update(changed, step=1)
 
 
 def test_advantages_from_elsewhere_need_no_reward() -> None:
     """Whatever they are, 0 too; of an expert's records neither is read."""
     rows = [row.replace(reward=None) for row in made()]
-    assert equal(learner().learn(rows, step=1).places, learner().learn(made(), step=1).places)
+    assert equal(learner().update(rows, step=1).placements, learner().update(made(), step=1).placements)
     bare = [records(samples())[0].replace(reward=None, eid={"batch": "expert", "task": 0})]
-    mix = Algorithm.of("mix")
+    mix = AlgorithmConfig.preset("mix")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         both = complete([*made(), *bare], mix, expert=[False] * 16 + [True])
-    learned = learner(algorithm=mix).learn(both, step=1, expert=[False] * 16 + [True])
-    assert both[16].reward is None and "weight" in learned.places[16]
+    learned = learner(algorithm=mix).update(both, step=1, expert=[False] * 16 + [True])
+    assert both[16].reward is None and "weight" in learned.placements[16]
 
 
 def test_versions_of_records_and_of_tokens_may_be_mixed_and_none_may_be_missing() -> None:
-    algorithm = Algorithm.of("grpo", kl_coef=0.0, correction={"max_staleness": 2})
+    algorithm = AlgorithmConfig.preset("grpo", kl_coef=0.0, correction={"max_staleness": 2})
     rows = list(made().take([0, 1, 2, 3]))
     lengths = [len(row.action_mask) for row in rows]
     old = [1] * (lengths[1] - 1) + [5]
     mixed: list[Any] = [5, old, 4, 1]
     spread: list[Any] = [[5] * lengths[0], old, [4] * lengths[2], [1] * lengths[3]]
     found = [
-        learner(algorithm=algorithm).learn(
+        learner(algorithm=algorithm).update(
             [row.replace(policy_versions=version) for row, version in zip(rows, versions, strict=True)], step=6
         )
         for versions in (mixed, spread)
     ]
-    assert found[0].places == found[1].places and found[0].metrics == found[1].metrics
-    assert found[0].places[3] == {"left_out": "no token that counts"} and found[0].metrics["correction/stale"] == 2
+    assert found[0].placements == found[1].placements and found[0].metrics == found[1].metrics
+    assert found[0].placements[3] == {"left_out": "no token that counts"} and found[0].metrics["correction/stale"] == 2
     for version, said in ((None, "got no policy_versions"), (9, "policy_versions: got 9, expected at most 5")):
         wrong = [row.replace(policy_versions=5) for row in rows]
         wrong[2] = wrong[2].replace(policy_versions=version)
         with pytest.raises(ValueError, match=f"record 1/0/2/.*{said}"):
-            learner(algorithm=algorithm).learn(wrong, step=6)
+            learner(algorithm=algorithm).update(wrong, step=6)
 
 
 # --- a critic ---------------------------------------------------------------------------------------------------------
@@ -265,12 +270,12 @@ def test_the_critic_learns_alone_at_first() -> None:
     rows = judged(mind.critic)
     for step in (1, 2):
         before = weights(mind.actor), weights(mind.critic)
-        learned = mind.learn(rows, step=step)
+        learned = mind.update(rows, step=step)
         assert equal(weights(mind.actor), before[0]) and not mind.optimizer.inner.state
         assert not equal(weights(mind.critic), before[1])
         assert "loss" not in learned.metrics and "critic/value_loss" in learned.metrics
     before = weights(mind.actor), weights(mind.critic)
-    assert "loss" in mind.learn(rows, step=3).metrics
+    assert "loss" in mind.update(rows, step=3).metrics
     assert not equal(weights(mind.actor), before[0]) and not equal(weights(mind.critic), before[1])
 
 
@@ -290,9 +295,9 @@ def test_going_on_is_bit_equal(kind: str) -> None:
     whole, first = fresh(), fresh()
     rows = made() if kind != "ppo" else judged(whole.critic)
     for step in range(1, 5):
-        whole.learn(rows, step=step)
+        whole.update(rows, step=step)
     for step in range(1, 3):
-        first.learn(rows, step=step)
+        first.update(rows, step=step)
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
@@ -302,7 +307,7 @@ def test_going_on_is_bit_equal(kind: str) -> None:
         second.critic.load_state_dict(first.critic.state_dict())
     second.load_state_dict(torch.load(file, weights_only=True))
     for step in range(3, 5):
-        second.learn(rows, step=step)
+        second.update(rows, step=step)
     assert equal(weights(second.actor), weights(whole.actor))
     assert equal(second.state_dict(), whole.state_dict())
     if kind == "ppo":
@@ -328,12 +333,12 @@ def test_bfloat16_moves_by_less_than_its_numbers_are_apart() -> None:
     rows = made()
     before = [one.detach().clone() for one in mind.optimizer.weights]
     copies = [one.clone() for one in mind.optimizer.moved]
-    mind.learn(rows, step=1)
+    mind.update(rows, step=1)
     moved = torch.cat([(new != old).flatten() for new, old in zip(mind.optimizer.moved, copies, strict=True)])
     seen = torch.cat([(new != old).flatten() for new, old in zip(mind.optimizer.weights, before, strict=True)])
     assert moved.float().mean() > 0.7 and seen.float().mean() < 0.1
     for step in range(2, 31):
-        mind.learn(rows, step=step)
+        mind.update(rows, step=step)
     seen = torch.cat([(new != old).flatten() for new, old in zip(mind.optimizer.weights, before, strict=True)])
     assert seen.float().mean() > 0.25
     for weight, master in zip(mind.optimizer.weights, mind.optimizer.moved, strict=True):
@@ -354,7 +359,7 @@ def test_short_numbers_give_nearly_the_same_gradient(
         actor = Actor(copy.deepcopy(model).bfloat16() if how == "bfloat16" else copy.deepcopy(model))
         mind = Learner(actor, "asymre", optimizer=PLAIN, precision=how, batching=Batching(token_budget=budget))
         seen = gradients(monkeypatch, mind.optimizer)
-        mind.learn(rows, step=1)
+        mind.update(rows, step=1)
         found.append(torch.cat([one.float().flatten() for one in seen[0].values()]))
     apart = float((found[0] - found[1]).norm() / found[0].norm())
     assert 0 < apart < 0.05
@@ -378,9 +383,9 @@ def test_adapters_learn_and_the_base_does_not() -> None:
     mind = Learner(actor, GRPO, optimizer=Optimizing(lr=0.05))
     assert mind.optimizer.names and all("lora_" in name for name in mind.optimizer.names)
     before = weights(actor)
-    first = mind.learn(rows, step=1).metrics
+    first = mind.update(rows, step=1).metrics
     assert first["kl"] == pytest.approx(0, abs=1e-9)  # B is 0 at first: the policy is the base
-    assert mind.learn(rows, step=2).metrics["kl"] > 1e-5
+    assert mind.update(rows, step=2).metrics["kl"] > 1e-5
     after = weights(actor)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all("lora_" in name for name in changed)
@@ -403,7 +408,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(monkeypatch: pytest.Monk
         _ = mind.actor.head, mind.packed
         again = 0
         seen = gradients(monkeypatch, mind.optimizer)
-        mind.learn(rows, step=1)
+        mind.update(rows, step=1)
         assert again == (2 if saving else 1)  # once more on the way back
         found.append(seen[0])
     same(found[1], found[0], 1e-6)
@@ -421,7 +426,7 @@ def test_records_of_several_turns_learn_from_actions_alone(monkeypatch: pytest.M
     for given in (rows, wild):
         mind = learner(optimizer=PLAIN)
         seen = gradients(monkeypatch, mind.optimizer)
-        mind.learn(given, step=1)
+        mind.update(given, step=1)
         found.append(seen[0])
     assert any((~row.action_mask).any() for row in rows)
     same(found[1], found[0], 1e-7)
@@ -431,16 +436,16 @@ def test_records_without_a_token_that_counts_are_left_out() -> None:
     rows = list(made())
     rows[2] = rows[2].replace(action_mask=[False] * len(rows[2].action_mask))
     one, two = learner(), learner()
-    learned = one.learn(rows, step=1)
-    two.learn([*rows[:2], *rows[3:]], step=1)
-    assert learned.places[2] == {"left_out": "no token that counts"}
+    learned = one.update(rows, step=1)
+    two.update([*rows[:2], *rows[3:]], step=1)
+    assert learned.placements[2] == {"left_out": "no token that counts"}
     assert equal(weights(one.actor), weights(two.actor))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
     """No model predicts it: prompt_length=0 gives what prompt_length=1 gives, whose first token is no action."""
-    algorithm = Algorithm.of("ppo", kl_coef=0.05, kl_in="loss", entropy_coef=0.01)
+    algorithm = AlgorithmConfig.preset("ppo", kl_coef=0.05, kl_in="loss", entropy_coef=0.01)
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 16, (n,), generator=draw).tolist() for n in (6, 4, 5)]
     metrics = []
@@ -452,11 +457,11 @@ def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
             for i, tokens in enumerate(texts)
         ]  # fmt: skip
         models = {"actor": mind.actor, "reference": Actor(llama(7).model), "critic": mind.critic}
-        learned = mind.learn(complete(rows, algorithm, **models), step=1)
+        learned = mind.update(complete(rows, algorithm, **models), step=1)
         metrics.append({name: value for name, value in learned.metrics.items() if "seconds" not in name})
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
     lone = Experience(tokens=[5], prompt_length=0, action_mask=[True], advantages=[1.0], logprobs=[-1.0])
-    assert learner(algorithm=Algorithm.of("grpo", kl_coef=0.0)).learn([lone], step=1).places[0] == {
+    assert learner(algorithm=AlgorithmConfig.preset("grpo", kl_coef=0.0)).update([lone], step=1).placements[0] == {
         "left_out": "no token that counts"
     }
 
@@ -465,10 +470,10 @@ def test_nothing_to_learn_from() -> None:
     mind = learner(batching=Batching(drop_zero=True))
     before = weights(mind.actor)
     rows = made()
-    learned = mind.learn(rows.take([4, 5, 6, 7]), step=1)
+    learned = mind.update(rows.take([4, 5, 6, 7]), step=1)
     assert (learned.updates, learned.skipped) == (0, 0) and equal(weights(mind.actor), before)
-    empty = mind.learn(Experiences([]), step=1)
-    assert (empty.updates, empty.places) == (0, [])
+    empty = mind.update(Experiences([]), step=1)
+    assert (empty.updates, empty.placements) == (0, [])
 
 
 def test_a_learning_rate_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +483,7 @@ def test_a_learning_rate_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = gradients(monkeypatch, mind.optimizer)
     for step, rate in ((1, 0.2), (4, 0.2), (5, 0.1)):
         before = weights(mind.actor.model)
-        assert mind.learn(made(), step=step).metrics["lr"] == pytest.approx(rate)
+        assert mind.update(made(), step=step).metrics["lr"] == pytest.approx(rate)
         after = weights(mind.actor.model)
         same({name: before[name] - after[name] for name in before}, {n: rate * g for n, g in seen[-1].items()}, 1e-4)
 
@@ -490,6 +495,21 @@ def test_a_pair_longer_than_the_budget_goes_alone() -> None:
     mind = Learner(
         Actor(llama()), "dpo", reference=Actor(llama(101), trainable=False), batching=Batching(token_budget=8)
     )
-    learned = mind.learn(rows, step=1)
-    assert len({place["micro_batch"] for place in learned.places}) >= 2
-    assert sum(place["weight"] for place in learned.places) == pytest.approx(1, abs=1e-6)
+    learned = mind.update(rows, step=1)
+    assert len({place["micro_batch"] for place in learned.placements}) >= 2
+    assert sum(place["weight"] for place in learned.placements) == pytest.approx(1, abs=1e-6)
+
+
+def test_rows_without_weights_beside_others_weigh_one() -> None:
+    """However the rows are cut."""
+    rows = made()
+    weights_of = [torch.full((len(row.advantages),), 2.0) if i < 6 else None for i, row in enumerate(rows)]
+    explicit = [
+        torch.ones(len(row.advantages)) if one is None else one for row, one in zip(rows, weights_of, strict=True)
+    ]
+    losses = []
+    for column in (weights_of, explicit):
+        for budget in (24, 4096):
+            mind = learner(batching=Batching(shuffle=False, token_budget=budget))
+            losses.append(mind.update(rows.assign(loss_weights=column), step=1).metrics["loss"])
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5) and losses[:2] == losses[2:]

@@ -214,11 +214,11 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-        before, after = module.train(tmp_path, steps=2, groups=8, held=20, save_every=1, until=0.02)
+        before, after = module.main(tmp_path, steps=2, prompts_per_step=8, held=20, until=0.1)
     finally:
         del sys.modules[spec.name]
     assert before.prompts == after.prompts == 20
-    assert [one.step for one in saving.saved(tmp_path)] == [0, 1, 2]
+    assert [one.step for one in saving.saved(tmp_path)] == [2]
     with rollbook.open(tmp_path / "book", mode="r") as book:
         assert sorted({step for steps in book.trained().values() for step in steps}) == [1, 2]
         assert book.counts().trained == 2 * 8 * 8 and book.counts().evaluation == 40 and book.policy_version == 2

@@ -20,12 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rollbook import Experience, Experiences
 from rollbook.algorithms import estimate
 from rollbook.models import Actor, Critic
-from rollbook.train.algorithm import PRESET_NAMES, Algorithm
-from rollbook.train.completing import complete
-from rollbook.train.learner import Batching, Learned, Learner
+from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
+from rollbook.train.learner import Batching, Learner, UpdateResult
 from rollbook.train.optimizing import Optimizing
 from tests.train import naive
 from tests.train.naive import How, Sample
+from tests.train.stages import complete
 
 CLOSE = 1e-5
 """How far two gradients, or two sets of new weights, may be apart, as a share of the largest entry; measured: 4e-6."""
@@ -150,9 +150,9 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], clos
         assert float((found[name] - theirs).abs().max()) <= close * largest, name
 
 
-def minibatches(learned: Learned, count: int) -> list[list[int]]:
+def minibatches(learned: UpdateResult, count: int) -> list[list[int]]:
     """Which records were in each minibatch."""
-    return [[i for i, place in enumerate(learned.places) if place.get("minibatch") == k] for k in range(count)]
+    return [[i for i, place in enumerate(learned.placements) if place.get("minibatch") == k] for k in range(count)]
 
 
 # --- a step of GRPO ---------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     model = llama()
     actor, given = Actor(copy.deepcopy(model)), samples()
     given[3].reward = given[9].reward = math.nan
-    algorithm = Algorithm.of(
+    algorithm = AlgorithmConfig.preset(
         "grpo",
         kl_coef=how.kl_coef,
         kl_estimator="k3",
@@ -182,7 +182,7 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     batching = Batching(minibatches=3, packed=packed, token_budget=budget)
     learner = Learner(actor, algorithm, optimizer=optimizing(how), batching=batching, seed=7)
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(complete(records(given), algorithm), step=1)
+    learned = learner.update(complete(records(given), algorithm), step=1)
 
     scored = [i for i in range(16) if i not in (3, 9)]
     naive.by_group([given[i] for i in scored], naive.grpo)
@@ -192,7 +192,7 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     cut = minibatches(learned, 3)
     assert sorted(i for rows in cut for i in rows) == scored
     assert cut != [scored[:4], scored[4:9], scored[9:]]
-    assert learned.places[3] == learned.places[9] == {"left_out": "no reward"}
+    assert learned.placements[3] == learned.placements[9] == {"left_out": "no reward"}
     assert learned.metrics["left_out/no_reward"] == 2
     for k, rows in enumerate(cut):
         chosen = [given[i] for i in rows]
@@ -207,7 +207,7 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     for name in ("loss", "kl", "entropy", "grad_norm"):
         assert learned.metrics[name] == pytest.approx(sum(one[name] for one in parts) / 3, rel=1e-5, abs=1e-6), name
     assert learned.metrics["policy/pg_clipfrac"] == pytest.approx(sum(fractions) / 3, abs=1e-6) and min(fractions) > 0
-    many = len({(learned.places[i]["minibatch"], learned.places[i]["micro_batch"]) for i in scored})
+    many = len({(learned.placements[i]["minibatch"], learned.placements[i]["micro_batch"]) for i in scored})
     assert many == 3 if budget > 1000 else many > 5
 
 
@@ -242,7 +242,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
     rows = list(records(given))
     rows[12:] = [row.replace(reward=None) for row in rows[12:]]
     rows[10] = rows[10].replace(token_level_reward=[math.nan if acts else 0.0 for acts in given[10].action])
-    algorithm = Algorithm.of(
+    algorithm = AlgorithmConfig.preset(
         "ppo",
         gamma=0.99,
         lam=0.95,
@@ -260,7 +260,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
         batching=Batching(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer), gradients(monkeypatch, learner.critic_optimizer)
-    learned = learner.learn(complete(rows, algorithm), step=1)
+    learned = learner.update(complete(rows, algorithm), step=1)
 
     scored = [one for i, one in enumerate(given) if i not in (5, 10)]
     if kl_in == "reward":
@@ -269,7 +269,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
     else:
         naive.gae(scored, 0.99, 0.95)
     naive.whitened(scored)
-    assert learned.places[5] == learned.places[10] == {"left_out": "no reward"}
+    assert learned.placements[5] == learned.placements[10] == {"left_out": "no reward"}
     movers = [naive.optimizer_of(each, list(of.parameters())) for each, of in ((how, model), (slow, judge))]
     losses: list[tuple[float, float]] = []
     for k, rows in enumerate(minibatches(learned, 2)):
@@ -290,7 +290,7 @@ def test_the_group_mean_as_baseline_is_whitened() -> None:
     """By the trainer as by the function; a sample without a reward is in neither mean."""
     given = samples()
     given[9].reward = math.nan
-    algorithm = Algorithm(estimator="reinforce_plus_plus_baseline")
+    algorithm = AlgorithmConfig(estimator="reinforce_plus_plus_baseline")
     found = complete(records(given), algorithm)
     expected = estimate("reinforce_plus_plus_baseline", records(given)).advantages
     scored = [one for i, one in enumerate(given) if i != 9]
@@ -338,7 +338,7 @@ def test_preset(monkeypatch: pytest.MonkeyPatch, name: str, packed: bool, budget
     how = How(lr=0.3, optimizer="sgd", betas=(0.0, 0.999), **changes)
     model = llama()
     actor, given = Actor(copy.deepcopy(model)), samples()
-    algorithm = Algorithm.of(name)
+    algorithm = AlgorithmConfig.preset(name)
     if algorithm.drop_constant_groups:
         given = [one for one in given if one.group != 1]
     learner = Learner(
@@ -349,7 +349,7 @@ def test_preset(monkeypatch: pytest.MonkeyPatch, name: str, packed: bool, budget
         max_tokens=12,
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(complete(records(given), algorithm), step=1)
+    learned = learner.update(complete(records(given), algorithm), step=1)
     if advise is not None:
         advise(given)
     mover = naive.optimizer_of(how, list(model.parameters()))
@@ -371,7 +371,7 @@ def test_mix(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
     for one in given:
         one.expert = one.group == 3
     own = [one for one in given if not one.expert]
-    algorithm = Algorithm.of("mix", kl_coef=0.05, entropy_coef=0.02)
+    algorithm = AlgorithmConfig.preset("mix", kl_coef=0.05, entropy_coef=0.02)
     rows = list(complete(records(own), algorithm))
     for i in (1, 4, 6):
         rows[i] = rows[i].replace(policy_logprobs=None)
@@ -385,7 +385,7 @@ def test_mix(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
         batching=Batching(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(rows, step=1, expert=[one.expert for one in given])
+    learned = learner.update(rows, step=1, expert=[one.expert for one in given])
     naive.by_group(own, naive.grpo)
     mover = naive.optimizer_of(how, list(model.parameters()))
     losses = []
@@ -416,13 +416,15 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
         batching=Batching(minibatches=2, epochs=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(complete(rows, Algorithm.of("dpo")), step=1)
-    assert all(len(place[key]) == 2 for place in learned.places for key in ("minibatch", "micro_batch", "weight"))
+    learned = learner.update(complete(rows, AlgorithmConfig.preset("dpo")), step=1)
+    assert all(len(place[key]) == 2 for place in learned.placements for key in ("minibatch", "micro_batch", "weight"))
     mover = naive.optimizer_of(how, list(model.parameters()))
     losses = []
     for epoch in range(2):
         for k in range(2):
-            chosen = [pair for pair, place in zip(pairs, learned.places, strict=True) if place["minibatch"][epoch] == k]
+            chosen = [
+                pair for pair, place in zip(pairs, learned.placements, strict=True) if place["minibatch"][epoch] == k
+            ]
             loss = naive.dpo_loss(model, reference, how, chosen)
             same(seen[2 * epoch + k], naive.moved(how, mover, model, loss)[0])
             losses.append(loss.item())
@@ -437,7 +439,7 @@ def test_weights(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     how = How(mode=mode, kl_coef=0.05, entropy_coef=0.02, lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
     model = llama()
     actor, given = Actor(copy.deepcopy(model)), samples()
-    algorithm = Algorithm.of(
+    algorithm = AlgorithmConfig.preset(
         "grpo",
         kl_coef=0.05,
         entropy_coef=0.02,
@@ -461,7 +463,7 @@ def test_weights(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
         actor, algorithm, optimizer=optimizing(how), batching=Batching(minibatches=2, packed=True, token_budget=24)
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.learn(rows, step=1, weights=drawn)
+    learned = learner.update(rows, step=1, weights=drawn)
     mover = naive.optimizer_of(how, list(model.parameters()))
     for k, chosen in enumerate(minibatches(learned, 2)):
         loss, _ = naive.policy_loss(model, how, [given[i] for i in chosen])

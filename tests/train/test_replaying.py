@@ -52,7 +52,7 @@ class Game:
         return None
 
     def respond(self, text):
-        from rollbook.train.episodes import Reply
+        from rollbook.rollout.environment import Reply
 
         self.turns += 1
         return Reply("ok", reward=len(set(text)) / 4, done=self.turns > 1)

@@ -6,7 +6,6 @@ Each run dies in a step after a checkpoint, and another trainer, made anew from 
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +20,14 @@ import rollbook
 from rollbook import EID, Experience
 from rollbook.book import windows
 from rollbook.book.book import Book
-from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor, Critic
 from rollbook.train import saving
-from rollbook.train.algorithm import Algorithm
-from rollbook.train.completing import maker_config
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.data import Prompts
 from rollbook.train.intake import Intake
 from rollbook.train.learner import Batching
 from rollbook.train.optimizing import Optimizing
 from rollbook.train.recipes import letters
-from rollbook.train.supervised import SupervisedMaker
 from rollbook.train.trainer import Exhausted, Trainer
 from tests.train.lineage import equal, ledger, misplaced, timeless
 
@@ -113,9 +109,9 @@ def prompts(given: bool = False) -> Prompts:
 
 def trainer(folder: Path, setting: Setting, weights: int = 0) -> Trainer:
     """A trainer of a setting, whose weights are those of this seed until it resumes."""
-    given = {"algorithm": "grpo", "changes": {}, "maker": {}, "reward": by_ids, **setting}
-    how = Algorithm.of(given["algorithm"], **{"kl_coef": 0.0, **given["changes"]})
-    how = how if how.estimator is None or how.n > 1 else Algorithm.of(how, n=2)
+    given = {"algorithm": "grpo", "changes": {}, "reward": by_ids, **setting}
+    how = AlgorithmConfig.preset(given["algorithm"], **{"kl_coef": 0.0, **given["changes"]})
+    how = how if how.estimator is None or how.n > 1 else AlgorithmConfig.preset(how, n=2)
     options = {name: given[name] for name in ("precision", "intake", "batching", "keep") if name in given}
     short = torch.bfloat16 if given.get("precision") == "bfloat16" else None
     actor = llama(weights, given.get("dropout", 0.0), lora=given.get("lora"), dtype=short)
@@ -125,23 +121,18 @@ def trainer(folder: Path, setting: Setting, weights: int = 0) -> Trainer:
             options["critic"] = Critic(llama(weights + 7, dtype=short).model, value_head="normal")
     reference = actor.reference() if how.needs_reference and given.get("given_reference") else None
     if how.estimator is None:
-        maker: Any = SupervisedMaker(letters.tokenizer(), "dpo" if how.pairs else "sft")
-    else:
-        config = dataclasses.replace(maker_config(how, seed=3), **given["maker"])
-        maker = NaiveExperienceMaker(
-            actor, options.get("critic"), None, None, None, 8, None, config=config, reward_fn=given["reward"]
-        )
+        actor.tokenizer = letters.tokenizer()
     if how.mixed:
         known = (folder / "expert").exists()
         options["expert"] = rollbook.open(folder / "expert") if known else expert_book(folder)
     return Trainer(
         actor,
-        maker,
-        rollbook.open(folder / "book"),
         how,
+        rollbook.open(folder / "book"),
         prompts=prompts(given=how.estimator is None),
-        groups=3,
-        generate={"max_tokens": 5} if how.estimator is not None else None,
+        reward=given["reward"] if how.estimator is not None else None,
+        prompts_per_step=3,
+        sampling={"max_tokens": 5} if how.estimator is not None else None,
         optimizer=Optimizing(lr=0.01, warmup=2),
         seed=3,
         folder=folder,
@@ -160,10 +151,10 @@ def state(made: Trainer) -> dict[str, Any]:
         "random": saving.random_state(),
         **ledger(made.book),
     }
-    if made.critic is not None:
-        found["critic"] = dict(made.critic.state_dict())
-    if isinstance(made.reference, Actor):
-        found["reference"] = dict(made.reference.state_dict())
+    if made.models.critic is not None:
+        found["critic"] = dict(made.models.critic.state_dict())
+    if isinstance(made.models.reference, Actor):
+        found["reference"] = dict(made.models.reference.state_dict())
     return found
 
 
@@ -184,7 +175,7 @@ SETTINGS: dict[str, Setting] = {
     "autocast": {"precision": "autocast", "dropout": 0.3},
     "dropout": {"dropout": 0.3, "batching": Batching(minibatches=2, epochs=2)},
     "random rewards": {"reward": by_chance},
-    "running norm": {"maker": {"reward_running_norm": True, "reward_running_norm_minus_mean": True}},
+    "running norm": {"changes": {"reward_norm": "mean_std"}},
     "dropped groups": {"reward": rarely, "changes": {"drop_constant_groups": True, "refill": 2, "n": 4}},
     "replay": {"intake": Intake(**REPLAY)},
     "newest first": {"intake": Intake(**{**REPLAY, "sampler": "Last", "max_staleness": 1})},
@@ -255,7 +246,8 @@ def test_where_others_bring_the_records_they_are_kept(tmp_path: Path) -> None:
 
     def opened() -> Trainer:
         book = rollbook.open(tmp_path / "book")
-        return Trainer(llama(0), None, book, "sft", groups=2, seed=3, folder=tmp_path, optimizer=Optimizing(lr=0.01))
+        options: dict[str, Any] = {"folder": tmp_path, "optimizer": Optimizing(lr=0.01)}
+        return Trainer(llama(0), "sft", book, prompts_per_step=2, seed=3, **options)
 
     def bring(book: Book, tasks: range) -> None:
         rows = [Experience(eid=EID(batch="b", task=i, suffix=""), tokens=[2, 3 + i, 1], prompt_length=1) for i in tasks]
@@ -286,7 +278,7 @@ def test_a_step_without_records_says_why(tmp_path: Path) -> None:
         report = again.step()
     with pytest.raises(KeyError, match="loss: step 1 trained on no records"):
         report["loss"]
-    again.maker = None
+    again.prompts = None
     nothing = "step 1 trained on nothing: "
     with pytest.warns(UserWarning, match=nothing + "no records are waiting for consumer 'train'; 24 trained"):
         again.step()

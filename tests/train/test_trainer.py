@@ -1,9 +1,12 @@
-"""`Trainer` from Python: one algorithm for maker and learner, KL in the reward, records without a reward."""
+"""`Trainer` from Python: KL in the reward, failures, records without a reward."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
+import math
+import subprocess
+import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -11,23 +14,23 @@ import torch
 from transformers import LlamaConfig
 
 import rollbook
-from rollbook import Experience
+from rollbook import Experience, Experiences
 from rollbook.book import ConnectionLost, Lease, OutcomeUnknown
-from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
-from rollbook.train.algorithm import Algorithm
-from rollbook.train.completing import complete, maker_config
+from rollbook.rollout import EnvironmentConfig, ScriptedEngine
+from rollbook.train import pipeline
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.data import Prompts
-from rollbook.train.episodes import EpisodeMaker
 from rollbook.train.learner import Learner
 from rollbook.train.retracing import trace
-from rollbook.train.trainer import Trainer
+from rollbook.train.trainer import Fruitless, Trainer
 from tests import tiny
+from tests.train.stages import complete
 from tests.train.test_episodes import Game
 from tests.train.test_learner import equal
 from tests.train.test_reference import weights
 
-KL = Algorithm.of("grpo", n=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1")
+KL = AlgorithmConfig.preset("grpo", n=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1")
 
 
 def models() -> tuple[Actor, Actor]:
@@ -50,37 +53,23 @@ def models() -> tuple[Actor, Actor]:
     return actor, reference
 
 
-def maker(actor: Actor, algorithm: Algorithm, initial_model: Any = None, kl: Any = None, **changes: Any) -> Any:
-    config = dataclasses.replace(maker_config(algorithm, seed=0), **changes)
-    return NaiveExperienceMaker(
-        actor,
-        None,
-        None,
-        initial_model,
-        None,
-        8,
-        kl,
-        config=config,
-        reward_fn=lambda response_ids: response_ids[0] / 32,
-    )
+def reward(response_ids: list[int]) -> float:
+    return response_ids[0] / 32
 
 
-def trainer(actor: Actor, made: Any, algorithm: Algorithm, **options: Any) -> Trainer:
-    given = {"generate": {"max_tokens": 3}, "groups": 2, **options}
+def trainer(actor: Actor, algorithm: AlgorithmConfig, **options: Any) -> Trainer:
     prompts = Prompts([{"prompt": [5, 6]}, {"prompt": [7]}])
-    return Trainer(actor, made, rollbook.open("memory:"), algorithm, prompts=prompts, **given)
+    given = {"prompts": prompts, "reward": reward, "sampling": {"max_tokens": 3}, "prompts_per_step": 2, **options}
+    return Trainer(actor, algorithm, rollbook.open("memory:"), **given)
 
 
 # --- KL in the reward -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["trainer", "maker", "both"])
-def test_the_kl_is_taken_off_the_reward_wherever_the_reference_is_given(where: str) -> None:
+def test_the_kl_is_taken_off_the_reward() -> None:
     """Of a reward r on the last token and of penalties 2 (log p - log ref), group by group, written out."""
     actor, reference = models()
-    mine = maker(actor, KL, reference if where != "trainer" else None)
-    run = trainer(actor, mine, KL, **({"reference": reference} if where != "maker" else {}))
-    assert run.reference is reference and mine.initial_model is reference
+    run = trainer(actor, KL, reference=reference)
     report = run.step()
     assert report["reward/kl_coef"] == 2.0 and abs(report["reward/kl"]) > 0.1
     rows = run.book.get(report.uids)
@@ -94,54 +83,99 @@ def test_the_kl_is_taken_off_the_reward_wherever_the_reference_is_given(where: s
     assert report["kl"] == pytest.approx(float(divergences.mean()), abs=1e-5)
 
 
-def test_a_penalty_without_a_reference_is_not_silent() -> None:
+def test_a_reference_that_is_needed_is_the_actor_as_it_is() -> None:
     actor, _ = models()
-    with pytest.raises(ValueError, match=r"initial_model: got None.*kl_coef is 2"):
-        maker(actor, KL).make_records([[5, 6]], max_tokens=2)
-    plain = maker(actor, KL, kl=0.5, kl_coef=None)
-    with pytest.warns(UserWarning, match=r"kl_controller: got 0.5, and no initial_model"):
-        plain.make_records([[5, 6]], max_tokens=2)
+    run = trainer(actor, KL)
+    report = run.step()
+    assert report["reward/kl"] == pytest.approx(0, abs=1e-6) and report["kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(run.step()["kl"]) > 0
     with pytest.raises(ValueError, match=r"algorithm.kl_coef: got -1"):
-        Algorithm.of(KL, kl_coef=-1.0)
+        AlgorithmConfig.preset(KL, kl_coef=-1.0)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "changes", "options", "said"),
-    [
-        (KL, {"kl_coef": 1.0}, {}, r"kl_coef \(in the reward\) 1.0.*expected the algorithm's, 2.0"),
-        (KL, {"use_kl_loss": True}, {}, r"kl_coef \(in the reward\) 0.0"),
-        (KL, {"kl_estimator": "k3"}, {}, "kl_estimator 'k3'"),
-        (Algorithm.of("grpo", kl_coef=0.0), {"advantage_estimator": "rloo"}, {}, "advantage_estimator 'rloo'"),
-        (Algorithm.of("grpo", kl_coef=0.0), {"estimator_options": {"eps": 1.0}}, {}, "estimator_options {'eps': 1.0}"),
-        (Algorithm.of("grpo", kl_coef=0.0), {}, {"generate": {"gamma": 0.5}}, "gamma 0.5"),
-        (Algorithm.of("grpo", kl_coef=0.0), {"n_samples_per_prompt": 3}, {}, "n_samples_per_prompt 3"),
-        (Algorithm.of("grpo", overlong_buffer=2), {"overlong_buffer": False}, {}, "overlong_buffer None"),
-    ],
-)
-def test_a_maker_that_contradicts_the_algorithm_is_refused(
-    algorithm: Algorithm, changes: dict[str, Any], options: dict[str, Any], said: str
-) -> None:
-    actor, reference = models()
-    with pytest.raises(ValueError, match=f"maker: got {said}"):
-        trainer(actor, maker(actor, algorithm, reference, **changes), algorithm, **options)
+def test_a_penalty_without_a_reference_is_not_silent() -> None:
+    records = Experiences(scored([1.0, 0.0]))
+    with pytest.raises(ValueError, match="reference: missing, and records lack ref_logprobs"):
+        pipeline.annotate(records, KL, pipeline.Models(models()[0]))
+    with pytest.raises(ValueError, match="ref_logprobs: missing, and algorithm.kl_coef is 2 in the reward"):
+        pipeline.estimate(records, KL)
 
 
-def test_two_coefficients_or_two_references_are_refused() -> None:
-    actor, reference = models()
-    assert maker(actor, KL, reference, kl=2.0).kl_coef == 2.0
-    with pytest.raises(ValueError, match=r"kl_controller: got 3, expected None, or config.kl_coef, 2"):
-        maker(actor, KL, reference, kl=3.0)
-    with pytest.raises(ValueError, match="reference: got another model than the maker's initial_model"):
-        trainer(actor, maker(actor, KL, reference), KL, reference=actor.reference())
+def test_what_does_not_fit_together_is_refused() -> None:
+    actor, _ = models()
+    for options, message in (
+        ({"reward": None}, r"reward: missing; grpo \(grpo\) needs one, or an environment"),
+        ({"prompts": None}, "prompts: missing"),
+        ({"sampling": {"n": 3}}, "sampling.n: got 3, expected algorithm.n, 4"),
+        ({"sampling": {"gamma": 0.5}}, "option 'gamma' is not known"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer(actor, KL, **options)
+    with pytest.warns(UserWarning, match=r"samples are drawn at 0.5 and the actor's log-probs are at 1"):
+        trainer(actor, KL, sampling={"temperature": 0.5})
 
 
-def test_a_maker_of_episodes_is_held_to_the_algorithm() -> None:
+def test_episodes_are_trained_with_the_kl_in_the_reward() -> None:
     actor = Actor(tiny.llama(vocab=len(tiny.bytes_())), tokenizer=tiny.bytes_())
-    episodes = EpisodeMaker(actor, Game, config=maker_config(KL), max_turns=2)
-    run = trainer(actor, episodes, KL)
-    assert episodes.initial_model is run.reference and episodes.kl_coef == 2.0
-    with pytest.raises(ValueError, match="maker: got advantage_estimator 'grpo', expected the algorithm's, 'rloo'"):
-        trainer(actor, episodes, Algorithm.of("rloo", n=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1"))
+    environment = EnvironmentConfig(factory=Game, max_turns=2, on_cut="respond")
+    prompts = Prompts([{"prompt": "ab"}, {"prompt": "c"}])
+    run = trainer(actor, KL, prompts=prompts, reward=None, environment=environment)
+    assert run.max_response_tokens == 6
+    report = run.step()
+    assert report["reward/kl_coef"] == 2.0 and report["episode/turns"] == 2
+    assert all(row.experience_type == "multi_turn" for row in run.book.get(report.uids))
+
+
+def test_a_step_loads_nothing_of_the_inherited_maker() -> None:
+    """In a process of its own: others import what a test imports."""
+    code = """
+import sys, rollbook
+from rollbook.models import Actor
+from rollbook.train import AlgorithmConfig, Prompts, Trainer
+from transformers import LlamaConfig
+config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                     max_position_embeddings=16)
+trainer = Trainer(Actor(config), AlgorithmConfig.preset("grpo", n=2), rollbook.open("memory:"), prompts_per_step=1,
+                  prompts=Prompts([{"prompt": [5]}]), reward=lambda response_ids: 1.0, sampling={"max_tokens": 2})
+assert trainer.step()["records"] == 2
+print([name for name in sys.modules if name.startswith(("rollbook.compat.lightrft.maker", "rollbook.making"))])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("broken", ["reward", "engine"])
+def test_a_step_in_which_everything_failed_is_an_error(broken: str) -> None:
+    def fails(response_ids: list[int]) -> float:
+        raise OSError("no server")
+
+    options: dict[str, Any] = {"reward": fails}
+    if broken == "engine":
+        options = {"engine": ScriptedEngine([RuntimeError("down")])}
+    actor, _ = models()
+    run = trainer(actor, AlgorithmConfig.preset("grpo", n=2, kl_coef=0.0), **options)
+    with warnings.catch_warnings(), pytest.raises(Fruitless, match="all 4 samples failed, or have no reward"):
+        warnings.simplefilter("ignore")
+        run.step()
+    rows = list(run.book)
+    assert len(rows) == 4 and all(math.isnan(row.reward) for row in rows), "the book says what happened"
+    assert all(not row.advantages.any() for row in rows)
+
+
+def test_a_sample_that_failed_is_left_out() -> None:
+    def sometimes(response_ids: list[int], eid: Any) -> float:
+        if eid.run == 1:
+            raise OSError("no server")
+        return float(eid.run)
+
+    actor, _ = models()
+    run = trainer(actor, AlgorithmConfig.preset("dr_grpo", n=3), reward=sometimes)
+    report = run.step()
+    assert report["left_out/no_reward"] == 2 and report["reward/errors"] == 2 and report["reward"] == 1.0
+    for row in run.book.get(report.uids):
+        expected = {0: -1.0, 1: 0.0, 2: 1.0}[row.eid.run]
+        assert row.advantages.tolist() == [expected] * len(row.advantages)
+        assert ("reward_error" in row.info) == (row.eid.run == 1)
 
 
 # --- records without a reward -----------------------------------------------------------------------------------------
@@ -164,7 +198,7 @@ def scored(rewards: list[float | None]) -> list[Experience]:
 def test_a_step_is_acknowledged_again_while_the_server_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     book = rollbook.open("memory:")
     book.append(scored([1.0, 0.0]))
-    run = Trainer(models()[0], None, book, Algorithm.of("grpo"), groups=1)
+    run = Trainer(models()[0], AlgorithmConfig.preset("grpo"), book, prompts_per_step=1)
     acknowledge, failures = Lease.ack, [ConnectionLost("no server"), OutcomeUnknown("no answer")]
 
     def ack(lease: Lease, *args: Any, **options: Any) -> int:
@@ -183,12 +217,12 @@ def test_a_step_is_acknowledged_again_while_the_server_cannot_be_reached(monkeyp
 def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | None) -> None:
     """In loss, divergence and weights; and the ledger says so, and if nobody scored it a warning, too."""
     actor, reference = models()
-    algorithm = Algorithm.of("grpo", kl_coef=0.1)
+    algorithm = AlgorithmConfig.preset("grpo", kl_coef=0.1)
     other = Learner(copy.deepcopy(actor), algorithm)
-    expected = other.learn(complete(scored([1.0, 0.0]), algorithm, reference=reference), step=1)
+    expected = other.update(complete(scored([1.0, 0.0]), algorithm, reference=reference), step=1)
     book = rollbook.open("memory:")
     book.append(scored([1.0, 0.0, missing]))
-    run = Trainer(actor, None, book, algorithm, groups=1, reference=reference)
+    run = Trainer(actor, algorithm, book, prompts_per_step=1, reference=reference)
     if missing is None:
         with pytest.warns(UserWarning, match=r"reward: 1 of 3 records have none \(0/0/2/0/\)"):
             report = run.step()

@@ -14,12 +14,13 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from rollbook.batch.columns import mask_unpredicted
 from rollbook.compat.lightrft.batch import ExperienceBatch
 from rollbook.compat.lightrft.layouts import action_starts, predicted_mask, spans_of_rows
-from rollbook.compat.lightrft.records import mask_unpredicted
 from rollbook.core.checks import check_choice
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.ids import EID
+from rollbook.core.process_group import ALONE, Ranks
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 
@@ -217,6 +218,25 @@ def group_numbers(many: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int6
     return group, runs if (ordered[1:] == ordered[:-1]).any() else None
 
 
+def group_inputs(
+    inputs: Mapping[str, Any], many: Experiences | None, *, required: bool = False, ranks: Ranks = ALONE
+) -> dict[str, Any]:
+    """Return the groups and runs of rows: by number where no other process must understand them, else by id.
+
+    Args:
+        inputs: What `inputs_of` gave.
+        many: The records, if the inputs are of records.
+        required: Whether the runs must be there also where each has a single row.
+        ranks: The processes that compare their rows.
+    """
+    if many is not None and ranks is ALONE:
+        groups, runs = group_numbers(many)
+        if runs is None and required:
+            runs = np.arange(len(groups))
+        return {"groups": groups, "runs": runs}
+    return {"groups": inputs["groups"], "runs": inputs["runs"]}
+
+
 class Uids(Sequence[str]):
     """The uids of records, each made when it is asked for."""
 
@@ -287,4 +307,4 @@ def _info(infos: list[Any], key: str) -> list[Any] | None:
     return None if all(value is None for value in found) else found
 
 
-__all__ = ["INFO_KEYS", "Inputs", "group_id", "group_numbers", "inputs_of", "row_rewards", "run_id"]
+__all__ = ["INFO_KEYS", "Inputs", "group_id", "group_inputs", "group_numbers", "inputs_of", "row_rewards", "run_id"]

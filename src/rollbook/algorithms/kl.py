@@ -25,14 +25,14 @@ from rollbook.algorithms.layout import (
     row_numbers,
     state_of,
 )
-from rollbook.algorithms.registry import Registry
+from rollbook.algorithms.registry import Entry, Registry
 from rollbook.algorithms.results import Loss, Report, rows_where
 from rollbook.algorithms.scan import Places
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_float
 from rollbook.core.ragged import Ragged
 
-KL = Registry("KL estimator")
+KL: Registry[Entry] = Registry("KL estimator")
 """Every estimator by name; all are elementwise, on tensors of any shape."""
 
 
@@ -320,6 +320,36 @@ def penalise(
         metrics["kl"] = reduce(layout, tokens.detach(), "seq-mean-token-mean").item()
     reasons = {"no actions": rows_where(~has), "missing reward": rows_where(missing_rows)}
     return TokenRewards(layout.give(layout.masked(found)), Report(layout.rows, reasons, metrics))
+
+
+def kl_penalty(
+    log_probs: PerToken,
+    ref_log_probs: PerToken,
+    mask: PerToken | None = None,
+    *,
+    estimator: str = "k1",
+    coef: float,
+) -> TokenRewards:
+    """Compute the penalty per token for the divergence from the reference: -coef * KL.
+
+    Args:
+        log_probs: Of the policy, (B, A) or packed.
+        ref_log_probs: Of the reference, in the same layout.
+        mask: Which tokens count, in the same layout.
+        estimator: A name in `KL`.
+        coef: A positive coefficient.
+
+    Returns:
+        The penalties, 0 where the mask is False, and a report with the metrics `kl` and `kl_coef`.
+
+    >>> kl_penalty([[-1.0, -2.0]], [[-1.5, -2.0]], coef=0.1).rewards
+    [tensor([-0.0500,  0.0000])]
+    """
+    layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
+    tokens = _tokens(layout, log_probs, ref_log_probs, None, estimator, {})
+    metrics = {"kl": reduce(layout, tokens, "seq-mean-token-mean").item(), "kl_coef": check_float("coef", coef, 0)}
+    report = Report(layout.rows, {"no actions": rows_where(layout.counts == 0)}, metrics)
+    return TokenRewards(layout.give(layout.masked(0.0 - coef * tokens)), report)
 
 
 def _of_rows(mask: PerToken | None, kl: PerToken | None, rewards: PerToken | PerRow) -> bool:

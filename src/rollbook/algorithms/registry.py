@@ -7,10 +7,10 @@ with the nearest one that is.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from rollbook.core.checks import suggest
 from rollbook.core.errors import RollbookError
@@ -78,8 +78,79 @@ class Entry:
         return self.function(**given, **options)
 
 
-class Registry(Mapping[str, Entry]):
-    """Entries by name and alias.
+@dataclass(frozen=True)
+class Estimator(Entry):
+    """An advantage estimator and how the pipeline calls it.
+
+    >>> entry = Estimator("best", lambda rewards, groups: rewards, (), "an example")
+    >>> entry.scores, entry.kl_in_reward, entry.takes_token_rewards
+    ('rows', True, False)
+    """
+
+    scores: Literal["rows", "tokens"] | None = None
+    """`rows`: one score per row, which the pipeline spreads over its tokens by the return. `tokens`: it places rewards
+    on tokens itself. `None`: `rows` if it takes `rewards` and `groups` and nothing per token."""
+    kl_in_reward: bool | None = None
+    """Whether a KL penalty per token can be subtracted from its rewards. `None`: if it scores rows or takes token
+    rewards."""
+    discounts: bool = True
+    """Whether `gamma` discounts the scores of rows."""
+    clips_rewards: bool = True
+    """Whether `reward_clip` applies to it."""
+    normalized: bool = False
+    """Whether its scores have a standard deviation of 1 already, so that they are not whitened again."""
+    greedy_baseline: bool = False
+    """Whether it needs the reward of each prompt's greedy response, in `info["reward_baseline"]`."""
+    compares_runs: bool = False
+    """Whether it compares the runs of a prompt by their whole rewards, so that one run alone says nothing."""
+
+    def __post_init__(self) -> None:
+        inputs = self.inputs
+        if self.scores is None:
+            per_token = any(name in inputs for name in _PER_TOKEN) or inputs.get("mask", False)
+            rows = "rewards" in inputs and "groups" in inputs and not per_token
+            object.__setattr__(self, "scores", "rows" if rows else "tokens")
+        if self.kl_in_reward is None:
+            object.__setattr__(self, "kl_in_reward", self.scores == "rows" or "token_rewards" in inputs)
+
+    @property
+    def takes_rewards(self) -> bool:
+        """Whether it reads the rewards of rows."""
+        return "rewards" in self.inputs
+
+    @property
+    def takes_token_rewards(self) -> bool:
+        """Whether it takes the token rewards of records that have them, instead of the whole reward."""
+        return self.scores == "tokens" and "token_rewards" in self.inputs and not self.compares_runs
+
+
+_PER_TOKEN = ("token_rewards", "log_probs", "step_rewards")
+"""Inputs that only estimators over tokens (or steps) take."""
+
+
+@dataclass(frozen=True)
+class LossEntry(Entry):
+    """A loss: what it is for, and which records it is computed from.
+
+    >>> LossEntry("margin", lambda log_probs: log_probs, (), "an example").needs_reference({})
+    False
+    """
+
+    role: Literal["policy", "critic", "regularizer"] = "policy"
+    data: Literal["rollouts", "answers", "pairs", "mixed"] = "rollouts"
+    """Own rollouts, given answers, pairs of answers, or rollouts mixed with an expert's records."""
+    denominators: Callable[[Any, Sequence[int]], Any] | None = None
+    """Computes what the loss of a minibatch is divided by, from the training rows and the numbers of the minibatch's
+    rows. `None`: the token, sequence and sample counts of the mask."""
+    needs_reference: Callable[[Mapping[str, Any]], bool] = lambda options: False
+    """Whether the loss reads reference log-probs, given its options."""
+
+
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
+class Registry(Mapping[str, EntryT], Generic[EntryT]):
+    """Entries by name and alias; `entry` is their class, and its fields are what `register` can declare.
 
     >>> shapes = Registry("shape")
     >>> @shapes.register("square", "box", source="Euclid, book I, definition 22")
@@ -100,12 +171,20 @@ class Registry(Mapping[str, Entry]):
     ValueError: square: option 'scael' is none of its options; did you mean 'scale'? (scale)
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, entry: type[EntryT] = Entry) -> None:  # type: ignore[assignment]
         self.kind = kind
-        self._entries: dict[str, Entry] = {}
+        self._entry = entry
+        self._entries: dict[str, EntryT] = {}
 
-    def register(self, name: str, *aliases: str, source: str) -> Callable[[Function], Function]:
-        """A decorator that puts a function under a name and its aliases; users may add their own."""
+    def register(self, name: str, *aliases: str, source: str, **declared: Any) -> Callable[[Function], Function]:
+        """Register the decorated function under a name and its aliases.
+
+        Args:
+            name: The name.
+            aliases: Other names for it.
+            source: The paper and equation of the formula.
+            declared: Fields of the registry's entry class.
+        """
 
         def put(function: Function) -> Function:
             for option in inspect.signature(function).parameters.values():
@@ -116,7 +195,7 @@ class Registry(Mapping[str, Entry]):
             taken = next((each for each in (name, *aliases) if each in self._entries), None)
             if taken is not None:
                 raise ValueError(f"{self.kind} {taken!r} is registered already")
-            entry = Entry(name, function, aliases, source)
+            entry = self._entry(name, function, aliases, source, **declared)
             self._entries |= dict.fromkeys((name, *aliases), entry)
             return function
 
@@ -149,7 +228,7 @@ class Registry(Mapping[str, Entry]):
         """Every name, without aliases, in the order of registration."""
         return [name for name, entry in self._entries.items() if entry.name == name]
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> EntryT:
         if name not in self._entries:
             raise UnknownNameError(
                 f"{self.kind}: got {name!r}, expected one of its names{suggest(name, self._entries)}"
@@ -166,9 +245,9 @@ class Registry(Mapping[str, Entry]):
         return len(self._entries)
 
 
-ESTIMATORS = Registry("advantage estimator")
+ESTIMATORS = Registry("advantage estimator", Estimator)
 """Every estimator by name: `ESTIMATORS["grpo"].options` are its options and defaults."""
 
 
-LOSSES = Registry("loss")
+LOSSES = Registry("loss", LossEntry)
 """Every loss by name: `LOSSES["ppo"].options` are its options and defaults; `LOSSES.call("ppo", data)` calls it."""

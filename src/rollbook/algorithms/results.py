@@ -144,6 +144,23 @@ class Advantages:
         return f"Advantages({type(self.advantages).__name__}, {self.report!r})"
 
 
+def as_advantages(name: str, found: Any) -> Advantages:
+    """Return what the estimator `name` gave back as `Advantages`; a user's own may return plain numbers.
+
+    >>> as_advantages("half", [0.5, 0.5]).advantages
+    tensor([0.5000, 0.5000])
+    """
+    if isinstance(found, Advantages):
+        return found
+    if isinstance(found, Rows):
+        return Advantages(found.apply(torch.Tensor.float))
+    try:
+        return Advantages(torch.as_tensor(found).float())
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(found).__name__
+        raise ValueError(f"{name}: got {kind} back, expected a number for each row, Rows, or Advantages") from None
+
+
 @dataclass(frozen=True)
 class Loss:
     """A loss to call `backward` on, and numbers about it. Unpacks as `loss, metrics = ...`.

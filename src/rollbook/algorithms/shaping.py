@@ -20,6 +20,7 @@ from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_fil
 from rollbook.algorithms.filters import clip_filter_weights as clip_filter_weights
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, state_of
+from rollbook.algorithms.moments import whiten
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.process_group import ALONE, Ranks
@@ -404,6 +405,104 @@ def shape_rank(
     before = as_rewards("rewards", rewards)
     lost = likely_lost(rewards, groups, log_probs, runs, penalty, ranks)
     return _shaped(rewards, before, before + lost, {"likely": rows_where(lost != 0)}, ids)
+
+
+# --- the shaping of a rollout ----------------------------------------------------------------------------------------
+
+
+def shape_rewards(
+    rewards: torch.Tensor,
+    lengths: PerRow,
+    *,
+    overlong_buffer: int = 0,
+    overlong_penalty: float = 1.0,
+    max_tokens: int | None = None,
+    norm: RunningNorm | None = None,
+    ranks: Ranks = ALONE,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Shape the rewards of a rollout: overlong penalty, then running norm.
+
+    Args:
+        rewards: [B] float32, NaN where a reward is missing.
+        lengths: [B] response tokens.
+        overlong_buffer: The last tokens before `max_tokens` that are penalized; 0: none.
+        overlong_penalty: The penalty at the end of the buffer.
+        max_tokens: The longest response.
+        norm: Statistics of all rewards so far, which take these in.
+        ranks: The processes that share the statistics.
+
+    Returns:
+        The rewards [B], and metrics.
+
+    >>> shape_rewards(torch.tensor([1.0, 1.0]), [10, 6], overlong_buffer=4, max_tokens=10)[0]
+    tensor([0., 1.])
+    """
+    metrics: dict[str, float] = {}
+    if overlong_buffer:
+        if max_tokens is None:
+            raise ValueError("max_tokens: missing; the overlong buffer ends at the longest response")
+        options: dict[str, Any] = {"max_length": max_tokens, "buffer": overlong_buffer, "factor": overlong_penalty}
+        shaped = shape_overlong(rewards, lengths, **options)
+        rewards, metrics = shaped.rewards, shaped.report.to_metrics("overlong")
+    if norm is not None:
+        shaped = norm(rewards, ranks=ranks)
+        rewards, metrics = shaped.rewards, metrics | shaped.report.to_metrics("running_norm")
+    return rewards, metrics
+
+
+def clip_scores(scores: torch.Tensor, bounds: tuple[float, float] | None) -> tuple[torch.Tensor, dict[str, float]]:
+    """Clip the scores (or rewards) of rows.
+
+    Args:
+        scores: [B], NaN where a reward is missing.
+        bounds: (low, high); `None`: no bounds.
+
+    Returns:
+        The scores [B], and the metric `reward/clip_fraction` if there are bounds.
+
+    >>> clip_scores(torch.tensor([3.0, -0.5]), (-1.0, 1.0))
+    (tensor([ 1.0000, -0.5000]), {'reward/clip_fraction': 0.5})
+    """
+    if bounds is None:
+        return scores, {}
+    clipped = clip_rewards(scores, *bounds).rewards
+    changed = ((clipped != scores) & ~scores.isnan()).float()
+    return clipped, {"reward/clip_fraction": float(changed.mean()) if len(changed) else 0.0}
+
+
+def normalize_advantages(
+    advantages: PerToken,
+    mask: PerToken,
+    has_reward: torch.Tensor,
+    *,
+    normalize: str | None = None,
+    clip: float = 0.0,
+    ranks: Ranks = ALONE,
+) -> tuple[Any, dict[str, float]]:
+    """Normalize advantages over all rows with a reward, then clip them, so that the bound holds at the loss.
+
+    Args:
+        advantages: (B, A) or packed.
+        mask: Which tokens count, in the same layout.
+        has_reward: [B] bool: rows that have a reward.
+        normalize: Subtract the `mean`, or also divide by the standard deviation (`mean_std`); `None`: neither.
+        clip: The bound; 0: none.
+        ranks: The processes whose rows are normalized together.
+
+    Returns:
+        The advantages in their layout, and the metric `advantage/clip_fraction` if there is a bound.
+
+    >>> normalize_advantages(torch.tensor([[2.0, -0.5]]), torch.tensor([[1, 1]]), torch.tensor([True]), clip=1.0)
+    (tensor([[ 1.0000, -0.5000]]), {'advantage/clip_fraction': 0.5})
+    """
+    if normalize is not None:
+        layout = Layout.of(mask)
+        counted = layout.give(layout.mask & layout.spread(has_reward))
+        advantages = whiten(advantages, counted, eps_in="std", scale=normalize == "mean_std", ranks=ranks)
+    if clip <= 0:
+        return advantages, {}
+    clipped = clip_advantages(advantages, mask, clip)
+    return clipped.advantages, {"advantage/clip_fraction": clipped.fraction}
 
 
 # --- operations on rewards ------------------------------------------------------------------------------------------

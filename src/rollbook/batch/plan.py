@@ -604,7 +604,7 @@ def _costs(cost: Any, lengths: Ints) -> Floats:
 
 def _loss_tokens(records: Any, lengths: Ints) -> list[int]:
     """How many tokens of each record count in the loss: those in its mask or, without one, all of its response."""
-    from rollbook.compat.lightrft.records import mask_unpredicted
+    from rollbook.batch.columns import mask_unpredicted
 
     records = mask_unpredicted(records)
     responses = (lengths - np.minimum(records.prompt_lengths(), lengths)).tolist()

@@ -343,6 +343,66 @@ class Experiences(Sequence["Experience"]):
         columns.check_columns(parts, self._count)
         return self._of(parts, self._count)
 
+    def missing(self, column: str) -> NDArray[np.int64]:
+        """Return the indices of the records whose field is `None`.
+
+        >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [None, 1.0]})
+        >>> records.missing("reward"), records.missing("advantages")
+        (array([0]), array([0, 1]))
+        """
+        stored = self.column(column)
+        if isinstance(stored, Ragged) and stored.valid is None and f"{column}__other" not in self._columns:
+            return np.empty(0, dtype=np.int64)
+        return np.flatnonzero([value is None for value in self.values(column)])
+
+    def fill(
+        self, rows: Sequence[int] | NDArray[Any] | None = None, *, overwrite: bool = False, **columns: Any
+    ) -> Experiences:
+        """Fill fields of the records that lack them; `assign` replaces them.
+
+        Args:
+            rows: The indices of the records that the columns are for; `None`: all records, in order.
+            overwrite: Replace the values of these records also where they are there.
+            columns: By field name, a value for each of `rows`, as `assign` takes them.
+
+        Returns:
+            The records with the columns; the others' values stay.
+
+        >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [None, 1.0]})
+        >>> records.fill(reward=[0.5, 0.5]).values("reward"), records.fill([0], reward=[0.25]).values("reward")
+        ([0.5, 1.0], [0.25, 1.0])
+        """
+        chosen = np.arange(self._count) if rows is None else np.asarray(rows, dtype=np.int64)
+        everyone = np.array_equal(chosen, np.arange(self._count))
+        filled: dict[str, Any] = {}
+        for name, filling in columns.items():
+            if len(filling) != len(chosen):
+                raise ValueError(f"fill: {name!r} has {len(filling)} rows, expected {len(chosen)}")
+            absent = self.missing(name)
+            if everyone and (overwrite or len(absent) == self._count):
+                filled[name] = filling
+                continue
+            values = self.values(name)
+            is_absent = set(absent.tolist())
+            for row, value in zip(chosen.tolist(), filling, strict=True):
+                if overwrite or row in is_absent:
+                    values[row] = value
+            filled[name] = values
+        return self.assign(**filled)
+
+    def select(self, *names: str) -> Experiences:
+        """The same records with these fields alone, on the same memory.
+
+        What every record has (`eid`, `tokens`, `prompt_length`, `experience_type`) stays.
+
+        >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [0.0, 1.0]})
+        >>> sorted(records.select().columns)
+        ['eid', 'experience_type', 'prompt_length', 'tokens']
+        """
+        wanted = {"eid", "tokens", "prompt_length", "experience_type", *names}
+        parts = {key: col for key, col in self._columns.items() if (spec := owner(key)) and spec[0].name in wanted}
+        return self._of(parts, self._count)
+
     def compact(self) -> Experiences:
         """The same records on memory that holds nothing else (a slice keeps its parent's alive)."""
         return self.take(np.arange(self._count))

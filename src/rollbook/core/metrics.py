@@ -9,8 +9,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
 
@@ -102,6 +102,35 @@ class Stages:
                 made[f"{name}/tokens"] = stage["tokens"]
                 made[f"{name}/tokens_per_second"] = stage["tokens"] / max(stage["seconds"], 1e-9)
         return made
+
+
+class StepMetrics:
+    """The metrics of a step: timings of its stages, and numbers by name.
+
+    >>> metrics = StepMetrics()
+    >>> with metrics.time("rollout") as stage:
+    ...     stage["tokens"] = 100
+    >>> metrics.add({"reward": 0.5})
+    >>> sorted(metrics.values())
+    ['reward', 'rollout/seconds', 'rollout/tokens', 'rollout/tokens_per_second']
+    """
+
+    def __init__(self) -> None:
+        self._stages = Stages()
+        self._numbers: dict[str, float] = {}
+
+    def time(self, name: str) -> AbstractContextManager[dict[str, Any]]:
+        """Time a stage, as `Stages` does."""
+        return self._stages(name)
+
+    def add(self, *numbers: Mapping[str, float]) -> None:
+        """Add numbers by name; later ones replace earlier ones."""
+        for part in numbers:
+            self._numbers.update(part)
+
+    def values(self, **more: float) -> dict[str, float]:
+        """Return all metrics."""
+        return {**self._stages.metrics(), **self._numbers, **more}
 
 
 def advise(message: str) -> None:

@@ -87,3 +87,10 @@ def check_ranks(ranks: Any) -> Ranks:
     if not isinstance(ranks, Ranks):
         raise ValueError(f"ranks: got {ranks!r}, expected Ranks(), or nothing for this process alone")
     return ranks
+
+
+def current_ranks() -> Ranks:
+    """Return the group of all processes of a distributed run, or `ALONE`."""
+    import torch.distributed as dist
+
+    return Ranks() if dist.is_available() and dist.is_initialized() else ALONE

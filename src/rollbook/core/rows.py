@@ -222,16 +222,21 @@ class Spans:
         """Whether there is no padding at all."""
         return bool((self.lengths == self.width).all())
 
-    def pad(self, column: Column, fill: float, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[B, width, ...] The rows in their places, `fill` around them; in `out`, if one is given to be used again."""
+    def pad(
+        self, column: Column, fill: float, out: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """[B, width, ...] The rows in their places, `fill` around them; in `out`, if one is given to be used again; of
+        another type that numpy has, if `dtype` names one."""
         if isinstance(column, torch.Tensor):
+            column = column if dtype is None else column.to(dtype)
             check_fill(fill, column.dtype)  # whether or not these rows need it
             if self.full and out is None:
                 return column.clone().reshape(len(self.lengths), self.width, *column.shape[1:])
             if _must_gather(column):
                 made = self._pad_gather(column, fill)
                 return made if out is None else out.copy_(made)
-        arrays, starts, stops, dtype, trailing = _segments(column, self.offsets)
+        arrays, starts, stops, own_dtype, trailing = _segments(column, self.offsets)
+        dtype = own_dtype if dtype is None else dtype
         shape = (len(self.lengths), self.width, *trailing)
         check_fill(fill, dtype)
         gaps = out is None and prod(shape) * dtype.itemsize >= LARGE
@@ -279,10 +284,10 @@ class Spans:
     def mask(self, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
         """[B, width] One where a row lies, zero on padding."""
         if torch.device(device).type != "cpu":
-            return self._index(torch.device(device))[1].to(dtype)
-        out = torch.zeros((len(self.lengths), self.width), dtype=dtype)
-        for row, at, length in zip(out.numpy(), self.starts.tolist(), self.lengths.tolist(), strict=True):
-            row[at : at + length] = 1
+            return self._index(torch.device(device))[1].to(dtype, copy=True)  # the index is shared
+        out = empty((len(self.lengths), self.width), dtype)
+        for row, (at, to) in zip(out.numpy(), self._places, strict=True):
+            row[:at], row[at:to], row[to:] = 0, 1, 0
         return out
 
     def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ Names load when they are first used; transformers and peft load when a model is 
 |---|---|
 | `Actor` | a policy: log-probs and entropies of response tokens, sampling, adapters and the reference without them |
 | `Critic` | a value for each response token, from the state before it |
+| `Policy`, `ValueModel` | what the trainer asks of these two |
 | `policy_log_probs`, `reference_log_probs`, `values` | of many records, in planned micro-batches, without gradients |
 | `best_attention` | which `attn_implementation` packed batches are cheapest with, on a device in a precision |
 | `scoring` | a context in which a model has no dropout and no gradients, and after which it is as it was |
@@ -26,13 +27,17 @@ if TYPE_CHECKING:
     from rollbook.models.forward import values as values
     from rollbook.models.heads import scoring as scoring
     from rollbook.models.lora import Reference as Reference
+    from rollbook.models.protocols import Policy as Policy
+    from rollbook.models.protocols import ValueModel as ValueModel
     from rollbook.models.varlen import best_attention as best_attention
 
 _HOMES = {
     "Actor": "rollbook.models.actor",
     "Critic": "rollbook.models.critic",
+    "Policy": "rollbook.models.protocols",
     "Reference": "rollbook.models.lora",
     "Scores": "rollbook.models.forward",
+    "ValueModel": "rollbook.models.protocols",
     "best_attention": "rollbook.models.varlen",
     "policy_log_probs": "rollbook.models.forward",
     "reference_log_probs": "rollbook.models.forward",

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from rollbook.algorithms.kernels.vocabulary import positive
+from rollbook.batch import Batch
 from rollbook.batch.vision import placeholders
-from rollbook.compat.lightrft.batch import ExperienceBatch
 from rollbook.core.checks import check_bool
 from rollbook.core.sampling import Prompt, token_ids
-from rollbook.models.forward import Rowwise, slim
 from rollbook.models.heads import Head, inputs_of, run, text_config, unwrapped
 from rollbook.models.loading import BASE, load_model, load_tokenizers
 from rollbook.models.logprobs import TokenStats
@@ -70,15 +69,15 @@ class Actor(Wrapper):
         suppress: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        made = load_model(model, dtype=dtype, attn_implementation=attn_implementation)
+        loaded = load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         if lora is not None:
-            made = attach(made, lora)
-        self.model = made if device is None else made.to(device)
+            loaded = attach(loaded, lora)
+        self.model = loaded if device is None else loaded.to(device)
         self.temperature = positive("temperature", temperature, torch.float32)
         self.suppress = _suppressed(self.model, suppress)
         self.trainable = check_bool("trainable", trainable)
         if tokenizer is None and processor is None:
-            tokenizer, processor = load_tokenizers(model, getattr(unwrapped(made), "config", None))
+            tokenizer, processor = load_tokenizers(model, getattr(unwrapped(loaded), "config", None))
         self.processor = processor
         self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
         self._head: Head | None = None
@@ -129,52 +128,44 @@ class Actor(Wrapper):
             if not return_output:
                 raise ValueError("num_actions: got None, expected it, or return_output=True for the model's output")
             lengths = [] if packed_seq_lens is None else [0] * len(packed_seq_lens)
-            whole = called_batch(sequences, lengths or 0, attention_mask, packed_seq_lens)
-            return run(self.model, inputs_of(self.model, whole, media))
+            batch = called_batch(sequences, lengths or 0, attention_mask, packed_seq_lens)
+            return run(self.model, inputs_of(self.model, batch, media))
         batch = called_batch(sequences, num_actions, attention_mask, packed_seq_lens)
         if batch.layout == "packed":
             self._check_packs()
-        how = self._tempered(temperature)
-        found, output = self.head.stats(batch, media, temperature=how, entropy=entropy)
-        given = [None if one is None else flat(one) for one in found]
+        divisor = self._tempered(temperature)
+        stats, output = self.head.stats(batch, media, temperature=divisor, entropy=entropy)
+        columns = [None if column is None else flat(column) for column in stats]
         if not return_output:
-            return given[0]
+            return columns[0]
         if isinstance(output, torch.Tensor):
             output = {"logits": output}
-        if given[1] is not None:
-            output["action_entropy"] = given[1]
-        return given[0], output
+        if columns[1] is not None:
+            output["action_entropy"] = columns[1]
+        return columns[0], output
 
-    def token_stats(
-        self, data: Any, *, entropy: bool = False, temperature: float | None = None, packed: bool | None = None
-    ) -> TokenStats:
-        """Log-probs, and entropies if asked, of every response slot of a batch or of records, in one pass, with
-        gradients; in micro-batches and without: `rollbook.models.policy_log_probs`.
+    def token_stats(self, batch: Batch, *, entropy: bool = False, temperature: float | None = None) -> TokenStats:
+        """Compute log-probs of every response slot of a batch in one pass, with gradients.
 
-        A padded batch gives (B, A), a packed one `Rows`, on the model's device; 0 where a slot is padding. Records give
-        `Rows`, one for each; `packed` says how they go through the model (`None`: packed if that costs no more).
+        Args:
+            batch: The batch; it is copied to the model's device if it lies elsewhere.
+            entropy: Whether to compute entropies, too.
+            temperature: What logits are divided by. `None`: the actor's.
+
+        Returns:
+            [B, A] or, packed, `Rows`, on the model's device; 0 where a slot is padding.
         """
-        how = self._tempered(temperature)
-        if isinstance(data, ExperienceBatch):
-            if data.layout == "packed":
-                self._check_packs()
-            return self.head.stats(slim(data, self.device), temperature=how, entropy=entropy)[0]
-        rows = Rowwise.of(data)
-        if packed is None:
-            packed = self.packs_cheaply
-        elif packed:
+        if batch.layout == "packed":
             self._check_packs()
-        batch = rows.batch(None, packed=packed, device=self.device)
-        found, _ = self.head.stats(batch, temperature=how, entropy=entropy)
-        made: Any = [None if one is None else rows.rows(one) for one in found]
-        return TokenStats(*made)
+        on_device = batch.to_device(self.device)
+        return self.head.stats(on_device, temperature=self._tempered(temperature), entropy=entropy)[0]
 
     def __getstate__(self) -> dict[str, Any]:
         # An engine has locks, which a copy or another process cannot have; both are made again when they are needed.
         return {**self.__dict__, "_engine": None, "_head": None}
 
-    def _tempered(self, asked: float | None) -> float:
-        return self.temperature if asked is None else positive("temperature", asked, torch.float32)
+    def _tempered(self, temperature: float | None) -> float:
+        return self.temperature if temperature is None else positive("temperature", temperature, torch.float32)
 
     # --- generating ---------------------------------------------------------------------------------------------------
 
@@ -184,10 +175,10 @@ class Actor(Wrapper):
         if self._engine is None:
             from rollbook.rollout.local import TransformersEngine
 
-            made = TransformersEngine(self.model, self.tokenizer, self.processor)
+            engine = TransformersEngine(self.model, self.tokenizer, self.processor)
             # Whoever asks it, and for what: what has no probability in training is not sampled.
-            made.runner.suppressed = tuple(sorted({*made.runner.suppressed, *self.suppress}))
-            self._engine = made
+            engine.runner.suppressed = tuple(sorted({*engine.runner.suppressed, *self.suppress}))
+            self._engine = engine
         return self._engine
 
     def generate(
@@ -214,8 +205,11 @@ class Actor(Wrapper):
         sampling = sampling_of(kwargs, input_ids.shape[1], self.suppress)
         masks = list(attention_mask.cpu() != 0)
         rows = [row[mask].tolist() for row, mask in zip(input_ids.cpu(), masks, strict=True)]
-        given = media_of_rows(rows, masks, media, self.config) if media else [{} for _ in rows]
-        prompts = [Prompt(token_ids=row, images=[one] if one else ()) for row, one in zip(rows, given, strict=True)]
+        media_by_row = media_of_rows(rows, masks, media, self.config) if media else [{} for _ in rows]
+        prompts = [
+            Prompt(token_ids=row, images=[images] if images else ())
+            for row, images in zip(rows, media_by_row, strict=True)
+        ]
         # One batch id for all calls: with a seed, the same is sampled another time.
         return laid_out(self.engine.generate(prompts, sampling, batch="generate"), pad, self.device)
 
@@ -230,10 +224,10 @@ class Actor(Wrapper):
         """The tokenizer's, else the configuration's, else the first end token, else 0."""
         for holder in (self.tokenizer, self.config, text_config(self)):
             for name in ("pad_token_id", "eos_token_id"):
-                found = getattr(holder, name, None)
-                found = found[0] if isinstance(found, (list, tuple)) and found else found
-                if isinstance(found, int):
-                    return found
+                token_id = getattr(holder, name, None)
+                token_id = token_id[0] if isinstance(token_id, (list, tuple)) and token_id else token_id
+                if isinstance(token_id, int):
+                    return token_id
         return 0
 
     # --- reference, saving, training ----------------------------------------------------------------------------------
@@ -243,7 +237,7 @@ class Actor(Wrapper):
         frozen copy of the weights as they are now."""
         if has_adapters(self.model):
             return Reference(self)
-        made = Actor(
+        reference = Actor(
             copy.deepcopy(self.model),
             tokenizer=self.tokenizer,
             processor=self.processor,
@@ -251,8 +245,8 @@ class Actor(Wrapper):
             trainable=False,
             suppress=self.suppress,
         )
-        made._packs = self._packs
-        return made
+        reference._packs = self._packs
+        return reference
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
         """Write what `Actor(folder)` reads: the model, or its adapters (and the base too, if it came from no folder and
@@ -266,15 +260,15 @@ class Actor(Wrapper):
                 part.save_pretrained(where)
 
 
-def _suppressed(model: nn.Module, asked: Sequence[int]) -> tuple[int, ...]:
+def _suppressed(model: nn.Module, suppress: Sequence[int]) -> tuple[int, ...]:
     """The ids that are never to be, sorted: those asked for, and the model's placeholders."""
     config = getattr(unwrapped(model), "config", None)
-    wanted = token_ids("suppress", list(asked))
+    suppressed = token_ids("suppress", list(suppress))
     if config is None:
-        return tuple(sorted(set(wanted)))
+        return tuple(sorted(set(suppressed)))
     vocabulary = int(text_config(unwrapped(model)).vocab_size)
-    for i, one in enumerate(wanted):
-        if one >= vocabulary:
-            raise ValueError(f"suppress[{i}]: got {one}, expected an id below {vocabulary}")
-    own = (one for one in placeholders(config).values() if one < vocabulary)
-    return tuple(sorted({*wanted, *own}))
+    for i, token_id in enumerate(suppressed):
+        if token_id >= vocabulary:
+            raise ValueError(f"suppress[{i}]: got {token_id}, expected an id below {vocabulary}")
+    placeholder_ids = (token_id for token_id in placeholders(config).values() if token_id < vocabulary)
+    return tuple(sorted({*suppressed, *placeholder_ids}))

@@ -15,10 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.batch.batch import Batch, Tokens
 from rollbook.core.checks import check_choice
 from rollbook.models.actor import Actor
-from rollbook.models.forward import Rowwise, slim
 from rollbook.models.heads import inputs_of, run, text_config, trunk_of, unwrapped
 from rollbook.models.loading import VALUE_HEAD, load_model
 from rollbook.models.lora import has_adapters
@@ -62,10 +61,10 @@ class Critic(Wrapper):
             raise ValueError("model: got it with trunk_from, or neither, expected one of them")
         if trunk_from is not None:
             model = _copied_trunk(trunk_from)
-        made = load_model(model, purpose="values", dtype=dtype, attn_implementation=attn_implementation)
-        trunk = trunk_of(made)
-        head = next((getattr(made, name) for name in _HEADS if hasattr(made, name)), None)
-        self.trunk: nn.Module = made if trunk is None else trunk
+        loaded = load_model(model, purpose="values", dtype=dtype, attn_implementation=attn_implementation)
+        trunk = trunk_of(loaded)
+        head = next((getattr(loaded, name) for name in _HEADS if hasattr(loaded, name)), None)
+        self.trunk: nn.Module = loaded if trunk is None else trunk
         if trunk is None or head is None:
             head = nn.Linear(int(text_config(self.trunk).hidden_size), 1)
             nn.init.zeros_(head.bias)
@@ -97,25 +96,30 @@ class Critic(Wrapper):
         **media: Any,
     ) -> Any:
         """(B, A) or, packed, (1, all actions): values as LightRFT's critic gives them; arguments as `Actor.forward`."""
-        found, output = self._values(called_batch(sequences, num_actions, attention_mask, packed_seq_lens), media)
-        return (flat(found), output) if return_output else flat(found)
+        values, output = self._values(called_batch(sequences, num_actions, attention_mask, packed_seq_lens), media)
+        return (flat(values), output) if return_output else flat(values)
 
-    def token_values(self, data: Any) -> Any:
-        """The value of every response slot of a batch, (B, A) or `Rows`, or of records, `Rows`; with gradients."""
-        if isinstance(data, ExperienceBatch):
-            return self._values(slim(data, self.device))[0]
-        rows = Rowwise.of(data)
-        return rows.rows(self._values(rows.batch(None, packed=self.packs_cheaply, device=self.device))[0])
+    def token_values(self, batch: Batch) -> Tokens:
+        """Compute the value of every response slot of a batch in one pass, with gradients.
 
-    def _values(self, batch: ExperienceBatch, media: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+        Args:
+            batch: The batch; it is copied to the model's device if it lies elsewhere.
+
+        Returns:
+            [B, A] or, packed, `Rows`, on the model's device; 0 where a slot is padding.
+        """
+        values: Tokens = self._values(batch.to_device(self.device))[0]
+        return values
+
+    def _values(self, batch: Batch, media: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
         if batch.layout == "packed":
             self._check_packs()
         slots = Slots.of(batch)
         output = run(self.trunk, inputs_of(self.trunk, batch, media))
         hidden = slots.pick(output[0])
         with torch.autocast(hidden.device.type, enabled=False):
-            found = self.value_head(hidden.float())[:, 0]
-        return slots.put(found), output
+            values = self.value_head(hidden.float())[:, 0]
+        return slots.put(values), output
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
         """Write what `Critic(folder)` reads: the trunk as transformers saves it, and the head beside it."""
@@ -129,14 +133,14 @@ class Critic(Wrapper):
 def _copied_trunk(actor: Actor) -> nn.Module:
     """A trunk of its own, with the actor's weights as they are now; adapters are merged into it."""
     if has_adapters(actor.model):
-        whole: Any = copy.deepcopy(actor.model)
-        found = trunk_of(whole.merge_and_unload())
+        merged: Any = copy.deepcopy(actor.model)
+        copied = trunk_of(merged.merge_and_unload())
     else:
         trunk = trunk_of(actor.model)
-        found = None if trunk is None else copy.deepcopy(trunk)
-    if found is None:
+        copied = None if trunk is None else copy.deepcopy(trunk)
+    if copied is None:
         raise ValueError(
             f"trunk_from: got a {type(unwrapped(actor.model)).__name__}, which has no trunk to be told apart"
         )
-    made: nn.Module = found.requires_grad_(True)
-    return made
+    trainable: nn.Module = copied.requires_grad_(True)
+    return trainable

@@ -1,242 +1,184 @@
-"""Passes over many records or a whole batch, in planned micro-batches: log-probs of a policy or reference, and values.
+"""Passes of a model over many records in planned micro-batches, without gradients: log-probs, entropies and values.
 
-Invariant: what comes out is the input's order and layout, and depends on the plan by rounding alone; the caller's own
-micro-batches are not known here. A model is after a pass as it was before: modes, gradients, adapters.
+Invariant: results are in the order of the records, and depend on the plan by rounding alone. A model is after a pass as
+it was before: modes, gradients, adapters.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import numpy as np
 import torch
 
 from rollbook.algorithms.layout import as_column
+from rollbook.batch import Batch
+from rollbook.batch.columns import Lengths, read_columns, token_counts
 from rollbook.batch.plan import Layout, plan
-from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
-from rollbook.compat.lightrft.layouts import action_starts, checked, sheet_of_batch, spans_of_rows, widths
-from rollbook.compat.lightrft.layouts import packed as packed_batch
-from rollbook.compat.lightrft.layouts import padded as padded_batch
-from rollbook.compat.lightrft.ragged_batch import Lengths, Sheet, constant
-from rollbook.compat.lightrft.records import sheet_of_experiences
 from rollbook.core.checks import check_int
-from rollbook.core.fields import BATCH_MEDIA
+from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.ragged import Ragged, offsets_of
-from rollbook.core.rows import Rows, Spans, concatenated
+from rollbook.core.rows import concatenated
 from rollbook.models.heads import scoring, text_config
+from rollbook.models.protocols import Policy, ValueModel
 
 _LOGITS = 1 << 28
 """Entries of logits that a micro-batch may make where a model leaves no other way: 1 GiB of float32."""
+TOKEN_BUDGET = 16384
+"""Tokens that go through a model at once, unless told otherwise."""
 
 
-@dataclass
-class Scores:
-    """What a pass found: `log_probs` and, if asked for, `entropy`; of a critic `values`.
-
-    Each is a `Ragged` column with a row for each record, or in the layout of the batch that was given. `stats`:
-    `seconds` in all, `forward_seconds` in the model, `micro_batches`, `tokens` that were in them, `slots` that were
-    scored, `padding` (the share of what was computed that was padding).
-
-    >>> Scores(stats={"tokens": 7.0}).entropy is None
-    True
-    """
-
-    log_probs: Any = None
-    entropy: Any = None
-    values: Any = None
-    stats: dict[str, float] = field(default_factory=dict)
-
-
-def policy_log_probs(
-    actor: Any,
-    data: Any,
+def forward(
+    model: Policy | ValueModel,
+    records: Experiences,
+    outputs: Sequence[str],
     *,
-    token_budget: int = 16384,
+    token_budget: int = TOKEN_BUDGET,
     packed: bool | None = None,
-    entropy: bool = False,
     temperature: float | None = None,
-    device: Any = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Scores:
-    """Log-probs of every response token under an actor, without gradients and without dropout.
+    stats: dict[str, float] | None = None,
+) -> dict[str, Ragged]:
+    """Compute per-token outputs of a model for every record, without gradients and without dropout.
 
-    `data`: `Experiences`, a list of records, or an `ExperienceBatch`. Micro-batches hold at most `token_budget` tokens
-    (a longer record is alone), and are planned over all of the input. `packed=None` packs where the model keeps
-    packed samples apart and attention does not pay for it (see `Actor.packs_cheaply`), else micro-batches are padded,
-    of records of like length. Results of a batch go to `device`, its own unless told; those of records are columns
-    on the host. `progress(done, of)` is told of tokens after each micro-batch.
+    Args:
+        model: A `Policy`, or a `ValueModel` for `values`.
+        records: Records with tokens, prompt lengths and media; nothing else of them is run through the model.
+        outputs: Names of the results: `entropy`, `values`, or any name of log-probs, such as `old_logprobs`.
+        token_budget: Tokens of a micro-batch; a longer record is alone. Micro-batches are planned over all records.
+        packed: Whether records go through the model packed. `None`: where that costs no more.
+        temperature: What an actor's logits are divided by. `None`: its own.
+        progress: Called with the tokens that are done, and all of them, after each micro-batch.
+        stats: A dict to be filled: `seconds` in all, `forward_seconds` in the model, `micro_batches`, `tokens` in them,
+            `slots` computed, and `padding`, the share of what was computed that was padding.
 
-    >>> from rollbook import Experience
-    >>> from transformers import LlamaConfig
-    >>> from rollbook.models import Actor
-    >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-    ...                           num_attention_heads=2, max_position_embeddings=16))
-    >>> records = [Experience(tokens=[1, 2, 3, 4], prompt_length=2), Experience(tokens=[5, 6, 7], prompt_length=2)]
-    >>> policy_log_probs(actor, records).log_probs.lengths.tolist()
-    [2, 1]
-    """
-    if not hasattr(actor, "token_stats"):
-        raise ValueError(f"actor: got {type(actor).__name__}, expected an Actor or its reference()")
-    options: dict[str, Any] = {"entropy": entropy} | ({} if temperature is None else {"temperature": temperature})
-    budget = token_budget
-    if getattr(actor, "head_path", None) == "logits" and hasattr(actor, "config"):
-        budget = min(budget, max(_LOGITS // int(text_config(actor).vocab_size), 1))
-
-    def score(batch: ExperienceBatch) -> list[Any]:
-        return list(actor.token_stats(batch, **options))
-
-    found, stats = _passes(actor, data, score, 2 if entropy else 1, budget, packed, device, progress)
-    return Scores(log_probs=found[0], entropy=found[1] if entropy else None, stats=stats)
-
-
-def reference_log_probs(reference: Any, data: Any, **options: Any) -> Scores:
-    """`policy_log_probs` of a reference model; an actor that has adapters is taken with them off.
+    Returns:
+        By name, a float32 column on the host with a row for each record. A number that is not finite is 0 where
+        `action_mask` is False.
 
     >>> from rollbook import Experience
     >>> from transformers import LlamaConfig
     >>> from rollbook.models import Actor
     >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...                           num_attention_heads=2, max_position_embeddings=16))
-    >>> records = [Experience(tokens=[1, 2, 3, 4], prompt_length=2)]
-    >>> now, then = policy_log_probs(actor, records), reference_log_probs(actor.reference(), records)
-    >>> now.log_probs[0].tolist() == then.log_probs[0].tolist()
-    True
+    >>> records = Experiences([Experience(tokens=[1, 2, 3, 4], prompt_length=2), Experience(tokens=[5, 6, 7])])
+    >>> {name: column.lengths.tolist() for name, column in forward(actor, records, ("old_logprobs", "entropy")).items()}
+    {'old_logprobs': [2, 2], 'entropy': [2, 2]}
     """
-    from rollbook.models.actor import Actor
-    from rollbook.models.lora import has_adapters
+    lengths, response_lengths = token_counts(records)
+    # Log-probs say how long the response of a truncated prompt is.
+    truncated = "prompt_truncated" in records.values("truncate_status")
+    narrow = records.select("truncate_status", "multi_modal_inputs", *(["logprobs"] if truncated else []))
 
-    if isinstance(reference, Actor) and has_adapters(reference.model):
-        reference = reference.reference()
-    return policy_log_probs(reference, data, **options)
+    def make_batch(rows: Lengths, pack: bool) -> Batch:
+        # Padded with token 0, which every vocabulary has: a padding token need not be one of the model's.
+        return Batch.from_records(narrow.take(rows), ("tokens",), packed=pack, device=model.device)
+
+    flat = run_micro_batches(
+        model,
+        lengths,
+        response_lengths,
+        make_batch,
+        outputs,
+        token_budget=token_budget,
+        packed=packed,
+        temperature=temperature,
+        progress=progress,
+        stats=stats,
+    )
+    offsets = offsets_of(response_lengths)
+    return {name: as_column(_zero_outside_mask(values, records), offsets) for name, values in flat.items()}
 
 
-def values(
-    critic: Any,
-    data: Any,
+def _zero_outside_mask(values: torch.Tensor, records: Experiences) -> torch.Tensor:
+    if isfinite(values.sum()):  # then every number is
+        return values
+    columns = read_columns(records, ("action_mask",))
+    mask = columns.by_token.get("action_mask")
+    if mask is None:
+        return values
+    return torch.where((concatenated(mask, columns.response_lengths) != 0) | values.isfinite(), values, 0.0)
+
+
+def run_micro_batches(
+    model: Any,
+    lengths: Lengths,
+    response_lengths: Lengths,
+    make_batch: Callable[[Lengths, bool], Batch],
+    outputs: Sequence[str],
     *,
-    token_budget: int = 16384,
+    token_budget: int = TOKEN_BUDGET,
     packed: bool | None = None,
-    device: Any = None,
+    temperature: float | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Scores:
-    """A critic's value of the state before every response token; all else as `policy_log_probs`.
+    stats: dict[str, float] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Run a model over the rows that have a response, in planned micro-batches; other arguments as of `forward`.
 
-    >>> from rollbook import Experience
-    >>> from transformers import LlamaConfig
-    >>> from rollbook.models import Critic
-    >>> critic = Critic(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-    ...                             num_attention_heads=2, max_position_embeddings=16))
-    >>> values(critic, [Experience(tokens=[1, 2, 3, 4], prompt_length=2)]).values[0].tolist()
-    [0.0, 0.0]
+    Args:
+        lengths: [N] Tokens of each row.
+        response_lengths: [N] Response tokens of each row.
+        make_batch: Makes the batch of some rows, packed or not.
+
+    Returns:
+        By name, float32 numbers on the host, row after row.
     """
-    if not hasattr(critic, "token_values"):
-        raise ValueError(f"critic: got {type(critic).__name__}, expected a Critic")
-
-    def score(batch: ExperienceBatch) -> list[Any]:
-        return [critic.token_values(batch)]
-
-    found, stats = _passes(critic, data, score, 1, token_budget, packed, device, progress)
-    return Scores(values=found[0], stats=stats)
-
-
-# --- the input as rows ------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Rowwise:
-    """The input of a pass without padding: N rows of tokens, how many of them are responses, and their media."""
-
-    tokens: Ragged
-    responses: Lengths
-    media: dict[str, list[Any] | None]
-    spans: Spans | None = None
-    """Where the responses lie in a padded batch; `None` of records and of packed ones."""
-    source: str = "records"
-    device: Any = "cpu"
-
-    @classmethod
-    def of(cls, data: Any) -> Rowwise:
-        """From records or a batch."""
-        if isinstance(data, ExperienceBatch):
-            return cls._of_batch(data)
-        return cls._of_sheet(sheet_of_experiences(data), None, "records")
-
-    @classmethod
-    def _of_batch(cls, batch: ExperienceBatch) -> Rowwise:
-        slimmed = slim(batch)
-        spans = None
-        if batch.layout == "padded":
-            width, slots = widths(checked(slimmed))
-            starts = action_starts(slimmed, slots)
-            spans = spans_of_rows(slimmed.attention_mask, len(batch), width, slots, starts)[1]
-        return cls._of_sheet(sheet_of_batch(slimmed), spans, batch.layout)
-
-    @classmethod
-    def _of_sheet(cls, sheet: Sheet, spans: Spans | None, source: str) -> Rowwise:
-        tokens = sheet.columns["sequences"]
-        device = tokens.device if isinstance(tokens, torch.Tensor) else torch.device("cpu")
-        if not isinstance(tokens, Ragged):
-            whole = concatenated(tokens, sheet.tokens) if tokens is not None else torch.empty(0)
-            tokens = as_column(whole.long(), offsets_of(sheet.tokens))
-        return cls(tokens, sheet.responses, sheet.media, spans, source, device)
-
-    def batch(self, rows: Any, *, packed: bool, device: Any) -> ExperienceBatch:
-        """Some rows (`None`: all) as a model takes them, with nothing but what it needs.
-
-        Padding is token 0, which every vocabulary has: a padding token need not be one of the model's.
-        """
-        chosen = np.arange(len(self.responses)) if rows is None else np.asarray(rows)
-        tokens = self.tokens.take(chosen)
-        responses = self.responses[chosen]
-        sheet = Sheet(tokens.lengths, responses, Origin(), long_tokens=True)
-        sheet.columns["sequences"] = tokens
-        sheet.columns["attention_mask"] = constant(1, int(tokens.lengths.sum()), torch.int64)
-        sheet.columns["action_mask"] = constant(1, int(responses.sum()), torch.bool)
-        for name, parts in self.media.items():
-            picked = [None] * len(chosen) if parts is None else [parts[i] for i in chosen.tolist()]
-            sheet.media[name] = picked
-        sheet.move(device)
-        return packed_batch(sheet) if packed else padded_batch(sheet, 0, "left")
-
-    def rows(self, found: Any) -> Rows:
-        """`Rows`, one for each of the input's, from what was computed of `batch(None)`."""
-        if isinstance(found, Rows):
-            return found
-        spans = Spans.right_aligned(self.responses, found.shape[1])
-        return Rows(spans.unpad(found), self.responses.tolist())
-
-    def give(self, flat: torch.Tensor, device: Any) -> Any:
-        """(slots,) results in the input's order, in its layout."""
-        if self.source == "records":
-            return as_column(flat, offsets_of(self.responses))
-        placed = flat.to(self.device if device is None else device)
-        return Rows(placed, self.responses.tolist()) if self.spans is None else self.spans.pad(placed, 0)
+    began = time.perf_counter()
+    _check_model(model, outputs)
+    options: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+    budget = check_int("token_budget", token_budget, 1)
+    if getattr(model, "head_path", None) == "logits" and hasattr(model, "config"):
+        budget = min(budget, max(_LOGITS // int(text_config(model).vocab_size), 1))
+    if packed and not model.packs:
+        raise ValueError("packed: got True, but the model does not keep packed samples apart; None lets it be padded")
+    if packed is None:
+        packed = bool(model.packs_cheaply)
+    layout: Layout = "packed" if packed else "padded"
+    rows = np.flatnonzero(response_lengths > 0)  # the others have nothing to compute
+    clock = _Clock(model.device)
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in outputs}
+    order: list[Lengths] = []
+    done = computed = 0
+    with scoring(model):
+        planned = plan(lengths[rows], token_cap=budget, layout=layout, oversize="alone")[0] if len(rows) else ()
+        for micro in planned:
+            chosen = rows[micro.indices]
+            batch = make_batch(chosen, packed)
+            clock.start()
+            if "values" in outputs:
+                columns = {"values": model.token_values(batch)}
+            else:
+                token_stats = model.token_stats(batch, entropy="entropy" in outputs, **options)
+                columns = {name: token_stats.entropy if name == "entropy" else token_stats.log_probs for name in parts}
+            clock.stop()
+            for name, column in columns.items():
+                parts[name].append(batch.flatten_response(column).float())
+            order.append(chosen)
+            done, computed = done + micro.tokens, computed + micro.size
+            if progress is not None:
+                progress(done, int(lengths[rows].sum()))
+        flat = {name: _in_order(pieces, order, response_lengths) for name, pieces in parts.items()}
+    if stats is not None:
+        stats["forward_seconds"] = clock.seconds()
+        stats["seconds"] = time.perf_counter() - began
+        stats["micro_batches"], stats["tokens"] = float(len(planned)), float(done)
+        stats["slots"] = float(response_lengths.sum())
+        stats["padding"] = 1 - done / computed if computed else 0.0
+    return flat
 
 
-def slim(batch: ExperienceBatch, device: Any = None) -> ExperienceBatch:
-    """The batch with what a model needs alone, sharing its memory; on `device`, if one is given."""
-    slots = next((value for _, value in token_fields(batch, "response") if value is not None), None)
-    if slots is None:
-        raise ValueError("batch: no response-axis field is there to say where the responses are")
-    if batch.layout == "packed":
-        counts = [len(row) for row in slots]
-        where = batch.sequences[0].device if len(batch.sequences) else "cpu"
-        mask: Any = Rows(torch.ones(sum(counts), dtype=torch.bool, device=where), counts)
-    else:
-        mask = torch.ones(slots.shape[:2], dtype=torch.bool, device=slots.device)
-    counts_of = {name: batch.info[name] for name in ("image_num", "video_num") if batch.info and name in batch.info}
-    kept = {name: getattr(batch, name) for name in (*BATCH_MEDIA, "media", "sequences", "attention_mask")}
-    given = {**kept, "action_mask": mask, "action_starts": batch.action_starts, "info": counts_of or None}
-    origin = Origin(media_rows=dict(batch.origin.media_rows))
-    origin.absent = {name: rows for name, rows in batch.origin.absent.items() if name in BATCH_MEDIA}
-    made = ExperienceBatch.of(given, origin)
-    return made if device is None else made.to_device(device)
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
+def _check_model(model: Any, outputs: Sequence[str]) -> None:
+    if "values" not in outputs:
+        if not hasattr(model, "token_stats"):
+            raise ValueError(f"actor: got {type(model).__name__}, expected an Actor or its reference()")
+    elif not hasattr(model, "token_values"):
+        raise ValueError(f"critic: got {type(model).__name__}, expected a Critic")
+    elif len(outputs) > 1:
+        raise ValueError(f"outputs: got {list(outputs)}, expected 'values' alone, which is of another model")
 
 
 class _Clock:
@@ -269,61 +211,6 @@ class _Clock:
         return self.host + float(sum(begun.elapsed_time(ended) for begun, ended in self.events)) / 1000
 
 
-def _passes(
-    model: Any,
-    data: Any,
-    score: Callable[[ExperienceBatch], list[Any]],
-    results: int,
-    token_budget: int,
-    packed: bool | None,
-    device: Any,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[list[Any], dict[str, float]]:
-    """`score` over all rows that have a response, in planned micro-batches; its results in the input's layout."""
-    began = time.perf_counter()
-    budget = check_int("token_budget", token_budget, 1)
-    rows = Rowwise.of(data)
-    lengths = rows.tokens.lengths
-    there = np.flatnonzero(rows.responses > 0)  # of the others nothing is asked
-    if packed and not model.packs:
-        raise ValueError("packed: got True, but the model does not keep packed samples apart; None lets it be padded")
-    if packed is None:
-        packed = bool(model.packs_cheaply)
-    at: torch.device = model.device
-    clock = _Clock(at)
-    parts: list[list[torch.Tensor]] = [[] for _ in range(results)]
-    order: list[Any] = []
-    done = computed = steps = 0
-    with scoring(model):
-        layout: Layout = "packed" if packed else "padded"
-        planned = plan(lengths[there], token_cap=budget, layout=layout, oversize="alone")[0] if len(there) else ()
-        for micro in planned:
-            chosen = there[micro.indices]
-            batch = rows.batch(chosen, packed=packed, device=at)
-            clock.start()
-            found = score(batch)
-            clock.stop()
-            spans = Spans.right_aligned(rows.responses[chosen], int(rows.responses[chosen].max()))
-            for kept, one in zip(parts, found, strict=False):
-                kept.append((one.values if isinstance(one, Rows) else spans.unpad(one)).float())
-            order.append(chosen)
-            steps, done, computed = steps + 1, done + micro.tokens, computed + micro.size
-            if progress is not None:
-                progress(done, int(lengths[there].sum()))
-        flat = [_in_order(kept, order, rows.responses) for kept in parts]
-    forward = clock.seconds()
-    given = [rows.give(one, device) for one in flat]
-    stats = {
-        "seconds": time.perf_counter() - began,
-        "forward_seconds": forward,
-        "micro_batches": float(steps),
-        "tokens": float(done),
-        "slots": float(rows.responses.sum()),
-        "padding": 1 - done / computed if computed else 0.0,
-    }
-    return given, stats
-
-
 def _in_order(parts: list[torch.Tensor], order: list[Any], responses: Lengths) -> torch.Tensor:
     """(slots,) on the host: the micro-batches' results, sample after sample in the input's order."""
     if not parts:
@@ -332,3 +219,109 @@ def _in_order(parts: list[torch.Tensor], order: list[Any], responses: Lengths) -
     planned = np.concatenate(order)
     pieces = torch.split(flat, responses[planned].tolist())
     return torch.cat([pieces[i] for i in np.argsort(planned, kind="stable")])
+
+
+# --- one model's results ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scores:
+    """Results of a pass over records: `log_probs` and, if asked for, `entropy`; of a critic `values`.
+
+    Each is a `Ragged` column with a row for each record. `stats` are those of `forward`.
+
+    >>> Scores(stats={"tokens": 7.0}).entropy is None
+    True
+    """
+
+    log_probs: Any = None
+    entropy: Any = None
+    values: Any = None
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+def policy_log_probs(
+    actor: Any,
+    data: Any,
+    *,
+    token_budget: int = TOKEN_BUDGET,
+    packed: bool | None = None,
+    entropy: bool = False,
+    temperature: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Compute log-probs of every response token under an actor, without gradients and without dropout.
+
+    Args:
+        actor: An `Actor`, or its `reference()`.
+        data: Records.
+        token_budget: As of `forward`.
+        packed: As of `forward`.
+        entropy: Whether to compute entropies, too.
+        temperature: What logits are divided by. `None`: the actor's.
+        progress: Called with the tokens that are done, and all of them, after each micro-batch.
+
+    Returns:
+        Columns on the host.
+
+    >>> from rollbook import Experience
+    >>> from transformers import LlamaConfig
+    >>> from rollbook.models import Actor
+    >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                           num_attention_heads=2, max_position_embeddings=16))
+    >>> records = [Experience(tokens=[1, 2, 3, 4], prompt_length=2), Experience(tokens=[5, 6, 7], prompt_length=2)]
+    >>> policy_log_probs(actor, records).log_probs.lengths.tolist()
+    [2, 1]
+    """
+    stats: dict[str, float] = {}
+    columns = forward(
+        actor,
+        as_experiences(data),
+        ("logprobs", "entropy") if entropy else ("logprobs",),
+        token_budget=token_budget,
+        packed=packed,
+        temperature=temperature,
+        progress=progress,
+        stats=stats,
+    )
+    return Scores(log_probs=columns["logprobs"], entropy=columns.get("entropy"), stats=stats)
+
+
+def reference_log_probs(reference: Any, data: Any, **options: Any) -> Scores:
+    """`policy_log_probs` of a reference model; an actor that has adapters is taken with them off.
+
+    >>> from rollbook import Experience
+    >>> from transformers import LlamaConfig
+    >>> from rollbook.models import Actor
+    >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                           num_attention_heads=2, max_position_embeddings=16))
+    >>> records = [Experience(tokens=[1, 2, 3, 4], prompt_length=2)]
+    >>> now, then = policy_log_probs(actor, records), reference_log_probs(actor.reference(), records)
+    >>> now.log_probs[0].tolist() == then.log_probs[0].tolist()
+    True
+    """
+    return policy_log_probs(without_adapters(reference), data, **options)
+
+
+def without_adapters(model: Any) -> Any:
+    """The reference of an actor that has adapters; any other model as it is."""
+    from rollbook.models.actor import Actor
+    from rollbook.models.lora import has_adapters
+
+    return model.reference() if isinstance(model, Actor) and has_adapters(model.model) else model
+
+
+def values(critic: Any, data: Any, *, token_budget: int = TOKEN_BUDGET, packed: bool | None = None) -> Scores:
+    """Compute a critic's value of the state before every response token; arguments as of `policy_log_probs`.
+
+    >>> from rollbook import Experience
+    >>> from transformers import LlamaConfig
+    >>> from rollbook.models import Critic
+    >>> critic = Critic(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                             num_attention_heads=2, max_position_embeddings=16))
+    >>> values(critic, [Experience(tokens=[1, 2, 3, 4], prompt_length=2)]).values[0].tolist()
+    [0.0, 0.0]
+    """
+    stats: dict[str, float] = {}
+    columns = forward(critic, as_experiences(data), ("values",), token_budget=token_budget, packed=packed, stats=stats)
+    return Scores(values=columns["values"], stats=stats)

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rollbook.batch import Batch
 from rollbook.batch.vision import TYPES, token_types
-from rollbook.compat.lightrft.batch import ExperienceBatch, Origin
 from rollbook.core.rows import Rows
 from rollbook.models.logprobs import TokenStats, from_hidden, from_logits
 from rollbook.models.slots import Slots
@@ -78,18 +78,18 @@ def text_config(model: Any) -> Any:
 
 def device_of(module: nn.Module) -> torch.device:
     """The device that a module's first parameter lies on."""
-    return next((one.device for one in module.parameters()), torch.device("cpu"))
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
     """The type of a module's first floating point parameter."""
-    return next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
 
 
 def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """A module's output for a transformers model's keyword arguments, of which it gets those that it takes."""
     parameters = inspect.signature(module.forward).parameters
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         inputs = {name: value for name, value in inputs.items() if name in parameters}
     for part in (unwrapped(module), trunk_of(module)):
         if part is not None and hasattr(part, "rope_deltas"):
@@ -97,7 +97,7 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     return module(**inputs)
 
 
-def inputs_of(model: Any, batch: ExperienceBatch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def inputs_of(model: Any, batch: Batch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The keyword arguments of one pass over a batch, without a cache; `media` beyond the batch's own go along.
 
     Images and videos that come without `mm_token_type_ids` get them from their placeholder ids, if they have grids; a
@@ -105,7 +105,7 @@ def inputs_of(model: Any, batch: ExperienceBatch, media: Mapping[str, Any] | Non
     """
     places = [unwrapped(model), trunk_of(model)]
     config = getattr(places[0], "config", None)
-    index = next((one.get_rope_index for one in places if one is not None and hasattr(one, "get_rope_index")), None)
+    index = next((part.get_rope_index for part in places if part is not None and hasattr(part, "get_rope_index")), None)
     # Padded, a model that has positions in space finds them itself, in one go.
     inputs = batch.model_inputs(get_rope_index=index if batch.layout == "packed" else None, config=config)
     if index is not None and batch.layout == "packed" and inputs["position_ids"].dim() == 2:
@@ -115,7 +115,7 @@ def inputs_of(model: Any, batch: ExperienceBatch, media: Mapping[str, Any] | Non
     if any(name.endswith("grid_thw") for name in media or ()):
         if batch.layout == "packed":
             raise ValueError(
-                "media: got grids with packed sequences, expected an ExperienceBatch that says which sample has which "
+                "media: got grids with packed sequences, expected a Batch that says which sample has which "
                 "image (Actor.token_stats)"
             )
         del inputs["position_ids"]
@@ -173,10 +173,10 @@ class Head:
             plain = layer(hidden.last_hidden_state if hasattr(hidden, "last_hidden_state") else hidden[0]).float()
         close = (1e-4 if dtype_of(inner) in (torch.float32, torch.float64) else 2e-2) * float(logits.abs().max())
         for scale, cap in _known(inner):
-            found = plain * scale
+            scaled = plain * scale
             if cap is not None:
-                found = cap * torch.tanh(found / cap)
-            if bool(((found - logits).abs() <= close).all()):
+                scaled = cap * torch.tanh(scaled / cap)
+            if bool(((scaled - logits).abs() <= close).all()):
                 if cap is not None and suppress:
                     return cls(model, "logits", "tokens are suppressed, and a soft cap keeps them likely", suppress)
                 return cls(model, "hidden", "it gives the model's logits", suppress, layer, scale, cap)
@@ -192,7 +192,7 @@ class Head:
 
     def stats(
         self,
-        batch: ExperienceBatch,
+        batch: Batch,
         media: Mapping[str, Any] | None = None,
         *,
         temperature: float = 1.0,
@@ -205,11 +205,11 @@ class Head:
             output, picked = self._logits(inputs, slots)
             if self.suppress:
                 picked = picked.index_fill(-1, self._suppressed(picked.device), -torch.inf)
-            found = from_logits(picked, slots.labels, temperature=temperature, entropy=entropy)
+            stats = from_logits(picked, slots.labels, temperature=temperature, entropy=entropy)
         else:
             output = run(trunk_of(self.model), inputs)
             hidden = slots.pick(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])
-            found = from_hidden(
+            stats = from_hidden(
                 hidden,
                 self.layer.weight,
                 slots.labels,
@@ -219,8 +219,8 @@ class Head:
                 entropy=entropy,
                 softcap=self.softcap,
             )
-        entropies = None if found.entropy is None else slots.put(found.entropy.float())
-        return TokenStats(slots.put(found.log_probs.float()), entropies), output
+        entropies = None if stats.entropy is None else slots.put(stats.entropy.float())
+        return TokenStats(slots.put(stats.log_probs.float()), entropies), output
 
     def _logits(self, inputs: dict[str, Any], slots: Slots) -> tuple[Any, torch.Tensor]:
         """The model's output, and its logits (N, V) at the slots; of the others none, if the model can do that."""
@@ -231,10 +231,10 @@ class Head:
             return output, _logits_of(output)[0]
         if keep:
             width = inputs["input_ids"].shape[1]
-            kept = min(slots.shape[1] + 1, width)
-            output = run(self.model, {**inputs, "logits_to_keep": kept})
+            last = min(slots.shape[1] + 1, width)
+            output = run(self.model, {**inputs, "logits_to_keep": last})
             row, column = slots.index // width, slots.index % width
-            return output, _logits_of(output).flatten(0, 1)[row * kept + column - (width - kept)]
+            return output, _logits_of(output).flatten(0, 1)[row * last + column - (width - last)]
         output = run(self.model, inputs)
         return output, slots.pick(_logits_of(output))
 
@@ -252,10 +252,10 @@ class Head:
 
 
 def _logits_of(output: Any) -> torch.Tensor:
-    found = output if isinstance(output, torch.Tensor) else output["logits"] if "logits" in output else output[0]
-    if not isinstance(found, torch.Tensor) or found.dim() != 3:
-        raise ValueError(f"model: got {type(found).__name__} from it, expected logits (B, S, V)")
-    return found
+    logits = output if isinstance(output, torch.Tensor) else output["logits"] if "logits" in output else output[0]
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+        raise ValueError(f"model: got {type(logits).__name__} from it, expected logits (B, S, V)")
+    return logits
 
 
 def _known(model: Any) -> Iterator[tuple[float, float | None]]:
@@ -265,12 +265,17 @@ def _known(model: Any) -> Iterator[tuple[float, float | None]]:
     """
     places = [model.config, text_config(model)]
 
-    def told(name: str) -> list[float]:
+    def numbers(name: str) -> list[float]:
         values = [getattr(place, name, None) for place in places]
         return [float(value) for value in values if isinstance(value, (int, float)) and value > 0]
 
-    scales = [*told("logit_scale"), *(1 / one for one in told("logits_scaling")), *told("lm_head_multiplier"), 1.0]
-    caps: list[float | None] = [*told("final_logit_softcapping"), None]
+    scales = [
+        *numbers("logit_scale"),
+        *(1 / factor for factor in numbers("logits_scaling")),
+        *numbers("lm_head_multiplier"),
+        1.0,
+    ]
+    caps: list[float | None] = [*numbers("final_logit_softcapping"), None]
     for scale in dict.fromkeys(scales):
         for cap in dict.fromkeys(caps):
             yield scale, cap
@@ -286,14 +291,23 @@ def probe_ids(model: Any, device: torch.device, count: int = _PROBE) -> torch.Te
     for place in places:
         for name, value in vars(place).items():
             if name.endswith(("_token_id", "_token_index", "_token_ids")):
-                special |= {one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)}
+                special |= {
+                    token_id
+                    for token_id in (value if isinstance(value, list) else [value])
+                    if isinstance(token_id, int)
+                }
     vocabulary = int(places[-1].vocab_size)
     step = max(vocabulary // (2 * count), 1)
-    ordinary = [one for one in range(vocabulary) if one not in special] if vocabulary < 64 * count else None
+    ordinary = (
+        [token_id for token_id in range(vocabulary) if token_id not in special] if vocabulary < 64 * count else None
+    )
     if ordinary is not None:
         chosen = [ordinary[i * max(len(ordinary) // count, 1) % len(ordinary)] for i in range(count)]
     else:
-        chosen = [next(one for one in range(i * step, vocabulary) if one not in special) for i in range(1, count + 1)]
+        chosen = [
+            next(token_id for token_id in range(i * step, vocabulary) if token_id not in special)
+            for i in range(1, count + 1)
+        ]
     return torch.tensor([chosen], dtype=torch.int64, device=device)
 
 
@@ -313,8 +327,7 @@ def keeps_apart(model: Any) -> bool:
     def last(rows: list[torch.Tensor]) -> torch.Tensor:
         values = Rows(torch.cat(rows), [len(row) for row in rows])
         mask = Rows(torch.ones(len(values.values), dtype=torch.bool, device=device), values.lengths)
-        batch = ExperienceBatch.of({"sequences": values, "action_mask": mask}, Origin())
-        output = run(inner, inputs_of(model, batch))
+        output = run(inner, inputs_of(model, Batch(tokens=values, action_mask=mask)))
         states: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
         return states[0, -_PROBE:].float()
 

@@ -16,6 +16,7 @@ from torch import nn
 from rollbook.models.heads import scoring, unwrapped
 
 if TYPE_CHECKING:
+    from rollbook.batch import Batch
     from rollbook.models.actor import Actor
     from rollbook.models.logprobs import TokenStats
 
@@ -40,14 +41,14 @@ def attach(model: nn.Module, lora: Any) -> nn.Module:
             raise ValueError(f"lora: {error}") from None
     if not isinstance(lora, peft.LoraConfig):
         raise ValueError(f"lora: got {type(lora).__name__}, expected a peft.LoraConfig or a dict of its options")
-    made: nn.Module = peft.get_peft_model(model, lora)
-    return made
+    adapted: nn.Module = peft.get_peft_model(model, lora)
+    return adapted
 
 
 def load_adapter(base: nn.Module, folder: str) -> nn.Module:
     """The base with the adapters of a folder, to be trained on."""
-    made: nn.Module = _peft().PeftModel.from_pretrained(base, folder, is_trainable=True)
-    return made
+    adapted: nn.Module = _peft().PeftModel.from_pretrained(base, folder, is_trainable=True)
+    return adapted
 
 
 def save_base(model: nn.Module, folder: str, **options: Any) -> None:
@@ -69,7 +70,7 @@ def has_adapters(model: nn.Module) -> bool:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The base alone, as long as it lasts. What needs a gradient does so after it as before."""
-    needs = [(one, one.requires_grad) for one in model.parameters()]
+    needs = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         with model.disable_adapter():  # type: ignore[operator]
             yield
@@ -105,10 +106,10 @@ class Reference:
         with self._base():
             return self.actor(*args, **options)
 
-    def token_stats(self, data: Any, **options: Any) -> TokenStats:
+    def token_stats(self, batch: Batch, **options: Any) -> TokenStats:
         """As `Actor.token_stats`."""
         with self._base():
-            return self.actor.token_stats(data, **options)
+            return self.actor.token_stats(batch, **options)
 
     @contextmanager
     def _base(self) -> Iterator[None]:
@@ -136,6 +137,16 @@ class Reference:
         return self.actor.dtype
 
     @property
+    def pad_token_id(self) -> int:
+        """As the actor's."""
+        return self.actor.pad_token_id
+
+    @property
+    def tokenizer(self) -> Any:
+        """As the actor's."""
+        return self.actor.tokenizer
+
+    @property
     def packs(self) -> bool:
         """As the actor's."""
         return self.actor.packs
@@ -153,6 +164,10 @@ class Reference:
     def parameters(self) -> Iterator[nn.Parameter]:
         """None: there is nothing here to train or to count twice."""
         return iter(())
+
+    def reference(self) -> Reference:
+        """Itself."""
+        return self
 
     def eval(self) -> Reference:
         """Nothing to do: there is never dropout in it."""

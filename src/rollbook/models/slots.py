@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
-from rollbook.compat.lightrft.layouts import action_starts, checked, widths
+from rollbook.batch import Batch
 from rollbook.core.checks import check_int
 from rollbook.core.rows import Rows
 
@@ -22,8 +21,8 @@ from rollbook.core.rows import Rows
 class Slots:
     """The slots of a batch that have a prediction, N of them, in the batch's order.
 
-    >>> batch = ExperienceBatch(torch.tensor([[0, 5, 6, 7]]), torch.zeros(1, 2), *[None] * 4,
-    ...                         torch.tensor([[0, 1, 1, 1]]), None, None)
+    >>> batch = Batch(tokens=torch.tensor([[0, 5, 6, 7]]), action_mask=torch.ones(1, 2).bool(),
+    ...               attention_mask=torch.tensor([[0, 1, 1, 1]]))
     >>> slots = Slots.of(batch)
     >>> slots.index.tolist(), slots.labels.tolist()
     ([1, 2], [6, 7])
@@ -43,24 +42,23 @@ class Slots:
     """How many slots each sample has, if packed."""
 
     @classmethod
-    def of(cls, batch: ExperienceBatch) -> Slots:
+    def of(cls, batch: Batch) -> Slots:
         """Those of a batch, padded or packed."""
-        return _packed(batch) if batch.layout == "packed" else _padded(batch)
+        return _packed(batch, batch.tokens) if isinstance(batch.tokens, Rows) else _padded(batch, batch.tokens)
 
     def pick(self, predictions: torch.Tensor) -> torch.Tensor:
         """(N, ...) What the model said at the token before each slot, of (B, S, ...) or (1, tokens, ...)."""
         return predictions.flatten(0, 1).index_select(0, self.index)
 
-    def put(self, found: torch.Tensor) -> Any:
+    def put(self, entries: torch.Tensor) -> Any:
         """(B, A) or `Rows`: an entry (N,) for each slot that has a prediction, 0 on the others; gradients flow."""
-        flat = found.new_zeros(int(np.prod(self.shape))).index_copy(0, self.places, found)
+        flat = entries.new_zeros(int(np.prod(self.shape))).index_copy(0, self.places, entries)
         return flat.view(self.shape) if self.lengths is None else Rows(flat, self.lengths)
 
 
-def _padded(batch: ExperienceBatch) -> Slots:
-    width, slots = widths(checked(batch))
-    sequences = batch.sequences
-    count, device, begin = len(sequences), sequences.device, width - slots
+def _padded(batch: Batch, tokens: torch.Tensor) -> Slots:
+    (count, width), slots = tokens.shape, batch.response_width
+    device, begin = tokens.device, width - slots
     if batch.attention_mask is None:
         place = torch.arange(begin, width, device=device)
         there = (place > 0).expand(count, slots)
@@ -68,19 +66,17 @@ def _padded(batch: ExperienceBatch) -> Slots:
         attended = batch.attention_mask != 0
         # Something must come before it: of a sample's first token nothing was said.
         there = (attended & (attended.cumsum(-1) > 1))[:, begin:]
-    starts = action_starts(batch, slots)
-    if starts.any():
-        there = there & (torch.arange(slots, device=device) >= torch.from_numpy(starts).to(device)[:, None])
+    if batch.spans is not None and batch.spans[1].starts.any():
+        starts = torch.from_numpy(batch.spans[1].starts).to(device)
+        there = there & (torch.arange(slots, device=device) >= starts[:, None])
     places = there.flatten().nonzero()[:, 0]
     row, slot = places // max(slots, 1), places % max(slots, 1)
     at = row * width + begin + slot
-    return Slots(at - 1, sequences.flatten()[at].long(), places, (count, slots), None)
+    return Slots(at - 1, tokens.flatten()[at].long(), places, (count, slots), None)
 
 
-def _packed(batch: ExperienceBatch) -> Slots:
-    rows = batch.sequences if isinstance(batch.sequences, Rows) else Rows(batch.sequences)
-    given = next((value for _, value in token_fields(batch, "response") if value is not None), None)
-    counts = np.array([0] * len(rows) if given is None else [len(row) for row in given], dtype=np.int64)
+def _packed(batch: Batch, rows: Rows) -> Slots:
+    counts = np.array([len(row) for row in batch.action_mask], dtype=np.int64)
     ends = rows.offsets[1:]
     slot = np.arange(int(counts.sum()))
     at = slot + np.repeat(ends - np.cumsum(counts), counts)
@@ -91,9 +87,7 @@ def _packed(batch: ExperienceBatch) -> Slots:
     return Slots(index - 1, rows.values[index].long(), places, (len(slot),), counts.tolist())
 
 
-def called_batch(
-    sequences: Any, num_actions: Any, attention_mask: torch.Tensor | None, packed_seq_lens: Any
-) -> ExperienceBatch:
+def called_batch(sequences: Any, num_actions: Any, attention_mask: torch.Tensor | None, packed_seq_lens: Any) -> Batch:
     """The batch that a call in LightRFT's way speaks of.
 
     Padded: `sequences` (B, S), `attention_mask` (B, S), the last `num_actions` tokens of each row are the response.
@@ -101,9 +95,9 @@ def called_batch(
     `packed_seq_lens` [B].
 
     >>> called_batch(torch.tensor([[1, 2, 3]]), 2, None, None)
-    ExperienceBatch(1 samples, padded, sequences 1x3, actions 1x2)
+    Batch(1 records, padded, tokens 1x3, responses 1x2)
     >>> called_batch(torch.tensor([[1, 2, 3, 4]]), [1, 1], torch.tensor([[1, 1, 2, 2]]), [2, 2])
-    ExperienceBatch(2 samples, packed, 4 tokens)
+    Batch(2 records, packed, 4 tokens)
     """
     check_matrix("sequences", sequences, "(B, S), or (1, tokens) if packed")
     if attention_mask is not None and attention_mask.shape != sequences.shape:
@@ -117,8 +111,7 @@ def called_batch(
                 f"num_actions: got {actions}, expected fewer than the {sequences.shape[1]} tokens of a row"
             )
         mask = torch.ones(len(sequences), actions, dtype=torch.bool, device=sequences.device)
-        given = {"sequences": sequences, "attention_mask": attention_mask, "action_mask": mask}
-        return ExperienceBatch.of(given, Origin())
+        return Batch(tokens=sequences, attention_mask=attention_mask, action_mask=mask)
     lengths, counts = _numbers("packed_seq_lens", packed_seq_lens), _numbers("num_actions", num_actions)
     if len(sequences) != 1 or sum(lengths) != sequences.shape[1]:
         raise ValueError(
@@ -135,10 +128,10 @@ def called_batch(
         if actions > length:
             raise ValueError(f"num_actions[{i}]: got {actions}, expected at most its {length} tokens")
     mask = torch.ones(sum(counts), dtype=torch.bool, device=sequences.device)
-    return ExperienceBatch.of({"sequences": Rows(sequences[0], lengths), "action_mask": Rows(mask, counts)}, Origin())
+    return Batch(tokens=Rows(sequences[0], lengths), action_mask=Rows(mask, counts))
 
 
-def check_matrix(name: str, given: Any, expected: str) -> None:
+def check_matrix(name: str, matrix: Any, expected: str) -> None:
     """Refuse what is not a matrix.
 
     >>> check_matrix("sequences", torch.zeros(3), "(B, S)")
@@ -146,14 +139,14 @@ def check_matrix(name: str, given: Any, expected: str) -> None:
         ...
     ValueError: sequences: got shape [3], expected a tensor (B, S)
     """
-    if not isinstance(given, torch.Tensor) or given.dim() != 2:
-        shown = f"shape {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+    if not isinstance(matrix, torch.Tensor) or matrix.dim() != 2:
+        shown = f"shape {list(matrix.shape)}" if isinstance(matrix, torch.Tensor) else type(matrix).__name__
         raise ValueError(f"{name}: got {shown}, expected a tensor {expected}")
 
 
-def _numbers(name: str, given: Any) -> list[int]:
-    if isinstance(given, torch.Tensor):
-        given = given.tolist()
-    if not isinstance(given, (list, tuple)):
-        raise ValueError(f"{name}: got {given!r}, expected a number for each packed sample")
-    return [check_int(f"{name}[{i}]", one) for i, one in enumerate(given)]
+def _numbers(name: str, numbers: Any) -> list[int]:
+    if isinstance(numbers, torch.Tensor):
+        numbers = numbers.tolist()
+    if not isinstance(numbers, (list, tuple)):
+        raise ValueError(f"{name}: got {numbers!r}, expected a number for each packed sample")
+    return [check_int(f"{name}[{i}]", number) for i, number in enumerate(numbers)]

@@ -72,18 +72,18 @@ class Wrapper(nn.Module, ABC):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
         """Trade computing for memory in training; without reentry unless told otherwise, so that frozen parts do not
         cut gradients off."""
-        given = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        unwrapped(self._inner).gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(given))
+        options = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
+        unwrapped(self._inner).gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(options))
 
     def gradient_checkpointing_disable(self) -> None:
         """Undo it."""
         unwrapped(self._inner).gradient_checkpointing_disable()
 
 
-def flat(found: Any) -> torch.Tensor:
+def flat(column: Any) -> torch.Tensor:
     """What LightRFT's models give: (B, A) as it is; packed rows as (1, all actions).
 
     >>> flat(Rows(torch.arange(3), [1, 2])).shape
     torch.Size([1, 3])
     """
-    return found.values.unsqueeze(0) if isinstance(found, Rows) else found
+    return column.values.unsqueeze(0) if isinstance(column, Rows) else column

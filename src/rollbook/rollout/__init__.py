@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from rollbook.rollout.engine import Cancel as Cancel
     from rollbook.rollout.engine import Engine as Engine
     from rollbook.rollout.engine import Request as Request
+    from rollbook.rollout.environment import Environment as Environment
+    from rollbook.rollout.environment import EnvironmentConfig as EnvironmentConfig
+    from rollbook.rollout.environment import Reply as Reply
+    from rollbook.rollout.environment import play_episodes as play_episodes
     from rollbook.rollout.episode import Episode as Episode
     from rollbook.rollout.episode import act_all as act_all
     from rollbook.rollout.local import TransformersEngine as TransformersEngine
@@ -36,11 +40,14 @@ _HOMES = {
     "Drift": "rollbook.rollout.rendering",
     "Drifts": "rollbook.rollout.rendering",
     "Engine": "rollbook.rollout.engine",
+    "Environment": "rollbook.rollout.environment",
+    "EnvironmentConfig": "rollbook.rollout.environment",
     "Episode": "rollbook.rollout.episode",
     "Line": "rollbook.rollout.scripted",
     "OpenAIEngine": "rollbook.rollout.openai",
     "Prompt": "rollbook.core.sampling",
     "Renderer": "rollbook.rollout.rendering",
+    "Reply": "rollbook.rollout.environment",
     "Request": "rollbook.rollout.engine",
     "RunInfo": "rollbook.core.sampling",
     "Sample": "rollbook.core.sampling",
@@ -48,6 +55,7 @@ _HOMES = {
     "ScriptedEngine": "rollbook.rollout.scripted",
     "TransformersEngine": "rollbook.rollout.local",
     "act_all": "rollbook.rollout.episode",
+    "play_episodes": "rollbook.rollout.environment",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,7 +1,7 @@
-"""`Algorithm`: an estimator, a loss and what goes with them, under one name; and the presets.
+"""`AlgorithmConfig`: an estimator, a loss and their settings; the presets; and what a step needs for them.
 
 Invariant: an algorithm is plain data. Every name in it is in a registry, every option one that the named function
-takes, and both are checked when it is made: a misspelt option fails before the first rollout.
+takes, and both are checked on construction: a misspelled option fails before the first rollout.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rollbook.algorithms.registry import UnknownNameError
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 
 if TYPE_CHECKING:
-    PRESETS: dict[str, Algorithm]
+    from rollbook.algorithms.registry import Estimator, LossEntry
+    from rollbook.core.sampling import Sampling
 
-PAIRS = ("dpo",)
-"""Losses over pairs of answers."""
-MIXED = ("mix", "mix_chord")
-"""Losses that tell own rows from an expert's."""
+    PRESETS: dict[str, AlgorithmConfig]
+
 PRESET_NAMES = [
     *("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo", "opmd", "topr", "asymre"),
     *("sft", "dpo", "on_policy_distill", "mix"),
@@ -30,15 +29,26 @@ _OWN = ("whole", "weights", "norm")
 """Options of losses that the learner gives."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """How experience becomes a gradient.
+class Pass(NamedTuple):
+    """One pass of a model over the records that lack a column."""
 
-    >>> Algorithm.of("grpo", kl_coef=0.0, loss_options={"clip_high": 0.28}).needs_reference
+    model: str
+    """A field of `rollbook.train.pipeline.Models`."""
+    column: str
+    """The column whose absence makes the pass necessary."""
+    outputs: tuple[str, ...]
+    """The columns that the pass fills."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """How records become a gradient: the only source of algorithm settings.
+
+    >>> AlgorithmConfig.preset("grpo", kl_coef=0.0, loss_options={"clip_high": 0.28}).needs_reference
     False
-    >>> Algorithm.of("ppo").needs_critic, Algorithm.of("sft").needs_maker
+    >>> AlgorithmConfig.preset("ppo").needs_critic, AlgorithmConfig.preset("sft").needs_rollouts
     (True, False)
-    >>> Algorithm.of("grpo", loss_options={"clip_hihg": 0.28})
+    >>> AlgorithmConfig.preset("grpo", loss_options={"clip_hihg": 0.28})
     Traceback (most recent call last):
         ...
     ValueError: algorithm.loss_options: 'clip_hihg' is no option of ppo; did you mean 'clip_high'? (clip_low, clip_high,
@@ -71,8 +81,14 @@ class Algorithm:
     """How many responses to each prompt."""
     advantage_clip: float = 0.0
     """Advantages are held within plus and minus this; 0: they are not."""
-    advantages_norm: bool = False
-    """Whether advantages are whitened over all samples of a step."""
+    normalize_advantages: str | None = None
+    """Normalize advantages over all samples of a step: subtract the `mean`, or also divide by the standard deviation
+    (`mean_std`); `None`: neither. Estimators that normalize themselves are left alone."""
+    reward_clip: tuple[float, float] | None = None
+    """Bounds (low, high) of rewards; estimators that score rows clip their scores instead. `None`: no bounds."""
+    reward_norm: str | None = None
+    """Divide rewards by the standard deviation of all rewards so far (`std`), or subtract their mean first
+    (`mean_std`); `None`: neither."""
     drop_constant_groups: bool = False
     """Whether groups whose rewards are all equal are dropped from the step, and the ledger says so."""
     refill: int = 0
@@ -99,7 +115,7 @@ class Algorithm:
         put = object.__setattr__
         losses = _named("loss", self.loss, LOSSES)
         put(self, "loss", losses.name)
-        if {"log_probs", "values"}.isdisjoint(losses.inputs) or self.loss in ("value", "entropy", "kl"):
+        if losses.role != "policy" or "log_probs" not in losses.inputs:
             raise ValueError(f"algorithm.loss: got {self.loss!r}, expected the loss of a policy")
         known = [name for name in losses.options if name not in _OWN]
         put(self, "loss_options", _options("loss_options", self.loss_options, losses.name, known))
@@ -118,7 +134,7 @@ class Algorithm:
             put(self, "correction", _options("correction", self.correction, entry.name, own))
         _named("kl_estimator", self.kl_estimator, KL)
         check_choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))
-        least = 0 if self.kl_in == "reward" else -1e9  # a maker takes no negative penalty
+        least = 0 if self.kl_in == "reward" else -1e9
         put(self, "kl_coef", check_float("algorithm.kl_coef", self.kl_coef, least, 1e9))
         put(self, "entropy_coef", check_float("algorithm.entropy_coef", self.entropy_coef, -1e9, 1e9))
         for name in ("gamma", "lam", "high_entropy_ratio"):
@@ -132,8 +148,13 @@ class Algorithm:
             ("critic_warmup", 0, 10**9),
         ):
             put(self, name, check_int(f"algorithm.{name}", getattr(self, name), low, high))
-        for name in ("drop_constant_groups", "advantages_norm"):
-            put(self, name, check_bool(f"algorithm.{name}", getattr(self, name)))
+        put(self, "drop_constant_groups", check_bool("algorithm.drop_constant_groups", self.drop_constant_groups))
+        if self.normalize_advantages is not None:
+            check_choice("algorithm.normalize_advantages", self.normalize_advantages, ("mean", "mean_std"))
+        if self.reward_norm is not None:
+            check_choice("algorithm.reward_norm", self.reward_norm, ("std", "mean_std"))
+        if self.reward_clip is not None:
+            put(self, "reward_clip", _bounds(self.reward_clip))
         if self.refill and not self.drop_constant_groups:
             raise ValueError(
                 f"algorithm.refill: got {self.refill}, and drop_constant_groups is off: nothing is missing"
@@ -146,15 +167,20 @@ class Algorithm:
             )
 
     @classmethod
-    def of(cls, given: Algorithm | str, **changes: Any) -> Algorithm:
-        """A preset by name, or an algorithm, with changes; options of loss and estimator are merged with its own,
-        unless another loss or estimator is named."""
+    def preset(cls, given: AlgorithmConfig | str, **changes: Any) -> AlgorithmConfig:
+        """Return a preset, or another algorithm, with changes.
+
+        Args:
+            given: The name of a preset, or an algorithm.
+            changes: Fields with other values. `loss_options` and `estimator_options` are merged with those of `given`,
+                unless another loss or estimator is named.
+        """
         if isinstance(given, str):
             if given not in PRESET_NAMES:
                 raise UnknownNameError(f"algorithm: got {given!r}, expected a preset{suggest(given, PRESET_NAMES)}")
             given = presets()[given]
-        if not isinstance(given, Algorithm):
-            raise ValueError(f"algorithm: got {type(given).__name__}, expected an Algorithm or a preset's name")
+        if not isinstance(given, AlgorithmConfig):
+            raise ValueError(f"algorithm: got {type(given).__name__}, expected an AlgorithmConfig or a preset's name")
         known = [one.name for one in dataclasses.fields(cls)]
         for name in changes:
             if name not in known:
@@ -172,46 +198,121 @@ class Algorithm:
         found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
 
+    def sampling(self, **options: Any) -> Sampling:
+        """Return sampling options for this algorithm: `n` responses per prompt, and `options`."""
+        from rollbook.core.sampling import Sampling
+
+        return Sampling(**{"n": self.n, **options})
+
     # --- what it needs ------------------------------------------------------------------------------------------------
 
     @property
+    def estimator_entry(self) -> Estimator | None:
+        """The registry's entry of the estimator."""
+        from rollbook.algorithms import ESTIMATORS
+
+        return None if self.estimator is None else ESTIMATORS[self.estimator]
+
+    @property
+    def loss_entry(self) -> LossEntry:
+        """The registry's entry of the loss."""
+        from rollbook.algorithms import LOSSES
+
+        return LOSSES[self.loss]
+
+    @property
+    def data(self) -> Literal["rollouts", "answers", "pairs", "mixed"]:
+        """What it is trained on: its rollouts, given answers, pairs of answers, or rollouts mixed with an expert's
+        records."""
+        kind = self.loss_entry.data
+        if kind in ("pairs", "mixed"):
+            return kind
+        return "answers" if self.estimator is None else "rollouts"
+
+    @property
     def pairs(self) -> bool:
-        """Whether it learns from pairs of answers."""
-        return self.loss in PAIRS
+        """Whether it is trained on pairs of answers."""
+        return self.data == "pairs"
 
     @property
     def mixed(self) -> bool:
-        """Whether it learns from an expert's rows beside its own."""
-        return self.loss in MIXED
+        """Whether it is trained on an expert's records beside its own rollouts."""
+        return self.data == "mixed"
 
     @property
-    def needs_maker(self) -> bool:
-        """Whether it learns from its own rollouts."""
-        return self.estimator is not None
+    def needs_rollouts(self) -> bool:
+        """Whether it is trained on its own rollouts."""
+        return self.data in ("rollouts", "mixed")
 
     @property
     def needs_critic(self) -> bool:
         """Whether there must be a critic."""
-        from rollbook.algorithms import ESTIMATORS
-
-        return self.estimator is not None and "values" in ESTIMATORS[self.estimator].inputs
+        return "values" in self._estimator_inputs
 
     @property
     def needs_reference(self) -> bool:
         """Whether there must be a reference model."""
-        return self.kl_coef != 0 or (self.pairs and not self.loss_options.get("reference_free", False))
+        return self.kl_coef != 0 or self.loss_entry.needs_reference(self.loss_options)
 
     @property
     def needs_teacher(self) -> bool:
         """Whether there must be a teacher."""
-        from rollbook.algorithms import ESTIMATORS
-
-        return self.estimator is not None and "teacher_log_probs" in ESTIMATORS[self.estimator].inputs
+        return "teacher_log_probs" in self._estimator_inputs
 
     @property
-    def wants_entropy(self) -> bool:
-        """Whether the entropies of old tokens decide anything."""
-        return self.high_entropy_ratio > 0
+    def needs_entropy(self) -> bool:
+        """Whether the entropies of the policy before the update decide anything."""
+        return self.high_entropy_ratio > 0 or self._estimator_inputs.get("entropy", False)
+
+    @property
+    def takes_rewards(self) -> bool:
+        """Whether advantages are estimated from rewards.
+
+        >>> [AlgorithmConfig.preset(name).takes_rewards for name in ("grpo", "ppo", "sft", "on_policy_distill")]
+        [True, True, False, False]
+        """
+        return self.estimator_entry is not None and self.estimator_entry.takes_rewards
+
+    @property
+    def takes_token_rewards(self) -> bool:
+        """Whether advantages are estimated from token rewards, where records have them."""
+        return self.estimator_entry is not None and self.estimator_entry.takes_token_rewards
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The model passes that records need before advantages are estimated.
+
+        >>> [one.model for one in AlgorithmConfig.preset("ppo").passes]
+        ['policy', 'reference', 'critic']
+        """
+        needed = {
+            "policy_logprobs": self.needs_rollouts,
+            "entropy": self.needs_rollouts and self.needs_entropy,
+            "ref_logprobs": self.kl_coef != 0 and not self.pairs,
+            "teacher_logprobs": self.needs_teacher,
+            "values": self.needs_critic,
+        }
+        return tuple(_PASSES[column] for column, is_needed in needed.items() if is_needed)
+
+    @property
+    def _estimator_inputs(self) -> Mapping[str, bool]:
+        return {} if self.estimator_entry is None else self.estimator_entry.inputs
+
+
+_PASSES = {
+    "policy_logprobs": Pass("policy", "policy_logprobs", ("policy_logprobs", "entropy")),
+    "entropy": Pass("policy", "entropy", ("entropy",)),
+    "ref_logprobs": Pass("reference", "ref_logprobs", ("ref_logprobs",)),
+    "teacher_logprobs": Pass("teacher", "teacher_logprobs", ("teacher_logprobs",)),
+    "values": Pass("critic", "values", ("values",)),
+}
+
+
+def _bounds(given: Any) -> tuple[float, float]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(f"algorithm.reward_clip: got {given!r}, expected (low, high)")
+    low = check_float("algorithm.reward_clip", given[0])
+    return low, check_float("algorithm.reward_clip", given[1], low, what=f"an upper bound of at least {low:g}")
 
 
 def _named(what: str, name: Any, registry: Mapping[str, Any]) -> Any:
@@ -236,7 +337,7 @@ _KL = {"kl_estimator": "k2", "kl_coef": 0.001}
 
 
 @functools.cache
-def presets() -> dict[str, Algorithm]:
+def presets() -> dict[str, AlgorithmConfig]:
     """The ready algorithms by name; `PRESETS` is the same.
 
     >>> sorted(presets()) == sorted(PRESET_NAMES)
@@ -266,7 +367,7 @@ def presets() -> dict[str, Algorithm]:
         "on_policy_distill": {"estimator": "on_policy_distill", "n": 1},
         "mix": {"estimator": "grpo", "loss": "mix"},
     }
-    return {name: Algorithm(name=name, **parts) for name, parts in given.items()}
+    return {name: AlgorithmConfig(name=name, **parts) for name, parts in given.items()}
 
 
 def __getattr__(name: str) -> Any:

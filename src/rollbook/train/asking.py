@@ -47,7 +47,7 @@ def prompts_of(config: Config) -> tuple[Prompts, Prompts | None]:
     both = 0 if held is None else held.shared(found)
     if held is not None and both:
         advise(f"evaluation: {both} of {len(held)} prompts are among those that are trained on")
-    if not config.algorithm.needs_maker:
+    if not config.algorithm.needs_rollouts:
         found.require(*(("chosen", "rejected") if config.algorithm.pairs else ("response",)))
     if config.warmup.steps:
         found.require("response")
@@ -179,15 +179,6 @@ def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> Any:
                 raise
             # It has none of its own, and is given the policy's tokens.
     return transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto", trust_remote_code=False)
-
-
-def unrewarded(response_ids: Any) -> float:
-    """The reward of samples that a teacher judges, token by token: none.
-
-    >>> unrewarded([5, 6])
-    0.0
-    """
-    return 0.0
 
 
 def _called(one: Reward) -> str:

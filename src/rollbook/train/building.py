@@ -1,4 +1,4 @@
-"""From a configuration to a run's parts: maker, engine, book, trainer; models and prompts are next door.
+"""From a configuration to a run's parts: engine, environment, book, trainer; models and prompts are next door.
 
 Invariant: what is built follows from the configuration alone; nothing is written before all of it could be built, but
 for the run's folder and its book.
@@ -17,22 +17,19 @@ import torch
 
 from rollbook.book.book import Book
 from rollbook.book.opening import open as open_book
-from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.core.metrics import advise
 from rollbook.models import Actor
 from rollbook.models.heads import text_config
-from rollbook.rewards.choose import as_reward
-from rollbook.train.asking import check_readable, prompts_of, reward_of, unrewarded
-from rollbook.train.completing import maker_config
+from rollbook.rollout.environment import EnvironmentConfig
+from rollbook.train.asking import check_readable, prompts_of, reward_of
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.schema import Config
 from rollbook.train.config.secrets import expanded
 from rollbook.train.data import Prompts
-from rollbook.train.episodes import EpisodeMaker
-from rollbook.train.modelling import Models, actor_of, called, loading, models_of
+from rollbook.train.modelling import actor_of, called, loading, models_of
 from rollbook.train.naming import resolve
 from rollbook.train.optimizing import Optimizing
-from rollbook.train.supervised import SupervisedMaker
+from rollbook.train.pipeline import Models
 from rollbook.train.trainer import Trainer
 
 
@@ -55,16 +52,19 @@ def settle(config: Config) -> torch.device:
     return found
 
 
-def generate_of(config: Config) -> dict[str, Any]:
-    """The options of sampling."""
-    made = {name: value for name, value in vars(config.sampling).items() if value not in ((), None, {})}
+def sampling_of(config: Config, actor: Actor | None = None) -> dict[str, Any]:
+    """Return the sampling options; rollouts of single turns are limited to the positions of `actor`, if given."""
+    options = {name: option for name, option in vars(config.sampling).items() if option not in ((), None, {})}
     if config.environment.function is None:
-        made["prompt_overflow"] = config.data.overflow
-        if config.data.max_prompt_tokens is not None:
-            made["max_prompt_tokens"] = config.data.max_prompt_tokens
+        options["prompt_overflow"] = config.data.overflow
+        longest = config.data.max_prompt_tokens
+        if longest is None and actor is not None and config.algorithm.needs_rollouts:
+            longest = getattr(text_config(actor), "max_position_embeddings", None) or 1 << 20
+        if longest is not None:
+            options["max_prompt_tokens"] = int(longest)
     if config.engine.kind == "openai" and config.model.suppress:
-        made["suppress"] = list(config.model.suppress)
-    return made
+        options["suppress"] = list(config.model.suppress)
+    return options
 
 
 def engine_of(config: Config, actor: Actor) -> Any:
@@ -95,52 +95,22 @@ def engine_of(config: Config, actor: Actor) -> Any:
     return made
 
 
-def maker_of(config: Config, models: Models, reward: Any) -> Any:
-    """Who makes experience."""
-    own, actor = config.algorithm, models.actor
-    positions = getattr(text_config(actor), "max_position_embeddings", None)
-    if not own.needs_maker:
-        longest = config.data.max_prompt_tokens
-        totals = [positions, None if longest is None else longest + config.sampling.max_tokens]
-        total = min((one for one in totals if one is not None), default=None)
-        return SupervisedMaker(
-            actor.tokenizer, "dpo" if own.pairs else "sft", processor=actor.processor, max_tokens=total
-        )
-    how = maker_config(own, seed=config.seed, token_budget=config.batch.token_budget, progress=False)
-    engine = engine_of(config, actor)
-    shared = {"config": how, "engine": engine, "teacher": models.teacher}
-    if config.environment.function is not None:
-        given = config.environment
-        function, options = (
-            resolve(str(given.function), name="environment.function"),
-            expanded(given.options, "environment.options"),
-        )
-        return EpisodeMaker(
-            actor,
-            (lambda prompt: function(prompt, **options)) if options else function,
-            tokenizer=actor.processor or actor.tokenizer,
-            critic=models.critic,
-            initial_model=models.reference,
-            reward=reward,
-            rewards=given.rewards,
-            max_turns=given.max_turns,
-            context_limit=given.context_limit,
-            on_cut=given.on_cut,
-            workers=given.workers,
-            episode=given.episode,
-            **shared,
-        )
-    longest = config.data.max_prompt_tokens or positions or 1 << 20
-    return NaiveExperienceMaker(
-        actor,
-        models.critic,
-        reward if reward is not None else as_reward(unrewarded),
-        models.reference,
-        actor.tokenizer,
-        int(longest),
-        None,
-        processor=actor.processor,
-        **shared,
+def environment_of(config: Config, actor: Actor) -> EnvironmentConfig | None:
+    """Return how episodes are played; `None` without an environment."""
+    given = config.environment
+    if given.function is None:
+        return None
+    function = resolve(str(given.function), name="environment.function")
+    options = expanded(given.options, "environment.options")
+    return EnvironmentConfig(
+        factory=(lambda prompt: function(prompt, **options)) if options else function,
+        rewards=given.rewards,
+        max_turns=given.max_turns,
+        context_limit=given.context_limit,
+        on_cut=given.on_cut,
+        workers=given.workers,
+        episode=given.episode,
+        tokenizer=actor.processor or actor.tokenizer,
     )
 
 
@@ -163,13 +133,15 @@ def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, bo
         raise ConfigError("intake.expert", f"got {config.intake.expert!r}, but {error}") from error
     success = config.evaluation.success
     return Trainer(
-        models.actor,
-        maker_of(config, models, reward),
-        book,
+        models.policy,
         config.algorithm,
+        book,
         prompts=prompts,
-        groups=config.batch.prompts,
-        generate=generate_of(config),
+        reward=reward if config.algorithm.needs_rollouts else None,
+        engine=engine_of(config, models.policy) if config.algorithm.needs_rollouts else None,
+        environment=environment_of(config, models.policy),
+        sampling=sampling_of(config, models.policy),
+        prompts_per_step=config.batch.prompts,
         critic=models.critic,
         reference=models.reference,
         teacher=models.teacher,
@@ -198,14 +170,13 @@ __all__ = [
     "called",
     "check_readable",
     "engine_of",
+    "environment_of",
     "expert_of",
-    "generate_of",
     "loading",
-    "maker_of",
     "models_of",
     "prompts_of",
     "reward_of",
+    "sampling_of",
     "settle",
     "trainer_of",
-    "unrewarded",
 ]

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rollbook.book.book import Book
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
-    from rollbook.core.sampling import Prompt, Sample, Sampling
-    from rollbook.rewards.types import Scores
+    from rollbook.core.sampling import Prompt, Sampling
     from rollbook.rollout.engine import Engine
+    from rollbook.rollout.environment import EnvironmentConfig
 
 Answer = Callable[["Experience"], str | None]
 """What a sample answers, for a vote among samples; `None`: it does not vote."""
@@ -139,10 +139,11 @@ class Evaluation:
 def evaluate(
     engine: Engine,
     prompts: Any,
-    reward: Any,
+    reward: Any = None,
     *,
     k: int = 1,
     sampling: Sampling | Mapping[str, Any] | None = None,
+    environment: EnvironmentConfig | None = None,
     step: int = 0,
     seed: int = 0,
     book: Book | None = None,
@@ -152,13 +153,13 @@ def evaluate(
     answer: Answer | None = None,
     name: str = "eval",
 ) -> Evaluation:
-    """Sample k answers to each prompt, score them, and say how many succeed.
+    """Sample k answers to each prompt, or play k episodes, score them, and say how many succeed.
 
     - `prompts`: a list of whatever an engine takes, or what has `.every(batch=)` (`rollbook.train.Prompts`). Samples
       have the ids `{name}-{step}/{row}/{run}`: `row` is the task of a prompt that has an id, else its place. Several
       sets that are evaluated into one book have a `name` each.
-    - `reward`: whatever `rollbook.rewards.as_reward` takes. `success`: a sample succeeds with a reward of at least this
-      (1.0), or, by name, if that part of the reward is at least 1.
+    - `reward`: whatever `rollbook.rewards.as_reward` takes; with an `environment` it may be missing. `success`: a
+      sample succeeds with a reward of at least this (1.0), or, by name, if that part of the reward is at least 1.
     - `sampling`: as for training, or greedy ({"temperature": 0}), for which k = 1 says all.
     - `seed`: the same samples again for the same weights, whatever else is evaluated.
     - `answer`: what a record answers, for maj@k; by default the answer that its text marks as final (a box, `<answer>`,
@@ -170,6 +171,7 @@ def evaluate(
     from rollbook.core.sampling import Sampling
     from rollbook.rewards.choose import as_reward
     from rollbook.rewards.types import is_reward
+    from rollbook.train.pipeline import generate, score
 
     check_int("k", k, 1)
     check_int("step", step)
@@ -178,16 +180,21 @@ def evaluate(
         advise(f"k: got {k} with temperature 0, at which all samples of a prompt are one; k=1 says as much")
     _check_success(success)
     asked = _asked(prompts, f"{name}-{step}")
-    source = as_reward(reward)
-    try:
-        samples = engine.generate(asked, settings)
-        scores = _scored(source, samples, tokenizer if tokenizer is not None else getattr(engine, "tokenizer", None))
-    finally:
-        if not is_reward(reward):
-            source.close()
-    _check_part(success, scores)
-    fingerprint = source.source()
-    rows = [_record(*each, scores) for each in enumerate(samples)]
+    if reward is None and environment is None:
+        raise ValueError("reward: missing, and there is no environment that gives one")
+    records = generate(engine, asked, settings, environment)
+    fingerprint = None
+    if reward is not None:
+        source = as_reward(reward)
+        try:
+            decoder = tokenizer if tokenizer is not None else getattr(engine, "tokenizer", None)
+            records = score(records, source, decoder, prompts=asked)
+        finally:
+            if not is_reward(reward):
+                source.close()
+        fingerprint = source.source()
+    rows = [_without_nan(row) for row in records.rows()]
+    _check_part(success, rows)
     for row in rows if fingerprint is not None else ():
         row.info["reward_source"] = fingerprint
     found = evaluated(rows, success=success, confidence=confidence, answer=answer, step=step)
@@ -306,40 +313,11 @@ def _asked(prompts: Any, batch: str) -> list[Prompt]:
     return made
 
 
-def _scored(source: Any, samples: Sequence[Sample], tokenizer: Any) -> Scores:
-    """Scores of all samples; of those that failed there are none."""
-    from rollbook.rewards.types import RewardInput, Scores
-
-    answered = [i for i, one in enumerate(samples) if not one.failed]
-    inputs = []
-    for i in answered:
-        # Without a tokenizer nobody can read it, and a reward may look at ids alone.
-        unread = samples[i].text is None and tokenizer is None
-        inputs.append(RewardInput.of(samples[i].replace(text="") if unread else samples[i], tokenizer))
-    found = source(inputs) if inputs else Scores(rewards=[])
-    if len(found) != len(inputs):
-        raise ValueError(f"reward: got {len(found)} scores back, expected {len(inputs)}, one for each sample")
-    rewards = [math.nan] * len(samples)
-    errors: list[str | None] = [None] * len(samples)
-    metrics = {name: [math.nan] * len(samples) for name in found.metrics}
-    for place, i in enumerate(answered):
-        rewards[i], errors[i] = found.rewards[place], found.errors[place]
-        for name, values in found.metrics.items():
-            metrics[name][i] = values[place]
-    return Scores(rewards=rewards, errors=errors, metrics=metrics, parts=found.parts)
-
-
-def _record(i: int, sample: Sample, scores: Scores) -> Experience:
-    """Sample i with its reward; none, rather than NaN, where there is none: SQL's averages leave it out."""
-    row = sample.to_experience()
-    reward, error = scores.rewards[i], scores.errors[i]
-    if not math.isnan(reward):
-        row.reward = reward
-    if error is not None:
-        row.info["reward_error"] = error
-    if scores.parts:
-        row.info["reward_parts"] = list(scores.parts)
-    row.metrics |= {name: values[i] for name, values in scores.metrics.items() if not math.isnan(values[i])}
+def _without_nan(row: Experience) -> Experience:
+    """Replace a reward of NaN by none, and drop parts that are NaN: averages of SQL leave them out."""
+    if row.reward is not None and math.isnan(row.reward):
+        row.reward = None
+    row.metrics = {name: number for name, number in row.metrics.items() if not math.isnan(number)}
     return row
 
 
@@ -374,11 +352,12 @@ def _check_success(success: float | str | None) -> None:
         check_float("success", success, -1e30, 1e30, "a reward that counts as success, or the name of a part of it")
 
 
-def _check_part(success: float | str | None, scores: Scores) -> None:
-    """A part that the reward does not have is a mistake; where nothing was scored, nobody can tell."""
-    scored = any(not math.isnan(one) for one in scores.rewards)
-    if isinstance(success, str) and success not in scores.metrics and scored:
-        raise ValueError(f"success: got {success!r}, which is no part of the reward{suggest(success, scores.metrics)}")
+def _check_part(success: float | str | None, rows: Sequence[Experience]) -> None:
+    """Raise `ValueError` for a part that no scored record has."""
+    parts = list(dict.fromkeys(name for row in rows if row.reward is not None for name in row.metrics))
+    is_scored = any(row.reward is not None for row in rows)
+    if isinstance(success, str) and success not in parts and is_scored:
+        raise ValueError(f"success: got {success!r}, which is no part of the reward{suggest(success, parts)}")
 
 
 def _succeeds(row: Experience, reward: float, success: float | str | None) -> bool:

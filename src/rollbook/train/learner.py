@@ -1,4 +1,4 @@
-"""`Learner`: from records to new weights, without a book, a maker or a loop around it.
+"""`Learner`: from records to new weights, without a book, an engine or a loop around it.
 
 Invariant: what a step does to the weights depends on the records, the step's number, the seed and the state before, and
 on nothing else; not on how minibatches are cut into micro-batches, padded or packed, but for rounding. An update whose
@@ -11,21 +11,27 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 
+from rollbook.batch import Batch
+from rollbook.batch.device import to
 from rollbook.batch.plan import MicroBatch, plan
 from rollbook.core.checks import check_bool, check_choice, check_int
+from rollbook.core.experiences import as_experiences
 from rollbook.core.metrics import advise
-from rollbook.models.forward import reference_log_probs
+from rollbook.models.forward import without_adapters
+from rollbook.models.heads import scoring
+from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.engine import derived
-from rollbook.train.algorithm import Algorithm
-from rollbook.train.material import Material
-from rollbook.train.objective import Flags, Whole, critic_loss, policy_loss
+from rollbook.train.algorithm import AlgorithmConfig
+from rollbook.train.loss import LossNormalizers, critic_loss, loss_columns, policy_loss
 from rollbook.train.optimizing import PRECISIONS, Optimizer, Optimizing
+from rollbook.train.train_rows import TrainRows
 
 
 class NotFinite(RuntimeError):
@@ -65,34 +71,38 @@ class Batching:
 
 
 @dataclass
-class Learned:
-    """What a step of learning did."""
+class UpdateResult:
+    """What the updates of a step did."""
 
     metrics: dict[str, float]
     """Means over the updates: `loss`, `policy/...`, `kl`, `entropy`, `grad_norm`, `lr`, `critic/...`, and counts."""
-    places: list[dict[str, Any]]
+    placements: list[dict[str, Any]]
     """[records] Where each was: `minibatch`, `micro_batch` and `weight` (its tokens' share of its minibatch's) of each
-    pass, or `left_out` and why."""
+    pass, or `left_out` and the reason."""
     updates: int
     """How many updates changed the weights."""
     skipped: int
     """How many did not, since something was not finite."""
 
+    def placements_by_uid(self, uids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The placements of the first records, by their ids, as `Lease.ack` takes them.
 
-@dataclass
-class _Sums:
-    """Metrics of updates, each a sum of its micro-batches' shares; kept where they are until all is done."""
+        >>> UpdateResult({}, [{"minibatch": 0}, {"minibatch": 1}], 1, 0).placements_by_uid(["a"])
+        {'a': {'minibatch': 0}}
+        """
+        return dict(zip(uids, self.placements, strict=False))
 
-    of: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, into: dict[str, Any], shares: Mapping[str, Any], prefix: str) -> None:
-        for name, value in shares.items():
-            key = name if name in ("loss", "kl", "entropy") and prefix == "policy" else f"{prefix}/{name}"
-            into[key] = into[key] + value if key in into else value
+def _add_shares(metrics: dict[str, Any], shares: Mapping[str, Any], prefix: str) -> None:
+    """Add a micro-batch's shares of metrics; they stay on their device until the update is done."""
+    for name, share in shares.items():
+        key = name if name in ("loss", "kl", "entropy") and prefix == "policy" else f"{prefix}/{name}"
+        metrics[key] = metrics[key] + share if key in metrics else share
 
-    def means(self) -> dict[str, float]:
-        names = dict.fromkeys(name for one in self.of for name in one)
-        return {name: float(np.mean([float(one[name]) for one in self.of if name in one])) for name in names if self.of}
+
+def _means(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    return {name: float(np.mean([float(metrics[name]) for metrics in updates if name in metrics])) for name in names}
 
 
 class Learner:
@@ -111,18 +121,18 @@ class Learner:
     ...                           num_attention_heads=2, max_position_embeddings=16))
     >>> learner = Learner(actor, "sft", optimizer=Optimizing(lr=0.01))
     >>> records = [Experience(tokens=[1, 2, 3, 4], prompt_length=2, eid={"task": 0})]
-    >>> losses = [learner.learn(records, step=step).metrics["loss"] for step in range(1, 30)]
+    >>> losses = [learner.update(records, step=step).metrics["loss"] for step in range(1, 30)]
     >>> losses[-1] < losses[0] / 4
     True
     """
 
     def __init__(
         self,
-        actor: Any,
-        algorithm: Algorithm | str,
+        actor: Policy,
+        algorithm: AlgorithmConfig | str,
         *,
-        critic: Any = None,
-        reference: Any = None,
+        critic: ValueModel | None = None,
+        reference: Policy | None = None,
         optimizer: Optimizing | None = None,
         critic_optimizer: Optimizing | None = None,
         batching: Batching | None = None,
@@ -132,7 +142,7 @@ class Learner:
         nonfinite_limit: int = 3,
     ) -> None:
         self.actor, self.critic, self.reference = actor, critic, reference
-        self.algorithm = Algorithm.of(algorithm)
+        self.algorithm = AlgorithmConfig.preset(algorithm)
         self.batching = Batching() if batching is None else batching
         self.precision = precision
         check_choice("precision", precision, PRECISIONS)
@@ -146,69 +156,79 @@ class Learner:
         if (precision == "bfloat16") != (actor.dtype == torch.bfloat16):
             expected = "bfloat16" if precision == "bfloat16" else "float32"
             raise ValueError(f"actor: got weights of {actor.dtype}, expected {expected} for precision={precision!r}")
-        how = Optimizing() if optimizer is None else optimizer
-        self.optimizer = Optimizer(actor, how, masters=precision == "bfloat16")
+        config = Optimizing() if optimizer is None else optimizer
+        # Weights have names in checkpoints, which a module knows.
+        self.optimizer = Optimizer(cast("nn.Module", actor), config, masters=precision == "bfloat16")
         self.critic_optimizer: Optimizer | None = None
         if critic is not None and self.algorithm.needs_critic:
             short = critic.dtype == torch.bfloat16
-            self.critic_optimizer = Optimizer(critic, critic_optimizer or how, masters=short)
+            self.critic_optimizer = Optimizer(cast("nn.Module", critic), critic_optimizer or config, masters=short)
         self.failures = 0
         """Updates in a row that were not finite."""
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def learn(
+    def update(
         self,
         records: Any,
         *,
         step: int,
         expert: Sequence[bool] | None = None,
         weights: Sequence[float] | None = None,
-    ) -> Learned:
-        """Learn from records, which have all that the algorithm needs (`rollbook.train.complete`).
+    ) -> UpdateResult:
+        """Train on records: rows, minibatches, micro-batches, losses, optimizer steps.
 
-        `step` counts from 1: the learning rate and the order of records follow from it. `expert` says which records an
-        expert made; `weights` are a sampler's, one for each record.
+        Args:
+            records: Records with every column that the algorithm reads (`rollbook.train.pipeline`).
+            step: The step's number from 1 on, from which the learning rate and the order of records follow.
+            expert: [N] Which records an expert made.
+            weights: [N] A sampler's weight of each record.
+
+        Returns:
+            Metrics, and where each record was.
+
+        Raises:
+            NotFinite: If `nonfinite_limit` updates in a row were not finite.
         """
         step = check_int("step", step, 1)
-        material = Material.of(
-            records,
+        rows = TrainRows.from_records(
+            as_experiences(records),
             self.algorithm,
             expert=expert,
             weights=weights,
             drop_zero=self.batching.drop_zero,
             version=step - 1,
         )
-        places: list[dict[str, Any]] = [{"left_out": material.left_out.get(i, "")} for i in range(material.count)]
-        sums, skipped, made = _Sums(), 0, 0
-        alone = step <= self.algorithm.critic_warmup
+        placements: list[dict[str, Any]] = [{"left_out": rows.left_out.get(i, "")} for i in range(rows.record_count)]
+        updates: list[dict[str, Any]] = []
+        skipped = 0
+        critic_only = step <= self.algorithm.critic_warmup
         self.actor.train()
         if self.critic is not None:
             self.critic.train()
         for epoch in range(self.batching.epochs):
-            for number, rows in enumerate(self.minibatches(material, step, epoch)):
-                planned = self.plan(material, rows)
-                self._note(places, material, rows, planned, epoch, number)
-                done = self._update(material, rows, planned, step, alone)
-                if done is None:
+            for number, minibatch in enumerate(self.minibatches(rows, step, epoch)):
+                micro_batches = self.plan(rows, minibatch)
+                self._place(placements, rows, minibatch, micro_batches, epoch, number)
+                metrics = self._update(rows, minibatch, micro_batches, step, critic_only)
+                if metrics is None:
                     skipped += 1
                     self._failed(step, epoch, number)
                     continue
-                made += 1
                 self.failures = 0
-                sums.of.append(done)
-        metrics = {**sums.means(), **material.metrics, "lr": self.optimizer.how.rate(step)}
-        metrics |= {"updates": float(made), "skipped": float(skipped), "rows": float(len(material.rows))}
-        return Learned(metrics, places, made, skipped)
+                updates.append(metrics)
+        totals = {**_means(updates), **rows.metrics, "lr": self.optimizer.how.rate(step)}
+        totals |= {"updates": float(len(updates)), "skipped": float(skipped), "rows": float(len(rows))}
+        return UpdateResult(totals, placements, len(updates), skipped)
 
-    def minibatches(self, material: Material, step: int, epoch: int = 0) -> list[list[int]]:
+    def minibatches(self, rows: TrainRows, step: int, epoch: int = 0) -> list[list[int]]:
         """Which rows each update of a pass is of: a function of the seed, the step and the pass."""
         units: dict[Any, list[int]] = {}
-        names: Sequence[Any] = range(len(material.rows))
-        if material.pairs is not None:
-            names = material.pairs
+        names: Sequence[Any] = range(len(rows))
+        if rows.pairs is not None:
+            names = rows.pairs
         elif self.batching.keep_groups:
-            names = [eid.tid for eid in material.rows.eids()]
+            names = [eid.tid for eid in rows.records.eids()]
         for i, name in enumerate(names):
             units.setdefault(name, []).append(i)
         order = list(units.values())
@@ -218,18 +238,18 @@ class Learner:
         cuts = [len(order) * k // count for k in range(count + 1)] if count else []
         return [sorted(row for unit in order[begin:end] for row in unit) for begin, end in itertools.pairwise(cuts)]
 
-    def plan(self, material: Material, rows: Sequence[int]) -> Sequence[MicroBatch]:
-        """The micro-batches of an update; their indices are places in `rows`."""
-        lengths = material.rows.token_lengths()[list(rows)]
-        counted = [int(material_mask.sum()) for material_mask in _chosen(material.masks, rows)]
+    def plan(self, rows: TrainRows, minibatch: Sequence[int]) -> Sequence[MicroBatch]:
+        """The micro-batches of an update; their indices are places in `minibatch`."""
+        lengths = rows.records.token_lengths()[list(minibatch)]
+        counts = rows.loss_tokens[list(minibatch)]
         options: dict[str, Any] = {}
-        if material.pairs is not None:
-            options = {"groups": [material.pairs[i] for i in rows], "keep_groups": "micro_batch"}
+        if rows.pairs is not None:
+            options = {"groups": [rows.pairs[i] for i in minibatch], "keep_groups": "micro_batch"}
         layout: Any = "packed" if self.packed else "padded"
         budget = self.batching.token_budget
         if options:
             budget = max(budget, int(max(_pair_size(lengths, options["groups"], layout))))
-        return plan(lengths, token_cap=budget, layout=layout, loss_tokens=counted, oversize="alone", **options)[0]
+        return plan(lengths, token_cap=budget, layout=layout, loss_tokens=counts, oversize="alone", **options)[0]
 
     @property
     def packed(self) -> bool:
@@ -238,83 +258,94 @@ class Learner:
             return bool(self.actor.packs_cheaply)
         return self.batching.packed
 
-    def _note(
-        self,
-        places: list[dict[str, Any]],
-        material: Material,
-        rows: Sequence[int],
-        planned: Sequence[MicroBatch],
+    @staticmethod
+    def _place(
+        placements: list[dict[str, Any]],
+        rows: TrainRows,
+        minibatch: Sequence[int],
+        micro_batches: Sequence[MicroBatch],
         epoch: int,
         number: int,
     ) -> None:
-        counted = [int(mask.sum()) for mask in _chosen(material.masks, rows)]
-        total = max(sum(counted), 1)
-        found: dict[int, dict[str, Any]] = {}
-        for k, micro in enumerate(planned):
+        """Note where the records of a minibatch are."""
+        counts = rows.loss_tokens[list(minibatch)].tolist()
+        total = max(sum(counts), 1)
+        places: dict[int, dict[str, Any]] = {}
+        for k, micro in enumerate(micro_batches):
             for i in micro.indices.tolist():
-                source = int(material.sources[rows[i]])
-                other = found[source]["weight"] if source in found else 0.0  # of a pair, the other answer's
-                weight = round(other + counted[i] / total, 9)
-                found[source] = {"minibatch": number, "micro_batch": k, "weight": weight}
-        for source, place in found.items():
+                source = int(rows.sources[minibatch[i]])
+                other = places[source]["weight"] if source in places else 0.0  # of a pair, the other answer's
+                weight = round(other + counts[i] / total, 9)
+                places[source] = {"minibatch": number, "micro_batch": k, "weight": weight}
+        for source, place in places.items():
             if epoch:
-                place = {name: [*_listed(places[source][name]), value] for name, value in place.items()}
-            places[source] = place
+                place = {name: [*_listed(placements[source][name]), entry] for name, entry in place.items()}
+            placements[source] = place
 
     def _update(
-        self, material: Material, rows: Sequence[int], planned: Sequence[MicroBatch], step: int, alone: bool
+        self,
+        rows: TrainRows,
+        minibatch: Sequence[int],
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        critic_only: bool,
     ) -> dict[str, Any] | None:
         """One update of all that learns; its metrics, or `None` if something was not finite and nothing changed."""
-        whole = Whole.of(self.algorithm, material, rows, self.max_tokens)
-        found: dict[str, Any] = {}
-        sums = _Sums()
-        for micro in planned:
-            chosen = [rows[i] for i in micro.indices.tolist()]
-            batch = self._batch(material, chosen)
-            if not alone:
-                with self._precisely():
+        normalizers = LossNormalizers.from_rows(self.algorithm, rows, minibatch, self.max_tokens)
+        sums: dict[str, Any] = {}
+        for planned in micro_batches:
+            micro = rows.take([minibatch[i] for i in planned.indices.tolist()])
+            batch = self._batch(micro)
+            if not critic_only:
+                with self._autocast():
                     stats = self.actor.token_stats(batch, entropy=self.algorithm.entropy_coef != 0)
-                flags = Flags.of(material, chosen)
-                reference = self._reference(batch) if material.pairs is not None else None
-                loss, shares = policy_loss(self.algorithm, stats, batch, flags, whole, step=step, reference=reference)
+                ref = self._ref_logprobs(batch) if micro.pairs is not None else None
+                loss, shares = policy_loss(
+                    self.algorithm, stats, batch, micro, normalizers, step=step, ref_logprobs=ref
+                )
                 loss.backward()  # type: ignore[no-untyped-call]
-                sums.add(found, shares, "policy")
-            if self.critic_optimizer is not None:
-                with self._precisely():
+                _add_shares(sums, shares, "policy")
+            if self.critic_optimizer is not None and self.critic is not None:
+                with self._autocast():
                     values = self.critic.token_values(batch)
-                loss, shares = critic_loss(self.algorithm, values, batch, whole)
+                loss, shares = critic_loss(self.algorithm, values, batch, normalizers)
                 loss.backward()  # type: ignore[no-untyped-call]
-                sums.add(found, shares, "critic")
-        found = {name: float(value) for name, value in found.items()}
-        movers = [(self.optimizer, "grad_norm")] if not alone else []
+                _add_shares(sums, shares, "critic")
+        metrics = {name: float(share) for name, share in sums.items()}
+        optimizers = [(self.optimizer, "grad_norm")] if not critic_only else []
         if self.critic_optimizer is not None:
-            movers.append((self.critic_optimizer, "critic/grad_norm"))
-        losses = [found[name] for name in ("loss", "critic/value_loss") if name in found]
-        if not all(np.isfinite(losses)) or not all(mover.finite for mover, _ in movers):
-            for mover, _ in movers:
-                mover.forget()
+            optimizers.append((self.critic_optimizer, "critic/grad_norm"))
+        losses = [metrics[name] for name in ("loss", "critic/value_loss") if name in metrics]
+        if not all(np.isfinite(losses)) or not all(optimizer.finite for optimizer, _ in optimizers):
+            for optimizer, _ in optimizers:
+                optimizer.forget()
             return None
-        for mover, name in movers:
-            found[name] = mover.update(step)
-        return found
+        for optimizer, name in optimizers:
+            metrics[name] = optimizer.update(step)
+        return metrics
 
-    def _batch(self, material: Material, rows: Sequence[int]) -> Any:
-        packed = self.packed
-        device = self.actor.device
-        pad = self.actor.pad_token_id
-        options = {} if device.type == "cpu" else {"device": device}
-        return material.rows.take(list(rows)).batch(packing_samples=packed, pad_token_id=pad, **options)
+    def _batch(self, rows: TrainRows) -> Batch:
+        """The columns of a micro-batch that the losses read, on the actor's device in one transfer."""
+        return Batch.from_records(
+            rows.records,
+            loss_columns(self.algorithm),
+            packed=self.packed,
+            pad_token_id=self.actor.pad_token_id,
+            device=self.actor.device,
+        )
 
-    def _precisely(self) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[Any]:
         if self.precision != "autocast":
             return nullcontext()
         return torch.autocast(self.actor.device.type, dtype=torch.bfloat16)
 
-    def _reference(self, batch: Any) -> Any:
+    def _ref_logprobs(self, batch: Batch) -> Any:
+        """The reference's log-probs of preference pairs, whose records have no room for them."""
         if self.reference is None:
             return None
-        budget = self.batching.token_budget
-        return reference_log_probs(self.reference, batch, token_budget=budget, device=self.actor.device).log_probs
+        reference = without_adapters(self.reference)
+        with scoring(reference):
+            return to(reference.token_stats(batch).log_probs, self.actor.device)
 
     def _failed(self, step: int, epoch: int, number: int) -> None:
         self.failures += 1
@@ -343,10 +374,6 @@ class Learner:
             raise ValueError("critic: got the state of a run with a critic, and there is none, or the other way round")
         if self.critic_optimizer is not None:
             self.critic_optimizer.load_state_dict(state["critic_optimizer"])
-
-
-def _chosen(values: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-    return [values[i] for i in rows]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,7 @@ from rollbook.train.config.parts import Model, Teacher
 from rollbook.train.config.schema import Config
 from rollbook.train.config.secrets import expanded
 from rollbook.train.naming import resolve
-
-
-@dataclass
-class Models:
-    """A run's models, before anything was learnt."""
-
-    actor: Actor
-    reference: Any = None
-    teacher: Any = None
-    critic: Any = None
+from rollbook.train.pipeline import Models
 
 
 def actor_of(config: Config, device: torch.device) -> Actor:

@@ -16,7 +16,7 @@ import torch
 from rollbook.core.experiences import Experiences
 from rollbook.train import building
 from rollbook.train.config.schema import Config, differences
-from rollbook.train.learner import Learned
+from rollbook.train.learner import UpdateResult
 from rollbook.train.rebuilding import Rebuilt, Weights, less, on_cpu, put_state
 from rollbook.train.verdicts import counted, rank
 
@@ -89,7 +89,7 @@ def change(
     *,
     state: Mapping[str, Any],
     weights: Weights,
-    trained: tuple[Experiences, Learned, torch.Tensor],
+    trained: tuple[Experiences, UpdateResult, torch.Tensor],
 ) -> Changed:
     """The step of `run` under another configuration. `state`, `weights`: what the step began with. `trained`: the
     records as they were learnt from, what came of it, and the update of the policy's weights."""
@@ -116,8 +116,8 @@ def change(
         put_state(learner, state)
     else:
         notes.append(f"optimizer.name: {other.optimizer.name} begins without a state")
-    changed = learner.learn(records, step=run.step, expert=flags, weights=run.weighed(run.traced, records))
-    new = less(run.weights()["actor"], weights["actor"])
+    changed = learner.update(records, step=run.step, expert=flags, weights=run.weighed(run.traced, records))
+    new = less(run.weights()["policy"], weights["policy"])
     rows = _advantages(before, records, len(own))
     numbers: dict[str, tuple[float | None, float | None]] = {}
     old, now = [[abs(pair[k]) for _, pair in rows] for k in (0, 1)]
@@ -144,8 +144,8 @@ def _moved(run: Rebuilt, i: int, advantage: tuple[float, float], records: Experi
     asked = row.prompt_text
     if asked is None and row.messages:
         asked = str(row.messages[-1].get("content"))
-    if asked is None and run.models.actor.tokenizer is not None:
-        asked = run.models.actor.tokenizer.decode(row.tokens[: row.prompt_length].tolist())
+    if asked is None and run.models.policy.tokenizer is not None:
+        asked = run.models.policy.tokenizer.decode(row.tokens[: row.prompt_length].tolist())
     rewards = [math.nan if one.reward is None else float(one.reward) for one in (row, records[i])]
     return Moved(row.eid.uid, str(asked or ""), (rewards[0], rewards[1]), advantage)
 

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from rollbook.book.book import Book
-from rollbook.compat.lightrft.recording import with_reward
 from rollbook.core.experiences import Experiences
 from rollbook.models import Actor
 from rollbook.rewards.types import RewardInput, Scores
 from rollbook.train import building, saving
-from rollbook.train.algorithm import Algorithm
-from rollbook.train.completing import complete
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.config.schema import Config
 from rollbook.train.learner import Learner
 from rollbook.train.optimizing import Optimizing
+from rollbook.train.pipeline import Models, annotate, estimate, with_reward
 from rollbook.train.retracing import Traced, trace
 
 Weights = dict[str, dict[str, torch.Tensor]]
-"""Of `actor` and `critic`, by name."""
+"""Of `policy` and `critic`, by name."""
 _CPU = torch.device("cpu")
 _ATTENTION = (None, "eager", "sdpa")
 """Attention that a CPU has."""
@@ -64,7 +63,7 @@ def saved_actor(config: Config, checkpoint: saving.Saved) -> Actor:
 class Rebuilt:
     """A run, and its models with the weights that a step began with."""
 
-    models: building.Models
+    models: Models
     learner: Learner
 
     def __init__(self, folder: Path, config: Config, book: Book, step: int, stack: ExitStack) -> None:
@@ -112,7 +111,7 @@ class Rebuilt:
         except ValueError as error:
             raise ValueError(f"step {traced.step}: a record of it cannot be read: {error}") from None
 
-    def beside(self, own: Experiences, step: int, algorithm: Algorithm) -> tuple[Experiences, list[bool] | None]:
+    def beside(self, own: Experiences, step: int, algorithm: AlgorithmConfig) -> tuple[Experiences, list[bool] | None]:
         """A step's own records and the expert's that were beside them, and which are the expert's."""
         given = self.intake.experts(self.expert, len(own), seed=self.config.seed, step=step, known=self._experts)
         both = own if given is None else Experiences([*own, *given])
@@ -129,7 +128,7 @@ class Rebuilt:
     def load(self, other: Config | None) -> None:
         """Make the models, with the weights of the checkpoint; those too that another configuration needs."""
         self.models = self._made(other)
-        saving.load_weights(self.models.actor, self.begun.model)
+        saving.load_weights(self.models.policy, self.begun.model)
         if self.models.critic is not None:
             if self.begun.critic is None:
                 raise ValueError(f"{self.begun.path}: got no critic, and {self.config.algorithm.name} needs one")
@@ -137,7 +136,7 @@ class Rebuilt:
         self.learner = self.learner_of(self.config)
         put_state(self.learner, saving.load_state(self.begun)["learner"])
 
-    def _made(self, other: Config | None) -> building.Models:
+    def _made(self, other: Config | None) -> Models:
         asked = [self.config] if other is None else [self.config, other]
         if asked[-1].algorithm.needs_critic and not self.config.algorithm.needs_critic:
             name = asked[-1].algorithm.estimator
@@ -155,7 +154,7 @@ class Rebuilt:
     def learner_of(self, config: Config) -> Learner:
         """What a configuration learns with."""
         return Learner(
-            self.models.actor,
+            self.models.policy,
             config.algorithm,
             critic=self.models.critic if config.algorithm.needs_critic else None,
             reference=self.models.reference,
@@ -167,19 +166,22 @@ class Rebuilt:
             nonfinite_limit=1 << 30,  # what another choice comes to is to be seen, whatever it is
         )
 
-    def completed(self, records: Experiences, algorithm: Algorithm, **more: Any) -> Experiences:
-        """Records with all that an algorithm learns from."""
-        given: dict[str, Any] = {"max_tokens": self.config.sampling.max_tokens, **more}
-        return complete(
-            records,
-            algorithm,
-            actor=self.models.actor,
-            critic=self.models.critic,
-            reference=self.models.reference,
-            teacher=self.models.teacher,
-            token_budget=self.config.batch.token_budget,
-            **given,
-        )
+    def completed(
+        self, records: Experiences, algorithm: AlgorithmConfig, *, expert: Sequence[bool] | None = None
+    ) -> Experiences:
+        """Return the records with all columns that an algorithm reads, as `Trainer.completed` does."""
+        return estimate(self._annotated(records, algorithm), algorithm, max_tokens=self._longest, expert=expert)
+
+    def _annotated(self, records: Experiences, algorithm: AlgorithmConfig) -> Experiences:
+        source: Literal["recompute", "engine"] = "engine" if algorithm.correction is None else "recompute"
+        budget = self.config.batch.token_budget
+        return annotate(records, algorithm, self.models, old_logprobs=source, token_budget=budget)
+
+    @property
+    def _longest(self) -> int:
+        """The longest response, over all turns of an episode."""
+        environment = self.config.environment
+        return self.config.sampling.max_tokens * (1 if environment.function is None else environment.max_turns)
 
     def go_on(self) -> list[tuple[int, float, float]]:
         """Learn from the checkpoint to the step before; each step's number, its loss as recorded and as it is now."""
@@ -191,7 +193,7 @@ class Rebuilt:
             records, flags = self.beside(self.records(traced), step, self.config.algorithm)
             records = self.completed(records, self.config.algorithm, expert=flags)
             weights = self.weighed(traced, records)
-            loss = self.learner.learn(records, step=step, expert=flags, weights=weights).metrics.get("loss")
+            loss = self.learner.update(records, step=step, expert=flags, weights=weights).metrics.get("loss")
             told = self.metrics.get(step, {}).get("loss")
             if told is not None and loss is not None:
                 made.append((step, told, loss))
@@ -199,7 +201,7 @@ class Rebuilt:
 
     def weights(self) -> Weights:
         """A copy of what moves, as it is now."""
-        both = {"actor": self.models.actor, "critic": self.models.critic}
+        both = {"policy": self.models.policy, "critic": self.models.critic}
         return {name: copied(one.state_dict()) for name, one in both.items() if one is not None}
 
     def put(self, weights: Weights) -> None:
@@ -212,7 +214,7 @@ class Rebuilt:
     def scores(self, source: Any, rows: Experiences) -> Scores:
         """What a reward says of records; those of a conversation that a template forked have the reward of its last."""
         last = {row.eid.rid: row for row in rows}
-        found: Scores = source([RewardInput.of(last[row.eid.rid], self.models.actor.tokenizer) for row in rows])
+        found: Scores = source([RewardInput.of(last[row.eid.rid], self.models.policy.tokenizer) for row in rows])
         return found
 
     def _rewarded(self, rows: Experiences, source: Any) -> list[float]:
@@ -228,11 +230,9 @@ class Rebuilt:
             made[i] = value + (rows[i].metrics.get("environment", made[i]) if played else 0.0)
         return made
 
-    def estimated(self, algorithm: Algorithm, reward: Any = None) -> dict[str, dict[str, Any]]:
+    def estimated(self, algorithm: AlgorithmConfig, reward: Any = None) -> dict[str, dict[str, Any]]:
         """`reward`, `advantages` and `returns` of records by id, estimated over all that were made together; with
         another reward, from its scores."""
-        turns = self.config.environment.max_turns if self.config.environment.function is not None else 1
-        longest = self.config.sampling.max_tokens * turns
         whole = self.traced.together if all(row.advantages is not None for row in self.own) else [self.traced.uids]
         names = ("reward", "advantages", "returns")
         made: dict[str, dict[str, Any]] = {}
@@ -242,7 +242,8 @@ class Rebuilt:
                 pairs = zip(rows, self._rewarded(rows, reward), strict=True)
                 rows = Experiences([with_reward(row, score) for row, score in pairs])
             if algorithm.estimator is not None:
-                rows = self.completed(rows, algorithm, max_tokens=longest, anew=True)
+                rows = self._annotated(rows, algorithm)
+                rows = estimate(rows, algorithm, max_tokens=self._longest, recompute=True)
             columns = [rows.values(name) for name in names]
             made |= {uid: dict(zip(names, row, strict=True)) for uid, *row in zip(uids, *columns, strict=True)}
         return made

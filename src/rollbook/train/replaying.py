@@ -25,7 +25,7 @@ from rollbook.rewards.recipes import Combined
 from rollbook.train import building, saving, verdicts
 from rollbook.train.config.loading import effective
 from rollbook.train.config.schema import Config
-from rollbook.train.learner import Learned
+from rollbook.train.learner import UpdateResult
 from rollbook.train.otherwise import Changed, change, choices
 from rollbook.train.rebuilding import Rebuilt, Weights, copied, less, on_cpu
 from rollbook.train.running import BOOK, CONFIG
@@ -135,8 +135,8 @@ class _Replay:
         records, flags = run.beside(run.own, run.step, algorithm)
         records = run.completed(records, algorithm, expert=flags)
         importance = run.weighed(run.traced, records)
-        learned = run.learner.learn(records, step=run.step, expert=flags, weights=importance)
-        update = less(run.weights()["actor"], weights["actor"])
+        learned = run.learner.update(records, step=run.step, expert=flags, weights=importance)
+        update = less(run.weights()["policy"], weights["policy"])
         self._look_at_learning(learned)
         self._look_at_new_weights(weights)
         if other is not None:
@@ -170,7 +170,7 @@ class _Replay:
     def _look_at_rewards(self) -> None:
         run, rewards = self.run, self.run.config.rewards
         played = run.config.environment.function is not None
-        if not run.config.algorithm.needs_maker or (not rewards and not played):
+        if not run.config.algorithm.needs_rollouts or (not rewards and not played):
             return
         if played:
             self.checks.append(
@@ -217,7 +217,7 @@ class _Replay:
         """What the models say of the step's records, against what they said when those were made."""
         run, most = self.run, self.out.tolerance.tokens
         options: dict[str, Any] = {"token_budget": run.config.batch.token_budget}
-        actor = run.models.actor
+        actor = run.models.policy
         self._compare(
             "policy log-probs", "policy_logprobs", most, actor, policy_log_probs, {**options, "entropy": True}
         )
@@ -263,6 +263,10 @@ class _Replay:
         if not known:
             self.checks.append(verdicts.skipped("advantages", "none were recorded: they were made for the step alone"))
             return
+        if algorithm.reward_norm is not None:
+            why = "algorithm.reward_norm: the statistics of all rewards before the step are not recorded"
+            self.checks.append(verdicts.skipped("advantages", why))
+            return
         try:
             found = run.estimated(algorithm)
         except ValueError as error:
@@ -274,10 +278,10 @@ class _Replay:
             new = [counted(row, found[row.eid.uid][name]) for row in rows]
             self.checks.append(verdicts.rows(name, old, new, verdicts.HERE, size=True))
 
-    def _look_at_learning(self, learned: Learned) -> None:
+    def _look_at_learning(self, learned: UpdateResult) -> None:
         """Plan, losses and gradients."""
         run, told = self.run, self.run.metrics.get(self.run.step, {})
-        self.checks += verdicts.plans(run.traced.places, learned.places[: len(run.own)])
+        self.checks += verdicts.plans(run.traced.places, learned.placements[: len(run.own)])
         if not told:
             self.notes.append(f"the book has no metrics of step {run.step}: the run ended before they were written")
         for name in sorted(learned.metrics, key=verdicts.rank):
@@ -291,14 +295,14 @@ class _Replay:
         run = self.run
         if run.after is None:
             return
-        for name, folder in (("actor", run.after.model), ("critic", run.after.critic)):
+        for name, folder in (("policy", run.after.model), ("critic", run.after.critic)):
             if name in weights and folder is not None:
                 model = getattr(run.models, name)
                 mine = copied(model.state_dict())
                 saving.load_weights(model, folder)
                 kept = copied(model.state_dict())
                 model.load_state_dict(mine)
-                what = "new weights" if name == "actor" else f"new weights: {name}"
+                what = "new weights" if name == "policy" else f"new weights: {name}"
                 self.checks.append(self._weights(what, weights[name], kept, mine))
 
     def _weights(self, what: str, old: Any, kept: Any, mine: Any) -> Check:

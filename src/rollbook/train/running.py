@@ -279,7 +279,7 @@ class Run:
             prompts,
             how,
             reward=reward,
-            sampling=building.generate_of(config),
+            sampling=building.sampling_of(config),
             seed=config.seed,
             precision=config.model.precision,
             token_budget=config.batch.token_budget,
@@ -385,16 +385,22 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
     reward = building.reward_of(config.evaluation.rewards or config.rewards, actor, "rewards")
     given, sampling = config.evaluation, _evaluation_sampling(config)
     options: dict[str, Any] = {"success": given.success, "confidence": given.confidence}
-    if config.environment.function is not None:
-        maker = building.maker_of(config, building.Models(actor), reward)
-        return evaluated(maker.play(held.every(f"eval-{step}"), **{**sampling, "n": given.k}), step=step, **options)
-    engine = building.engine_of(config, actor)
-    return evaluate(engine, held, reward, k=given.k, sampling=sampling, step=step, seed=config.seed, **options)
+    return evaluate(
+        building.engine_of(config, actor),
+        held,
+        reward,
+        k=given.k,
+        sampling=sampling,
+        environment=building.environment_of(config, actor),
+        step=step,
+        seed=config.seed,
+        **options,
+    )
 
 
 def _evaluation_sampling(config: Config) -> dict[str, Any]:
     """Sampling options of an evaluation: those of training, with what `evaluation` changes."""
-    given, sampling = config.evaluation, building.generate_of(config)
+    given, sampling = config.evaluation, building.sampling_of(config)
     for name in ("temperature", "top_p", "max_tokens"):
         if getattr(given, name) is not None:
             sampling[name] = getattr(given, name)
@@ -424,7 +430,7 @@ def _headline(config: Config, actor: Any, prompts: Prompts, held: Prompts | None
     model = f"{type(actor.model).__name__}, {_count(size)} weights{part}, {config.model.precision} on {device}"
     rows = f"{len(prompts):,} to train on" + ("" if held is None else f", {len(held):,} held out")
     own = config.algorithm
-    what = f"{own.name}, {config.batch.prompts} prompts x {own.n}" if own.needs_maker else own.name
+    what = f"{own.name}, {config.batch.prompts} prompts x {own.n}" if own.needs_rollouts else own.name
     lines = [("run", str(config.folder)), ("model", model), ("data", rows)]
     lines += [("algorithm", f"{what} a step, {config.steps} steps, seed {config.seed}")]
     return "\n".join(f"{name:<9} {text}" for name, text in lines)

@@ -7,7 +7,7 @@ that ends a response, or the record says that they were cut; and what makes no r
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rollbook.batch.vision import placeholders
@@ -15,8 +15,8 @@ from rollbook.core.checks import check_choice, check_int
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
+from rollbook.core.metrics import StepMetrics
 from rollbook.core.sampling import Overflow, Prompt, Sampling
-from rollbook.rollout.engine import made_up_batch
 from rollbook.rollout.processing import Prepared, Preparer
 from rollbook.rollout.rendering import Renderer
 from rollbook.train.data import Prompts
@@ -24,111 +24,130 @@ from rollbook.train.rows import ANSWERS
 
 log = logging.getLogger("rollbook.train")
 
-Kind = Literal["sft", "dpo"]
+Data = Literal["answers", "pairs"]
+_SUFFIXES = {"answers": "sft", "pairs": "dpo"}
+"""The end of the records' ids."""
 
 
-class SupervisedMaker:
-    """Makes records of prompts and the answers that stand beside them; a trainer takes it in place of a maker that
-    samples.
+def records_from_answers(
+    prompts: Prompts | Sequence[Mapping[str, Any] | Prompt],
+    tokenizer: Any,
+    data: Data = "answers",
+    *,
+    processor: Any = None,
+    max_tokens: int | None = None,
+    max_prompt_tokens: int | None = None,
+    prompt_overflow: Overflow = "error",
+    long_prompts: Literal["drop", "error"] = "drop",
+    eos_token_id: int | None = None,
+    add_special_tokens: bool = False,
+    batch: int | str = 0,
+    metrics: StepMetrics | None = None,
+) -> Experiences:
+    """Make records of prompts and the answers beside them.
 
-    - `kind`: `sft` learns from the `response` in a prompt's `info`, `dpo` from `chosen` and `rejected`.
-    - `processor`: for prompts with images; `tokenizer` may be one, too.
-    - `max_tokens`: of prompt and answer together. A longer answer is cut, without an end: `truncate_status` is
-      `response_truncated`, and `info["response_truncated_from"]` (or `chosen_...`, `rejected_...`) says how long it
-      was. A prompt that leaves no room for one token of an answer is left out (`long_prompts="drop"`: a warning names
-      it, `metrics` count it) or is an `error`.
-    - `eos_token_id`: what ends an answer, if not the tokenizer's own. `add_special_tokens`: as the engine has it.
-
-    `metrics` are of the last call.
+    Args:
+        prompts: Prompts, or rows of data. Prompts keep their ids; without ids they are tasks of `batch`, numbered by
+            row. All rows of `Prompts` are taken, in the order of the data.
+        tokenizer: Encodes prompts and answers; may be a processor.
+        data: `answers` reads the `response` in a prompt's `info`, `pairs` reads `chosen` and `rejected`.
+        processor: For prompts with images.
+        max_tokens: Tokens of prompt and answer together. A longer answer is cut, without an end: `truncate_status` is
+            `response_truncated`, and `info["response_truncated_from"]` (or `chosen_...`, `rejected_...`) has its
+            length.
+        max_prompt_tokens: Tokens of a prompt.
+        prompt_overflow: Whether a longer prompt is cut on the `left` or the `right`, or leaves no room (`error`).
+        long_prompts: Whether a prompt that leaves no room for an answer is dropped with a warning, or is an `error`.
+        eos_token_id: Ends an answer; the tokenizer's own unless given.
+        add_special_tokens: As the engine has it.
+        batch: The batch id of prompts without ids.
+        metrics: Collects counts (`supervised/records`, `supervised/dropped`, ...).
 
     >>> from transformers import PreTrainedTokenizerFast
     >>> from tokenizers import Tokenizer, models, pre_tokenizers
     >>> inner = Tokenizer(models.WordLevel({"<eos>": 0, "2": 1, "+": 2, "=": 3, "4": 4}, unk_token="<eos>"))
     >>> inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
-    >>> maker = SupervisedMaker(tokenizer)
-    >>> record = maker.make_records(Prompts([{"prompt": "2+2=", "response": "4"}]).take(1, step=7))[0]
+    >>> record, = records_from_answers(Prompts([{"prompt": "2+2=", "response": "4"}]).take(1, step=7), tokenizer)
     >>> record, record.tokens.tolist(), record.action_mask.tolist()
     (Experience(7/0/0/0/sft, single_turn, 4+2 tokens), [1, 2, 1, 3, 4, 0], [True, True])
     """
+    encoder = _Encoder(
+        tokenizer,
+        data,
+        processor,
+        max_tokens,
+        long_prompts=long_prompts,
+        eos_token_id=eos_token_id,
+        add_special_tokens=add_special_tokens,
+    )
+    if isinstance(prompts, Prompts) or not all(isinstance(row, Prompt) and row.eid is not None for row in prompts):
+        prompts = (prompts if isinstance(prompts, Prompts) else Prompts(prompts)).every(batch)
+    sampling = Sampling(max_prompt_tokens=max_prompt_tokens, prompt_overflow=prompt_overflow)
+    rows, dropped = [], []
+    for prompt in prompts:
+        try:
+            row = encoder.record(prompt, sampling)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{_called(prompt)}: {error}") from error  # type: ignore[arg-type]
+        if row is None:
+            dropped.append(_called(prompt))  # type: ignore[arg-type]
+        else:
+            rows.append(row)
+    if dropped:
+        log.warning(
+            "%d of %d prompts leave no room for an answer in %s tokens, and are left out: %s",
+            len(dropped), len(rows) + len(dropped), max_tokens or max_prompt_tokens, ", ".join(dropped[:8]),
+        )  # fmt: skip
+    if not rows:
+        raise ValueError(f"prompts: got {len(dropped)}, all of them too long, expected some that leave room"
+                         if dropped else "prompts: got none, expected some")  # fmt: skip
+    if metrics is not None:
+        lengths = [_lengths(row) for row in rows]
+        metrics.add(
+            {
+                "supervised/records": float(len(rows)),
+                "supervised/dropped": float(len(dropped)),
+                "supervised/cut": float(sum(row.truncate_status is not None for row in rows)),
+                "supervised/prompt_length": sum(prompt for prompt, _ in lengths) / len(rows),
+                "supervised/response_length": sum(response for _, response in lengths) / len(rows),
+            }
+        )
+    return Experiences(rows)
 
-    engine: None = None
+
+class _Encoder:
+    """Encodes prompts and answers as records."""
 
     def __init__(
         self,
         tokenizer: Any,
-        kind: Kind = "sft",
-        processor: Any = None,
-        max_tokens: int | None = None,
+        data: Data,
+        processor: Any,
+        max_tokens: int | None,
         *,
-        long_prompts: Literal["drop", "error"] = "drop",
-        eos_token_id: int | None = None,
-        add_special_tokens: bool = False,
+        long_prompts: Literal["drop", "error"],
+        eos_token_id: int | None,
+        add_special_tokens: bool,
     ) -> None:
-        check_choice("kind", kind, ("sft", "dpo"))
+        check_choice("data", data, ("answers", "pairs"))
         check_choice("long_prompts", long_prompts, ("drop", "error"))
-        self.kind = kind
+        self.data = data
         self.max_tokens = None if max_tokens is None else check_int("max_tokens", max_tokens, 2)
         self.long_prompts = long_prompts
         self.preparer = Preparer(tokenizer, processor, add_special_tokens=add_special_tokens)
         self.tokenizer: Any = self.preparer.tokenizer
         if self.tokenizer is None:
             raise ValueError("tokenizer: got None, expected one: answers are text")
-        found = self.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
-        if found is None:
+        end = self.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
+        if end is None:
             raise ValueError("eos_token_id: got None and a tokenizer without one, expected the id that ends an answer")
-        self.eos_token_id = check_int("eos_token_id", found)
-        self.metrics: dict[str, float] = {}
+        self.eos_token_id = check_int("eos_token_id", end)
         self._media = frozenset(placeholders(self.preparer.processor).values())
 
-    def make_records(
-        self,
-        prompts: Iterable[Prompt],
-        *,
-        max_prompt_tokens: int | None = None,
-        prompt_overflow: Overflow = "error",
-        **ignored: Any,
-    ) -> Experiences:
-        """The records of prompts that have answers, under their ids.
-
-        A prompt of more than `max_prompt_tokens` is as one that leaves no room, or is cut on the `left` or the `right`
-        (`prompt_overflow`). Other options of sampling mean nothing here.
-        """
-        rows, dropped = [], []
-        how = Sampling(max_prompt_tokens=max_prompt_tokens, prompt_overflow=prompt_overflow)
-        fresh = made_up_batch()
-        for i, given in enumerate(prompts):
-            prompt = given if given.eid is not None else given.replace(eid=EID(batch=fresh, task=i, suffix=""))
-            try:
-                row = self._record(prompt, how)
-            except ValueError as error:
-                raise ValueError(f"{_called(prompt)}: {error}") from error
-            if row is None:
-                dropped.append(_called(prompt))
-            else:
-                rows.append(row)
-        if dropped:
-            log.warning(
-                "%d of %d prompts leave no room for an answer in %s tokens, and are left out: %s",
-                len(dropped), len(rows) + len(dropped), self.max_tokens or max_prompt_tokens, ", ".join(dropped[:8]),
-            )  # fmt: skip
-        if not rows:
-            raise ValueError(f"prompts: got {len(dropped)}, all of them too long, expected some that leave room"
-                             if dropped else "prompts: got none, expected some")  # fmt: skip
-        lengths = [_lengths(row) for row in rows]
-        self.metrics = {
-            "supervised/records": float(len(rows)),
-            "supervised/dropped": float(len(dropped)),
-            "supervised/cut": float(sum(row.truncate_status is not None for row in rows)),
-            "supervised/prompt_length": sum(prompt for prompt, _ in lengths) / len(rows),
-            "supervised/response_length": sum(response for _, response in lengths) / len(rows),
-        }
-        return Experiences(rows)
-
-    # --- one record ---------------------------------------------------------------------------------------------------
-
-    def _record(self, prompt: Prompt, how: Sampling) -> Experience | None:
-        names = ("response",) if self.kind == "sft" else ("chosen", "rejected")
+    def record(self, prompt: Prompt, sampling: Sampling) -> Experience | None:
+        """Return the record of a prompt, or `None` if it leaves no room for an answer."""
+        names = ("response",) if self.data == "answers" else ("chosen", "rejected")
         answers = {name: prompt.info[name] for name in names if prompt.info.get(name) is not None}
         missing = next((name for name in names if name not in answers), None)
         if missing is not None:
@@ -137,10 +156,10 @@ class SupervisedMaker:
                 f"{missing}: got nothing, expected an answer to learn from; the row has {', '.join(known)}"
             )
         prepared = self.preparer.prepare(prompt)
-        most, length = how.max_prompt_tokens, len(prepared.ids)
+        most, length = sampling.max_prompt_tokens, len(prepared.ids)
         longer = most is not None and length > most
-        if longer and how.prompt_overflow != "error" and prepared.media is None:
-            prepared, longer = self.preparer.prepare(prompt, how), False
+        if longer and sampling.prompt_overflow != "error" and prepared.media is None:
+            prepared, longer = self.preparer.prepare(prompt, sampling), False
         room = None if self.max_tokens is None else self.max_tokens - len(prepared.ids)
         if longer or (room is not None and room < 1):
             if self.long_prompts == "drop":
@@ -158,7 +177,7 @@ class SupervisedMaker:
         cut = any(f"{name}_truncated_from" in info for name in names)
         chats = {name: _chat(prompt, answer) for name, answer in answers.items()}
         given: dict[str, Any]
-        if self.kind == "sft":
+        if self.data == "answers":
             given = {
                 "tokens": [*prepared.ids, *ids["response"]],
                 "prompt_length": len(prepared.ids),
@@ -170,7 +189,7 @@ class SupervisedMaker:
             given = {"tokens": list(prepared.ids), **ids, "messages": _messages(prompt)}
             given |= {f"{name}_messages": chats[name] for name in names}
         return Experience(
-            eid=(prompt.eid or EID()).replace(suffix=self.kind),
+            eid=(prompt.eid or EID()).replace(suffix=_SUFFIXES[self.data]),
             truncate_status="response_truncated" if cut else None,
             prompt_text=prepared.text,
             tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
@@ -204,24 +223,6 @@ class SupervisedMaker:
         # What a template writes after the end of a turn, a line break mostly, is not sampled.
         text, end = whole[len(start) :], self.tokenizer.decode([self.eos_token_id])
         return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
-
-
-def records_of_rows(
-    rows: Prompts | Sequence[Mapping[str, Any] | Prompt],
-    tokenizer: Any,
-    kind: Kind = "sft",
-    *,
-    batch: int | str = 0,
-    **options: Any,
-) -> Experiences:
-    """The records of rows, or of prompts, that have answers: of all rows of `Prompts`, in the order of the data.
-
-    Prompts with ids keep them; the others are tasks of `batch`, numbered by row. `options` are `SupervisedMaker`'s.
-    """
-    if not isinstance(rows, Prompts) and all(isinstance(row, Prompt) and row.eid is not None for row in rows):
-        return SupervisedMaker(tokenizer, kind, **options).make_records(rows)  # type: ignore[arg-type]
-    many = rows if isinstance(rows, Prompts) else Prompts(rows)
-    return SupervisedMaker(tokenizer, kind, **options).make_records(many.every(batch))
 
 
 def _called(prompt: Prompt) -> str:

@@ -1,42 +1,43 @@
-"""`Trainer`: the loop closed: make experience, keep it, lease it, learn from it, acknowledge it.
+"""`Trainer`: roll out, append to the book, lease, update, acknowledge.
 
-Invariant: what a step does follows from the seed, the step's number and the state before it; a run that was killed and
-goes on from a checkpoint makes the same records, by the same ids, and learns the same from them. A record is
-acknowledged once in the lineage of the weights.
+Invariant: a step depends on the seed, its number and the state before it; a run that was killed and continues from a
+checkpoint makes the same records, by the same ids, and the same updates from them. A record is acknowledged once in
+the lineage of the weights.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.inputs import row_rewards
-from rollbook.algorithms.kl import token_kl
+from rollbook.algorithms.shaping import RunningNorm
 from rollbook.book.book import Book
 from rollbook.book.errors import ConnectionLost, OutcomeUnknown
 from rollbook.book.leasing import Lease
 from rollbook.book.windows import reached
-from rollbook.compat.lightrft.maker import NaiveExperienceMaker
-from rollbook.compat.lightrft.records import mask_unpredicted
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.experiences import Experiences
-from rollbook.core.metrics import Stages, advise
-from rollbook.core.ragged import Ragged
-from rollbook.core.rows import Rows
+from rollbook.core.metrics import StepMetrics, advise
+from rollbook.core.sampling import Prompt, Sampling
+from rollbook.models.heads import text_config
+from rollbook.rewards.choose import as_reward
+from rollbook.rollout.engine import Engine
+from rollbook.rollout.environment import EnvironmentConfig
 from rollbook.train import saving
-from rollbook.train.algorithm import Algorithm
-from rollbook.train.completing import check_maker, complete
+from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.intake import Intake
-from rollbook.train.learner import Batching, Learned, Learner
+from rollbook.train.learner import Batching, Learner, UpdateResult
+from rollbook.train.metrics import mean_divergence, record_metrics, rollout_metrics
 from rollbook.train.optimizing import Optimizing
+from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
+from rollbook.train.supervised import records_from_answers
 
 if TYPE_CHECKING:
     from rollbook.train.data import Prompts
@@ -48,7 +49,7 @@ class Exhausted(RuntimeError):
 
 
 class Fruitless(RuntimeError):
-    """Of all that a step made, every sample failed, or none could be given its reward: more steps would be as vain."""
+    """Raised when every sample of a step failed or could not be scored."""
 
 
 @dataclass(frozen=True)
@@ -85,33 +86,42 @@ class Report(Mapping[str, float]):
 
 
 class Trainer:
-    """A policy that gets better by its own experience, kept in a book.
+    """Trains a policy on its own rollouts, or on records that others append, kept in a book.
 
-    - `actor`: a `rollbook.models.Actor`. `maker`: whatever has `make_records(prompts, **generate)`: a
-      `NaiveExperienceMaker`, an `EpisodeMaker`, a `SupervisedMaker`; `None`: others bring records to the book.
-    - `book`: where records are kept and leased from. `algorithm`: an `Algorithm`, or a preset's name.
-    - `prompts`: a `Prompts`; each step takes `groups` of them. `generate`: options of sampling (`max_tokens`, ...).
-    - `critic`, `reference`, `teacher`: models that the algorithm may need; a reference that is needed and not given is
-      the maker's, or the actor as it is now; with the KL in the reward the maker is given it, too.
-    - `optimizer`, `critic_optimizer`, `batching`, `precision`, `nonfinite_limit`: the `Learner`'s.
-    - `intake`: which records a step takes; `expert`: a book of an expert's, for `intake.expert_share`.
-    - `trackers`: what metrics go to, beside the book; each has `log(step, metrics)`.
-    - `folder`: where checkpoints go; training continues from the newest one in it, with the book rewound to that
-      point. `keep`: how many of them to keep. `success`: the reward from which a response counts.
+    Args:
+        actor: The policy, a `rollbook.models.Actor`.
+        algorithm: An `AlgorithmConfig`, or the name of a preset.
+        book: Where records are kept and leased from.
+        prompts: What rollouts (or, for supervised algorithms, given answers) come from; `None`: others append records.
+        reward: Scores rollouts: whatever `rollbook.rewards.as_reward` takes.
+        engine: Samples rollouts; by default the actor's own.
+        environment: For multi-turn episodes. With a `reward` too, the two are added.
+        sampling: Sampling options; the number of responses per prompt is the algorithm's, the seed the trainer's.
+        prompts_per_step: Prompts (groups) of a step.
+        critic: The value model, if the algorithm needs one.
+        reference: The reference model, if the algorithm needs one; by default the actor as it is now.
+        teacher: The teacher, if the algorithm needs one.
+        optimizer: See `Learner`; so are `critic_optimizer`, `batching`, `precision` and `nonfinite_limit`.
+        intake: Which records a step takes.
+        expert: A book of an expert's records, for `intake.expert_share`.
+        seed: The seed of every random choice.
+        trackers: What metrics go to beside the book; each has `log(step, metrics)`.
+        folder: Where checkpoints go. Training continues from the newest one in it, with the book rewound to it.
+        keep: How many checkpoints to keep.
+        success: The least reward that counts as a success.
 
     >>> from rollbook import open
-    >>> from rollbook.compat.lightrft.maker import NaiveExperienceMaker
     >>> from rollbook.models import Actor
-    >>> from rollbook.train import Prompts, maker_config
+    >>> from rollbook.train import Prompts
     >>> from transformers import LlamaConfig
     >>> _ = torch.manual_seed(0)
     >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...                           num_attention_heads=2, max_position_embeddings=16))
-    >>> how = Algorithm.of("grpo", n=4, kl_coef=0.0)
-    >>> maker = NaiveExperienceMaker(actor, None, None, None, None, 8, None, config=maker_config(how, seed=0),
-    ...                              reward_fn=lambda response_ids: response_ids[0] / 32)
-    >>> prompts = Prompts([{"prompt": [5, 6]}, {"prompt": [7]}])
-    >>> trainer = Trainer(actor, maker, open("memory:"), how, prompts=prompts, groups=2, generate={"max_tokens": 2})
+    >>> trainer = Trainer(
+    ...     actor, AlgorithmConfig.preset("grpo", n=4, kl_coef=0.0), open("memory:"),
+    ...     prompts=Prompts([{"prompt": [5, 6]}, {"prompt": [7]}]), prompts_per_step=2,
+    ...     reward=lambda response_ids: response_ids[0] / 32, sampling={"max_tokens": 2},
+    ... )
     >>> report = trainer.step()
     >>> report.step, report["records"], trainer.book.counts().trained
     (1, 8.0, 8)
@@ -120,13 +130,15 @@ class Trainer:
     def __init__(
         self,
         actor: Any,
-        maker: Any,
+        algorithm: AlgorithmConfig | str,
         book: Book,
-        algorithm: Algorithm | str,
         *,
         prompts: Prompts | None = None,
-        groups: int = 64,
-        generate: Mapping[str, Any] | None = None,
+        reward: Any = None,
+        engine: Engine | None = None,
+        environment: EnvironmentConfig | None = None,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        prompts_per_step: int = 64,
         critic: Any = None,
         reference: Any = None,
         teacher: Any = None,
@@ -143,15 +155,20 @@ class Trainer:
         keep: int | None = None,
         success: float = 1.0,
     ) -> None:
-        self.actor, self.maker, self.book = actor, maker, book
-        self.algorithm = Algorithm.of(algorithm)
-        self.prompts, self.groups = prompts, check_int("groups", groups, 1)
-        self.generate = dict(generate or {})
-        self.critic, self.teacher = critic, teacher
-        self.reference, self._own_reference = self._reference(reference)
+        self.actor, self.book = actor, book
+        self.algorithm = AlgorithmConfig.preset(algorithm)
+        self.seed = check_int("seed", seed)
+        self.prompts, self.prompts_per_step = prompts, check_int("prompts_per_step", prompts_per_step, 1)
+        self.reward = None if reward is None else as_reward(reward)
+        self.environment = environment
+        self.engine: Any = self._own_engine() if engine is None else engine
+        self.sampling = self._sampling(sampling)
+        self._own_reference = self.algorithm.needs_reference and reference is None
+        self.models = Models(actor, actor.reference() if self._own_reference else reference, critic, teacher)
+        norm = self.algorithm.reward_norm
+        self.reward_norm = None if norm is None else RunningNorm(minus_mean=norm == "mean_std")
         self.intake = Intake() if intake is None else intake
         self.expert, self._experts = expert, list[str]()
-        self.seed = check_int("seed", seed)
         self.trackers = list(trackers)
         self.folder = None if folder is None else Path(folder)
         self.keep = keep
@@ -160,115 +177,175 @@ class Trainer:
         """How many steps were done: the version of the policy."""
         self.resumed_from: int | None = None
         """The step of the checkpoint that training continues from; `None` for a new run."""
-        if maker is not None and prompts is None:
-            raise ValueError("prompts: got None, expected some for the maker, or maker=None")
-        if self.algorithm.needs_teacher and teacher is None:
-            raise ValueError(f"teacher: got None, and {self.algorithm.name} ({self.algorithm.estimator}) needs one")
-        if isinstance(maker, NaiveExperienceMaker) and self.algorithm.estimator is not None:
-            check_maker(maker, self.algorithm, self.generate)
-            if maker.kl_coef and maker.initial_model is None:
-                maker.set_reference(self.reference)
-        self.max_tokens: int | None = self.generate.get("max_tokens", self.generate.get("max_new_tokens"))
+        self._check_parts()
         self.learner = Learner(
             actor,
             self.algorithm,
             critic=critic,
-            reference=self.reference,
+            reference=self.models.reference,
             optimizer=optimizer,
             critic_optimizer=critic_optimizer,
             batching=batching,
             precision=precision,
             seed=self.seed,
-            max_tokens=self.max_tokens,
+            max_tokens=None if sampling is None and prompts is None else self.sampling.max_tokens,
             nonfinite_limit=nonfinite_limit,
         )
         book.consumer(self.intake.consumer, create=True, change=True, **self.intake.settings(self.seed))
         if not self.resume():
             self._announce()
 
-    def _reference(self, reference: Any) -> tuple[Any, bool]:
-        """The reference model, one for maker and learner, and whether it was made here."""
-        makers = getattr(self.maker, "initial_model", None)
-        if not self.algorithm.needs_reference:
-            return reference, False
-        if reference is not None and makers not in (None, reference):
-            raise ValueError("reference: got another model than the maker's initial_model, expected the same one")
-        if reference is not None or makers is not None:
-            return makers if reference is None else reference, False
-        return self.actor.reference(), True
+    def _check_parts(self) -> None:
+        """Raise `ValueError` if the parts do not fit together."""
+        algorithm = self.algorithm
+        if algorithm.needs_teacher and self.models.teacher is None:
+            raise ValueError(f"teacher: got None, and {algorithm.name} ({algorithm.estimator}) needs one")
+        if self.prompts is None:
+            if self.reward is not None:
+                raise ValueError("prompts: missing; without prompts there are no rollouts for the reward to score")
+            return
+        if algorithm.needs_rollouts and self.engine is None:
+            raise ValueError(f"engine: missing, and {type(self.actor).__name__} has none")
+        if algorithm.needs_rollouts and algorithm.takes_rewards and self.reward is None and self.environment is None:
+            raise ValueError(f"reward: missing; {algorithm.name} ({algorithm.estimator}) needs one, or an environment")
+
+    def _sampling(self, options: Sampling | Mapping[str, Any] | None) -> Sampling:
+        """Sampling options with the algorithm's number of responses, and by default the actor's temperature."""
+        temperature = getattr(self.actor, "temperature", 1.0)
+        sampling = (
+            options if isinstance(options, Sampling) else Sampling.of({"temperature": temperature, **(options or {})})
+        )
+        if sampling.n not in (1, self.algorithm.n):
+            raise ValueError(f"sampling.n: got {sampling.n}, expected algorithm.n, {self.algorithm.n}")
+        if sampling.temperature not in (0, temperature):
+            advise(
+                f"temperature: samples are drawn at {sampling.temperature:g} and the actor's log-probs are at "
+                f"{temperature:g}; Actor(temperature={sampling.temperature:g}) makes them one"
+            )
+        return Sampling.of(sampling, n=self.algorithm.n, seed=self.seed if sampling.seed is None else sampling.seed)
+
+    @property
+    def max_response_tokens(self) -> int:
+        """The longest response, over all turns of an episode."""
+        turns = 1 if self.environment is None else self.environment.max_turns
+        return self.sampling.max_tokens * turns
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> Report:
-        """Make experience, learn from it, acknowledge it; what that was like.
+        """Roll out, lease, update, acknowledge.
 
-        If there is nothing to lease, the weights stay as they are, no step is counted, `report["records"]` is 0, and
-        a warning says why.
+        Returns:
+            The metrics of the step. If there is nothing to lease, the weights stay as they are, no step is counted,
+            `report["records"]` is 0, and a warning says why.
         """
-        step = self.done + 1
+        step, metrics = self.done + 1, StepMetrics()
         begun = time.perf_counter()
-        stages = Stages()
-        with stages("make"):
-            metrics, appended = self._make(step)
+        appended = None
+        with metrics.time("make"):
+            if self.prompts is not None and (step - 1) % self.intake.make_every == 0:
+                appended = self._rollout(self.prompts, step, metrics)
         with self._lease() as lease:
-            with stages("take"):
-                own = lease.experiences if len(lease) else None
-            if own is None:
-                self._warn_nothing_leased(step, metrics, appended)
-                return Report(step, {**metrics, "records": 0.0, "waited_for": 1.0}, [])
-            with stages("learn"):
-                records, flags = self._beside(own, step)
-                records = self.completed(records, flags)
-                learned = self.learner.learn(
-                    records, step=step, expert=flags, weights=self._weights(lease, len(records))
+            with metrics.time("take"):
+                leased = lease.experiences if len(lease) else None
+            if leased is None:
+                self._warn_nothing_leased(step, metrics.values(), appended)
+                return Report(step, metrics.values(records=0.0, waited_for=1.0), [])
+            with metrics.time("learn"):
+                records, expert = self._with_experts(leased, step)
+                records = self.completed(records, expert)
+                learned = self.learner.update(
+                    records, step=step, expert=expert, weights=self._weights(lease, len(records))
                 )
             reached("learnt")
-            with stages("acknowledge"):
-                self._acknowledge(lease, step, self._told(lease, learned))
+            with metrics.time("acknowledge"):
+                self._acknowledge(lease, step, self._placements(lease, learned))
                 reached("acknowledged")
                 self.done = step
                 self._announce()
-        metrics |= self._measured(own) | learned.metrics | stages.metrics()
-        metrics |= self._paced(own, time.perf_counter() - begun)
-        if self.algorithm.kl_coef and self.algorithm.kl_in == "reward" and not self.algorithm.pairs:
-            metrics["kl"] = self._divergence(records[: len(own)])
-        # Without a reference, how far the step itself moved.
-        moved = metrics.get("policy/ppo_kl", metrics.get("policy/usual/ppo_kl"))
-        if "kl" not in metrics and moved is not None:
-            metrics["kl"] = moved
-        self.track(step, metrics)
+        metrics.add(
+            record_metrics(leased, version=step - 1, success=self.success, pairs=self.algorithm.pairs),
+            learned.metrics,
+            self._pace(leased, time.perf_counter() - begun),
+        )
+        self._add_divergence(metrics, records[: len(leased)])
+        self.track(step, metrics.values())
         reached("stepped")
-        return Report(step, metrics, lease.uids)
+        return Report(step, metrics.values(), lease.uids)
 
-    def _make(self, step: int) -> tuple[dict[str, float], int]:
-        """Bring a step's experience to the book; metrics, and how many records were new there."""
-        if self.maker is None or self.prompts is None or (step - 1) % self.intake.make_every:
-            return {}, 0
-        missing, made, appended, dropped, lost = self.groups, 0, 0, 0, list[str | None]()
+    def collect(self, prompts: Sequence[Prompt], metrics: StepMetrics | None = None) -> Experiences:
+        """Make the records of prompts: rollouts with rewards and advantages, or given answers.
+
+        Args:
+            prompts: The prompts.
+            metrics: Collects timings, counts and means.
+        """
+        metrics = StepMetrics() if metrics is None else metrics
+        if not self.algorithm.needs_rollouts:
+            return self._answers(prompts, metrics)
+        records = self._scored_rollout(prompts, self.sampling, metrics)
+        entry = self.algorithm.estimator_entry
+        if entry is not None and entry.greedy_baseline:
+            greedy = Sampling.of(self.sampling, n=1, temperature=0.0)
+            records = add_greedy_baseline(records, self._scored_rollout(prompts, greedy, StepMetrics()))
+        metrics.add(rollout_metrics(records))
+        records = annotate(records, self.algorithm, self.models, token_budget=self._token_budget, metrics=metrics)
+        return estimate(
+            records,
+            self.algorithm,
+            max_tokens=self.max_response_tokens,
+            reward_norm=self.reward_norm,
+            metrics=metrics,
+        )
+
+    def _scored_rollout(self, prompts: Sequence[Prompt], sampling: Sampling, metrics: StepMetrics) -> Experiences:
+        records = generate(self.engine, prompts, sampling, self.environment, metrics=metrics)
+        if self.reward is None:
+            return records
+        tokenizer = self.models.tokenizer or getattr(self.engine, "tokenizer", None)
+        return score(records, self.reward, tokenizer, prompts=prompts, metrics=metrics)
+
+    def _answers(self, prompts: Sequence[Prompt], metrics: StepMetrics) -> Experiences:
+        positions = getattr(text_config(self.actor), "max_position_embeddings", None)
+        longest = self.sampling.max_prompt_tokens
+        limits = [positions, None if longest is None else longest + self.sampling.max_tokens]
+        return records_from_answers(
+            prompts,
+            self.models.tokenizer,
+            "pairs" if self.algorithm.pairs else "answers",
+            processor=self.actor.processor,
+            max_tokens=min((limit for limit in limits if limit is not None), default=None),
+            max_prompt_tokens=longest,
+            prompt_overflow=self.sampling.prompt_overflow,
+            metrics=metrics,
+        )
+
+    def _rollout(self, prompts: Prompts, step: int, metrics: StepMetrics) -> int:
+        """Append the records of a step to the book, with refill rounds; how many were new there."""
+        missing, collected, appended, dropped, failures = self.prompts_per_step, 0, 0, 0, list[str | None]()
         for _ in range(1 + self.algorithm.refill):
-            records = self.maker.make_records(self.prompts.take(missing, step), **self.generate)
+            records = self.collect(prompts.take(missing, step), metrics)
             reached("made")
             appended += self.book.append(records).admitted
             reached("appended")
-            made += len(records)
-            lost.append(_lost(records))
+            collected += len(records)
+            failures.append(_common_failure(records))
             if not self.algorithm.drop_constant_groups:
                 break
             constant = _constant(records)
             if constant:
                 self.book.drop(constant, "constant group", consumer=self.intake.consumer)
-            gone = len({uid.rsplit("/", 3)[0] for uid in constant})
-            dropped += gone
-            missing = gone
+            missing = len({uid.rsplit("/", 3)[0] for uid in constant})
+            dropped += missing
             if not missing:
                 break
-        if all(lost):
-            raise Fruitless(f"step {step}: all {made} samples failed, or have no reward; the first: {lost[0]}")
-        found = {name: value for name, value in dict(self.maker.metrics).items() if math.isfinite(value)}
-        return {**found, "made": float(made), "dropped_groups": float(dropped)}, appended
+        if all(failures):
+            raise Fruitless(f"step {step}: all {collected} samples failed, or have no reward; the first: {failures[0]}")
+        metrics.add({"made": float(collected), "dropped_groups": float(dropped)})
+        return appended
 
-    def _warn_nothing_leased(self, step: int, metrics: Mapping[str, float], appended: int) -> None:
-        if "made" not in metrics:
+    def _warn_nothing_leased(self, step: int, metrics: Mapping[str, float], appended: int | None) -> None:
+        if appended is None:
             counts = self.book.counts(self.intake.consumer)
             reason = f"no records are waiting for consumer {counts.consumer!r}"
             if counts.waiting:
@@ -292,12 +369,13 @@ class Trainer:
         advise(f"step {step} trained on nothing: {reason}")
 
     def _lease(self) -> Lease:
-        by, count = "group", self.groups
-        if self.algorithm.estimator is None:
-            by = "experience"
-        given = self.intake
+        intake = self.intake
         return self.book.lease(
-            count, by=by, consumer=given.consumer, timeout=given.timeout, seconds=given.lease_seconds
+            self.prompts_per_step,
+            by="experience" if self.algorithm.estimator is None else "group",
+            consumer=intake.consumer,
+            timeout=intake.timeout,
+            seconds=intake.lease_seconds,
         )
 
     def _acknowledge(self, lease: Lease, step: int, details: Mapping[str, Mapping[str, Any]]) -> None:
@@ -319,89 +397,73 @@ class Trainer:
     @staticmethod
     def _weights(lease: Lease, count: int) -> list[float] | None:
         """A sampler's weights of a step's records; an expert's weigh 1."""
-        found = lease.weights
-        return None if found is None else found + [1.0] * (count - len(found))
+        weights = lease.weights
+        return None if weights is None else weights + [1.0] * (count - len(weights))
 
     @staticmethod
-    def _told(lease: Lease, learned: Learned) -> dict[str, dict[str, Any]]:
-        """What the ledger is to say of each record: where it was, and what the sampler had it weigh."""
-        told = dict(zip(lease.uids, learned.places, strict=False))
+    def _placements(lease: Lease, learned: UpdateResult) -> dict[str, dict[str, Any]]:
+        """What the ledger keeps of each record: where it was in the update, and its sampling weight."""
+        placements = learned.placements_by_uid(lease.uids)
         for uid, weight in zip(lease.uids, lease.weights or (), strict=False):
-            told[uid] = {**told[uid], "importance": weight}
-        return told
+            placements[uid] = {**placements[uid], "importance": weight}
+        return placements
 
-    def _beside(self, own: Experiences, step: int) -> tuple[Experiences, list[bool] | None]:
-        """A step's own records and an expert's beside them, and which are the expert's."""
-        given = self.intake.experts(self.expert, len(own), seed=self.seed, step=step, known=self._experts)
-        if given is None:
-            return own, [False] * len(own) if self.algorithm.mixed else None
-        both = Experiences([*own, *given])
-        return both, [i >= len(own) for i in range(len(both))] if self.algorithm.mixed else None
+    def _with_experts(self, leased: Experiences, step: int) -> tuple[Experiences, list[bool] | None]:
+        """A step's leased records with an expert's appended, and which are the expert's."""
+        experts = self.intake.experts(self.expert, len(leased), seed=self.seed, step=step, known=self._experts)
+        records = leased if experts is None else Experiences([*leased, *experts])
+        return records, [i >= len(leased) for i in range(len(records))] if self.algorithm.mixed else None
 
     def completed(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
-        """Records with all that the algorithm learns from; `expert` says which of them an expert made."""
-        return complete(
+        """Return the records with all columns that the algorithm reads.
+
+        Args:
+            records: Leased records; those made by `collect` have all columns.
+            expert: Which of them an expert made.
+        """
+        records = annotate(
             records,
             self.algorithm,
-            actor=self.actor,
-            critic=self.critic,
-            reference=self.reference,
-            teacher=self.teacher,
-            token_budget=self.learner.batching.token_budget,
-            max_tokens=self.max_tokens,
-            expert=expert,
+            self.models,
+            old_logprobs="engine" if self.algorithm.correction is None else "recompute",
+            token_budget=self._token_budget,
         )
+        return estimate(records, self.algorithm, max_tokens=self.max_response_tokens, expert=expert)
+
+    @property
+    def _token_budget(self) -> int:
+        return self.learner.batching.token_budget
 
     def _announce(self) -> None:
         """Say which version the policy has: to the actor's own engine, and to the book. Of another engine whoever
         changes its weights says so: a server's are what they were."""
-        engine = getattr(self.maker, "engine", None)
-        if engine is not None and engine is self._own_engine():
-            engine.version = self.done
-        known = self.book.policy_version
-        if known is None or known < self.done:
+        if self.engine is not None and self.engine is self._own_engine():
+            self.engine.version = self.done
+        announced = self.book.policy_version
+        if announced is None or announced < self.done:
             self.book.announce(self.done)
 
     def _own_engine(self) -> Any:
         """Who samples with the weights that are trained; `None` of an actor that has no engine."""
         return getattr(self.actor, "engine", None)
 
-    # --- what there is to say -------------------------------------------------------------------------------------
+    # --- metrics ------------------------------------------------------------------------------------------------------
 
-    def _measured(self, own: Experiences) -> dict[str, float]:
-        """Means over a step's records."""
-        rewards = row_rewards(own)
-        known = rewards[~np.isnan(rewards)]
-        lengths = own.token_lengths() - own.prompt_lengths()
-        made = {"records": float(len(own))}
-        if not self.algorithm.pairs:
-            made["length"] = float(lengths.mean())
-        if len(known):
-            made |= {"reward": float(known.mean()), "success": float((known >= self.success).mean())}
-        entropy = own.column("entropy")
-        if isinstance(entropy, Ragged) and entropy.valid is None and len(entropy.values):
-            made["entropy"] = float(np.asarray(entropy.values, dtype=np.float64).mean())
-        versions = [value for value in own.values("policy_versions") if value is not None]
-        oldest = [int(value) if isinstance(value, int) else int(value.min()) for value in versions if _any(value)]
-        if oldest:
-            made["staleness"] = float(self.done - 1 - np.mean(oldest))
-        return made
+    def _add_divergence(self, metrics: StepMetrics, records: Experiences) -> None:
+        """Add `kl`: from the reference, or without a reference how far the step itself moved the policy."""
+        algorithm, numbers = self.algorithm, metrics.values()
+        if algorithm.kl_coef and algorithm.kl_in == "reward" and not algorithm.pairs:
+            metrics.add({"kl": mean_divergence(records, algorithm.kl_estimator)})
+        elif "kl" not in numbers:
+            moved = numbers.get("policy/ppo_kl", numbers.get("policy/usual/ppo_kl"))
+            metrics.add({} if moved is None else {"kl": moved})
 
-    def _divergence(self, records: Experiences) -> float:
-        """The mean over response tokens of the KL divergence that is taken off the reward."""
-        columns = mask_unpredicted(records)
-        policy, reference = Rows(columns.values("policy_logprobs")), Rows(columns.values("ref_logprobs"))
-        masks = zip(columns.values("action_mask"), policy, strict=True)
-        mask = Rows([torch.ones(len(row), dtype=torch.bool) if known is None else known for known, row in masks])
-        divergence = token_kl(policy, reference, mask, estimator=self.algorithm.kl_estimator)
-        return float(divergence.values[mask.values].mean()) if bool(mask.values.any()) else 0.0
-
-    def _paced(self, own: Experiences, seconds: float) -> dict[str, float]:
-        made = {"seconds": seconds, "tokens": float(own.token_lengths().sum())}
-        made["tokens_per_second"] = made["tokens"] / max(seconds, 1e-9)
+    def _pace(self, records: Experiences, seconds: float) -> dict[str, float]:
+        pace = {"seconds": seconds, "tokens": float(records.token_lengths().sum())}
+        pace["tokens_per_second"] = pace["tokens"] / max(seconds, 1e-9)
         if torch.cuda.is_available() and self.actor.device.type == "cuda":
-            made["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.actor.device) / 2**30
-        return made
+            pace["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.actor.device) / 2**30
+        return pace
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give metrics to the book and to all trackers."""
@@ -409,34 +471,24 @@ class Trainer:
         for tracker in self.trackers:
             tracker.log(step, metrics)
 
-    def evaluate(self, prompts: Prompts, reward: Any, **options: Any) -> Evaluation:
-        """Sample held-out prompts with the policy as it is; kept in the book, never trained on, and tracked.
+    def evaluate(self, prompts: Prompts, reward: Any = None, **options: Any) -> Evaluation:
+        """Sample held-out prompts with the current policy; kept in the book, never trained on, and tracked.
 
-        `options` are those of `rollbook.train.evaluate`.
+        Args:
+            prompts: The prompts.
+            reward: Scores the samples; may be missing if there is an environment.
+            options: Those of `rollbook.train.evaluate`.
         """
-        from rollbook.train.episodes import EpisodeMaker
-        from rollbook.train.evaluating import evaluate, evaluated
+        from rollbook.train.evaluating import evaluate
 
-        options = {"sampling": self.generate, **options}
-        others: Any = getattr(self.maker, "engine", None)
-        engine = self._own_engine() or others
-        if engine is not others:
+        engine = self._own_engine() or self.engine
+        if engine is not self.engine:
             engine.version = self.done
-        if isinstance(self.maker, EpisodeMaker):
-            sampling, runs = dict(options.pop("sampling")), options.pop("k", 1)
-            self.maker.engine = engine
-            try:
-                records = self.maker.play(prompts.every(f"eval-{self.done}"), **{**sampling, "n": runs})
-            finally:
-                self.maker.engine = others
-            self.book.append(records, evaluation=True)
-            found = evaluated(records, step=self.done, **options)
-        else:
-            options = {"seed": self.seed, **options}
-            found = evaluate(engine, prompts, reward, step=self.done, book=self.book, **options)
+        settings = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
+        evaluation = evaluate(engine, prompts, reward, step=self.done, book=self.book, **settings)
         reached("evaluated")
-        self.track(self.done, found.metrics())
-        return found
+        self.track(self.done, evaluation.metrics())
+        return evaluation
 
     # --- a run ----------------------------------------------------------------------------------------------------
 
@@ -471,7 +523,7 @@ class Trainer:
         and the weights stay as they are. `Exhausted` where nobody makes records and the book has none to lease."""
         report = self.step()
         if not report["records"]:
-            if self.maker is None:
+            if self.prompts is None:
                 raise Exhausted(f"step {report.step}: {self.book.url} has nothing more to lease")
             self.done = report.step
             self._announce()
@@ -507,14 +559,13 @@ class Trainer:
             "attention": getattr(self.actor.config, "_attn_implementation", None),
         }
         state: dict[str, Any] = {"learner": self.learner.state_dict()}
-        norm = getattr(self.maker, "reward_norm", None)
-        if norm is not None:
-            state["reward_norm"] = norm.state_dict()
+        if self.reward_norm is not None:
+            state["reward_norm"] = self.reward_norm.state_dict()
         made = saving.save(
             self.folder,
             self.done,
             actor=self.actor,
-            critic=self.critic,
+            critic=self.models.critic,
             state=state,
             told=told,
         )
@@ -532,7 +583,7 @@ class Trainer:
         """Go on from the newest checkpoint in the folder, the book rewound to it; whether there was one.
 
         The constructor calls it. Records that came later are dropped from the book, and made again by the same ids;
-        without a maker, others brought them, and they wait. A checkpoint that cannot be read is refused
+        without prompts, others appended them, and they wait. A checkpoint that cannot be read is refused
         (`saving.Broken`): older weights are not taken in its place.
         """
         if self.folder is None:
@@ -553,14 +604,14 @@ class Trainer:
         if self.prompts is not None:
             self.prompts.load_state_dict(told["prompts"])
         saving.load_weights(self.actor, last.model)
-        if self.critic is not None and last.critic is not None:
-            saving.load_weights(self.critic, last.critic)
-        if self._own_reference and isinstance(self.reference, torch.nn.Module) and found[0].step == 0:
-            saving.load_weights(self.reference, found[0].model)
+        if self.models.critic is not None and last.critic is not None:
+            saving.load_weights(self.models.critic, last.critic)
+        if self._own_reference and isinstance(self.models.reference, torch.nn.Module) and found[0].step == 0:
+            saving.load_weights(self.models.reference, found[0].model)
         self.learner.load_state_dict(state["learner"])
-        if "reward_norm" in state:
-            self.maker.reward_norm.load_state_dict(state["reward_norm"])
-        self.book.rewind(told["book"], later="keep" if self.maker is None else "drop")
+        if self.reward_norm is not None and "reward_norm" in state:
+            self.reward_norm.load_state_dict(state["reward_norm"])
+        self.book.rewind(told["book"], later="keep" if self.prompts is None else "drop")
         self.done = last.step
         self._announce()
         self.resumed_from = last.step
@@ -568,18 +619,14 @@ class Trainer:
         return True
 
 
-def _lost(records: Experiences) -> str | None:
-    """What went wrong with the first of the records, if something did with each of them."""
+def _common_failure(records: Experiences) -> str | None:
+    """The error of the first record, if every record has one."""
     errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]
     return str(errors[0]) if errors and all(errors) else None
-
-
-def _any(value: Any) -> bool:
-    return isinstance(value, int) or len(value) > 0
 
 
 def _constant(records: Experiences) -> list[str]:
     """The ids of records whose group's rewards are all equal."""
     ids = records.eids()
-    kept = zero_variance(row_rewards(records), [eid.tid for eid in ids], [eid.rid for eid in ids]).keep
-    return [eid.uid for eid, keep in zip(ids, kept.tolist(), strict=True) if not keep]
+    keep_flags = zero_variance(row_rewards(records), [eid.tid for eid in ids], [eid.rid for eid in ids]).keep
+    return [eid.uid for eid, keep in zip(ids, keep_flags.tolist(), strict=True) if not keep]

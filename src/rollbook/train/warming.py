@@ -15,7 +15,7 @@ from rollbook.train.data import Prompts
 from rollbook.train.evaluating import evaluate
 from rollbook.train.learner import Batching, Learner
 from rollbook.train.optimizing import Optimizing
-from rollbook.train.supervised import SupervisedMaker
+from rollbook.train.supervised import records_from_answers
 from rollbook.train.trainer import Fruitless
 
 _ERRORS = ("error", "reward_error")
@@ -86,7 +86,6 @@ def warm_up(
     check: Prompts | None = None
     if how.until is not None:
         prompts, check = prompts.split(min(how.checked, len(prompts) // 2), seed=seed)
-    maker = SupervisedMaker(actor.tokenizer, processor=actor.processor)
     learner = Learner(
         actor,
         "sft",
@@ -97,8 +96,9 @@ def warm_up(
     )
     loss, success, done = 0.0, None, 0
     for step in range(1, how.steps + 1):
-        records = maker.make_records(prompts.take(how.rows, f"warmup-{step}"))
-        loss, done = learner.learn(records, step=step).metrics["loss"], step
+        shown = prompts.take(how.rows, f"warmup-{step}")
+        records = records_from_answers(shown, actor.tokenizer, processor=actor.processor)
+        loss, done = learner.update(records, step=step).metrics["loss"], step
         look = check is not None and step % how.every == 0
         if look:
             evaluation = evaluate(actor.engine, check, reward, sampling=sampling, step=step, seed=seed)

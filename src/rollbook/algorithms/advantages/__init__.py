@@ -35,11 +35,11 @@ from rollbook.algorithms.advantages.temporal import (
 )
 from rollbook.algorithms.advantages.tokenwise import clip_b, clip_v, jsd, on_policy_distill
 from rollbook.algorithms.groups import as_rewards
-from rollbook.algorithms.inputs import Inputs, Uids, group_numbers, inputs_of
-from rollbook.algorithms.registry import ESTIMATORS, Entry
+from rollbook.algorithms.inputs import Inputs, Uids, group_inputs, inputs_of
+from rollbook.algorithms.registry import ESTIMATORS, Estimator
 from rollbook.algorithms.results import Advantages, Report
 from rollbook.compat.lightrft.batch import ExperienceBatch
-from rollbook.core.experiences import Experiences, as_experiences
+from rollbook.core.experiences import as_experiences
 from rollbook.core.process_group import ALONE
 
 
@@ -79,8 +79,9 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
         apart.add("response")  # nobody asks
     given = {need: inputs[need] for need in entry.inputs if need in inputs and need not in apart}
     given |= _rewards(entry, inputs)
-    if "groups" in entry.inputs and (many is not None or entry.name != "reinforce"):
-        given |= _groups(inputs, many, required=entry.inputs.get("runs", False), ranks=options.get("ranks", ALONE))
+    grouped = many is not None or (data.ids is not None and None not in data.ids)
+    if "groups" in entry.inputs and (grouped or entry.inputs["groups"] or entry.compares_runs):
+        given |= group_inputs(inputs, many, required=entry.inputs.get("runs", False), ranks=options.get("ranks", ALONE))
     found = entry.call(given, options)
     if not isinstance(found, Advantages):
         raise ValueError(
@@ -93,13 +94,12 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
     return found.with_report(found.report.with_ids(Uids(many) if many is not None else inputs["ids"]))
 
 
-def _rewards(entry: Entry, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _rewards(entry: Estimator, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The rewards that an estimator takes: one for each row, or those of tokens for rows that have them."""
     if "rewards" not in entry.inputs:
         return {}
     rewards = inputs["rewards"]
-    by_row = "token_rewards" not in entry.inputs or entry.name == "reinforce_plus_plus_baseline"
-    if by_row or inputs["token_rewards"] is None:
+    if not entry.takes_token_rewards or inputs["token_rewards"] is None:
         return {"rewards": rewards}
     # A record's token rewards are made from its reward: row by row the one or the other, never both.
     rewards, without = as_rewards("rewards", rewards), inputs["without_token_rewards"]
@@ -108,16 +108,6 @@ def _rewards(entry: Entry, inputs: Mapping[str, Any]) -> dict[str, Any]:
     if not without and not np.isnan(own).any():
         return {"token_rewards": inputs["token_rewards"]}
     return {"token_rewards": inputs["token_rewards"], "rewards": own}
-
-
-def _groups(inputs: Mapping[str, Any], many: Experiences | None, required: bool, ranks: Any) -> dict[str, Any]:
-    """Groups and runs: by number where nobody else must understand them, else by id."""
-    if many is not None and ranks is ALONE:
-        groups, runs = group_numbers(many)
-        if runs is None and required:
-            runs = np.arange(len(groups))
-        return {"groups": groups, "runs": runs}
-    return {"groups": inputs["groups"], "runs": inputs["runs"]}
 
 
 __all__ = [

@@ -30,6 +30,8 @@ LEVELS = ("group", "batch")
     "group_norm",
     "grpo_verl",
     source="GRPO (Shao et al., 2024, arXiv 2402.03300), section 4.1.2: (r - mean) / std",
+    normalized=True,
+    compares_runs=True,
 )
 def grpo(
     rewards: PerRow,
@@ -64,7 +66,7 @@ def grpo(
     return grouped.scored(grouped.alone(grouped.over(grouped.centred(), spread + eps), singleton), mask)
 
 
-@ESTIMATORS.register("dr_grpo", source="Dr. GRPO (Liu et al., 2025, arXiv 2503.20783): r - mean")
+@ESTIMATORS.register("dr_grpo", source="Dr. GRPO (Liu et al., 2025, arXiv 2503.20783): r - mean", compares_runs=True)
 def dr_grpo(
     rewards: PerRow,
     groups: Any,
@@ -86,7 +88,9 @@ def dr_grpo(
     return grouped.scored(grouped.alone(grouped.centred(), singleton), mask)
 
 
-@ESTIMATORS.register("rloo", source="RLOO (Ahmadian et al., 2024, arXiv 2402.14740): r - mean of the others")
+@ESTIMATORS.register(
+    "rloo", source="RLOO (Ahmadian et al., 2024, arXiv 2402.14740): r - mean of the others", compares_runs=True
+)
 def rloo(
     rewards: PerRow,
     groups: Any,
@@ -117,7 +121,10 @@ def rloo(
 
 
 @ESTIMATORS.register(
-    "opmd", "opmd_verl", source="OPMD, as Trinity-RFT has it (Pan et al., 2025, arXiv 2505.17826): r - baseline"
+    "opmd",
+    "opmd_verl",
+    source="OPMD, as Trinity-RFT has it (Pan et al., 2025, arXiv 2505.17826): r - baseline",
+    compares_runs=True,
 )
 def opmd(
     rewards: PerRow,
@@ -159,7 +166,10 @@ def _log_mean_exp(grouped: Grouped, tau: float) -> Floats:
 
 
 @ESTIMATORS.register(
-    "asymre", "asymre_verl", source="AsymRE (Arnal et al., 2025, arXiv 2506.20520): r - (mean + shift)"
+    "asymre",
+    "asymre_verl",
+    source="AsymRE (Arnal et al., 2025, arXiv 2506.20520): r - (mean + shift)",
+    compares_runs=True,
 )
 def asymre(
     rewards: PerRow,
@@ -184,7 +194,9 @@ def asymre(
     return grouped.scored(grouped.alone(grouped.filled(grouped.centred() - shift), singleton), mask)
 
 
-@ESTIMATORS.register("rec", source="REC (Yao et al., 2025, arXiv 2509.24203): r - mean, or over the deviation")
+@ESTIMATORS.register(
+    "rec", source="REC (Yao et al., 2025, arXiv 2509.24203): r - mean, or over the deviation", compares_runs=True
+)
 def rec(
     rewards: PerRow,
     groups: Any,
@@ -251,7 +263,14 @@ def _surplus(grouped: Grouped, scores: Floats, ids: list[Any], seed: int) -> Any
     return dropped
 
 
-@ESTIMATORS.register("cpgd", source="CPGD (Liu et al., 2025, arXiv 2505.12504): (r - mean) times a weight of the group")
+@ESTIMATORS.register(
+    "cpgd",
+    source="CPGD (Liu et al., 2025, arXiv 2505.12504): (r - mean) times a weight of the group",
+    kl_in_reward=False,
+    discounts=False,
+    clips_rewards=False,
+    compares_runs=True,
+)
 def cpgd(
     rewards: PerRow,
     groups: Any,

@@ -388,6 +388,7 @@ def reinforce_plus_plus(
     "reinforce++_baseline",
     "reinforce_baseline",
     source="REINFORCE++ with the group's mean as baseline (arXiv 2501.03262)",
+    compares_runs=True,
 )
 def reinforce_plus_plus_baseline(
     token_rewards: PerToken | None = None,
@@ -442,7 +443,9 @@ def reinforce_plus_plus_baseline(
 
 
 @ESTIMATORS.register(
-    "remax", source="ReMax (Li et al., 2023, arXiv 2310.10505): the greedy response's reward as baseline"
+    "remax",
+    source="ReMax (Li et al., 2023, arXiv 2310.10505): the greedy response's reward as baseline",
+    greedy_baseline=True,
 )
 def remax(
     token_rewards: PerToken | None = None,

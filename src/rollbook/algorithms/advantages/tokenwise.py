@@ -105,7 +105,10 @@ def _tokens(layout: Layout, tokens: torch.Tensor, mask: Any, metrics: dict[str, 
 
 
 @ESTIMATORS.register(
-    "clip_b", "clipb", source="Clip-B (On the Entropy Dynamics in Reinforcement Fine-Tuning, 2026, arXiv 2602.03392)"
+    "clip_b",
+    "clipb",
+    source="Clip-B (On the Entropy Dynamics in Reinforcement Fine-Tuning, 2026, arXiv 2602.03392)",
+    compares_runs=True,
 )
 def clip_b(
     rewards: PerRow,
@@ -153,7 +156,10 @@ def _surprise(
 
 
 @ESTIMATORS.register(
-    "clip_v", "clipv", source="Clip-V (On the Entropy Dynamics in Reinforcement Fine-Tuning, 2026, arXiv 2602.03392)"
+    "clip_v",
+    "clipv",
+    source="Clip-V (On the Entropy Dynamics in Reinforcement Fine-Tuning, 2026, arXiv 2602.03392)",
+    compares_runs=True,
 )
 def clip_v(
     rewards: PerRow,

@@ -30,7 +30,7 @@ from rollbook.algorithms.losses.reinforce import cispo, importance_sampling, opm
 from rollbook.algorithms.losses.supervised import sft, sft_is, sft_phi
 from rollbook.algorithms.registry import LOSSES
 
-LOSSES.register("kl", source="coef times the aggregate of a KL estimate (Schulman, 2020)")(kl_loss)
+LOSSES.register("kl", source="coef times the aggregate of a KL estimate (Schulman, 2020)", role="regularizer")(kl_loss)
 
 __all__ = [
     "LOSSES",

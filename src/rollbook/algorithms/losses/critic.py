@@ -15,7 +15,9 @@ from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_float
 
 
-@LOSSES.register("value", "ValueLoss", source="value function clipping (Engstrom et al., 2020, arXiv 2005.12729)")
+@LOSSES.register(
+    "value", "ValueLoss", source="value function clipping (Engstrom et al., 2020, arXiv 2005.12729)", role="critic"
+)
 def value_loss(
     values: PerToken,
     returns: PerToken,
@@ -51,7 +53,7 @@ def value_loss(
     return Terms(error / 2, {"vf_clipfrac": hit}).loss("value_loss", layout, mode, norm, whole, weights)
 
 
-@LOSSES.register("entropy", source="entropy bonus (Williams and Peng, 1991): -coef * H")
+@LOSSES.register("entropy", source="entropy bonus (Williams and Peng, 1991): -coef * H", role="regularizer")
 def entropy_loss(
     entropy: PerToken,
     mask: PerToken | None = None,

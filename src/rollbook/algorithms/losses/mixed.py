@@ -20,6 +20,7 @@ from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_float
+from rollbook.core.rows import Rows
 
 Parts = tuple[Denominators, Denominators]
 """The denominators of the whole batch's usual rows, and of its expert rows."""
@@ -44,6 +45,11 @@ def mix_denominators(mask: PerToken, expert_mask: PerRow) -> Parts:
     return of(~flags), of(flags)
 
 
+def _denominators(train_rows: Any, rows: Sequence[int]) -> Parts:
+    """Compute `mix_denominators` of a minibatch."""
+    return mix_denominators(Rows([train_rows.masks[i] for i in rows]), [train_rows.expert[i] for i in rows])
+
+
 def chord_mu(step: int, warmup: int, decay: int, peak: float, valley: float) -> float:
     """The weight of the expert at a step: linear from 0 to `peak`, then half a cosine down to `valley`, then constant.
 
@@ -63,7 +69,10 @@ def chord_mu(step: int, warmup: int, decay: int, peak: float, valley: float) -> 
 
 
 @LOSSES.register(
-    "mix", source="(1 - mu) * PPO over own rows + mu * maximum likelihood over expert rows, as Trinity-RFT has it"
+    "mix",
+    source="(1 - mu) * PPO over own rows + mu * maximum likelihood over expert rows, as Trinity-RFT has it",
+    data="mixed",
+    denominators=_denominators,
 )
 def mix(
     log_probs: PerToken,
@@ -102,7 +111,11 @@ def mix(
 
 
 @LOSSES.register(
-    "mix_chord", "chord", source="CHORD (Zhang et al., 2025, arXiv 2508.11408): mu by a schedule, the expert by phi"
+    "mix_chord",
+    "chord",
+    source="CHORD (Zhang et al., 2025, arXiv 2508.11408): mu by a schedule, the expert by phi",
+    data="mixed",
+    denominators=_denominators,
 )
 def mix_chord(
     log_probs: PerToken,

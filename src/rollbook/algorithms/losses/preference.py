@@ -32,9 +32,17 @@ def interleaved(rows: int) -> tuple[list[int], list[bool]]:
     return [row // 2 for row in range(rows)], [row % 2 == 0 for row in range(rows)]
 
 
+def _count_pairs(train_rows: Any, rows: Sequence[int]) -> int:
+    """Count the pairs of a minibatch."""
+    return len({train_rows.pairs[i] for i in rows})
+
+
 @LOSSES.register(
     "dpo",
     source="DPO (Rafailov et al., 2023, arXiv 2305.18290), equation 7; one logit for each pair",
+    data="pairs",
+    denominators=_count_pairs,
+    needs_reference=lambda options: not options.get("reference_free", False),
 )
 def dpo(
     log_probs: PerToken,
@@ -84,7 +92,7 @@ def dpo(
     return _loss(logits[winners], logits[losers], ours.dtype, beta, label_smoothing, variant, whole)
 
 
-@LOSSES.register("dpo_sums", source="DPO (Rafailov et al., 2023, arXiv 2305.18290), equation 7, of sums")
+@LOSSES.register("dpo_sums", source="DPO (Rafailov et al., 2023, arXiv 2305.18290), equation 7, of sums", data="pairs")
 def dpo_sums(
     chosen_log_probs: PerRow,
     rejected_log_probs: PerRow,

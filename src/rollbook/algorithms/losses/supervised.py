@@ -17,7 +17,7 @@ from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_float
 
 
-@LOSSES.register("sft", "nll", source="maximum likelihood: -log p")
+@LOSSES.register("sft", "nll", source="maximum likelihood: -log p", data="answers")
 def sft(
     log_probs: PerToken,
     mask: PerToken | None = None,
@@ -38,7 +38,10 @@ def sft(
 
 
 @LOSSES.register(
-    "sft_is", "dft", source="Dynamic Fine-Tuning (Wu et al., 2025, arXiv 2508.05629): -p * log p, p a constant"
+    "sft_is",
+    "dft",
+    source="Dynamic Fine-Tuning (Wu et al., 2025, arXiv 2508.05629): -p * log p, p a constant",
+    data="answers",
 )
 def sft_is(
     log_probs: PerToken,
@@ -60,7 +63,9 @@ def sft_is(
 
 
 @LOSSES.register(
-    "sft_phi", source="CHORD (Zhang et al., 2025, arXiv 2508.11408): -p * (1 - p) * log p, the weight a constant"
+    "sft_phi",
+    source="CHORD (Zhang et al., 2025, arXiv 2508.11408): -p * (1 - p) * log p, the weight a constant",
+    data="answers",
 )
 def sft_phi(
     log_probs: PerToken,

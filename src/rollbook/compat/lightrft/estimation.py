@@ -27,24 +27,14 @@ from rollbook.algorithms.groups import block_means, sums_of_blocks
 from rollbook.algorithms.inputs import INFO_KEYS
 from rollbook.algorithms.kl import penalise
 from rollbook.algorithms.moments import whiten
-from rollbook.algorithms.results import Advantages, Report
+from rollbook.algorithms.results import Advantages, Report, as_advantages
 from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_rewards, shape_overlong
 from rollbook.compat.lightrft.config import MakerConfig
 from rollbook.compat.lightrft.rollout_batches import Whole
 from rollbook.core.checks import check_float
 from rollbook.core.metrics import advise
-from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.process_group import ALONE, Ranks, current_ranks
 from rollbook.core.rows import Rows
-
-NORMALISED = ("grpo",)
-"""Estimators whose scores have deviation 1 already: `advantages_norm` leaves them alone."""
-
-
-def ranks_here() -> Ranks:
-    """All processes of a distributed run, or this one alone."""
-    import torch.distributed as dist
-
-    return Ranks() if dist.is_available() and dist.is_initialized() else ALONE
 
 
 @dataclass
@@ -87,12 +77,10 @@ def over_rows(name: str) -> bool:
     >>> over_rows("rloo"), over_rows("reinforce_baseline"), over_rows("gae"), over_rows("cpgd")
     (True, True, False, False)
     """
-    inputs, name = ESTIMATORS[name].inputs, ESTIMATORS[name].name
-    if name in ("reinforce_plus_plus_baseline", "cpgd"):
-        return name != "cpgd"
-    tokens = ("token_rewards", "log_probs", "step_rewards")
-    by_token = any(need in inputs for need in tokens) or inputs.get("mask", False)
-    return "rewards" in inputs and "groups" in inputs and not by_token
+    entry = ESTIMATORS[name]
+    if entry.scores == "rows":
+        return bool(entry.kl_in_reward)
+    return entry.compares_runs and "token_rewards" in entry.inputs
 
 
 def takes_token_rewards(name: str) -> bool:
@@ -101,14 +89,14 @@ def takes_token_rewards(name: str) -> bool:
     >>> takes_token_rewards("gae"), takes_token_rewards("grpo"), takes_token_rewards("reinforce_plus_plus_baseline")
     (True, False, False)
     """
-    return "token_rewards" in ESTIMATORS[name].inputs and not over_rows(name)
+    return ESTIMATORS[name].takes_token_rewards
 
 
 def score(
     whole: Whole, config: MakerConfig, norm: RunningNorm | None = None, max_new_tokens: int | None = None
 ) -> Scored:
     """The rewards of a rollout, shaped, and scored within their groups if that is what the estimator does."""
-    ranks = ranks_here()
+    ranks = current_ranks()
     if ranks is ALONE and norm is None and not config.overlong_buffer:
         scored = _block_scores(whole, config)
         if scored is not None:
@@ -201,8 +189,8 @@ def _clipped(rewards: torch.Tensor, config: MakerConfig) -> tuple[torch.Tensor, 
 
 
 def _bounds(config: MakerConfig) -> list[tuple[float, float]]:
-    if ESTIMATORS[config.advantage_estimator].name == "cpgd":
-        return []  # which is defined by rewards as they are
+    if not ESTIMATORS[config.advantage_estimator].clips_rewards:
+        return []
     found = [] if config.reward_clip_range is None else [config.reward_clip_range]
     return [*found, (-config.reward_clip, config.reward_clip)] if config.reward_clip > 0 else found
 
@@ -233,20 +221,7 @@ def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks:
     if entry.inputs.get("runs") and ids is None:
         given |= {"runs": list(range(len(whole))), "steps": [0] * len(whole)}
     given = {name: value for name, value in given.items() if value is not None and name in entry.inputs}
-    return _as_advantages(entry.name, entry.call(given, options))
-
-
-def _as_advantages(name: str, found: Any) -> Advantages:
-    """What an estimator gave back; one of a user's own may give plain numbers."""
-    if isinstance(found, Advantages):
-        return found
-    if isinstance(found, Rows):
-        return Advantages(found.apply(torch.Tensor.float))
-    try:
-        return Advantages(torch.as_tensor(found).float())
-    except (TypeError, ValueError, RuntimeError):
-        got = type(found).__name__
-        raise ValueError(f"{name}: got {got} back, expected a number for each row, Rows, or Advantages") from None
+    return as_advantages(entry.name, entry.call(given, options))
 
 
 def check(config: MakerConfig, given: Mapping[str, Any]) -> None:
@@ -285,7 +260,7 @@ def finish(
     `reward_clip_frac` and `advantage_clip_frac` where there is a bound, and `filtered` where `dynamic_sampling` masks
     rows. Gives back metrics of the whole.
     """
-    ranks = ranks_here()
+    ranks = current_ranks()
     recursions = recursions or Recursions()
     entry = ESTIMATORS[config.advantage_estimator]
     mask = whole.rows("action_mask")
@@ -333,7 +308,7 @@ def finish(
         mask = found.mask if isinstance(found.mask, Rows) else mask
         counted = _where(mask, known)
         metrics |= found.report.to_metrics(entry.name)
-    if config.advantages_norm and not whitened and entry.name not in NORMALISED:
+    if config.advantages_norm and not whitened and not entry.normalized:
         options = {"eps_in": "std", "scale": not config.no_advantage_std_norm, "ranks": ranks}
         advantages = whiten(advantages, counted, **options)
     if config.advantage_clip > 0:
@@ -442,7 +417,7 @@ def _over_tokens(
     missing = [name for name, needed in entry.inputs.items() if needed and name not in given]
     if missing:
         raise ValueError(f"{entry.name}: got no {missing[0]!r}, which it needs; {_advice(missing[0])}")
-    if entry.name == "remax" and "baselines" not in given:
+    if entry.greedy_baseline and "baselines" not in given:
         raise ValueError(f"{entry.name}: got no baselines, which it needs; {_advice('baselines')}")
     over_values = entry.name in ("gae", "ppo")
     replaces = recursions.advantages if over_values else recursions.returns
@@ -450,7 +425,7 @@ def _over_tokens(
         chosen = {**entry.options, **options}
         found = _replaced(whole, rewards, token_rewards, given.get("values"), mask, chosen, recursions)
     else:
-        found = _as_advantages(entry.name, entry.call(given, options))
+        found = as_advantages(entry.name, entry.call(given, options))
     return found, bool(options.get("whiten", entry.options.get("whiten", False)))
 
 
@@ -467,4 +442,4 @@ def _advice(name: str) -> str:
     return _SOURCES.get(name) or f"put them into the prompts' info[{INFO_KEYS.get(name, name)!r}]"
 
 
-__all__ = ["Recursions", "Scored", "check", "finish", "over_rows", "ranks_here", "score", "takes_token_rewards"]
+__all__ = ["Recursions", "Scored", "check", "finish", "over_rows", "score", "takes_token_rewards"]

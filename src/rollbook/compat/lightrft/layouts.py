@@ -221,7 +221,7 @@ def predicted_mask(batch: ExperienceBatch) -> Any:
     """A batch's `action_mask`, (B, A) or `Rows`, False on slots that speak of a sample's first token.
 
     Nothing comes before such a token, so that no model predicts it; a batch of records has it masked already
-    (`rollbook.compat.lightrft.records.mask_unpredicted`). `None`, or the batch's own mask, if there is no such slot.
+    (`rollbook.batch.columns.mask_unpredicted`). `None`, or the batch's own mask, if there is no such slot.
 
     >>> mask = torch.tensor([[True, True], [True, True]])
     >>> attended = torch.tensor([[0, 1, 1], [1, 1, 1]])

@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
 
-from rollbook.algorithms.advantages import cumulative_returns, gae
+from rollbook.algorithms.advantages import ESTIMATORS, cumulative_returns, gae
 from rollbook.algorithms.filters import clip_filter_like_weight_func
 from rollbook.algorithms.kl import KL, k1
 from rollbook.algorithms.kl import kl as token_kl_values
@@ -42,7 +42,7 @@ from rollbook.core.experience import Experience as Record
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.metrics import Progress, Stages, advise
-from rollbook.core.process_group import ALONE
+from rollbook.core.process_group import ALONE, current_ranks
 from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 from rollbook.rollout.engine import Engine
@@ -225,7 +225,7 @@ class NaiveExperienceMaker:
 
     def _batch_id(self) -> int | str:
         """The rollout's number; with several processes also this one's, since each has prompts of its own."""
-        ranks, name = estimation.ranks_here(), self.config.batch_name
+        ranks, name = current_ranks(), self.config.batch_name
         number: int | str = self.rollouts_made if ranks is ALONE else f"{self.rollouts_made}.{ranks.rank}"
         return number if name is None else f"{name}-{number}"
 
@@ -468,8 +468,8 @@ class NaiveExperienceMaker:
         self._stages = Stages()
         estimation.check(self.config, self.passes.models)
         self.scorer.need()
-        remax = self.config.advantage_estimator == "remax"
-        greedy = self._greedy_rewards(all_prompts, generate_kwargs) if remax else None
+        entry = ESTIMATORS[self.config.advantage_estimator]
+        greedy = self._greedy_rewards(all_prompts, generate_kwargs) if entry.greedy_baseline else None
         samples = self._samples = self.generate_samples(all_prompts, **generate_kwargs)
         if not self._overrides("make_experience"):
             # A record is dear beside the rest of a short sample: batches and `make_records` have the same.

@@ -114,19 +114,16 @@ class Passes:
     def _planned(
         self, name: str, model: Any, joined: ExperienceBatch, entropy: bool, stage: dict[str, Any]
     ) -> tuple[_Column | None, ...]:
-        from rollbook.models import forward
+        from rollbook.compat.lightrft.batch_passes import forward_batch
+        from rollbook.models.forward import without_adapters
 
-        options: dict[str, Any] = {"token_budget": self.token_budget, "device": "cpu"}
-        if name == "values":
-            found = forward.values(model, joined, **options)
-        elif name == "reference":
-            found = forward.reference_log_probs(model, joined, **options)
-        else:
-            found = forward.policy_log_probs(model, joined, entropy=entropy, **options)
+        outputs = ("values",) if name == "values" else ("logprobs", "entropy") if entropy else ("logprobs",)
+        model = without_adapters(model) if name == "reference" else model
+        stats: dict[str, float] = {}
+        columns = forward_batch(model, joined, outputs, token_budget=self.token_budget, device="cpu", stats=stats)
         for key in ("forward_seconds", "micro_batches", "padding"):
-            stage[key] = found.stats[key]
-        answers = (found.values,) if name == "values" else (found.log_probs, found.entropy)
-        return tuple(None if rows is None else (rows.values, rows.lengths) for rows in answers)
+            stage[key] = stats[key]
+        return tuple((columns[output].values, columns[output].lengths) for output in outputs)
 
     def _asked(self, model: Any, whole: Whole, entropy: bool) -> tuple[_Column | None, ...]:
         if entropy:

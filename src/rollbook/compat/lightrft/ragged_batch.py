@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.batch.device import to
+from rollbook.batch.transfer import copy_columns
 from rollbook.compat.lightrft.info import info_arrays, row_kinds, split_info
 from rollbook.core.experience import own
 from rollbook.core.fields import BATCH_FIELDS
 from rollbook.core.ids import EID
-from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.ragged import offsets_of
 from rollbook.core.rows import NUMPY, Column, Spans, concatenated, memory
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class Sheet:
         if target.type == "cpu":
             self.columns |= {name: c.cpu() if isinstance(c, torch.Tensor) else c for name, c in columns.items()}
         else:
-            shipped = _ship([(column, self.lengths(name)) for name, column in columns.items()], target)
+            shipped = copy_columns([(column, self.lengths(name)) for name, column in columns.items()], target)
             self.columns |= dict(zip(columns, shipped, strict=True))
         self.info = to(self.info, target)
         self.media = to(self.media, target)
@@ -296,41 +297,6 @@ def _version(tensor: torch.Tensor) -> int:
 
 _MASKS = tuple(name for name, one in BATCH_FIELDS.items() if one.absent)
 _LISTED = {item: batch for batch, item in SAMPLE_LISTS.items()}
-
-
-def _ship(columns: list[tuple[Column, Lengths]], device: torch.device) -> list[torch.Tensor]:
-    """Each column as a tensor on the device; those of the host travel together."""
-    result: list[Any] = []
-    waiting: list[tuple[int, Column, Lengths, torch.dtype, tuple[int, ...], int]] = []
-    size = 0
-    for column, lengths in columns:
-        if isinstance(column, torch.Tensor) and (
-            column.device.type != "cpu" or (column.dim() == 1 and _constant(column))
-        ):
-            # One value for all needs no transfer, and what is on a device none from the host.
-            result.append(column[:1].to(device).expand(column.shape) if _constant(column) else column.to(device))
-            continue
-        dtype = column.dtype if not isinstance(column, Ragged) else getattr(torch, column.dtype)
-        trailing = tuple(column.shape[1:]) if isinstance(column, torch.Tensor) else column.trailing
-        shape = (int(lengths.sum()), *trailing)
-        waiting.append((len(result), column, lengths, dtype, shape, size))
-        size += -(-int(np.prod(shape)) * dtype.itemsize // 64) * 64  # views of another type ask for alignment
-        result.append(None)
-    stage = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    parts = []
-    for at, column, lengths, dtype, shape, start in waiting:
-        stop = start + int(np.prod(shape)) * dtype.itemsize
-        concatenated(column, lengths, out=stage[start:stop].view(dtype).reshape(shape))
-        parts.append((at, start, stop, dtype, shape))
-    moved = stage.to(device, non_blocking=True)
-    for at, start, stop, dtype, shape in parts:
-        result[at] = moved[start:stop].view(dtype).reshape(shape)
-    return result
-
-
-def _constant(column: torch.Tensor) -> bool:
-    """Whether a column is one value, said once (see `torch.Tensor.expand`)."""
-    return column.dim() == 1 and column.stride(0) == 0 and len(column) > 0
 
 
 def constant(value: float, length: int, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:

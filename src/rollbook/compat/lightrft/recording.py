@@ -6,7 +6,6 @@ lies beside it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,22 +77,6 @@ def finished(rows: Sequence[Experience], whole: Whole) -> Experiences:
         if column is not None:
             found[name] = [values.clone() for values in column]
     return Experiences(rows).assign(**found)
-
-
-def with_reward(row: Experience, reward: float) -> Experience:
-    """Replace a record's reward. Where it has token rewards, the difference is added on its last action.
-
-    >>> row = Experience(tokens=[1, 2, 3, 4], reward=0.5, token_level_reward=[0.5, 0.0, 0.0], action_mask=[1, 0, 1])
-    >>> with_reward(row, 2.5).token_level_reward.tolist()
-    [0.5, 0.0, 2.0]
-    """
-    change = reward - (row.reward or 0.0)
-    actions = [] if row.action_mask is None else row.action_mask.nonzero()[:, 0].tolist()
-    if row.token_level_reward is None or not actions or not math.isfinite(change):
-        return row.replace(reward=reward)
-    token_rewards = row.token_level_reward.clone()
-    token_rewards[actions[-1]] += change
-    return row.replace(reward=reward, token_level_reward=token_rewards)
 
 
 def _matched(records: Sequence[Experience], whole: Whole) -> list[Experience]:

@@ -6,17 +6,16 @@ together row by row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from rollbook.batch.columns import custom_columns, mask_unpredicted, token_counts
 from rollbook.compat.lightrft.batch import Origin
 from rollbook.compat.lightrft.info import InfoOrigin, collate_info
 from rollbook.compat.lightrft.items import column_of
 from rollbook.compat.lightrft.ragged_batch import Lengths, Sheet, constant
-from rollbook.core.experience import CustomField
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.core.media import count_media
@@ -24,56 +23,11 @@ from rollbook.core.ragged import Ragged, offsets_of
 from rollbook.core.rows import Column, concatenated
 
 
-def mask_unpredicted(records: Experiences) -> Experiences:
-    """Clear the first mask entry of records without a prompt: no model predicts a sample's first token.
-
-    Whatever trains on records, or counts what is trained on, reads their masks through this.
-
-    Args:
-        records: Any records; they stay as they are.
-
-    Returns:
-        The same records, those with `prompt_length=0` with `action_mask[0]` False.
-
-    >>> from rollbook import Experience
-    >>> records = Experiences([Experience(tokens=[1, 2], prompt_length=0, action_mask=[True, True])])
-    >>> mask_unpredicted(records)[0].action_mask
-    tensor([False,  True])
-    """
-    promptless = np.flatnonzero(records.prompt_lengths() == 0).tolist() if len(records) else []
-    if not promptless:
-        return records
-    masks, kinds, lengths = records.values("action_mask"), records.values("experience_type"), records.token_lengths()
-    for i in promptless:
-        if kinds[i] == "dpo" or not lengths[i]:
-            continue
-        mask = torch.ones(int(lengths[i]), dtype=torch.bool) if masks[i] is None else masks[i].clone()
-        mask[:1] = 0
-        masks[i] = mask
-    return records.assign(action_mask=masks)
-
-
 def sheet_of_experiences(experiences: Any) -> Sheet:
     """The sheet of records, from their columns."""
     many = mask_unpredicted(as_experiences(experiences))
     count = len(many)
-    kinds = many.values("experience_type") if count else []
-    if "dpo" in kinds:
-        i = kinds.index("dpo")
-        raise ValueError(
-            f"record {i} ({many.eids()[i]}): got a preference pair, expected a response; "
-            "rollbook.compat.trinity.split_dpo_experience_to_single_turn makes two of it"
-        )
-    tokens = many.token_lengths()
-    responses = np.maximum(tokens - many.prompt_lengths(), 0)
-    if "prompt_truncated" in (status := many.values("truncate_status")):
-        for i, logprobs in enumerate(many.values("logprobs")):
-            if status[i] == "prompt_truncated":
-                responses[i] = len(logprobs)
-                if responses[i] > tokens[i]:
-                    raise ValueError(
-                        f"record {i} ({many.eids()[i]}): got {responses[i]} log-probs, expected at most {tokens[i]}"
-                    )
+    tokens, responses = token_counts(many)
     sheet = Sheet(tokens, responses, Origin(), long_tokens=True)
     used = set()
     for batch_field in BATCH_FIELDS.values():
@@ -135,55 +89,6 @@ def _raise_length(many: Experiences, name: str, got: Any, expected: Lengths) -> 
     raise ValueError(f"record {i} ({many.eids()[i]}): {name}: got {got[i]} entries, expected {expected[i]}")
 
 
-def _custom_values(many: Experiences) -> dict[str, torch.Tensor]:
-    """[B, ...] by destination: the `info` entries that the records' custom fields name.
-
-    Every record must have the same custom fields, and the `info` entries they read, all of one shape.
-    """
-    fields_of_records = [tuple(custom_fields or ()) for custom_fields in many.values("custom_fields")]
-    if not any(fields_of_records):
-        return {}
-    ids, infos, expected = many.eids(), many.values("info"), fields_of_records[0]
-    for i, custom_fields in enumerate(fields_of_records):
-        if set(custom_fields) != set(expected):
-            raise ValueError(
-                f"record {i} ({ids[i]}): custom_fields: got {_shown(custom_fields)}, "
-                f"expected {_shown(expected)}, the same as record 0"
-            )
-    values = {}
-    for custom in dict.fromkeys(expected):
-        if custom.destination_field in values:
-            raise ValueError(f"custom_fields: got several for {custom.destination_field!r}, expected one")
-        rows = [_custom_value(custom, info or {}, f"record {i} ({ids[i]})") for i, info in enumerate(infos)]
-        for i, row in enumerate(rows):
-            if row.shape != rows[0].shape:
-                raise ValueError(
-                    f"record {i} ({ids[i]}): info[{custom.source_field!r}]: got shape {list(row.shape)}, "
-                    f"expected {list(rows[0].shape)}, the same as record 0"
-                )
-        values[custom.destination_field] = torch.stack(rows)
-    return values
-
-
-def _shown(custom_fields: tuple[CustomField, ...]) -> str:
-    shown = [f"{c.source_field!r} as {c.destination_field!r} ({c.data_type})" for c in custom_fields]
-    return ", ".join(shown) or "none"
-
-
-def _custom_value(custom: CustomField, info: Mapping[str, Any], record: str) -> torch.Tensor:
-    source = custom.source_field
-    if source not in info:
-        raise ValueError(
-            f"{record}: info: got no {source!r}, expected it for the custom field {custom.destination_field!r}"
-        )
-    try:
-        return torch.as_tensor(info[source]).to(custom.data_type)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(
-            f"{record}: info[{source!r}]: got {info[source]!r}, expected a number or an array of numbers"
-        ) from None
-
-
 def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoOrigin]:
     rewards = [{} if reward is None else {"reward": reward} for reward in many.values("reward")]
     info, origin = collate_info(rewards)
@@ -206,5 +111,5 @@ def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoO
                 info[name] = held
                 origin.missing |= {(name, *path): rows for path, rows in inner.missing.items()}
                 origin.given |= {(name, *path): pair for path, pair in inner.given.items()}
-    info |= _custom_values(many)
+    info |= custom_columns(many)
     return info, origin

@@ -186,7 +186,7 @@ def batch_of(samples: Samples, records: Sequence[Experience] | None = None) -> E
         records = [one.to_experience() for one in samples.rollouts]
     batch = from_experiences(records, packing_samples=packs, layout="prompt_left_response_right")
     # Of samples whose prompt's ids an engine did not say, the first token stays: their records have it masked where
-    # they are trained on (`rollbook.compat.lightrft.records.mask_unpredicted`).
+    # they are trained on (`rollbook.batch.columns.mask_unpredicted`).
     batch.sequences, batch.attention_mask, batch.action_mask = sequences, attention, action_mask
     batch.extras = _extras(batch, samples, actions, packs)
     batch.action_log_probs = None

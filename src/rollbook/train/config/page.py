@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from rollbook.train.algorithm import Algorithm, presets
+from rollbook.train.algorithm import AlgorithmConfig, presets
 from rollbook.train.config.kinds import Key, Listing, section_in
 from rollbook.train.config.loading import recipes
 from rollbook.train.config.schema import Config
@@ -78,7 +78,7 @@ def _lines() -> Iterator[str]:
         yield ""
         before = f"{name}.N." if isinstance(key.kind, Listing) else f"{name}."
         yield from _table(list(section.keys.values()), before, key.free)
-        if section.of is Algorithm:
+        if section.of is AlgorithmConfig:
             yield from _presets()
 
 
@@ -86,7 +86,7 @@ def _presets() -> Iterator[str]:
     yield "\nThese are the defaults of one's own algorithm (`preset: null`). A preset sets some of them otherwise:\n"
     yield "| preset | what it sets |"
     yield "|---|---|"
-    own = Algorithm().to_dict()
+    own = AlgorithmConfig().to_dict()
     for name, preset in presets().items():
         told = {key: value for key, value in preset.to_dict().items() if value != own[key] and key != "name"}
         yield f"| `{name}` | {', '.join(f'`{key}: {flow(value)}`' for key, value in told.items())} |"

@@ -1,8 +1,8 @@
 """Every key of `rollbook train`: sections as dataclasses, each key with its type, default, bounds and one sentence.
 
 Invariant: a `Config` that exists is checked as a whole; what its keys are called, hold and mean stands here, in `parts`
-and (`algorithm`, `optimizer`, `critic_optimizer`) in `Algorithm` and `Optimizing`, and nowhere else. The string under a
-field is what the reference page and `--show-config` say of it.
+and (`algorithm`, `optimizer`, `critic_optimizer`) in `AlgorithmConfig` and `Optimizing`, and nowhere else. The string
+under a field is what the reference page and `--show-config` say of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollbook.train.config.secrets import check_secrets
 from rollbook.train.config.sections import checked, key, leaves, plain, section_of
 
 if TYPE_CHECKING:
-    from rollbook.train.algorithm import Algorithm
+    from rollbook.train.algorithm import AlgorithmConfig
     from rollbook.train.learner import Batching
     from rollbook.train.optimizing import Optimizing
 
@@ -167,10 +167,10 @@ class Tracking:
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
-def _algorithm() -> Algorithm:
-    from rollbook.train.algorithm import Algorithm
+def _algorithm() -> AlgorithmConfig:
+    from rollbook.train.algorithm import AlgorithmConfig
 
-    return Algorithm.of("grpo")
+    return AlgorithmConfig.preset("grpo")
 
 
 def _optimizing() -> Optimizing:
@@ -229,7 +229,7 @@ class Config:
     environment: Environment = field(default_factory=Environment)
     engine: Engine = field(default_factory=Engine)
     sampling: Sampling = field(default_factory=Sampling)
-    algorithm: Algorithm = field(default_factory=_algorithm)
+    algorithm: AlgorithmConfig = field(default_factory=_algorithm)
     """The preset, and what is different from it; null as the preset: one's own, from its parts."""
     intake: Intake = field(default_factory=Intake)
     batch: Batch = field(default_factory=Batch)
@@ -277,13 +277,15 @@ class Config:
         if not self.data.given:
             raise ConfigError("data", "got none, expected one of path, function")
         own = self.algorithm
-        if own.needs_maker and not (own.needs_teacher or self.rewards or self.environment.function is not None):
+        if own.needs_rollouts and not (own.needs_teacher or self.rewards or self.environment.function is not None):
             raise ConfigError("rewards", f"got none, which {own.name} needs; an environment can give them too")
         if own.needs_teacher and not self.teacher.given:
             raise ConfigError("teacher", f"got none, which {own.name} needs; expected one of path, config, builder")
         if own.mixed and self.intake.expert is None:
             raise ConfigError("intake.expert", f"got none, which {own.name} needs; expected the path of a book")
-        if own.n == 1 and _compares(own):
+        entry = own.estimator_entry
+        lone = own.estimator_options.get("singleton", "zero")
+        if own.n == 1 and entry is not None and entry.compares_runs and lone == "zero":
             raise ConfigError(
                 "algorithm.n",
                 f"got 1, and {own.name} ({own.estimator}) compares the responses to a prompt, expected at least 2",
@@ -305,16 +307,6 @@ class Config:
         fixed = {path: value for path, value, free in leaves(self) if not free}
         text = json.dumps(fixed, sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _compares(algorithm: Algorithm) -> bool:
-    """Whether an estimator says 0 of a response that is alone with its prompt."""
-    from rollbook.algorithms import ESTIMATORS
-
-    entry = None if algorithm.estimator is None else ESTIMATORS[algorithm.estimator]
-    if entry is None or not entry.inputs.get("groups") or "steps" in entry.inputs or "singleton" not in entry.options:
-        return False
-    return bool(algorithm.estimator_options.get("singleton", "zero") == "zero")
 
 
 class Difference(NamedTuple):

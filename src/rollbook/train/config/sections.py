@@ -1,7 +1,7 @@
 """Dataclasses as sections of a configuration: fields as keys, and back to plain values.
 
 Invariant: what a key is follows from the field alone: its annotation, its default, its limits and the string under it.
-The library's own dataclasses (`Algorithm`, `Optimizing`) are sections as they are.
+The library's own dataclasses (`AlgorithmConfig`, `Optimizing`) are sections as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rollbook.train.config.kinds import ConfigError, Key, Nullable, Section, Text, docs_of, kind_of, section_in
 
 if TYPE_CHECKING:
-    from rollbook.train.algorithm import Algorithm
+    from rollbook.train.algorithm import AlgorithmConfig
 
 
 def key(
@@ -54,13 +54,13 @@ def section_of(cls: type) -> Section:
 @functools.cache
 def _section_of(cls: type) -> Section:
     # These load torch: when a configuration is made, not when its modules are imported.
-    from rollbook.train.algorithm import PRESET_NAMES, Algorithm
+    from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
     from rollbook.train.optimizing import Optimizing
 
-    names = {"Algorithm": Algorithm, "Optimizing": Optimizing}
+    names = {"AlgorithmConfig": AlgorithmConfig, "Optimizing": Optimizing}
     hints, docs = typing.get_type_hints(cls, localns=names), docs_of(cls)
     keys = {}
-    if cls is Algorithm:
+    if cls is AlgorithmConfig:
         doc = "The algorithm to begin from; null: one's own, of its parts."
         keys["preset"] = Key("preset", Nullable(Text(choices=tuple(PRESET_NAMES))), "grpo", doc, anew=("*",))
     for one in dataclasses.fields(cls):
@@ -72,11 +72,11 @@ def _section_of(cls: type) -> Section:
             list(default) if isinstance(default, tuple) else default,
             docs.get(one.name, ""),
             told.get("free", False),
-            told.get("anew", _ANEW.get(one.name, ()) if cls is Algorithm else ()),
+            told.get("anew", _ANEW.get(one.name, ()) if cls is AlgorithmConfig else ()),
             told.get("whole", ""),
             told.get("path", False),
         )
-    if cls is Algorithm:
+    if cls is AlgorithmConfig:
         return Section(cls, keys, _algorithm, _of_algorithm, _preset, "preset")
     usual = {name: plain(one.default) for name, one in keys.items()}
     return Section(cls, keys, lambda given: cls(**given), vars, lambda values: usual, getattr(cls, "SHORT", ""))
@@ -85,14 +85,14 @@ def _section_of(cls: type) -> Section:
 _ANEW = {"loss": ("loss_options",), "estimator": ("estimator_options",)}
 
 
-def _algorithm(given: dict[str, Any]) -> Algorithm:
-    from rollbook.train.algorithm import Algorithm
+def _algorithm(given: dict[str, Any]) -> AlgorithmConfig:
+    from rollbook.train.algorithm import AlgorithmConfig
 
     preset = given.pop("preset", "grpo")
-    return Algorithm(**given) if preset is None else Algorithm.of(preset, **given)
+    return AlgorithmConfig(**given) if preset is None else AlgorithmConfig.preset(preset, **given)
 
 
-def _of_algorithm(one: Algorithm) -> dict[str, Any]:
+def _of_algorithm(one: AlgorithmConfig) -> dict[str, Any]:
     from rollbook.train.algorithm import PRESET_NAMES
 
     return {"preset": one.name if one.name in PRESET_NAMES else None, **one.to_dict()}

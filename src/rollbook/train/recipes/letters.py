@@ -159,11 +159,11 @@ def expert(folder: Any, count: int = 2000, length: int = 6, seed: int = 0, skip:
     """
     from rollbook.book.opening import open as open_book
     from rollbook.train.data import Prompts
-    from rollbook.train.supervised import SupervisedMaker
+    from rollbook.train.supervised import records_from_answers
 
     words = tokenizer()
     prompts = Prompts(rows(count, length, seed, skip)).every("expert")
-    records = SupervisedMaker(words).make_records(prompts)
+    records = records_from_answers(prompts, words)
     with open_book(Path(folder), tokenizer=words) as book:
         book.append(records.assign(reward=[1.0] * len(records)))
     return len(records)

@@ -1,0 +1,431 @@
+"""`Batch`: records as a model and a loss read them, padded or packed.
+
+Invariant: slot j of a padded response-axis field speaks of token S - A + j of its row; a packed batch has the same rows
+end to end. `batch.pack().pad(...)` and `Batch.from_records` of the same records are equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from rollbook.batch.columns import TOKEN_COLUMNS, BatchColumns, read_columns
+from rollbook.batch.device import pin_memory, to
+from rollbook.batch.media import media_inputs, rope_positions
+from rollbook.batch.transfer import copy_columns
+from rollbook.batch.vision import GRIDS, TYPES, config_of
+from rollbook.core.equality import same
+from rollbook.core.experiences import Experiences
+from rollbook.core.fields import FIELDS
+from rollbook.core.ids import EID
+from rollbook.core.rows import Column, Rows, Spans, concatenated
+
+Tokens: TypeAlias = torch.Tensor | Rows
+"""An entry for each token: [B, S] or [B, A] padded; `Rows` packed."""
+Device: TypeAlias = torch.device | str | int
+Side = Literal["left", "right"]
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Batch:
+    """B records as a model and a loss read them, by the record's field names.
+
+    S is the longest record, A the longest response. Padded, fields with an entry for each token are matrices; packed,
+    they are `Rows`, whose `values` lie end to end.
+
+    >>> from rollbook import Experience
+    >>> records = Experiences([Experience(tokens=[5, 6, 7], logprobs=[-0.5, -0.25]), Experience(tokens=[8, 9])])
+    >>> batch = Batch.from_records(records, ("tokens", "action_mask", "logprobs"))
+    >>> batch.tokens.tolist(), batch.action_mask.tolist(), batch.logprobs.tolist()
+    ([[5, 6, 7], [0, 8, 9]], [[True, True], [False, True]], [[-0.5, -0.25], [0.0, 0.0]])
+    >>> packed = batch.pack()
+    >>> packed.tokens.values.tolist(), packed.cu_seqlens.tolist(), packed.position_ids.tolist()
+    ([5, 6, 7, 8, 9], [0, 3, 5], [[0, 1, 2, 0, 1]])
+    >>> packed.pad() == batch
+    True
+    """
+
+    tokens: Tokens
+    """[B, S] int64 token ids."""
+    action_mask: Tokens
+    """[B, A] True where the model chose the token, of records whose masks were read; else on every response token."""
+    attention_mask: torch.Tensor | None = None
+    """[B, S] int64: 1 where a token lies. `None`: everywhere, or packed."""
+    eids: list[EID] = field(default_factory=list)
+    """[B] The records' ids."""
+    reward: torch.Tensor | None = None
+    """[B] NaN where a record has none."""
+    logprobs: Tokens | None = None
+    old_logprobs: Tokens | None = None
+    ref_logprobs: Tokens | None = None
+    teacher_logprobs: Tokens | None = None
+    entropy: Tokens | None = None
+    values: Tokens | None = None
+    advantages: Tokens | None = None
+    returns: Tokens | None = None
+    loss_weights: Tokens | None = None
+    extra: dict[str, Tokens] = field(default_factory=dict)
+    """Other fields of the response axis, [B, A, ...], and custom fields, [B, ...]."""
+    media: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
+    """By the model's name of an input, such as `pixel_values`, each record's tensor or `None`."""
+    spans: tuple[Spans, Spans] | None = None
+    """Padded: where each row's tokens, and its response, lie. `None`: where `attention_mask` says."""
+
+    # --- from records -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_records(
+        cls,
+        records: Experiences,
+        columns: Sequence[str] | None = None,
+        *,
+        packed: bool = False,
+        pad_token_id: int = 0,
+        side: Side = "left",
+        device: Device = "cpu",
+    ) -> Batch:
+        """Lay out columns of records, each copied once.
+
+        Args:
+            records: Records that are no preference pairs.
+            columns: Fields of the batch to read beside tokens, media and ids. `None`: all that the records have.
+                Without `action_mask`, every response token is one of the mask. A field that some records lack is 0 in
+                their rows; one that all lack is `None`.
+            packed: Whether rows lie end to end instead of padded.
+            pad_token_id: What `tokens` are padded with.
+            side: Where padding goes: `left`, so that rows end together; `right`, behind responses that begin together.
+            device: Where the batch is made. Columns travel there unpadded, in one transfer.
+
+        Returns:
+            The batch.
+        """
+        read = read_columns(records, columns)
+        return cls.from_columns(read, packed=packed, pad_token_id=pad_token_id, side=side, device=device)
+
+    @classmethod
+    def from_columns(
+        cls,
+        columns: BatchColumns,
+        *,
+        packed: bool = False,
+        pad_token_id: int = 0,
+        side: Side = "left",
+        device: Device = "cpu",
+    ) -> Batch:
+        """Lay out columns that were read already; arguments as of `from_records`."""
+        target = torch.device(device)
+        flat: dict[str, Column] = {"tokens": columns.tokens, **columns.by_token}
+        if target.type != "cpu":
+            lengths = [columns.lengths, *[columns.response_lengths] * len(columns.by_token)]
+            copies = copy_columns(list(zip(flat.values(), lengths, strict=True)), target)
+            flat = dict(zip(flat, copies, strict=True))
+            target = copies[0].device  # with an index, as spans know it
+        fields: dict[str, Any] = {}
+        if packed:
+            for name, column in flat.items():
+                row_lengths = columns.lengths if name == "tokens" else columns.response_lengths
+                fields[name] = Rows(concatenated(column, row_lengths).contiguous(), row_lengths.tolist())
+            fields["tokens"] = fields["tokens"].apply(torch.Tensor.long)
+            if "action_mask" not in fields:
+                total = int(columns.response_lengths.sum())
+                mask = torch.ones(total, dtype=torch.bool, device=target)
+                fields["action_mask"] = Rows(mask, columns.response_lengths.tolist())
+        else:
+            tokens, responses = fields["spans"] = _spans(columns.lengths, columns.response_lengths, side)
+            fields["tokens"] = tokens.pad(flat.pop("tokens"), _checked_pad(pad_token_id), dtype=torch.int64)
+            fields["attention_mask"] = tokens.mask(torch.int64, target)
+            for name, column in flat.items():
+                fields[name] = responses.pad(column, FIELDS[name].pad if name in FIELDS else 0)
+            if "action_mask" not in fields:
+                fields["action_mask"] = responses.mask(torch.bool, target)
+        extra = {name: fields.pop(name) for name in columns.by_token if name not in _FIELDS}
+        extra |= to(columns.by_record, target)
+        reward, media = to(columns.reward, target), to(columns.media, target)
+        return cls(**fields, eids=columns.eids, reward=reward, extra=extra, media=media)
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.tokens) if isinstance(self.tokens, Rows) else int(self.tokens.shape[0])
+
+    def __repr__(self) -> str:
+        if isinstance(self.tokens, Rows):
+            return f"Batch({len(self)} records, packed, {len(self.tokens.values)} tokens)"
+        count, width = self.tokens.shape
+        return f"Batch({count} records, padded, tokens {count}x{width}, responses {count}x{self.response_width})"
+
+    def __eq__(self, other: object) -> bool:
+        """Equal if every field but `spans` is: tensors by type, shape and value, NaN equal to NaN."""
+        if not isinstance(other, Batch):
+            return NotImplemented
+        return all(same(getattr(self, name), getattr(other, name)) for name in _FIELDS if name != "spans")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def layout(self) -> Literal["padded", "packed"]:
+        """`padded` or `packed`."""
+        return "packed" if isinstance(self.tokens, Rows) else "padded"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens lie."""
+        return self.tokens.values.device if isinstance(self.tokens, Rows) else self.tokens.device
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """[B + 1] int32: where each record's tokens begin in a packed batch."""
+        return self._packed("cu_seqlens", self.tokens).cu_seqlens
+
+    @property
+    def response_cu_seqlens(self) -> torch.Tensor:
+        """[B + 1] int32: where each record's response begins in a packed batch's response-axis fields."""
+        return self._packed("response_cu_seqlens", self.action_mask).cu_seqlens
+
+    @staticmethod
+    def _packed(name: str, column: Tokens) -> Rows:
+        if not isinstance(column, Rows):
+            raise ValueError(f"{name}: the batch is padded; pack() gives one that has it")
+        return column
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest record's number of tokens."""
+        if isinstance(self.tokens, Rows):
+            return max(self.tokens.lengths, default=0)
+        return int(self.tokens.shape[1])
+
+    @property
+    def response_width(self) -> int:
+        """A: response slots of a padded row, or the longest response of a packed batch."""
+        mask = self.action_mask
+        return max(mask.lengths, default=0) if isinstance(mask, Rows) else int(mask.shape[1])
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """[1, tokens] packed, from 0 again with each record; [B, S] padded, from 0 with each row's first token, 1 on
+        padding."""
+        if isinstance(self.tokens, Rows):
+            rows = self.tokens
+            starts = torch.from_numpy(rows.offsets[:-1]).to(self.device)
+            lengths = torch.tensor(rows.lengths, dtype=torch.int64, device=self.device)
+            positions = torch.arange(len(rows.values), device=self.device)
+            return (positions - torch.repeat_interleave(starts, lengths)).unsqueeze(0)
+        if self.attention_mask is None:
+            return torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
+        attended = self.attention_mask.long()
+        counted: torch.Tensor = attended.cumsum(-1) - 1
+        return counted.masked_fill(attended == 0, 1)
+
+    @cached_property
+    def _row_spans(self) -> tuple[Spans, Spans]:
+        """Where in padded rows the tokens lie, and the response slots that speak of them."""
+        if self.spans is not None:
+            return self.spans
+        mask = self.attention_mask
+        (count, width), slots = self.input_shape, self.response_width
+        first, last = np.zeros(count, dtype=np.int64), np.full(count, width, dtype=np.int64)
+        if mask is not None and width:
+            attended = (mask != 0).cpu().numpy()
+            some = attended.any(-1)
+            first = np.where(some, attended.argmax(-1), width)
+            last = np.where(some, width - attended[:, ::-1].argmax(-1), width)
+        begin = np.maximum(first - (width - slots), 0)
+        end = np.maximum(np.minimum(last - (width - slots), slots), begin)
+        return Spans(last - first, first, width), Spans(end - begin, begin, slots)
+
+    def places(self) -> list[tuple[int, int, int]]:
+        """[B] For each record the row of the model's input it lies in, where it begins there, and its length."""
+        if isinstance(self.tokens, Rows):
+            return [(0, start, stop - start) for start, stop in pairwise(self.tokens.offsets.tolist())]
+        spans = self._row_spans[0]
+        starts, lengths = spans.starts.tolist(), spans.lengths.tolist()
+        return [(i, start, length) for i, (start, length) in enumerate(zip(starts, lengths, strict=True))]
+
+    def token_rows(self) -> list[torch.Tensor]:
+        """[B] Each record's token ids without padding, as views."""
+        if isinstance(self.tokens, Rows):
+            return list(self.tokens)
+        return [self.tokens[row, start : start + length] for row, start, length in self.places()]
+
+    def flatten_response(self, column: Tokens) -> torch.Tensor:
+        """(R, ...) A response-axis column of this batch, such as a model's output, without padding."""
+        return column.values if isinstance(column, Rows) else self._row_spans[1].unpad(column)
+
+    # --- layouts ------------------------------------------------------------------------------------------------------
+
+    def pack(self) -> Batch:
+        """The same records end to end; a packed batch is returned as it is."""
+        if isinstance(self.tokens, Rows):
+            return self
+        spans = dict(zip(("tokens", "responses"), self._row_spans, strict=True))
+
+        def pack_column(column: torch.Tensor, axis: str) -> Rows:
+            return Rows(spans[axis].unpad(column), spans[axis].lengths.tolist())
+
+        return self._lay_out(pack_column, attention_mask=None, spans=None)
+
+    def pad(self, pad_token_id: int = 0, side: Side = "left") -> Batch:
+        """The same records padded, with as little padding as they need; arguments as of `from_records`."""
+        packed = self.pack()
+        lengths = [np.array(column.lengths, dtype=np.int64) for column in (packed.tokens, packed.action_mask)]  # type: ignore[union-attr]
+        tokens, responses = spans = _spans(lengths[0], lengths[1], side)
+        fill = _checked_pad(pad_token_id)
+
+        def pad_column(column: Any, axis: str) -> torch.Tensor:
+            return tokens.pad(column.values, fill) if axis == "tokens" else responses.pad(column.values, 0)
+
+        mask = tokens.mask(torch.int64, self.device)
+        return packed._lay_out(pad_column, attention_mask=mask, spans=spans)
+
+    def _lay_out(self, lay_out: Callable[[Any, str], Any], **changes: Any) -> Batch:
+        changes["tokens"] = lay_out(self.tokens, "tokens")
+        for name in ("action_mask", *TOKEN_COLUMNS):
+            column = getattr(self, name)
+            changes[name] = None if column is None else lay_out(column, "responses")
+        extra = {name: lay_out(col, "responses") if name in FIELDS else col for name, col in self.extra.items()}
+        return dataclasses.replace(self, **changes, extra=extra)
+
+    def split(self, sizes: Sequence[int]) -> list[Batch]:
+        """Cut the batch into parts of `sizes` records, which share its memory.
+
+        Args:
+            sizes: How many records each part has, all in all those of the batch.
+
+        Returns:
+            The parts, as wide as the batch if it is padded.
+
+        >>> from rollbook import Experience
+        >>> batch = Batch.from_records(Experiences([Experience(tokens=[1, 2, 3]), Experience(tokens=[4, 5])]))
+        >>> [part.tokens.tolist() for part in batch.split([1, 1])]
+        [[[1, 2, 3]], [[0, 4, 5]]]
+        """
+        if sum(sizes) != len(self) or any(size < 0 for size in sizes):
+            raise ValueError(f"sizes: got {list(sizes)}, expected sizes that add up to {len(self)} records")
+        bounds = list(pairwise(np.cumsum([0, *sizes]).tolist()))
+        return [self._slice(start, stop) for start, stop in bounds]
+
+    def _slice(self, start: int, stop: int) -> Batch:
+        def cut(column: Any) -> Any:
+            if not isinstance(column, Rows):
+                return None if column is None else column[start:stop]
+            offsets = column.offsets
+            return Rows(column.values[int(offsets[start]) : int(offsets[stop])], column.lengths[start:stop])
+
+        changes = {name: cut(getattr(self, name)) for name in _FIELDS if name not in ("extra", "media", "spans")}
+        changes["extra"] = {name: cut(column) for name, column in self.extra.items()}
+        changes["media"] = {name: parts[start:stop] for name, parts in self.media.items()}
+        if self.spans is not None:
+            cuts = [Spans(s.lengths[start:stop], s.starts[start:stop], s.width) for s in self.spans]
+            changes["spans"] = tuple(cuts)
+        return Batch(**changes)
+
+    # --- devices ------------------------------------------------------------------------------------------------------
+
+    def to_device(self, device: Device) -> Batch:
+        """The batch on a device; itself if it is there."""
+        if self.device == torch.device(device):
+            return self
+        return self._change(lambda value: to(value, device))
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory, from which a device copies without waiting."""
+        return self._change(pin_memory)
+
+    def _change(self, change: Callable[[Any], Any]) -> Batch:
+        names = [name for name in _FIELDS if name not in ("eids", "spans")]
+        return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in names})
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    @property
+    def input_shape(self) -> tuple[int, int]:
+        """[B, S] or, packed, [1, tokens]: the shape of a model's `input_ids`."""
+        if isinstance(self.tokens, Rows):
+            return 1, len(self.tokens.values)
+        return int(self.tokens.shape[0]), int(self.tokens.shape[1])
+
+    def model_inputs(self, get_rope_index: Callable[..., Any] | None = None, *, config: Any = None) -> dict[str, Any]:
+        """Make the keyword arguments of a transformers model.
+
+        Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` [1, tokens], `position_ids` that
+        restart with each record, `use_cache=False`, and the arguments of attention over ragged input (`cu_seq_lens_q`,
+        `cu_seq_lens_k`, `max_length_q`, `max_length_k`). Media come under the model's names.
+
+        A model whose images have a grid computes positions in space itself, so padded batches with grids have no
+        `position_ids`; packed ones need `get_rope_index`, and then have [4, 1, tokens].
+
+        Args:
+            get_rope_index: The method of that name of a model with positions in space.
+            config: The model's configuration, from whose placeholder ids `mm_token_type_ids` are derived for records
+                with grids that came without. Defaults to that of the model whose method `get_rope_index` is.
+
+        Returns:
+            The arguments by name.
+
+        Raises:
+            ValueError: If a batch with grids is packed without `get_rope_index`, or has no `mm_token_type_ids` and no
+                `config` to derive them from.
+        """
+        inputs: dict[str, Any] = {}
+        if isinstance(self.tokens, Rows):
+            bounds = self.tokens.cu_seqlens
+            inputs["input_ids"] = self.tokens.values.unsqueeze(0)
+            inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            inputs |= {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
+            # With a cache, eager and SDPA attention would not look for where records begin.
+            inputs["use_cache"] = False
+        else:
+            inputs["input_ids"] = self.tokens
+            if self.attention_mask is not None:
+                inputs["attention_mask"] = self.attention_mask
+        config = config_of(get_rope_index) if config is None else config
+        inputs |= media_inputs(self, config) if self.media else {}
+        if not any(grid in inputs for grid in GRIDS):
+            inputs["position_ids"] = self.position_ids
+        elif get_rope_index is not None:
+            inputs["position_ids"] = rope_positions(self, get_rope_index, config)
+        elif self.layout == "packed":
+            raise ValueError(
+                "get_rope_index: got None, expected the model's method: a packed batch with image or video grids needs "
+                "positions in space that restart with each record"
+            )
+        elif TYPES not in inputs:
+            raise ValueError(
+                f"media[{TYPES!r}]: got None beside image or video grids, expected it, or config=model.config to "
+                "derive it from placeholder ids: without it, a model has no positions in space"
+            )
+        return inputs
+
+
+_FIELDS = tuple(spec.name for spec in dataclasses.fields(Batch))
+
+
+def _spans(lengths: Any, response_lengths: Any, side: str) -> tuple[Spans, Spans]:
+    """Where tokens and responses lie in padded rows."""
+    slots = int(response_lengths.max(initial=0))
+    if side == "left":
+        width = int(lengths.max(initial=0))
+        return Spans.right_aligned(lengths, width), Spans.right_aligned(response_lengths, slots)
+    if side != "right":
+        raise ValueError(f"side: got {side!r}, expected 'left' or 'right'")
+    prompts = lengths - response_lengths
+    longest = int(prompts.max(initial=0))
+    starts = np.zeros_like(response_lengths)
+    return Spans(lengths, longest - prompts, longest + slots), Spans(response_lengths, starts, slots)
+
+
+def _checked_pad(pad_token_id: Any) -> int:
+    if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
+        raise ValueError(f"pad_token_id: got {pad_token_id!r}, expected a token id")
+    return int(pad_token_id)
+
+
+__all__ = ["Batch", "Device", "Side", "Tokens"]

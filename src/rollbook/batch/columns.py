@@ -1,0 +1,272 @@
+"""Columns of records as a batch needs them: every row with an entry for each of its tokens.
+
+Invariant: a column that every record has is read where it lies; only one that some records lack, or whose rows differ
+in type, is copied together row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollbook.core.experience import CustomField
+from rollbook.core.experiences import Experiences
+from rollbook.core.fields import FIELDS
+from rollbook.core.ids import EID
+from rollbook.core.ragged import Ragged, promote
+from rollbook.core.rows import Column
+
+Lengths = NDArray[np.int64]
+
+TOKEN_COLUMNS = (
+    *("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy"),
+    *("values", "advantages", "returns", "loss_weights"),
+)
+"""Fields of a `Batch` with an entry for each response token, beside its `action_mask`."""
+RECORD_NAMES = {"old_logprobs": "policy_logprobs"}
+"""Fields of a record that have another name in a `Batch`."""
+
+
+@dataclass
+class BatchColumns:
+    """Columns of B records, each without padding: T tokens and R response tokens in all."""
+
+    lengths: Lengths
+    """[B] Tokens of each record."""
+    response_lengths: Lengths
+    """[B] Response tokens of each record."""
+    tokens: Column
+    """(T,) Token ids."""
+    by_token: dict[str, Column] = field(default_factory=dict)
+    """(R, ...) by name: `action_mask`, `TOKEN_COLUMNS`, and any other field of the response axis."""
+    reward: torch.Tensor | None = None
+    """[B] NaN where a record has none."""
+    by_record: dict[str, torch.Tensor] = field(default_factory=dict)
+    """[B, ...] by name: custom fields."""
+    media: dict[str, list[Any]] = field(default_factory=dict)
+    """By the model's name, each record's tensor or `None`."""
+    eids: list[EID] = field(default_factory=list)
+
+
+def read_columns(records: Experiences, names: Sequence[str] | None = None) -> BatchColumns:
+    """Read what a batch of records needs.
+
+    Args:
+        records: Records that are no preference pairs.
+        names: Columns to read beside tokens, media and ids. `None`: all that a record has.
+
+    Returns:
+        The columns. Where a record lacks one that others have, its entries are 0, and True in `action_mask`. A column
+        that no record has is left out.
+
+    Raises:
+        ValueError: If a name is unknown, a record is a preference pair, or a column has another length than its record.
+    """
+    lengths, response_lengths = token_counts(records)
+    tokens = _read_column(records, "tokens", lengths)
+    if tokens is None:
+        tokens = torch.empty(0, dtype=getattr(torch, FIELDS["tokens"].dtype))
+    columns = BatchColumns(lengths, response_lengths, tokens, media=_read_media(records), eids=records.eids())
+    response_names = {_BATCH_NAMES.get(name, name): name for name in _response_fields()}
+    custom_names = set(names or ()) - response_names.keys() - {"tokens", "reward"}
+    if names is None or custom_names:
+        columns.by_record = {
+            name: values for name, values in custom_columns(records).items() if names is None or name in custom_names
+        }
+    for name in custom_names - columns.by_record.keys():
+        raise ValueError(f"columns: {name!r} is neither a column of a batch nor a custom field of the records")
+    names = [*response_names, "reward"] if names is None else names
+    if "action_mask" in names:
+        records = mask_unpredicted(records)
+    for name in names:
+        if name in response_names:
+            column = _read_column(records, response_names[name], response_lengths)
+            if column is not None:
+                columns.by_token[name] = column
+    if "reward" in names:
+        rewards = [np.nan if reward is None else reward for reward in records.values("reward")]
+        columns.reward = torch.tensor(rewards, dtype=torch.float32)
+    return columns
+
+
+_BATCH_NAMES = {record_name: name for name, record_name in RECORD_NAMES.items()}
+
+
+def _response_fields() -> list[str]:
+    """A record's fields with an entry for each response token."""
+    return [name for name, spec in FIELDS.items() if spec.kind == "tensor" and spec.axis == "response"]
+
+
+def token_counts(records: Experiences) -> tuple[Lengths, Lengths]:
+    """Count the tokens, and the response tokens, of every record.
+
+    The response of a record whose prompt was truncated is as long as its log-probs.
+
+    Args:
+        records: Any records.
+
+    Returns:
+        Two arrays [B].
+
+    Raises:
+        ValueError: If a record is a preference pair.
+    """
+    kinds = records.values("experience_type") if len(records) else []
+    if "dpo" in kinds:
+        i = kinds.index("dpo")
+        raise ValueError(
+            f"record {i} ({records.eids()[i]}): got a preference pair, expected a response; "
+            "rollbook.core.experience.split_preference_pairs makes two of it"
+        )
+    lengths = records.token_lengths()
+    response_lengths = np.maximum(lengths - records.prompt_lengths(), 0)
+    status = records.values("truncate_status")
+    if "prompt_truncated" in status:
+        for i, logprobs in enumerate(records.values("logprobs")):
+            if status[i] == "prompt_truncated":
+                response_lengths[i] = len(logprobs)
+                if response_lengths[i] > lengths[i]:
+                    raise ValueError(
+                        f"record {i} ({records.eids()[i]}): got {response_lengths[i]} log-probs, "
+                        f"expected at most {lengths[i]}"
+                    )
+    return lengths, response_lengths
+
+
+def mask_unpredicted(records: Experiences) -> Experiences:
+    """Clear the first mask entry of records without a prompt: no model predicts a sample's first token.
+
+    Whatever trains on records, or counts what is trained on, reads their masks through this.
+
+    Args:
+        records: Any records; they stay as they are.
+
+    Returns:
+        The same records, those with `prompt_length=0` with `action_mask[0]` False.
+
+    >>> from rollbook import Experience
+    >>> records = Experiences([Experience(tokens=[1, 2], prompt_length=0, action_mask=[True, True])])
+    >>> mask_unpredicted(records)[0].action_mask
+    tensor([False,  True])
+    """
+    promptless = np.flatnonzero(records.prompt_lengths() == 0).tolist() if len(records) else []
+    if not promptless:
+        return records
+    masks, kinds, lengths = records.values("action_mask"), records.values("experience_type"), records.token_lengths()
+    for i in promptless:
+        if kinds[i] == "dpo" or not lengths[i]:
+            continue
+        mask = torch.ones(int(lengths[i]), dtype=torch.bool) if masks[i] is None else masks[i].clone()
+        mask[:1] = 0
+        masks[i] = mask
+    return records.assign(action_mask=masks)
+
+
+def _read_column(records: Experiences, name: str, lengths: Lengths) -> Column | None:
+    """A tensor field with an entry for each token: the column as it lies, or copied together where it has gaps."""
+    column = records.column(name)
+    if isinstance(column, Ragged) and column.valid is None and column.codes is None:
+        _check_lengths(records, name, column.lengths, lengths)
+        return column
+    rows = records.values(name)
+    present = [row for row in rows if isinstance(row, torch.Tensor)]
+    if all(row is None for row in rows):
+        return None
+    spec = FIELDS[name]
+    dtypes = {str(row.dtype).removeprefix("torch.") for row in present} or {spec.dtype}
+    joint = promote(dtypes)
+    if joint is None:
+        raise ValueError(f"{name}: got rows of {', '.join(sorted(dtypes))}, expected types that one can hold exactly")
+    dtype = getattr(torch, joint)
+    trailing = tuple(present[0].shape[1:]) if present else ()
+    filled = [
+        row.to(dtype)
+        if isinstance(row, torch.Tensor)
+        else torch.full((int(length), *trailing), _absent(name) if row is None else row, dtype=dtype)
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+    _check_lengths(records, name, [len(row) if row.dim() == 1 + spec.trailing else 0 for row in filled], lengths)
+    if len({row.shape[1:] for row in filled}) > 1:
+        shapes = ", ".join(str(list(row.shape)) for row in filled)
+        raise ValueError(f"{name}: got shapes {shapes}, expected all but the first size to be the same")
+    return torch.cat(filled)
+
+
+def _absent(name: str) -> int:
+    """What the entries of a record without this field read as: without a mask, every token is an action."""
+    return int(name == "action_mask")
+
+
+def _check_lengths(records: Experiences, name: str, counts: Any, lengths: Lengths) -> None:
+    if not np.array_equal(counts, lengths):
+        i = int(np.flatnonzero(np.asarray(counts) != lengths)[0])
+        raise ValueError(f"record {i} ({records.eids()[i]}): {name}: got {counts[i]} entries, expected {lengths[i]}")
+
+
+def _read_media(records: Experiences) -> dict[str, list[Any]]:
+    """By the model's name of an input, each record's tensor or `None`."""
+    if records.column("multi_modal_inputs") is None:
+        return {}
+    inputs = [media or {} for media in records.values("multi_modal_inputs")]
+    return {name: [media.get(name) for media in inputs] for name in dict.fromkeys(key for m in inputs for key in m)}
+
+
+def custom_columns(records: Experiences) -> dict[str, torch.Tensor]:
+    """Read the `info` entries that the records' custom fields name.
+
+    Args:
+        records: Records with the same custom fields, and the `info` entries they read, all of one shape.
+
+    Returns:
+        [B, ...] by destination.
+
+    Raises:
+        ValueError: If records differ in custom fields, or lack an entry.
+    """
+    fields_of_records = [tuple(custom_fields or ()) for custom_fields in records.values("custom_fields")]
+    if not any(fields_of_records):
+        return {}
+    ids, infos, expected = records.eids(), records.values("info"), fields_of_records[0]
+    for i, custom_fields in enumerate(fields_of_records):
+        if set(custom_fields) != set(expected):
+            raise ValueError(
+                f"record {i} ({ids[i]}): custom_fields: got {_shown(custom_fields)}, "
+                f"expected {_shown(expected)}, the same as record 0"
+            )
+    columns = {}
+    for custom in dict.fromkeys(expected):
+        if custom.destination_field in columns:
+            raise ValueError(f"custom_fields: got several for {custom.destination_field!r}, expected one")
+        rows = [_custom_value(custom, info or {}, f"record {i} ({ids[i]})") for i, info in enumerate(infos)]
+        for i, row in enumerate(rows):
+            if row.shape != rows[0].shape:
+                raise ValueError(
+                    f"record {i} ({ids[i]}): info[{custom.source_field!r}]: got shape {list(row.shape)}, "
+                    f"expected {list(rows[0].shape)}, the same as record 0"
+                )
+        columns[custom.destination_field] = torch.stack(rows)
+    return columns
+
+
+def _shown(custom_fields: tuple[CustomField, ...]) -> str:
+    shown = [f"{c.source_field!r} as {c.destination_field!r} ({c.data_type})" for c in custom_fields]
+    return ", ".join(shown) or "none"
+
+
+def _custom_value(custom: CustomField, info: Mapping[str, Any], record: str) -> torch.Tensor:
+    source = custom.source_field
+    if source not in info:
+        raise ValueError(
+            f"{record}: info: got no {source!r}, expected it for the custom field {custom.destination_field!r}"
+        )
+    try:
+        return torch.as_tensor(info[source]).to(custom.data_type)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"{record}: info[{source!r}]: got {info[source]!r}, expected a number or an array of numbers"
+        ) from None

@@ -1,0 +1,198 @@
+"""The loss of one micro-batch by an algorithm: the policy's, the divergence, the entropy bonus; and the critic's.
+
+Invariant: losses and metrics are shares of the minibatch's, by the denominators of all of it, so that those of its
+micro-batches add up to what one micro-batch would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollbook.algorithms import LOSSES
+from rollbook.algorithms.aggregate import denominators
+from rollbook.algorithms.kl import kl_loss
+from rollbook.algorithms.losses import entropy_loss, value_loss
+from rollbook.batch import Batch
+from rollbook.batch.batch import Tokens
+from rollbook.batch.columns import TOKEN_COLUMNS
+from rollbook.batch.plan import Denominators
+from rollbook.core.rows import Rows
+from rollbook.models.logprobs import TokenStats
+from rollbook.train.algorithm import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from rollbook.train.train_rows import TrainRows
+
+_COLUMNS = {"old_log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs", "mask": "action_mask"}
+"""Inputs of losses that are columns of a batch by another name."""
+
+
+def loss_inputs(algorithm: AlgorithmConfig) -> frozenset[str]:
+    """What the policy's loss reads, by column names.
+
+    >>> sorted(loss_inputs(AlgorithmConfig.preset("grpo")))
+    ['action_mask', 'advantages', 'log_probs', 'old_logprobs']
+    """
+    return frozenset(_COLUMNS.get(name, name) for name in LOSSES[algorithm.loss].inputs)
+
+
+def loss_columns(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """The columns of a batch that an update by this algorithm reads, the critic's included.
+
+    >>> loss_columns(AlgorithmConfig.preset("grpo", kl_coef=0.0))
+    ('tokens', 'action_mask', 'old_logprobs', 'advantages', 'loss_weights')
+    """
+    columns = {"tokens", "action_mask", "loss_weights", *loss_inputs(algorithm)}
+    if algorithm.kl_coef and algorithm.kl_in == "loss":
+        columns |= {"old_logprobs", "ref_logprobs"}
+    if algorithm.needs_critic:
+        columns |= {"values", "returns"}
+    return tuple(name for name in ("tokens", "action_mask", *TOKEN_COLUMNS) if name in columns)
+
+
+@dataclass(frozen=True)
+class LossNormalizers:
+    """What the losses of a minibatch are divided by."""
+
+    all: Denominators
+    policy: Any
+    """In the form the policy's loss takes: of pairs their number, of mixed data one for each part."""
+    norm: float | None
+    """The constant of the mode `seq-mean-token-sum-norm`."""
+
+    @classmethod
+    def from_rows(
+        cls, algorithm: AlgorithmConfig, rows: TrainRows, indices: Sequence[int], max_tokens: int | None
+    ) -> LossNormalizers:
+        """Count the tokens and rows of a minibatch.
+
+        Args:
+            algorithm: Whose loss is normalized.
+            rows: The rows of a step.
+            indices: Those of the minibatch.
+            max_tokens: The longest response.
+        """
+        mask = Rows([rows.masks[i] for i in indices])
+        everything = denominators(mask)
+        count = algorithm.loss_entry.denominators
+        policy: Any = everything if count is None else count(rows, indices)
+        if algorithm.mixed:
+            everything = policy[0]  # the divergence and the bonus are of the policy's own rows
+        norm = None
+        if aggregation_mode(algorithm) == "seq-mean-token-sum-norm":
+            if max_tokens is None:
+                raise ValueError("max_tokens: got None, expected the longest response, which the loss is divided by")
+            norm = float(len(indices) * max_tokens)
+        return cls(everything, policy, norm)
+
+
+def aggregation_mode(algorithm: AlgorithmConfig) -> str:
+    """How the algorithm's loss aggregates tokens.
+
+    >>> aggregation_mode(AlgorithmConfig.preset("gspo")), aggregation_mode(AlgorithmConfig.preset("dr_grpo"))
+    ('seq-mean-token-mean', 'seq-mean-token-sum-norm')
+    """
+    mode = algorithm.loss_options.get("mode", LOSSES[algorithm.loss].options.get("mode"))
+    return "token-mean" if mode is None else str(mode)
+
+
+def policy_loss(
+    algorithm: AlgorithmConfig,
+    stats: TokenStats,
+    batch: Batch,
+    rows: TrainRows,
+    normalizers: LossNormalizers,
+    *,
+    step: int,
+    ref_logprobs: Any = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the policy's loss of a micro-batch.
+
+    Args:
+        algorithm: Which loss, and its options.
+        stats: Of the policy that is trained, in the batch's layout.
+        batch: The micro-batch.
+        rows: Its rows.
+        normalizers: Of its minibatch.
+        step: The training step.
+        ref_logprobs: The reference's, where the batch has none.
+
+    Returns:
+        The loss to call `backward` on, and detached shares of metrics: `loss`, those of the policy's loss, `kl`,
+        `entropy`.
+    """
+    mask, weights = batch.action_mask, batch.loss_weights
+    ref: Any = batch.ref_logprobs if ref_logprobs is None else ref_logprobs
+    columns: dict[str, Any] = {name: getattr(batch, name) for name in TOKEN_COLUMNS}
+    columns |= {"action_mask": mask, "ref_logprobs": ref if algorithm.needs_reference else None}
+    columns |= {"log_probs": stats.log_probs, "new_logprobs": stats.log_probs, "step": step}
+    columns |= {"expert_mask": rows.expert, "pairs": rows.pairs, "chosen": rows.chosen}
+    entry = LOSSES[algorithm.loss]
+    options: dict[str, Any] = {**algorithm.loss_options, "whole": normalizers.policy}
+    if weights is not None and "weights" in entry.options:
+        options["weights"] = weights
+    if normalizers.norm is not None:
+        options["norm"] = normalizers.norm
+    policy = entry.call({name: columns.get(_COLUMNS.get(name, name)) for name in entry.inputs}, options)
+    total, metrics = policy.value, dict(policy.metrics)
+    shared: dict[str, Any] = {
+        "mode": aggregation_mode(algorithm),
+        "norm": normalizers.norm,
+        "whole": normalizers.all,
+        "weights": weights,
+    }
+    own_mask = mask if rows.expert is None else _without_expert(mask, rows.expert)
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and not algorithm.pairs:
+        divergence = kl_loss(
+            stats.log_probs,
+            ref,
+            own_mask,
+            batch.old_logprobs,
+            estimator=algorithm.kl_estimator,
+            coef=algorithm.kl_coef,
+            **shared,
+        )
+        total, metrics["kl"] = total + divergence.value, divergence.metrics["kl_loss"]
+    if stats.entropy is not None:
+        bonus = entropy_loss(stats.entropy, own_mask, coef=algorithm.entropy_coef, **shared)
+        total, metrics["entropy"] = total + bonus.value, bonus.metrics["entropy_loss"]
+    return total, {**metrics, "loss": total.detach()}
+
+
+def critic_loss(
+    algorithm: AlgorithmConfig, values: Tokens, batch: Batch, normalizers: LossNormalizers
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the critic's loss of a micro-batch.
+
+    Args:
+        algorithm: Whose `value_clip` holds.
+        values: Of the critic that is trained, in the batch's layout.
+        batch: The micro-batch, with `values` and `returns`.
+        normalizers: Of its minibatch.
+
+    Returns:
+        The loss, and detached shares of metrics: `value_loss`, `vf_clipfrac`, `value`.
+    """
+    loss = value_loss(
+        values,
+        batch.returns,  # type: ignore[arg-type]
+        batch.action_mask,
+        batch.values,
+        clip=algorithm.value_clip,
+        mode="token-mean",
+        whole=normalizers.all,
+    )
+    return loss.value, dict(loss.metrics)
+
+
+def _without_expert(mask: Tokens, expert: Sequence[bool]) -> Tokens:
+    """A mask without the expert's rows."""
+    flags = torch.tensor(list(expert))
+    if isinstance(mask, Rows):
+        by_token = torch.repeat_interleave(flags, torch.tensor(mask.lengths))
+        return Rows(mask.values & ~by_token.to(mask.values.device), mask.lengths)
+    return mask & ~flags.to(mask.device).unsqueeze(1)

@@ -1,0 +1,309 @@
+"""`TrainRows`: the leased records of a step as rows for a loss.
+
+Invariant: every row knows the record it came from; whatever leaves a row, or some of its tokens, out of the loss does
+so here, over the whole step, so that denominators do not depend on how the rows are cut afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollbook.algorithms.corrections import importance_weights
+from rollbook.algorithms.masks import high_entropy_mask
+from rollbook.batch.columns import RECORD_NAMES, mask_unpredicted
+from rollbook.core.experience import split_preference_pairs
+from rollbook.core.experiences import Experiences
+from rollbook.core.fields import FIELDS
+from rollbook.core.rows import Rows
+from rollbook.train.algorithm import AlgorithmConfig
+from rollbook.train.loss import loss_columns, loss_inputs
+
+OLD_LOGPROBS = RECORD_NAMES["old_logprobs"]
+"""The record's field of log-probs before the update."""
+
+
+@dataclass
+class TrainRows:
+    """B rows of one step, and what belongs to each.
+
+    >>> from rollbook import Experience
+    >>> records = Experiences(
+    ...     Experience(tokens=[1, 2, 3], advantages=[a, a], logprobs=[-1.0, -1.0], eid={"task": i})
+    ...     for i, a in enumerate((1.0, 0.0, -1.0))
+    ... )
+    >>> rows = TrainRows.from_records(records, AlgorithmConfig.preset("grpo", kl_coef=0.0), drop_zero=True)
+    >>> len(rows), rows.sources.tolist(), rows.left_out
+    (2, [0, 2], {1: 'zero advantage'})
+    """
+
+    records: Experiences
+    """[B] The rows, with the columns that a batch is made of."""
+    sources: NDArray[np.int64]
+    """[B] The index of the record that each row came from."""
+    record_count: int
+    """How many records there were."""
+    pairs: list[str] | None = None
+    """[B] Of preference pairs: the pair that a row belongs to."""
+    chosen: list[bool] | None = None
+    """[B] Of preference pairs: whether a row is the better answer."""
+    expert: list[bool] | None = None
+    """[B] Of mixed data: whether a row is an expert's."""
+    left_out: dict[int, str] = field(default_factory=dict)
+    """The records without a row, and the reason."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_records(
+        cls,
+        records: Experiences,
+        algorithm: AlgorithmConfig,
+        *,
+        expert: Sequence[bool] | None = None,
+        weights: Sequence[float] | None = None,
+        drop_zero: bool = False,
+        version: int | None = None,
+    ) -> TrainRows:
+        """Make the rows of a step.
+
+        Args:
+            records: The step's records, with every column that the algorithm reads.
+            algorithm: What they are trained by.
+            expert: [N] Which records an expert made.
+            weights: [N] A sampler's weight of each record.
+            drop_zero: Whether to leave out rows whose advantages are all 0.
+            version: The policy's version, for a bound on staleness.
+
+        Returns:
+            The rows, without those that have no reward or no token in the loss.
+
+        Raises:
+            ValueError: If a record lacks a column that the algorithm reads.
+        """
+        for name, flags in (("expert", expert), ("weights", weights)):
+            if flags is not None and len(flags) != len(records):
+                raise ValueError(f"{name}: got {len(flags)} entries, expected {len(records)}, one for each record")
+        if algorithm.mixed and expert is None:
+            raise ValueError(f"expert: got None, expected a flag for each record, since the loss is {algorithm.loss!r}")
+        if algorithm.pairs:
+            return cls._from_pairs(records, weights)
+        fields = [name for name, spec in FIELDS.items() if spec.kind == "tensor" and spec.axis == "response"]
+        narrow = mask_unpredicted(records.select(*fields, "reward", *_BATCH_FIELDS))
+        rows = cls(narrow, np.arange(len(narrow)), len(narrow), expert=None if expert is None else list(expert))
+        if weights is not None:
+            rows._multiply_weights(
+                [torch.full((length,), weight) for length, weight in zip(rows.lengths(), weights, strict=True)]
+            )
+        if algorithm.takes_rewards:
+            rows._leave_out_unrewarded(algorithm)
+        rows._check_columns(algorithm)
+        if algorithm.correction is not None:
+            rows._correct(algorithm, version)
+        rows._fill_columns()
+        if algorithm.high_entropy_ratio > 0:
+            rows._mask_low_entropy(algorithm.high_entropy_ratio)
+        rows._leave_out_empty(drop_zero and "advantages" in loss_inputs(algorithm))
+        columns = [RECORD_NAMES.get(name, name) for name in loss_columns(algorithm)]
+        # Log-probs say how long the response of a truncated prompt is.
+        rows.records = rows.records.select(*columns, *_BATCH_FIELDS, "logprobs")
+        return rows
+
+    @classmethod
+    def _from_pairs(cls, records: Experiences, weights: Sequence[float] | None) -> TrainRows:
+        if weights is not None:
+            raise ValueError("weights: got some, and pairs of answers take none")
+        answers = mask_unpredicted(Experiences(split_preference_pairs(list(records))))
+        return cls(
+            answers.select("action_mask", *_BATCH_FIELDS),
+            np.repeat(np.arange(len(records)), 2),
+            len(records),
+            pairs=[str(parent) for parent in answers.values("parent")],
+            chosen=[i % 2 == 0 for i in range(len(answers))],
+        )
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def take(self, rows: Sequence[int]) -> TrainRows:
+        """Some of the rows, such as those of a micro-batch."""
+        indices = np.asarray(rows, dtype=np.int64)
+        flags = {name: getattr(self, name) for name in ("pairs", "chosen", "expert")}
+        flags = {name: None if flag is None else [flag[i] for i in indices] for name, flag in flags.items()}
+        return TrainRows(self.records.take(indices), self.sources[indices], self.record_count, **flags)
+
+    def lengths(self) -> list[int]:
+        """[B] Response tokens of each row."""
+        lengths: list[int] = np.maximum(self.records.token_lengths() - self.records.prompt_lengths(), 0).tolist()
+        return lengths
+
+    @cached_property
+    def masks(self) -> Rows:
+        """The tokens of each row that are in the loss; read once, when nothing changes any more."""
+        return self._read_masks()
+
+    @cached_property
+    def loss_tokens(self) -> NDArray[np.int64]:
+        """[B] How many tokens of each row are in the loss."""
+        return np.array([int(mask.sum()) for mask in self.masks], dtype=np.int64)
+
+    def _read_masks(self) -> Rows:
+        masks = [
+            torch.ones(length, dtype=torch.bool) if mask is None else mask.bool()
+            for mask, length in zip(self.records.values("action_mask"), self.lengths(), strict=True)
+        ]
+        return Rows(torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool), [len(mask) for mask in masks])
+
+    # --- stages of `from_records` -------------------------------------------------------------------------------------
+
+    def _check_columns(self, algorithm: AlgorithmConfig) -> None:
+        """Refuse records without a column that the loss reads, by name."""
+        needs: dict[str, tuple[str, ...]] = {}
+        inputs = loss_inputs(algorithm)
+        if "advantages" in inputs:
+            needs["advantages"] = ("advantages",)
+        if "old_logprobs" in inputs:
+            needs["old_log_probs"] = (OLD_LOGPROBS, "logprobs")
+        if algorithm.kl_coef and algorithm.kl_in == "loss":
+            needs["ref_log_probs"] = ("ref_logprobs",)
+        if algorithm.needs_critic:
+            needs |= {"values": ("values",), "returns": ("returns",)}
+        for need, fields in needs.items():
+            columns = [self.records.values(name) for name in fields]
+            for i, entries in enumerate(zip(*columns, strict=True)):
+                if all(entry is None for entry in entries) and not (self.expert is not None and self.expert[i]):
+                    raise ValueError(
+                        f"record {self.records.eids()[i]}: got no {' or '.join(fields)}, expected {need} for the loss "
+                        f"{algorithm.loss!r}; rollbook.train.pipeline computes what is missing"
+                    )
+
+    def _fill_columns(self) -> None:
+        """Give every token a number in the columns that some rows lack.
+
+        Old log-probs are the trainer's or else the engine's, row by row. Of an expert's rows none is read, and all are
+        0. Rows without loss weights beside others with them weigh 1.
+        """
+        columns: dict[str, Sequence[Any]] = {}
+        old = self.records.values(OLD_LOGPROBS)
+        if any(row is None for row in old):
+            rows = zip(old, self.records.values("logprobs"), strict=True)
+            columns[OLD_LOGPROBS] = [engine if row is None else row for row, engine in rows]
+        if self.expert is not None:
+            columns = {name: self.records.values(name) for name in ("advantages", "ref_logprobs")} | columns
+            columns.setdefault(OLD_LOGPROBS, old)
+            columns = {name: self._zero_expert(column) for name, column in columns.items()}
+        weights = self.records.values("loss_weights")
+        if {row is None for row in weights} == {True, False}:
+            rows = zip(weights, self.lengths(), strict=True)
+            columns["loss_weights"] = [torch.ones(length) if row is None else row for row, length in rows]
+        if columns:
+            self.records = self.records.assign(**columns)
+
+    def _zero_expert(self, column: Sequence[Any]) -> list[Any]:
+        """A column with 0 on the expert's rows."""
+        if self.expert is None:
+            return list(column)
+        rows = zip(column, self.expert, self.lengths(), strict=True)
+        return [torch.zeros(length) if expert else row for row, expert, length in rows]
+
+    def _correct(self, algorithm: AlgorithmConfig, version: int | None) -> None:
+        names = (OLD_LOGPROBS, "logprobs")
+        columns = [self._zero_expert(self.records.values(name)) for name in names]
+        for name, column in zip(names, columns, strict=True):
+            self._check_complete(column, name, "algorithm.correction compares")
+        options = dict(algorithm.correction or {})
+        versions = None
+        if options.get("max_staleness") is not None:
+            versions, options["current"] = self._versions(version), version
+        correction = importance_weights(Rows(columns[0]), Rows(columns[1]), self._read_masks(), versions, **options)
+        self.records = self.records.assign(action_mask=list(correction.mask))
+        self._multiply_weights(list(correction.weights))
+        self.metrics |= correction.report.to_metrics("correction")
+
+    def _check_complete(self, column: Sequence[Any], name: str, reader: str) -> None:
+        missing = next((i for i, row in enumerate(column) if row is None), None)
+        if missing is not None:
+            raise ValueError(f"record {self.records.eids()[missing]}: got no {name}, which {reader}")
+
+    def _versions(self, current: int | None) -> Rows:
+        """The policy version of every response token; an expert's tokens are never stale."""
+        versions = []
+        rows = zip(self.records.values("policy_versions"), self._read_masks(), strict=True)
+        for i, (version, mask) in enumerate(rows):
+            if self.expert is not None and self.expert[i]:
+                version = current
+            if version is None:
+                raise ValueError(
+                    f"record {self.records.eids()[i]}: got no policy_versions, which correction.max_staleness compares"
+                )
+            by_token = torch.as_tensor(version).expand(len(mask))
+            newest = int(by_token[mask].max()) if bool(mask.any()) else 0
+            if current is not None and newest > current:
+                raise ValueError(
+                    f"record {self.records.eids()[i]}: policy_versions: got {newest}, expected at most {current}, the "
+                    "version of the policy that learns (step - 1)"
+                )
+            versions.append(by_token)
+        return Rows(versions)
+
+    def _mask_low_entropy(self, ratio: float) -> None:
+        entropy = self.records.values("entropy")
+        self._check_complete(entropy, "entropy", "algorithm.high_entropy_ratio needs")
+        masks = high_entropy_mask(Rows(entropy), self._read_masks(), ratio)
+        self.records = self.records.assign(action_mask=list(masks))
+
+    def _multiply_weights(self, factors: Sequence[torch.Tensor]) -> None:
+        """Multiply the weight of each token's loss."""
+        rows = zip(self.records.values("loss_weights"), factors, strict=True)
+        weights = [factor.float() if weight is None else weight * factor for weight, factor in rows]
+        self.records = self.records.assign(loss_weights=weights)
+
+    def _leave_out_unrewarded(self, algorithm: AlgorithmConfig) -> None:
+        """Leave out rows whose reward is NaN or infinite, or a token reward that the estimator reads. A reward of
+        `None` is neither: such a record's advantages come from elsewhere."""
+        expert = [False] * len(self) if self.expert is None else self.expert
+        missing = [
+            i
+            for i, reward in enumerate(self.records.values("reward"))
+            if reward is not None and not math.isfinite(reward) and not expert[i]
+        ]
+        if algorithm.takes_token_rewards:
+            token_rewards = zip(self.records.values("token_level_reward"), self._read_masks(), expert, strict=True)
+            missing += [
+                i
+                for i, (rewards, mask, of_expert) in enumerate(token_rewards)
+                if rewards is not None and not bool(rewards[mask].isfinite().all()) and not of_expert
+            ]
+        self._leave_out(dict.fromkeys(missing, "no reward"))
+
+    def _leave_out_empty(self, drop_zero: bool) -> None:
+        """Leave out rows without a token in the loss and, with `drop_zero`, those whose advantages are all 0."""
+        masks = self._read_masks()
+        reasons: dict[int, str] = {i: "no token that counts" for i, mask in enumerate(masks) if not bool(mask.any())}
+        if drop_zero:
+            advantages = self.records.values("advantages")
+            for i, (row, mask) in enumerate(zip(advantages, masks, strict=True)):
+                of_expert = self.expert is not None and self.expert[i]
+                if not of_expert and i not in reasons and not bool(row[mask].any()):
+                    reasons[i] = "zero advantage"
+        self._leave_out(reasons)
+
+    def _leave_out(self, reasons: dict[int, str]) -> None:
+        if reasons:
+            remaining = [i for i in range(len(self)) if i not in reasons]
+            self.left_out |= {int(self.sources[i]): reason for i, reason in reasons.items()}
+            self.records, self.sources = self.records.take(remaining), self.sources[remaining]
+            self.expert = None if self.expert is None else [self.expert[i] for i in remaining]
+        counts = Counter(reasons.values())
+        self.metrics |= {f"left_out/{reason.replace(' ', '_')}": float(count) for reason, count in counts.items()}
+
+
+_BATCH_FIELDS = ("truncate_status", "multi_modal_inputs")
+"""Fields that a batch is made of beside its columns."""
