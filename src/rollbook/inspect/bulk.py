@@ -123,7 +123,7 @@ class Bulk:
         lenses = derive(given, mask)
         self.rescaled |= self.scales.offer(lenses, mask)
         made: dict[str, list[Any]] = {"nans": np.add.reduceat(bad & mask, starts, dtype=np.int64).tolist()}
-        wanted = [each for each in measures.METRICS if each[1] in lenses]
+        wanted = [each for each in measures.TOKEN_METRICS if each[1] in lenses]
         if "advantage" in lenses:
             wanted.append(("advantage", "advantage", "mean"))
         for column, lens, how in wanted:
@@ -204,7 +204,7 @@ class Bulk:
         return found
 
 
-_UNKNOWN = {"nans": 0, "advantage": None, **{column: None for column, _, _ in measures.METRICS}}
+_UNKNOWN = {"nans": 0, "advantage": None, **{column: None for column, _, _ in measures.TOKEN_METRICS}}
 
 
 class _Mask:

@@ -308,7 +308,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
     }
 
 
-METRICS = (
+TOKEN_METRICS = (
     ("entropy", "entropy", "mean"),
     ("entropy_max", "entropy", "max"),
     ("logprob", "logprob", "mean"),
@@ -324,7 +324,7 @@ _RECORDED = ("entropy", "logprob", "mismatch", "advantage", "value", "reward", "
 
 def _metrics(trained: Mapping[str, NDArray[Any]]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
-    for column, lens, how in METRICS:
+    for column, lens, how in TOKEN_METRICS:
         values = trained.get(lens, _NOTHING)
         values = values[np.isfinite(values)].astype(np.float64)
         if lens == "mismatch":

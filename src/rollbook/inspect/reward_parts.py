@@ -46,7 +46,7 @@ def reward_parts(index: Index) -> list[str]:
 
 def _summands(reward: NDArray[np.float64], numbers: list[dict[str, float]]) -> list[str]:
     """Names of the columns whose weighted sum is `reward` [N]; none if no columns are."""
-    from rollbook.inspect.doctor.statistics import parts_of
+    from rollbook.inspect.doctor.statistics import fit_weights
 
     counts: dict[str, int] = {}
     for row in numbers:
@@ -61,7 +61,7 @@ def _summands(reward: NDArray[np.float64], numbers: list[dict[str, float]]) -> l
     equal = [name for name, column in columns.items() if np.abs(column - reward).max() <= 1e-6 * np.abs(reward).max()]
     others = {name: column for name, column in columns.items() if name not in equal}
     if others and len(reward) >= _ROWS_PER_COLUMN * (len(others) + 1):
-        weights = parts_of(reward, others)
+        weights = fit_weights(reward, others)
         if weights:
             return sorted(weights)
     return equal

@@ -24,7 +24,7 @@ STALE = 1
 _NEAR_TOP = 0.2
 MISMATCH = 1.0
 """From which distance of the trainer's log-prob to the engine's on, at any token, a group is marked."""
-METRICS = ("reward", "length", "entropy", "kl", "mismatch", "lag", "advantage")
+STEP_METRICS = ("reward", "length", "entropy", "kl", "mismatch", "lag", "advantage")
 """What a step's summary has quantiles of; `length` is that of responses."""
 DUPLICATE_TOKENS = Thresholds().duplicate_tokens
 """A shorter response is not counted as a duplicate: right answers of a few tokens are the same."""
@@ -250,7 +250,7 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
         "step": step,
         "n": count,
         "groups": groups,
-        **{name: spread_of(column) for name, column in zip(METRICS, measured, strict=True)},
+        **{name: spread_of(column) for name, column in zip(STEP_METRICS, measured, strict=True)},
         **{name: found / count if count else 0.0 for name, found in shares.items()},
         "masked": 1 - sum(trained) / tokens if tokens else 0.0,
         "zero_variance": (flat or 0) / groups if groups else 0.0,

@@ -12,7 +12,7 @@ import numpy as np
 
 from rollbook.inspect.doctor.findings import Finding, Judgement, exact, fine, found, percent, unknown
 from rollbook.inspect.doctor.samples import Samples
-from rollbook.inspect.doctor.statistics import Floats, Ints, Mask, Order, Pairs, order, pairs, parts_of
+from rollbook.inspect.doctor.statistics import Floats, Ints, Mask, Order, Pairs, fit_weights, order, pairs
 from rollbook.inspect.doctor.thresholds import Thresholds
 
 _FORMAT = re.compile(
@@ -128,7 +128,7 @@ def component_dominates(samples: Samples, t: Thresholds) -> Judgement:
     whole = np.isfinite(reward) & np.all([np.isfinite(column) for column in columns.values()], axis=0)
     if int(whole.sum()) < t.samples:
         return unknown("too few samples have every part of the reward")
-    weights = parts_of(reward[whole], {name: column[whole] for name, column in columns.items()})
+    weights = fit_weights(reward[whole], {name: column[whole] for name, column in columns.items()})
     if weights is None:
         return unknown("the parts that are recorded do not add up to the reward")
     if len(weights) < 2:

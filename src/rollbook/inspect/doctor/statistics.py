@@ -196,14 +196,14 @@ def order(found: Pairs, reward: Floats, other: Floats) -> Order:
     return Order(d, error, float((agree != 0).mean()), k, int(use.sum()), weighted)
 
 
-def parts_of(total: Floats, columns: dict[str, Floats]) -> dict[str, float] | None:
+def fit_weights(total: Floats, columns: dict[str, Floats]) -> dict[str, float] | None:
     """Weights of the columns that add up to `total` (with a constant), or `None` where they do not.
 
     A column whose weight is 0 within rounding is no part of it: it was logged beside the reward. A column that is the
     total itself under another name is left out.
 
     >>> right, form = np.array([0.0, 1, 0, 1, 1, 0]), np.array([1.0, 1, 0, 0, 1, 1])
-    >>> found = parts_of(0.9 * right + 0.1 * form, {"right": right, "form": form, "seconds": np.arange(6.0)})
+    >>> found = fit_weights(0.9 * right + 0.1 * form, {"right": right, "form": form, "seconds": np.arange(6.0)})
     >>> {name: round(weight, 6) for name, weight in found.items()}
     {'right': 0.9, 'form': 0.1}
     """

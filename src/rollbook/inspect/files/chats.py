@@ -15,10 +15,11 @@ from rollbook.inspect.documents import Trajectory
 from rollbook.inspect.files.images import Where
 from rollbook.inspect.files.limits import number, numbers, whole
 from rollbook.inspect.files.making import chat, is_messages, without_nulls
+from rollbook.inspect.files.saved import _dict
 from rollbook.inspect.files.stores import Row
 from rollbook.inspect.plain import plain
 
-_OWN = {"messages", "conversations", "tools", "reward", "score", "step", "global_step", "metrics", "id", "group",
+_MESSAGES_FIELDS = {"messages", "conversations", "tools", "reward", "score", "step", "global_step", "metrics", "id", "group",
         "group_id", "prompt_id", "problem_id", "finish_reason", "label", "answer", "advantage"}  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def messages(row: Row, where: Where) -> Iterator[Trajectory]:
     key = next((row[n] for n in ("group_id", "group", "prompt_id", "problem_id") if _is_id(row.get(n))), None)
     reason = row.get("finish_reason")
     reward = number(row.get("reward"))
-    rest = {name: value for name, value in row.items() if name not in _OWN}
+    rest = {name: value for name, value in row.items() if name not in _MESSAGES_FIELDS}
     parts = {**numbers(row.get("metrics")), **numbers({n: v for n, v in rest.items() if isinstance(v, (int, float))})}
     made = chat(
         found,
@@ -68,7 +69,7 @@ def _is_id(value: Any) -> bool:
 
 _GRADES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 """Correct, incorrect, partly so, no answer: as inspect's own metrics count them."""
-_CUT = ("max_tokens", "model_length", "length")
+_INSPECT_TRUNCATED = ("max_tokens", "model_length", "length")
 
 
 def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
@@ -105,7 +106,13 @@ def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
         reward=next(iter(parts.values()), None),
         parts=parts,
         metrics=parts,
-        status="error" if error else "truncated" if limit or reason in _CUT else "finished" if reason else "unfinished",
+        status="error"
+        if error
+        else "truncated"
+        if limit or reason in _INSPECT_TRUNCATED
+        else "finished"
+        if reason
+        else "unfinished",
         finish_reason=reason if isinstance(reason, str) else None,
         sampling=_dict(spec.get("model_generate_config")) or None,
         label=plain(row.get("target")),
@@ -114,10 +121,6 @@ def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
     )
     made.uid = str(row.get("uuid") or "")
     yield made
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _without_history(score: Any) -> Any:

@@ -24,7 +24,7 @@ from rollbook.inspect.measures import status_of
 from rollbook.inspect.plain import plain
 from rollbook.inspect.segments import segments_of
 
-_OWN = {"global_step", "experience_index", "sample_in_exp", "full_sequence", "generated_text", "pure_generated_text",
+_LIGHTRFT_FIELDS = {"global_step", "experience_index", "sample_in_exp", "full_sequence", "generated_text", "pure_generated_text",
         "label", "reference", "repeat_score", "reflection_pattern_score", "reflection_pattern_details",
         "policy_entropy", "response_token_count", "generated_tokens", "pure_generated_tokens", "advantages", "return",
         "action_log_probs", "values", "info", "has_images", "num_images", "image_paths", "images_base64"}  # fmt: skip
@@ -59,7 +59,7 @@ def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
         "reference": plain(row.get("reference")),
         "info": {
             **plain({name: value for name, value in info.items() if name not in ("reward", "reward_metrics")}),
-            **plain({name: value for name, value in row.items() if name not in _OWN}),
+            **plain({name: value for name, value in row.items() if name not in _LIGHTRFT_FIELDS}),
         },
         "notes": notes,
         "pictures": _pictures(row, where, notes),
@@ -196,7 +196,7 @@ _LENSES = {
     **{name: name for name in ("logprobs", "teacher_logprobs", "token_level_reward", "loss_weights")},
 }
 """The saver's names of arrays [R], and a record's."""
-_TOLD = {*_OWN, *_LENSES, "uid", "gid", "batch", "task", "run", "turn", "kept", "reward", "reward_parts",
+_ROLLBOOK_FIELDS = {*_LIGHTRFT_FIELDS, *_LENSES, "uid", "gid", "batch", "task", "run", "turn", "kept", "reward", "reward_parts",
          "prompt_tokens", "prompt_text", "response_text", "token_ids", "text", "token_ends", "mask", "segments",
          "policy_versions", "image_sha256", "rejected", "messages", "tools", "sampling", "kind", "finish_reason",
          "truncate_status", "parent", "group_size", "notes", "kl"}  # fmt: skip
@@ -208,7 +208,7 @@ def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
     prompt, step = whole(row.get("prompt_tokens")), whole(row.get("global_step"))
     if not isinstance(ids, list) or prompt is None:
         raise WireError("the record has no token_ids, or no prompt_tokens")
-    info, more = _dict(row.get("info")), {name: value for name, value in row.items() if name not in _TOLD}
+    info, more = _dict(row.get("info")), {name: value for name, value in row.items() if name not in _ROLLBOOK_FIELDS}
     notes = [str(note) for note in row["notes"]] if isinstance(row.get("notes"), list) else []
     reason, cut = (_text(row.get(name)) or None for name in ("finish_reason", "truncate_status"))
     fields: dict[str, Any] = {

@@ -19,15 +19,12 @@ from rollbook.inspect.documents import Segment, Trajectory
 from rollbook.inspect.files.images import Where
 from rollbook.inspect.files.limits import number, numbers, whole
 from rollbook.inspect.files.making import chat, conversation, from_ids, is_messages, without_nulls
+from rollbook.inspect.files.saved import _dict
 from rollbook.inspect.files.stores import Row
 from rollbook.inspect.plain import plain
 
-_CUT = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed", "length",
+_VERIFIERS_TRUNCATED = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed", "length",
         "max_turns_reached", "prompt_too_long", "has_max_seq_len", "max_tokens")  # fmt: skip
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _list(value: Any) -> list[Any]:
@@ -36,7 +33,7 @@ def _list(value: Any) -> list[Any]:
 
 # --- a row a rollout ------------------------------------------------------------------------------------------------
 
-_OWN = {"example_id", "prompt", "completion", "reward", "metrics", "answer", "info", "task", "error", "is_truncated",
+_VERIFIERS_FIELDS = {"example_id", "prompt", "completion", "reward", "metrics", "answer", "info", "task", "error", "is_truncated",
         "is_completed", "stop_condition", "trajectory", "tool_defs", "oai_tools", "advantage", "step", "sampling_args",
         "error_chain", "long_error_chain"}  # fmt: skip
 
@@ -47,10 +44,10 @@ def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
     metrics = _dict(row.get("metrics"))
     error = row.get("error")
     stopped = row.get("stop_condition")
-    cut = bool(row.get("is_truncated")) or stopped in _CUT
+    cut = bool(row.get("is_truncated")) or stopped in _VERIFIERS_TRUNCATED
     problem = row.get("example_id")
     task = "" if problem is None else f"{row['task']}:{problem}" if isinstance(row.get("task"), str) else str(problem)
-    rest = {name: value for name, value in row.items() if name not in _OWN and name not in metrics}
+    rest = {name: value for name, value in row.items() if name not in _VERIFIERS_FIELDS and name not in metrics}
     fields: dict[str, Any] = {
         "step": whole(row.get("step")),
         "task": task,
@@ -166,7 +163,7 @@ def _common(trace: Row, episode: Row, where: Where) -> dict[str, Any]:
     stopped = trace.get("stop_condition")
     calls = [call for call in _list(trace.get("calls")) if isinstance(call, dict) and not call.get("error")]
     finish = calls[-1].get("finish_reason") if calls else None
-    cut = stopped in _CUT or finish == "length"
+    cut = stopped in _VERIFIERS_TRUNCATED or finish == "length"
     done = bool(trace.get("is_completed"))
     status = "error" if errors and not trace.get("ok") else "truncated" if cut else "finished" if done else "unfinished"
     policy = _dict(work.get("policy"))
