@@ -212,7 +212,7 @@ def test_seeing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's code runs, and every command and every lens with a key is named on it."""
     from rollbook.cli.parser import COMMANDS
     from rollbook.inspect import filters
-    from rollbook.inspect.documents import LENSES
+    from rollbook.inspect.trajectory import LENSES
 
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "seeing.md"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollbook.inspect.doctor import Thresholds, examine, look
-from rollbook.inspect.doctor.examining import diagnose, span_of
+from rollbook.inspect.doctor.diagnosis import diagnose, span_of
 from rollbook.inspect.doctor.samples import Samples
 from rollbook.inspect.index import Index
 from rollbook.inspect.sources import load, open_source

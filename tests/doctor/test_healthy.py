@@ -10,7 +10,7 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect.doctor import ILLNESSES, Thresholds, examine
-from rollbook.inspect.doctor.examining import diagnose
+from rollbook.inspect.doctor.diagnosis import diagnose
 from rollbook.inspect.doctor.samples import Samples
 from tests.doctor.books import Run
 

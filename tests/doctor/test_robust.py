@@ -12,7 +12,7 @@ import pytest
 
 from rollbook.inspect import filters
 from rollbook.inspect.doctor import Thresholds, lines
-from rollbook.inspect.doctor.examining import diagnose
+from rollbook.inspect.doctor.diagnosis import diagnose
 from rollbook.inspect.doctor.samples import NUMBERS, Samples
 from rollbook.inspect.doctor.thresholds import LOOK
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rollbook.inspect.doctor.statistics import at_least, block_medians, by_step, fit_weights, order, pairs, trend
+from rollbook.inspect.statistics import at_least, block_medians, by_step, fit_weights, order, pairs, trend
 
 numbers = hnp.arrays(np.float64, st.integers(0, 40), elements=st.integers(-5, 5).map(float))
 

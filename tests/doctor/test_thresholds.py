@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.inspect.doctor import ILLNESSES, Thresholds, page, table
-from rollbook.inspect.doctor.report import meanings
+from rollbook.inspect.doctor.checks import meanings
 
 NAMES = [each.name for each in fields(Thresholds)]
 

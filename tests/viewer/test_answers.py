@@ -15,9 +15,8 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.book import Book
-from rollbook.inspect.answers import Answers
+from rollbook.inspect.answers import KEPT, Answers
 from rollbook.inspect.index import SHOWN, Index
-from rollbook.inspect.listing import KEPT
 from rollbook.inspect.sources import BookSource, load, open_source
 from tests.viewer import story
 

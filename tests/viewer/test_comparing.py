@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.inspect.comparing import Side, compare, phrases_of, span
+from rollbook.inspect.comparison import Side, compare, phrases_of, span
 from rollbook.inspect.index import Index
 from rollbook.inspect.sources import load, open_source
 from rollbook.inspect.statistics import edges, group_means, group_test, histograms, kolmogorov, quantiles

@@ -22,11 +22,10 @@ from rollbook import EID, Experience, Experiences
 from rollbook.core import freeform
 from rollbook.core.ids import step_of
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.documents import LENSES, Trajectory, derive, prompt_hash
-from rollbook.inspect.frames import decode, encode
-from rollbook.inspect.pictures import Album, Looked
-from rollbook.inspect.plain import plain
+from rollbook.inspect.images import Album, Looked
 from rollbook.inspect.records import Reader, documents_from, documents_of, record_json, untagged
+from rollbook.inspect.serialization import decode, encode, plain
+from rollbook.inspect.trajectory import LENSES, Trajectory, derive, prompt_hash
 from rollbook.rollout import Prompt, Sample
 from tests.tiny import bytes_
 

@@ -27,13 +27,12 @@ from hypothesis import strategies as st
 
 from rollbook import Experience
 from rollbook.compat.lightrft.saver import TrajectorySaver
-from rollbook.inspect.documents import Trajectory
-from rollbook.inspect.files import FAMILIES, FileSource, Unknown, limits, making, open_file_source, recognise, stores
+from rollbook.inspect.files import FAMILIES, FileSource, Unknown, builder, open_file_source, recognise, stores
 from rollbook.inspect.files.source import step_in
-from rollbook.inspect.frames import decode, encode
 from rollbook.inspect.index import Index
-from rollbook.inspect.plain import plain
+from rollbook.inspect.serialization import decode, encode, plain
 from rollbook.inspect.sources import load, open_source
+from rollbook.inspect.trajectory import Trajectory
 from tests import tiny
 from tests.viewer import files_made as made
 from tests.viewer.files_made import EVIL, MAKERS, lines
@@ -823,7 +822,7 @@ def test_a_path_that_is_not_there() -> None:
 @given(st.text(alphabet=st.characters(exclude_categories=())))
 @settings(max_examples=60)
 def test_words_joined_are_the_text(text: str) -> None:
-    ends = making.words(text).tolist()
+    ends = builder.words(text).tolist()
     pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     assert "".join(pieces) == text and all(pieces)
 
@@ -862,4 +861,4 @@ def test_steps_in_names() -> None:
 
 
 def test_numbers() -> None:
-    assert limits.number(2**70) is None and limits.whole(float("nan")) is None and limits.whole("12") == 12
+    assert stores.number(2**70) is None and stores.whole(float("nan")) is None and stores.whole("12") == 12

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.inspect.documents import Trajectory
 from rollbook.inspect.index import COLUMNS, SHOWN, Index
-from rollbook.inspect.summaries import summarise
+from rollbook.inspect.measures import summarise
+from rollbook.inspect.trajectory import Trajectory
 
 
 def row(n: int, **given: Any) -> dict[str, Any]:

@@ -20,9 +20,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollbook.inspect import queries
-from rollbook.inspect.queries import Busy, TooLate, Workers, as_csv, cell
 from rollbook.inspect.server import Server
+from rollbook.inspect.workers import MOST_BYTES, Busy, TooLate, Workers, as_csv, cell
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, post
 
@@ -150,7 +149,7 @@ def test_point_9_a_large_answer_is_cut(viewer: Server, monkeypatch: pytest.Monke
     query = "select repeat('x', 100000) from range(2000)"
     got = post(viewer, "/api/sql", {"query": query, "rows": 10_000})
     assert got.status == 200 and got.json["truncated"] is True
-    assert 0 < len(got.body) <= queries.MOST_BYTES + (1 << 20)
+    assert 0 < len(got.body) <= MOST_BYTES + (1 << 20)
 
 
 def test_point_9_csv_cells_are_no_formulas(viewer: Server) -> None:
@@ -258,7 +257,7 @@ def test_closing_ends_the_children(book: Path) -> None:
 
 
 ORPHAN = """
-from rollbook.inspect.queries import Workers
+from rollbook.inspect.workers import Workers
 workers = Workers(children=1)
 workers.mask(["a"], ["b"])
 print(workers._idle[0].process.pid, flush=True)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect import search as searching
-from rollbook.inspect.documents import Trajectory
 from rollbook.inspect.index import Index
-from rollbook.inspect.queries import TooLate
 from rollbook.inspect.search import Search, phrases
 from rollbook.inspect.sources import BookSource, load
+from rollbook.inspect.trajectory import Trajectory
+from rollbook.inspect.workers import TooLate
 
 SAID = {
     "1/1/0/0/s": "First I add the sides. Wait, let me verify: 3 + 4 = 7.",

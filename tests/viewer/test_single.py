@@ -22,10 +22,10 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect.answers import Answers
-from rollbook.inspect.frames import decode
+from rollbook.inspect.html_export import MOST, Exported, as_iframe, export_html, response_key, write_html
 from rollbook.inspect.index import Index
+from rollbook.inspect.serialization import decode
 from rollbook.inspect.server import Server
-from rollbook.inspect.single import MOST, Exported, as_iframe, export_html, response_key, write_html
 from rollbook.inspect.sources import Source, load, open_source
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, ask, post

@@ -1,7 +1,8 @@
-"""`rollbook COMMAND …`: which commands there are, what they take, and how they end.
+"""The commands of `rollbook`, their arguments, exit status and shell completion.
 
-Invariant: a command's module is loaded when the command runs, never to print help. What a book or a file refuses is one
-line on the standard error and status 2, never a traceback.
+Invariant: a command's module is loaded when the command runs, never to print help. An error of a book or a file is one
+line on standard error and status 2, never a traceback. Completion scripts list what the parser defines and run without
+starting Python.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import shutil
 import sqlite3
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rollbook.core.errors import explain_missing
-from rollbook.core.terminal import OK, UNREADABLE, WHEN, printable, use_colour, wrapped
+from rollbook.core.terminal import OK, UNREADABLE, WHEN, print_json, printable, use_colour, wrapped
 
 BOOK = "a book: its folder, or postgresql://..."
 RUN = "a book, a run folder, or rollouts that this or another tool saved"
@@ -189,7 +190,7 @@ def build() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made
 
-    made = command("train", "training:train", path=None)
+    made = command("train", "train:train", path=None)
     made.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML or TOML file, or a recipe's name (letters)")
     made.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="such as steps=50 or optimizer.lr=1e-5")
     made.add_argument("--out", metavar="FOLDER", help="the run's folder (runs/NAME)")
@@ -199,7 +200,7 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--show-config", action="store_true", help="print the whole configuration, and train nothing")
     made.add_argument("--recipes", action="store_true", help="list the recipes that come with the package")
 
-    made = command("eval", "training:evaluate", path=None)
+    made = command("eval", "train:evaluate", path=None)
     made.add_argument("config", metavar="CONFIG", help="a YAML or TOML file, a recipe's name, or a run's folder")
     made.add_argument(
         "changes", metavar="KEY=VALUE", nargs="*", help="such as evaluation.k=8 or evaluation.greedy=true"
@@ -209,17 +210,17 @@ def build() -> argparse.ArgumentParser:
     )
     made.add_argument("--trust", action="store_true", help="run the code that a run's config names")
 
-    made = command("replay", "training:replay", path="a run's folder")
+    made = command("replay", "train:replay", path="a run's folder")
     made.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="another choice: algorithm.estimator=rloo, ...")
     made.add_argument("--step", metavar="N", type=_whole(1), required=True, help="the step to compute again")
     made.add_argument("--trust", action="store_true", help="run the code that the run's config names")
 
-    made = command("ls", "looking:ls", path="a run, a book, a folder of runs, or saved rollouts")
+    made = command("ls", "query:ls", path="a run, a book, a folder of runs, or saved rollouts")
     made.add_argument("--where", metavar="FILTER", help='list samples: such as "reward < 0.2 and truncated"')
     made.add_argument("--sort", metavar="COLUMNS", help="list samples in this order: such as -reward,length")
     made.add_argument("--limit", metavar="N", type=_whole(1), help="list so many samples (50)")
 
-    made = command("show", "showing:show", path=RUN)
+    made = command("show", "show:show", path=RUN)
     made.add_argument("what", metavar="ID", nargs="?", help="a uid or its beginning (42/1089/6), a group (42/1089)")
     made.add_argument("--step", metavar="N", type=_whole(0), help="show a step: its groups and their rewards")
     made.add_argument("--lens", "-l", metavar="NAME", help="what colours the tokens: entropy, logprob, kl, ... or off")
@@ -227,7 +228,7 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--tokens", metavar="A:B", help="these tokens only, one a line with every number")
     made.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's folder, for books that keep none")
 
-    made = command("view", "viewing:view", path=RUN)
+    made = command("view", "view:view", path=RUN)
     made.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
     made.add_argument("--port", type=_whole(0, 65535), default=None, help="the port (8420, or a free one)")
     made.add_argument("--socket", metavar="PATH", help="listen on a Unix socket instead")
@@ -242,7 +243,7 @@ def build() -> argparse.ArgumentParser:
         "--unsafe-allow-unauthenticated", action="store_true", help="ask nobody for the secret: anyone who can connect"
     )
 
-    made = command("doctor", "viewing:doctor", path=RUN)
+    made = command("doctor", "view:doctor", path=RUN)
     made.add_argument("--steps", metavar="A-B", help="only these steps")
     made.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="another threshold")
     made.add_argument("--verbose", action="store_true", help="say what is well, too")
@@ -255,7 +256,7 @@ def build() -> argparse.ArgumentParser:
         help="status 1 from this severity on (medium)",
     )
 
-    made = command("diff", "differing:diff", path=RUN)
+    made = command("diff", "diff:diff", path=RUN)
     made.add_argument("other", metavar="OTHER", nargs="?", help="another run; without it, --a and --b of one run")
     made.add_argument("--a", metavar="STEPS", help="steps of the first side: 7 or 3-9 (the first quarter)")
     made.add_argument("--b", metavar="STEPS", help="steps of the second side (the last quarter)")
@@ -266,17 +267,17 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--limit", metavar="N", type=_whole(0), default=15, help="so many phrases and prompts (15)")
     made.add_argument("--words", metavar="ID", nargs=2, help="compare two trajectories word by word instead")
 
-    made = command("sql", "looking:sql")
+    made = command("sql", "query:sql")
     made.add_argument(
         "query", metavar="QUERY", help='such as "select train_step, avg(reward) from training group by 1"'
     )
     made.add_argument("--seconds", type=float, default=60.0, help="how long it may take (60)")
     made.add_argument("--memory", default="1GB", help="how much memory it may take (1GB)")
 
-    made = command("history", "looking:history")
+    made = command("history", "query:history")
     made.add_argument("uid", metavar="UID", help="the record's id, or its beginning if no other has it")
 
-    made = command("export", "keeping:export", path="a book; for HTML also saved rollouts")
+    made = command("export", "book:export", path="a book; for HTML also saved rollouts")
     made.add_argument(
         "out", metavar="OUT", help="its name says the format: .parquet, .jsonl, .frames, .trxp, .hf, .html"
     )
@@ -295,7 +296,7 @@ def build() -> argparse.ArgumentParser:
     page.add_argument("--theme", choices=("auto", "light", "dark"), default="auto")
     page.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's folder, for books that keep none")
 
-    made = command("import", "keeping:import_")
+    made = command("import", "book:import_")
     made.add_argument("source", metavar="IN", help="Parquet, JSONL, a HF dataset, frames, TRXP, Trinity's SQLite ...")
     made.add_argument("--format", help="the format, if it cannot be guessed")
     made.add_argument("--evaluation", action="store_true", help="for evaluation: kept beside, never trained on")
@@ -303,15 +304,134 @@ def build() -> argparse.ArgumentParser:
     made.add_argument("--table", help="of a Trinity database that has several")
     made.add_argument("--tokenizer", metavar="PATH", help="for rollouts that are text alone (verl, TRL, OpenRLHF)")
 
-    made = command("check", "keeping:check")
+    made = command("check", "book:check")
     made.add_argument("--repair", action="store_true", help="mend what can be mended; what is changed is kept aside")
     made.add_argument(
         "--offer", action="store_true", help="with --repair: offer records for training whose history was lost"
     )
     made.add_argument("--quick", action="store_true", help="do not look at every byte of the data")
 
-    command("compact", "keeping:compact")
+    command("compact", "book:compact")
 
-    made = command("completion", "completion:completion", path=None)
+    made = command("completion", "parser:completion", path=None)
     made.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser
+
+
+def completion(options: argparse.Namespace) -> int:
+    """Print the script of a shell; `eval "$(rollbook completion bash)"` loads it."""
+
+    commands = dict(_commands(build()))
+    text = {"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](commands)
+    if options.json:
+        print_json({"shell": options.shell, "script": text})
+    else:
+        print(text)
+    return OK
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, dict[str, tuple[str, tuple[str, ...]]]]]:
+    """Of each command its options: what each is for, and the words it takes, if they are fixed."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, made in action.choices.items():
+                yield (
+                    name,
+                    {
+                        option: (each.help or "", tuple(map(str, each.choices or ())))
+                        for each in made._actions
+                        for option in each.option_strings or tuple(each.choices or ())
+                        if option.startswith("--") or not each.option_strings
+                    },
+                )
+
+
+_Commands = dict[str, dict[str, tuple[str, tuple[str, ...]]]]
+
+
+def _bash(commands: _Commands) -> str:
+    cases = "\n".join(f'        {name}) words="{" ".join(options)}" ;;' for name, options in commands.items())
+    fixed = {
+        (option, choices)
+        for options in commands.values()
+        for option, (_, choices) in options.items()
+        if choices and option.startswith("--")
+    }
+    values = "\n".join(
+        f'        {option}) COMPREPLY=($(compgen -W "{" ".join(choices)}" -- "$word")); return ;;'
+        for option, choices in sorted(fixed)
+    )
+    return f"""_rollbook() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "{" ".join(commands)} --help --version" -- "$word"))
+        return
+    fi
+    case "$before" in
+{values}
+    esac
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    esac
+    if [[ "$word" == -* || "${{COMP_WORDS[1]}}" == completion ]]; then
+        COMPREPLY=($(compgen -W "$words" -- "$word"))
+    else
+        COMPREPLY=($(compgen -f -- "$word"))
+        compopt -o filenames 2>/dev/null
+    fi
+}}
+complete -F _rollbook rollbook"""
+
+
+def _zsh(commands: _Commands) -> str:
+
+    listed = "\n".join(f"        '{name}:{_quoted(COMMANDS[name])}'" for name in commands)
+    cases = "\n".join(
+        f"        {name}) _values -w 'option' {' '.join(_value(option, *told) for option, told in options.items())} ;;"
+        for name, options in commands.items()
+    )
+    return f"""#compdef rollbook
+_rollbook() {{
+    local -a commands
+    commands=(
+{listed}
+    )
+    if (( CURRENT == 2 )); then
+        _describe 'command' commands
+        return
+    fi
+    if [[ "$words[CURRENT]" != -* && "$words[2]" != completion ]]; then
+        _files
+        return
+    fi
+    case "$words[2]" in
+{cases}
+    esac
+}}
+compdef _rollbook rollbook"""
+
+
+def _value(option: str, said: str, choices: tuple[str, ...]) -> str:
+    return f"'{option}[{_quoted(said)}]'"
+
+
+def _quoted(text: str) -> str:
+    """Without the characters that mean something to zsh in a description."""
+    return text.replace("'", "").replace("[", "(").replace("]", ")").replace(":", ",")
+
+
+def _fish(commands: _Commands) -> str:
+
+    lines = ["complete -c rollbook -n __fish_use_subcommand -f"]
+    lines += [
+        f"complete -c rollbook -n __fish_use_subcommand -a {name} -d '{_quoted(COMMANDS[name])}'" for name in commands
+    ]
+    for name, options in commands.items():
+        for option, (said, choices) in options.items():
+            seen = f"complete -c rollbook -n '__fish_seen_subcommand_from {name}'"
+            if option.startswith("--"):
+                words = f" -x -a '{' '.join(choices)}'" if choices else ""
+                lines.append(f"{seen} -l {option.removeprefix('--')}{words} -d '{_quoted(said)}'")
+            else:
+                lines.append(f"{seen} -f -a {option}")
+    return "\n".join(lines)

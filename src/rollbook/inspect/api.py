@@ -1,30 +1,36 @@
-"""What the viewer answers: a request in, a response out, whichever server carries them.
+"""`Api`: requests in, responses out, independent of the server that carries them; and the notes of readers.
 
-Invariant: every answer has the headers that keep a page from running what it shows; nothing but a POST changes
-anything; a bad question is a sentence, never a traceback; what the run's records hold is served as text, JSON, a frame
-or an image whose first bytes say what it is, and never as a page.
+Invariant: every response has the headers that keep a page from running what it shows. Only a POST changes anything. A
+bad request gets a one-line error, never a traceback. What the records hold is served as text, JSON, a frame or an image
+whose first bytes confirm its type, never as HTML. The annotations file is append-only, and each line is on disk before
+it is acknowledged.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import os
 import re
 import sqlite3
+import stat
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollbook.core.addresses import redacted
+from rollbook.core.files import private_opener
 from rollbook.inspect import assets
-from rollbook.inspect.guard import Guard
-from rollbook.inspect.messages import (
+from rollbook.inspect.http import (
     MEDIA_POLICY,
     PAGE_POLICY,
+    Guard,
     Reader,
     Request,
     Response,
@@ -40,12 +46,87 @@ from rollbook.inspect.messages import (
     whole,
     word,
 )
-from rollbook.inspect.queries import Busy, TooLate, Workers, as_csv
+from rollbook.inspect.workers import Busy, TooLate, Workers, as_csv
 
 if TYPE_CHECKING:
-    from rollbook.inspect.annotations import Annotations
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.sources import Source, Watcher
+
+
+# --- annotations ----------------------------------------------------------------------------------------------------
+
+LONGEST_NOTE = 10_000
+_LONGEST_LINE = 1 << 20
+
+
+class Annotations:
+    """What `path` has been annotated with: in a folder `annotations.jsonl`, beside a file `NAME.annotations.jsonl`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     kept = Annotations(folder).set("4/7/0/0/a", star=True, note="reads the answer from the prompt")
+    ...     Annotations(folder).all()["4/7/0/0/a"]["star"]
+    True
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        place = Path(path)
+        if not place.exists():
+            raise ValueError(
+                f"annotate: {redacted(path)} is no file or folder here, so there is no place for notes beside it"
+            )
+        self.path = (
+            place / "annotations.jsonl" if place.is_dir() else place.with_name(place.name + ".annotations.jsonl")
+        )
+        if os.path.lexists(self.path) and not stat.S_ISREG(os.lstat(self.path).st_mode):
+            raise ValueError(f"annotate: {self.path} is a link, which could lead anywhere, or no file")
+        self._lock = threading.Lock()
+        self._kept: dict[str, dict[str, Any]] = {}
+        if self.path.exists():
+            with open(self.path, "rb", opener=_private) as file:
+                for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
+                    self._read(line)
+
+    def _read(self, line: bytes) -> None:
+        # The file may be a stranger's, as the run is.
+        try:
+            found = json.loads(line)
+            uid, note = str(found["uid"]), str(found["note"])[:LONGEST_NOTE]
+            self._kept[uid] = {"star": bool(found["star"]), "note": note, "time": float(found["time"])}
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return
+
+    def all(self) -> dict[str, dict[str, Any]]:
+        """{uid: {"star", "note", "time"}} of the samples that have either."""
+        with self._lock:
+            return {uid: kept for uid, kept in self._kept.items() if kept["star"] or kept["note"]}
+
+    def set(self, uid: str, *, star: bool | None = None, note: str | None = None) -> dict[str, Any]:
+        """Star a sample or take the star away, write a note or, with an empty one, remove it; how it is then."""
+        if note is not None and len(note) > LONGEST_NOTE:
+            raise ValueError(f"note: got {len(note)} characters, expected at most {LONGEST_NOTE}")
+        with self._lock:
+            before = self._kept.get(uid, {"star": False, "note": ""})
+            kept = {
+                "star": before["star"] if star is None else star,
+                "note": before["note"] if note is None else note,
+                "time": time.time(),
+            }
+            line = json.dumps({"uid": uid, **kept}).encode()
+            # A newline on either side: what a crash cut before it stays a line of its own.
+            with open(self.path, "ab", opener=_private) as file:
+                file.write(b"\n" + line + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self._kept[uid] = kept
+            return kept
+
+
+def _private(path: str, flags: int) -> int:
+    return private_opener(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
 
 MAX_BODY = 1 << 20
 MOST_UIDS = 64
@@ -285,7 +366,7 @@ class Api:
             raise ValueError("uid: got one of them twice")
 
         def make() -> bytes:
-            from rollbook.inspect.frames import encode
+            from rollbook.inspect.serialization import encode
 
             return encode(self.source.documents(uids))
 
@@ -354,7 +435,7 @@ class Api:
         return self._json(request, {**found, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
 
     def _export(self, request: Request) -> Response:
-        from rollbook.inspect.single import export_html
+        from rollbook.inspect.html_export import export_html
 
         known = {
             "uids": list,
@@ -432,7 +513,6 @@ _POSTS: dict[str, Callable[[Api, Request], Response]] = {
 
 def open_api(path: str | os.PathLike[str], guard: Guard, *, tokenizer: Any = None, annotate: bool = False) -> Api:
     """The viewer of what lies at `path`, followed in the background from now on."""
-    from rollbook.inspect.annotations import Annotations
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.index import Index
     from rollbook.inspect.sources import Watcher, open_source

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from rollbook.core.checks import suggest
 from rollbook.inspect.index import COLUMNS
-from rollbook.inspect.summaries import DUPLICATE_TOKENS, LOOP, STALE
+from rollbook.inspect.measures import DUPLICATE_TOKENS, LOOP, STALE
 
 MOST_LETTERS = 4000
 MOST_NESTING = 50

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import queue
 import shutil
 import sqlite3
@@ -19,14 +20,110 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.inspect import search, summaries
-from rollbook.inspect.plain import text as plain_text
-from rollbook.inspect.scales import Scales
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.inspect import measures, search
+from rollbook.inspect.serialization import text as plain_text
+from rollbook.inspect.trajectory import LENSES
 
 if TYPE_CHECKING:
-    from rollbook.inspect.documents import Trajectory
+    from rollbook.inspect.trajectory import Trajectory
+
+
+# --- scales of the lenses -------------------------------------------------------------------------------------------
+
+ENOUGH = 50_000
+"""How many tokens are enough to know a range for good."""
+AT_ONCE = 2048
+"""How many are taken of one piece of a run at most, so that a run's first pieces are not all that is seen."""
+_LEAST = 8
+
+
+class Scales:
+    """The first and last percentile of each lens over a random sample of tokens that are trained on.
+
+    Sequential ranges begin at 0 where the lens cannot be less (entropy, KL, weight); diverging ones reach as far to
+    both sides of their middle (of the ratio, whose middle is 1, in factors).
+
+    >>> scales = Scales()
+    >>> scales.offer({"entropy": np.linspace(0, 2, 101), "advantage": np.linspace(-1, 3, 101)}, np.ones(101, bool))
+    True
+    >>> scales.ranges["entropy"], scales.ranges["advantage"]
+    ((0.0, 1.98), (-2.96, 2.96))
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._dice = np.random.default_rng(seed)
+        self._seen: dict[str, list[NDArray[np.float64]]] = {}
+        self._counts: dict[str, int] = {}
+        self._used: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.ranges: dict[str, tuple[float, float]] = {}
+        self.quantiles: dict[str, list[float]] = {}
+        """Of each lens that was met, 101 values from the least to the greatest in the sample its range is from."""
+
+    @property
+    def full(self) -> bool:
+        """Whether every lens that was met is known for good."""
+        return bool(self._counts) and min(self._counts.values()) >= ENOUGH
+
+    def offer(self, lenses: Mapping[str, NDArray[Any]], keep: NDArray[np.bool_]) -> bool:
+        """Take some of these tokens: arrays [T] by lens, of which those count where `keep` [T] is true; whether a range
+        changed."""
+        with self._lock:
+            wanted = [name for name in lenses if name in LENSES and self._counts.get(name, 0) < ENOUGH]
+            if not wanted:
+                return False
+            places = np.flatnonzero(keep)
+            if len(places) > AT_ONCE:
+                places = places[self._dice.integers(0, len(places), AT_ONCE)]
+            changed = False
+            for name in wanted:
+                found = np.asarray(lenses[name])[places].astype(np.float64)
+                found = found[np.isfinite(found)]
+                if not len(found):
+                    continue
+                self._seen.setdefault(name, []).append(found)
+                count = self._counts[name] = self._counts.get(name, 0) + len(found)
+                if count >= min(ENOUGH, max(_LEAST, 2 * self._used.get(name, 0))) or name not in self.ranges:
+                    self._used[name] = count
+                    seen = np.concatenate(self._seen[name])
+                    self.ranges[name] = _range(name, seen)
+                    self.quantiles[name] = np.quantile(seen, np.linspace(0, 1, 101)).round(6).tolist()
+                    changed = True
+                if count >= ENOUGH:
+                    self._seen[name].clear()
+            return changed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ranges and quantiles, as JSON can hold them."""
+        with self._lock:
+            return {
+                name: {"low": low, "high": high, "quantiles": self.quantiles[name]}
+                for name, (low, high) in self.ranges.items()
+            }
+
+
+def _range(name: str, values: NDArray[np.float64]) -> tuple[float, float]:
+    lens = LENSES[name]
+    low, high = (round(float(each), 6) for each in np.quantile(values, (0.01, 0.99)))
+    if lens.middle is None:
+        if low >= 0:
+            low = 0.0
+        elif high <= 0:
+            high = 0.0
+        return (low, high) if high > low else (low, low + 1.0)
+    if name == "ratio":
+        far = max(abs(math.log(max(each, 1e-6))) for each in (low, high)) or math.log(2)
+        return round(math.exp(-far), 6), round(math.exp(far), 6)
+    far = max(abs(low - lens.middle), abs(high - lens.middle)) or 1.0
+    return lens.middle - far, lens.middle + far
+
 
 Values = Sequence[Any] | Mapping[str, Any]
+# --- the index ------------------------------------------------------------------------------------------------------
+
 _KEPT_READERS = 8
 _IN_ONE = 500
 
@@ -132,7 +229,7 @@ _SCHEMA = (
     "CREATE INDEX samples_unmeasured ON samples (n) WHERE measured = 0",
     "CREATE INDEX samples_unjudged ON samples (n) WHERE lag IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL",
     "CREATE INDEX samples_unsearched ON samples (step, n) WHERE searchable = 0",
-    *summaries.TABLES,
+    *measures.TABLES,
     "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
 )
 
@@ -172,7 +269,7 @@ class Index:
         self._writer = self._connect("rwc")
         self._writer.execute("PRAGMA journal_mode=WAL")
         self._writer.execute("PRAGMA synchronous=OFF")
-        summaries.prepare(self._writer)
+        measures.prepare(self._writer)
         with self.writing() as write:
             for sql in _SCHEMA:
                 write.execute(sql)
@@ -354,8 +451,6 @@ class Index:
 
     def add(self, documents: Sequence[Trajectory]) -> None:
         """Add, or measure anew, samples that a source has as `Trajectory`s, in the order of their coming."""
-        from rollbook.inspect import measures
-
         seen = {*self.fact("tokenized", ()), *(one.tokenized for one in documents)}
         self.keep("tokenized", sorted(seen))
         self.declare(name for one in documents for name in one.declared)
@@ -391,7 +486,7 @@ class Index:
             self._gids, self._steps = set(), set()
             try:
                 with self.writing() as write:
-                    changed = summaries.settle(write, gids, steps, self._cursor + 1)
+                    changed = measures.settle(write, gids, steps, self._cursor + 1)
             except BaseException:
                 self._gids |= gids
                 self._steps |= steps

@@ -26,11 +26,10 @@ from rollbook.core.fields import DTYPES, FIELDS, owner
 from rollbook.core.ids import EID, step_of
 from rollbook.core.ragged import Ragged, check_shape
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.documents import Trajectory, derive, prompt_hash
+from rollbook.inspect.images import Album, Looked, Reference, place
 from rollbook.inspect.measures import declared_in, parts_of, status_of
-from rollbook.inspect.pictures import Album, Looked, Reference, place
-from rollbook.inspect.plain import plain
-from rollbook.inspect.segments import segments_of
+from rollbook.inspect.serialization import plain
+from rollbook.inspect.trajectory import Trajectory, derive, prompt_hash, segments_of
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book

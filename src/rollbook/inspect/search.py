@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollbook.core.checks import check_choice, check_float, check_int
-from rollbook.inspect.queries import Busy, TooLate
+from rollbook.inspect.workers import Busy, TooLate
 
 if TYPE_CHECKING:
     from rollbook.inspect.index import Index
@@ -353,7 +353,7 @@ class Search:
             raise Busy(f"{_CHILDREN} searches are running already; ask again in a while")
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-S", str(Path(__file__).with_name("matching.py"))],
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("regex_worker.py"))],
                 input=json.dumps(job) + "\n",
                 capture_output=True,
                 text=True,

@@ -28,13 +28,12 @@ from rollbook.core.metrics import Progress
 from rollbook.core.paths import check_regular
 from rollbook.core.ragged import Ragged
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.bulk import columns_of
-from rollbook.inspect.following import Follower
+from rollbook.inspect.follower import Follower, columns_of
 from rollbook.inspect.records import Reader
 
 if TYPE_CHECKING:
-    from rollbook.inspect.documents import Trajectory
     from rollbook.inspect.index import Index
+    from rollbook.inspect.trajectory import Trajectory
 
 BOOK, CONFIG = "book", "config.yaml"
 """What a run's folder has, as `rollbook.train.running` makes it."""

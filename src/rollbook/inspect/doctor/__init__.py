@@ -9,10 +9,9 @@ Invariant: it reads an index of the run and changes nothing; what separates ill 
 
 from __future__ import annotations
 
-from rollbook.inspect.doctor.examining import examine, look
+from rollbook.inspect.doctor.checks import ILLNESSES, Illness, lines, page, table
+from rollbook.inspect.doctor.diagnosis import examine, look
 from rollbook.inspect.doctor.findings import SEVERITIES, Diagnosis, Examined, Finding
-from rollbook.inspect.doctor.illnesses import ILLNESSES, Illness
-from rollbook.inspect.doctor.report import lines, page, table
 from rollbook.inspect.doctor.thresholds import Thresholds
 
 __all__ = [

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from rollbook.inspect.doctor.findings import EVIDENCE
-from rollbook.inspect.doctor.statistics import Floats, Ints, Mask, Series, by_step
 from rollbook.inspect.doctor.thresholds import Thresholds
+from rollbook.inspect.statistics import Floats, Ints, Mask, Series, by_step
 
 NUMBERS = (
     *("reward", "advantage", "length", "response_tokens", "trained_tokens", "lag", "version_max", "group_size"),

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.inspect.files.families import FAMILIES as FAMILIES
-    from rollbook.inspect.files.families import Family as Family
-    from rollbook.inspect.files.families import Unknown as Unknown
+    from rollbook.inspect.files.source import FAMILIES as FAMILIES
+    from rollbook.inspect.files.source import Family as Family
     from rollbook.inspect.files.source import FileSource as FileSource
+    from rollbook.inspect.files.source import Unknown as Unknown
 
 
 def open_file_source(path: str | os.PathLike[str], *, tokenizer: Any = None) -> FileSource:
@@ -45,9 +45,9 @@ def recognise(path: str | os.PathLike[str]) -> str:
 
 # Other modules of the viewer use the small ones of this package, which must not bring the large ones.
 _HOMES = {
-    "FAMILIES": "rollbook.inspect.files.families",
-    "Family": "rollbook.inspect.files.families",
-    "Unknown": "rollbook.inspect.files.families",
+    "FAMILIES": "rollbook.inspect.files.source",
+    "Family": "rollbook.inspect.files.source",
+    "Unknown": "rollbook.inspect.files.source",
     "FileSource": "rollbook.inspect.files.source",
 }
 __all__ = sorted((*_HOMES, "open_file_source", "recognise"))

@@ -22,12 +22,10 @@ from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS
 from rollbook.core.ids import EID
-from rollbook.inspect.documents import Trajectory
-from rollbook.inspect.files.images import Where
-from rollbook.inspect.files.limits import MAX_ROW, row_of
-from rollbook.inspect.files.stores import Found, Growing, Place, Row, Whole, stamp
-from rollbook.inspect.pictures import Album
+from rollbook.inspect.files.stores import MAX_ROW, Found, Growing, Place, Row, Whole, row_of, stamp
+from rollbook.inspect.images import Album, Where
 from rollbook.inspect.records import documents_from
+from rollbook.inspect.trajectory import Trajectory
 from rollbook.io import arrow, trinity_sqlite
 
 _TENSORS = {name: field for name, field in FIELDS.items() if field.kind == "tensor" and not field.trailing}

@@ -1,8 +1,9 @@
-"""`FileSource`: files of rollouts, or a folder of them, as one run.
+"""`FileSource`: files of rollouts, or a folder of them, as one run; and detection of the tool that wrote a file.
 
-Invariant: of a sample the source holds where it stands, not what it says; the same files give the same ids, however
-often they are read. A row that is damaged is counted and said in `notes`, and costs nothing else; what a file or a
-folder gains is there at the next refresh.
+Invariant: content decides, never a name alone; a file that fits nothing is rejected with what was found, and a pickle
+is rejected whatever it holds. The source holds where a sample is, not its contents; the same files give the same ids,
+however often they are read. A damaged row is counted and reported in `notes`. Rows that a file or folder gains appear
+at the next refresh.
 """
 
 from __future__ import annotations
@@ -15,27 +16,229 @@ import tempfile
 import threading
 import time
 import weakref
+import zipfile
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow as pa
 
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
+from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.documents import Trajectory
-from rollbook.inspect.files.families import FAMILIES, Unknown, family_of
-from rollbook.inspect.files.images import Where
-from rollbook.inspect.files.limits import in_order, listed, shown
-from rollbook.inspect.files.stores import Place, Row, Store, stamp, unpack
-from rollbook.inspect.plain import plain
+from rollbook.core.wire import MAGIC as FRAME
+from rollbook.inspect.files import adapters, records
+from rollbook.inspect.files.builder import is_messages
+from rollbook.inspect.files.stores import (
+    MAX_JSON,
+    MAX_ROW,
+    Elements,
+    Lines,
+    Members,
+    Place,
+    Row,
+    Store,
+    Table,
+    dicts,
+    elements,
+    in_order,
+    listed,
+    parse,
+    shown,
+    stamp,
+    unpack,
+)
+from rollbook.inspect.images import Where
 from rollbook.inspect.records import record_json
+from rollbook.inspect.serialization import plain
+from rollbook.inspect.trajectory import Trajectory
+from rollbook.io import formats, trinity_sqlite
+from rollbook.io.formats import _columns
 
 if TYPE_CHECKING:
     from rollbook.inspect.index import Index
+
+
+# --- formats --------------------------------------------------------------------------------------------------------
+
+
+class Unknown(ValueError):
+    """A file that is none of those that are read here."""
+
+
+class Family(NamedTuple):
+    """What reads the rows of a tool, and what it is."""
+
+    read: Callable[[Row, Where], Iterator[Trajectory]]
+    words: str
+    counted: bool = False
+    """Whether files without a step in their names are steps by their order."""
+
+
+FAMILIES: dict[str, Family] = {
+    "rollbook-json": Family(adapters.rollbook, "what Rollbook's TrajectorySaver wrote: PREFIX_step_N.json"),
+    "lightrft": Family(adapters.lightrft, "what LightRFT's trajectory saver wrote: PREFIX_step_N.json"),
+    "verl": Family(adapters.verl, "verl's rollouts: N.jsonl, or Parquet"),
+    "trl": Family(adapters.trl, "TRL's completions: Parquet or JSONL"),
+    "openrlhf": Family(adapters.openrlhf, "OpenRLHF's samples: JSONL or Parquet"),
+    "verifiers": Family(adapters.rollout, "verifiers' results.jsonl, and prime-rl's rollouts of that form", True),
+    "traces": Family(adapters.trace, "traces of verifiers and prime-rl: traces.jsonl, *_rollouts.jsonl", True),
+    "messages": Family(adapters.messages, "conversations as OpenAI's API has them: JSONL"),
+    "inspect": Family(adapters.inspect, "logs of inspect: .eval, .json", True),
+    "parquet": Family(records.record, "Rollbook's Parquet"),
+    "jsonl": Family(records.line, "Rollbook's JSONL"),
+    "frames": Family(records.record, "Rollbook's frames"),
+    "hf": Family(records.record, "a saved Hugging Face dataset that Rollbook wrote"),
+    "trxp": Family(records.record, "Trinity-RFT's TRXP payloads"),
+    "trinity-sqlite": Family(records.record, "Trinity-RFT's SQLite buffers"),
+}
+"""What is read, by name."""
+
+_PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib")
+
+
+def family_of(path: str, name: str) -> tuple[str, Store]:
+    """The family of a file and the store that reads it; `name` is how a person knows it."""
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    if head[:2] == b"PK":
+        return _archive(path, name)
+    if (head[:1] == b"\x80" and len(head) > 1 and head[1] < 6) or name.lower().endswith(_PICKLES):
+        raise Unknown("a pickle (.pt, .pkl) runs whatever its writer wants when it is read, and is not read")
+    if head.startswith(FRAME):
+        return "frames", records.Frames(path)
+    if head.startswith(TRXP):
+        return "trxp", records.Payloads(path)
+    if head.startswith(b"SQLite format 3\0"):
+        if not trinity_sqlite.tables(path):
+            raise Unknown("an SQLite database without a table of Trinity's")
+        return "trinity-sqlite", _database(path)
+    if head.startswith(b"PAR1"):
+        family = of_keys(_columns(path), "parquet")
+        return family, Table(path, records.of_batch if family == "parquet" else dicts)
+    if head.startswith(b"\xff\xff\xff\xff") and name.endswith(".arrow"):
+        return _dataset(path)
+    first = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if first == b"[":
+        return _array(path)
+    if first == b"{":
+        return _objects(path)
+    raise Unknown(f"bytes that begin {head[:16]!r}")
+
+
+def _database(path: str) -> Store:
+    store = records.Database(path)
+    for _, _, row in store.scan(False):
+        if isinstance(row, records.OldPickle):
+            raise Unknown(str(row))
+        break
+    return records.Database(path)
+
+
+def _dataset(path: str) -> tuple[str, Store]:
+    try:
+        with pa.memory_map(path) as file, pa.ipc.open_stream(file) as stream:
+            names = stream.schema.names
+    except (pa.ArrowException, OSError) as error:
+        raise Unknown(f"an Arrow file that cannot be read: {error}") from None
+    family = of_keys(dict.fromkeys(names), "parquet")
+    own = family == "parquet"
+    return "hf" if own else family, records.Arrow(path, records.of_batch if own else dicts)
+
+
+def _archive(path: str, name: str) -> tuple[str, Store]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = set(archive.namelist())
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise Unknown(f"a zip archive that cannot be read: {error}") from None
+    if any(each.endswith((".pkl", "/data.pkl")) for each in names):
+        raise Unknown("a file of torch.save (.pt), a pickle that runs whatever its writer wants, is not read")
+    if "header.json" in names or "_journal/start.json" in names:
+        return "inspect", Members(path, r"samples/[^/]+\.json", ("header.json", "_journal/start.json"))
+    raise Unknown("a zip archive without the header.json of an inspect log")
+
+
+def _array(path: str) -> tuple[str, Store]:
+    """A JSON array: its first object tells."""
+    store = Elements(path)
+    with store._mapped() as data:
+        begin = len(data[:4096]) - len(data[:4096].lstrip())
+        try:
+            span = next(elements(data, begin), None)
+        except WireError:
+            raise Unknown("a JSON array whose first object is not complete") from None
+        if span is None:
+            raise Unknown("a JSON array without objects")
+        row = parse(data[span[0] : span[1]])
+    if not isinstance(row, dict):
+        raise Unknown("a JSON array, not of objects")
+    return of_keys(row, "jsonl"), store
+
+
+def _objects(path: str) -> tuple[str, Store]:
+    """JSON lines, or one object that is written over several."""
+    with open(path, "rb") as file:
+        line = file.readline(MAX_ROW + 1)
+        # A line that is blank, or cut by the limit, is no first row.
+        while line and not line.strip():
+            line = file.readline(MAX_ROW + 1)
+    try:
+        row = parse(line.strip())
+    except WireError as error:
+        row = None
+        why = str(error)
+    if isinstance(row, dict) and not _is_inspect(row):
+        return of_keys(row, "jsonl"), Lines(path)
+    if os.path.getsize(path) > MAX_JSON:
+        raise Unknown(f"JSON of more than {MAX_JSON} bytes that is not one object a line")
+    with open(path, "rb") as file:
+        head = file.read(1 << 20)
+    if b'"eval"' in head and (b'"samples"' in head or b'"status"' in head or isinstance(row, dict)):
+        return "inspect", Elements(path, "samples")
+    if row is None:
+        raise Unknown(f"JSON whose first line is no object: {why}")
+    raise Unknown(f"a JSON object with the keys {', '.join(sorted(map(str, row))[:20])}")
+
+
+def _is_inspect(row: Row) -> bool:
+    return isinstance(row.get("eval"), dict) and ("samples" in row or "status" in row)
+
+
+def of_keys(row: dict[str, Any], own: str) -> str:
+    """The family of a row's keys (of a Parquet file, with no values); `Unknown` names them.
+
+    >>> of_keys({"input": "2 + 2", "output": "4", "score": 1.0, "step": 3}, "jsonl")
+    'verl'
+    """
+    keys = {str(key) for key in row}
+    if "token_ends" in keys or ({"uid", "global_step", "mask"} <= keys and "full_sequence" in keys):
+        return "rollbook-json"
+    if {"global_step", "full_sequence", "generated_text"} <= keys:
+        return "lightrft"
+    if ("traces" in keys and ("env" in keys or "task" in keys)) or {"nodes", "task"} <= keys:
+        return "traces"
+    if "example_id" in keys and {"prompt", "completion"} <= keys:
+        return "verifiers"
+    if {"prompt", "completion", "reward"} <= keys and keys & {"metrics", "is_completed", "stop_condition", "timing"}:
+        return "verifiers"
+    if is_messages(row.get("messages")) or isinstance(row.get("conversations"), list):
+        return "messages" if "tokens" not in keys else own
+    if own == "parquet" and "messages" in keys and "tokens" not in keys:
+        return "messages"
+    try:
+        return formats._of_keys("", row, own, "")
+    except ValueError:
+        shown = ", ".join(sorted(keys)[:20])
+        raise Unknown(f"rows with the keys {shown}") from None
+
+
+# --- the source -----------------------------------------------------------------------------------------------------
 
 _BATCH = 256
 _SECONDS = 0.5

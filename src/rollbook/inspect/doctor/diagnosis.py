@@ -1,0 +1,183 @@
+"""`examine`: read a run's samples once, run every check, and drop findings that others explain.
+
+Invariant: nothing is changed, and torch is not imported; a temporary index is removed again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rollbook.inspect.doctor.checks import EXPLAINED, ILLNESSES
+from rollbook.inspect.doctor.findings import Diagnosis, Examined, Finding, Judgement, ranked, unknown
+from rollbook.inspect.doctor.samples import COLUMNS, Samples
+from rollbook.inspect.doctor.thresholds import LOOK, Thresholds
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.inspect.index import Index
+    from rollbook.inspect.sources import Source
+
+_VERDICT = re.compile(r" Ill (?:above|below|from|with)\b.*?\.(?=\s|$)", re.DOTALL)
+"""The sentence of a finding that says from where on it is one: with the thresholds of `look` it would be wrong."""
+
+Steps = int | str | tuple[int | None, int | None] | None
+
+
+def examine(
+    source: str | os.PathLike[str] | Book | Source | Index,
+    *,
+    steps: Steps = None,
+    thresholds: Thresholds | Mapping[str, Any] | str | None = None,
+    evaluation: bool = False,
+) -> Diagnosis:
+    """Say what is wrong with a run.
+
+    `source`: a path or URL of a book or of files, a book, a viewer's source, or an index that is up to date. `steps`:
+    one step, (first, last) or "first-last", either of which may be left out. `evaluation`: look at the evaluation
+    records instead of those that are trained on.
+
+    >>> import rollbook
+    >>> from rollbook import EID, Experience
+    >>> book = rollbook.open("memory:")
+    >>> made = [Experience(eid=EID(batch=str(i // 16), task=i // 4, run=i % 4), tokens=[1, i, 3], reward=float("nan"))
+    ...         for i in range(64)]
+    >>> _ = book.append(made)
+    >>> diagnosis = examine(book)
+    >>> [(finding.illness, finding.severity, finding.count) for finding in diagnosis.findings]
+    [('nans', 'medium', 64)]
+    """
+    chosen = Thresholds.of(thresholds)
+    span = span_of(steps)
+    with ExitStack() as stack:
+        index, name = _indexed(source, stack)
+        samples = read(index, span, evaluation)
+    return diagnose(samples, chosen, evaluation=evaluation, source=name)
+
+
+def _indexed(source: Any, stack: ExitStack) -> tuple[Index, str]:
+    """An index of what was given, up to date, and its name; what is opened here is closed by the stack."""
+    from rollbook.inspect.index import Index
+
+    if isinstance(source, Index):
+        return source, ""
+    from rollbook.book.book import Book
+    from rollbook.inspect.sources import load, open_source
+
+    if isinstance(source, (str, os.PathLike)):
+        opened = stack.enter_context(closing(open_source(source)))
+    elif isinstance(source, Book):
+        opened = open_source(source)
+    elif hasattr(source, "refresh") and hasattr(source, "documents"):
+        opened = source
+    else:
+        raise ValueError(f"source: got {type(source).__name__}, expected a path, a book, a viewer's source or an index")
+    index = stack.enter_context(Index())
+    load(opened, index)
+    return index, opened.name
+
+
+def look(
+    index: Index,
+    *,
+    steps: Steps = None,
+    thresholds: Thresholds | Mapping[str, Any] | str | None = None,
+    most: int = 12,
+) -> list[Finding]:
+    """What is worth a look, the worst first: the findings, and what is no illness yet (severity low), which says so."""
+    samples = read(index, span_of(steps), False)
+    surely = diagnose(samples, Thresholds.of(thresholds))
+    named = {each.illness for each in surely.findings} | {
+        each.illness for each in surely.examined if each.status == "explained"
+    }
+    maybe = diagnose(samples, LOOK)
+    more = [
+        replace(each, severity="low", detail=_VERDICT.sub(" No illness yet.", each.detail))
+        for each in maybe.findings
+        if each.illness not in named
+    ]
+    return [*surely.findings, *ranked(more)][:most]
+
+
+def diagnose(samples: Samples, t: Thresholds, *, evaluation: bool = False, source: str = "") -> Diagnosis:
+    """What the checks say of samples that were read."""
+    judged = {
+        name: illness.check(samples, t)
+        if illness.evaluation or not evaluation
+        else unknown("these are evaluation records, on which nothing is trained")
+        for name, illness in ILLNESSES.items()
+    }
+    found = {name: each.finding for name, each in judged.items() if each.finding is not None}
+    causes = {
+        name: next(
+            (cause for cause, holds in EXPLAINED[name].items() if cause in found and holds(samples, t, found[cause])),
+            None,
+        )
+        for name in found
+        if name in EXPLAINED
+    }
+    return Diagnosis(
+        source,
+        ranked(each for name, each in found.items() if causes.get(name) is None),
+        tuple(_examined(name, each, causes.get(name)) for name, each in judged.items()),
+        int(samples.there.sum()),
+        (int(samples.steps[0]), int(samples.steps[-1])) if len(samples.steps) else None,
+        evaluation,
+        int(samples.chosen.sum()),
+    )
+
+
+def _examined(name: str, judgement: Judgement, cause: str | None) -> Examined:
+    if cause is not None:
+        return Examined(name, "explained", f"follows from {cause}: {judgement.why}")
+    return Examined(name, judgement.status, judgement.why)
+
+
+def read(index: Index, span: tuple[int | None, int | None], evaluation: bool) -> Samples:
+    """The samples of an index, those that count; with those of evaluations beside the ones that are trained on."""
+    from rollbook.inspect.index import COUNTS
+
+    first, last = span
+    conditions, values = ["evaluation = ?", COUNTS], [int(evaluation)]
+    if first is not None:
+        conditions.append("step >= ?")
+        values.append(first)
+    if last is not None:
+        conditions.append("step <= ?")
+        values.append(last)
+    rows = index.query(f"SELECT {', '.join(COLUMNS)} FROM samples WHERE {' AND '.join(conditions)} ORDER BY n", values)
+    columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
+    mixed = index.query("SELECT 1 FROM samples WHERE evaluation = ? LIMIT 1", [int(not evaluation)])
+    apart = "" if not mixed else "evaluation" if evaluation else "not evaluation"
+    evaluations = read(index, span, True) if mixed and not evaluation else None
+    return Samples(dict(zip(COLUMNS, columns, strict=True)), apart, evaluations)
+
+
+_SPAN = re.compile(r"\s*(\d+)?\s*(?:(-|\.\.|:)\s*(\d+)?)?\s*")
+
+
+def span_of(steps: Steps) -> tuple[int | None, int | None]:
+    """First and last step of what was asked for.
+
+    >>> span_of("12-40"), span_of("12-"), span_of("7"), span_of(7), span_of((None, 9)), span_of(None)
+    ((12, 40), (12, None), (7, 7), (7, 7), (None, 9), (None, None))
+    """
+    if steps is None:
+        return None, None
+    if isinstance(steps, str):
+        found = _SPAN.fullmatch(steps)
+        if found is None or not any(each.isdigit() for each in steps):
+            raise ValueError(f"steps: got {steps!r}, expected a step, 'first-last', 'first-' or '-last'")
+        first, dash, last = found.groups()
+        low = int(first) if first is not None else None
+        high = int(last) if last is not None else None
+        return (low, high) if dash else (low, low)
+    if isinstance(steps, int) and not isinstance(steps, bool):
+        return steps, steps
+    if isinstance(steps, tuple) and len(steps) == 2 and all(each is None or type(each) is int for each in steps):
+        return steps
+    raise ValueError(f"steps: got {steps!r}, expected a step, a pair (first, last) or text such as '12-40'")
