@@ -433,7 +433,7 @@ def test_doctor(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     sick = str(tmp_path / "sick")
     assert main(["doctor", sick, "--json"]) == 1
     diagnosis = json.loads(capsys.readouterr().out)
-    assert diagnosis["findings"] and all(each["uids"] and each["advice"] for each in diagnosis["findings"])
+    assert diagnosis["findings"] and all(each["uids"] and each["recommendation"] for each in diagnosis["findings"])
     assert main(["doctor", sick, "--fail-on", "never"]) == 0
     capsys.readouterr()
     assert "did you mean" in refused(capsys, "doctor", run, "--set", f"{names[0][:-1]}=1")

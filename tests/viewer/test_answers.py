@@ -118,7 +118,7 @@ def test_every_answer_about_the_story_is_strict_json(told: Answers) -> None:
     strict(told.prompt(group["prompt"]))
     strict(told.search("let me"))
     items = strict(told.look())["items"]
-    assert items and {"id", "severity", "title", "detail", "advice", "steps", "uids", "count", "filter"} <= set(
+    assert items and {"id", "severity", "title", "detail", "recommendation", "steps", "uids", "count", "filter"} <= set(
         items[0]
     )
     for item in items:

@@ -37,7 +37,7 @@ def view(options: argparse.Namespace) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """Examine a run."""
-    from rollbook.inspect.doctor import Thresholds, examine, lines
+    from rollbook.inspect.doctor import Thresholds, examine, format_report
 
     thresholds = Thresholds.of(*options.set)
     if options.thresholds:
@@ -51,7 +51,7 @@ def doctor(options: argparse.Namespace) -> int:
     if options.json:
         print_json(diagnosis.as_dict())
     else:
-        for line in lines(diagnosis, width=min(columns(), 120), verbose=options.verbose):
+        for line in format_report(diagnosis, width=min(columns(), 120), verbose=options.verbose):
             first = line.split(" ", 1)[0]
             text = wrapped(line, len(line) - len(line.lstrip(" ")) + 2)
             print(styled(text, "bold", _STYLES[first]) if first in _STYLES else text)
@@ -61,9 +61,9 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _thresholds(thresholds: Any, options: argparse.Namespace) -> int:
-    from rollbook.inspect.doctor.checks import meanings
+    from rollbook.inspect.doctor.checks import threshold_docs
 
-    found = [(name, getattr(thresholds, name), meaning) for name, meaning in meanings().items()]
+    found = [(name, getattr(thresholds, name), meaning) for name, meaning in threshold_docs().items()]
     if options.json:
         print_json([{"name": name, "value": value, "meaning": meaning} for name, value, meaning in found])
     else:

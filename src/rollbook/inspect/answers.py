@@ -594,14 +594,14 @@ class Answers:
 
     def look(self, evaluation: bool = False) -> dict[str, Any]:
         """What is worth a look, as the doctor ranks it; worked out again when something changed, now and then."""
-        from rollbook.inspect.doctor import examine, look
+        from rollbook.inspect.doctor import examine, triage
 
         with self._looking:
             cursor, now = self.index.cursor, time.monotonic()
             kept = self._looked.get(evaluation)
             if kept is None or (kept[0] != cursor and now > kept[1]):
-                findings = examine(self.index, evaluation=True).findings if evaluation else look(self.index)
-                items = [{"id": each["illness"], **each} for each in (finding.as_dict() for finding in findings)]
+                findings = examine(self.index, evaluation=True).findings if evaluation else triage(self.index)
+                items = [{"id": each["check"], **each} for each in (finding.as_dict() for finding in findings)]
                 # Of a large run it takes seconds: it is not to be all that the viewer does.
                 after = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
                 kept = self._looked[evaluation] = (cursor, after, plain(items))

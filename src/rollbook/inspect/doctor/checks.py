@@ -16,33 +16,33 @@ from functools import cache
 from typing import Any
 
 from rollbook.inspect.doctor import reward_checks, rollout_checks
-from rollbook.inspect.doctor.findings import Diagnosis, Finding, Judgement
+from rollbook.inspect.doctor.findings import CheckResult, Diagnosis, Finding
 from rollbook.inspect.doctor.samples import Samples
 from rollbook.inspect.doctor.thresholds import Thresholds
 
-Check = Callable[[Samples, Thresholds], Judgement]
+CheckFunction = Callable[[Samples, Thresholds], CheckResult]
 
 
 @dataclass(frozen=True, slots=True)
-class Illness:
+class Check:
     """One row of the table."""
 
     id: str
     title: str
-    what: str
+    description: str
     """What it is, and why it matters."""
-    how: str
-    """How it is found."""
+    method: str
+    """How it is detected."""
     thresholds: tuple[str, ...]
-    cure: str
-    """What to do, in short; a finding says it for its own case."""
-    check: Check
+    recommendation: str
+    """What to do, in short; a finding has one for its own case."""
+    run: CheckFunction
     evaluation: bool = True
-    """Whether it can be an illness of evaluation records, on which nothing is trained."""
+    """Whether it applies to evaluation records, on which nothing is trained."""
 
 
 _ROWS = (
-    Illness(
+    Check(
         "nans",
         "NaNs",
         "A log-prob, advantage, reward or another number is NaN or infinite. One such token makes the gradient of its "
@@ -52,9 +52,9 @@ _ROWS = (
         ("nan_records", "nan_rewards"),
         "Drop them before training, and find where they come from: log-probs of -inf, empty masks, a standard "
         "deviation of 0, a grader that failed.",
-        rollout_checks.nans,
+        rollout_checks.check_nans,
     ),
-    Illness(
+    Check(
         "reward-collapse",
         "Reward collapse",
         "The reward has fallen far below what the run had reached, or no sample was ever rewarded.",
@@ -63,9 +63,9 @@ _ROWS = (
         "in its lower half. All rewards equal and not above 0 count too.",
         ("reward_collapse", "certainty"),
         "Go back to a checkpoint before the fall; look at learning rate, log-prob mismatch, grader and prompts.",
-        reward_checks.collapse,
+        reward_checks.check_reward_collapse,
     ),
-    Illness(
+    Check(
         "evaluation-falls",
         "Held-out reward falls",
         "The policy does worse on prompts that it is not trained on than it did in an earlier evaluation.",
@@ -73,20 +73,20 @@ _ROWS = (
         "a share of the range of rewards and above `certainty` standard errors.",
         ("evaluation_fall", "certainty", "groups"),
         "Go back to the best checkpoint; look for overfitting, reward hacking or too large a learning rate.",
-        reward_checks.evaluation_falls,
+        reward_checks.check_evaluation_falls,
         evaluation=False,
     ),
-    Illness(
+    Check(
         "reward-saturation",
         "Reward saturation",
         "Nearly all samples have the top reward: there is nothing left to learn, or the reward is easy to please.",
         "The share of recent samples within `top` of the run's highest reward.",
         ("saturation", "top"),
         "Stop, take harder prompts, or make the reward finer.",
-        reward_checks.saturation,
+        reward_checks.check_saturation,
         evaluation=False,
     ),
-    Illness(
+    Check(
         "entropy-collapse",
         "Entropy collapse",
         "The policy has hardly any choice left; samples of a group become alike, and nothing new is tried.",
@@ -95,10 +95,10 @@ _ROWS = (
         "Severity is low if the reward rose to a good level: such a policy is confident because it is right.",
         ("entropy_floor", "entropy_fall", "trend", "good_reward"),
         "Clip higher, an entropy bonus, temperature 1, a smaller learning rate; go back to before the fall.",
-        rollout_checks.entropy_collapse,
+        rollout_checks.check_entropy_collapse,
         evaluation=False,
     ),
-    Illness(
+    Check(
         "zero-variance",
         "Groups without variance",
         "All samples of a group have one reward, so that their advantages are 0 and the group teaches nothing. The "
@@ -107,10 +107,10 @@ _ROWS = (
         "Wilson). Groups that were dropped before training make it a matter of cost alone: severity low.",
         ("zero_variance", "groups", "certainty"),
         "Solved: harder prompts. Unsolved: easier ones, more samples, partial credit. Both: dynamic sampling.",
-        reward_checks.zero_variance,
+        reward_checks.check_zero_variance,
         evaluation=False,
     ),
-    Illness(
+    Check(
         "length-explosion",
         "Length explosion",
         "Responses have grown several times over while the reward has not.",
@@ -118,27 +118,27 @@ _ROWS = (
         "Mann-Kendall. A rise of the reward excuses it.",
         ("length_growth", "length_gain", "trend"),
         "See whether the loss favours long answers; punish overlong ones softly, mask truncated ones.",
-        rollout_checks.length_explosion,
+        rollout_checks.check_length_explosion,
     ),
-    Illness(
+    Check(
         "truncation",
         "Samples cut off at a limit",
         "Most responses or episodes end at a limit of tokens or turns: the model never gets to its answer.",
         "The share of recent samples that were truncated.",
         ("truncation", "certainty"),
         "Raise the limit, check the end-of-text token and stop strings, or penalize length.",
-        rollout_checks.truncation,
+        rollout_checks.check_truncation,
     ),
-    Illness(
+    Check(
         "truncation-rewarded",
         "Truncation that is rewarded",
         "Answers that were cut off at a limit have a good reward: the policy learns never to end.",
         "The share of truncated samples that were not dropped and whose reward is in the upper part of the range.",
         ("truncation_rewarded", "good_reward"),
         "Give truncated samples the lowest reward or mask them; raise the limit if they are right.",
-        rollout_checks.truncation_rewarded,
+        rollout_checks.check_truncation_rewarded,
     ),
-    Illness(
+    Check(
         "repetition-loops",
         "Repetition loops",
         "Responses say the same thing over and over.",
@@ -146,9 +146,9 @@ _ROWS = (
         "before), or which were cut off inside a loop.",
         ("loops", "loop_share"),
         "Lowest reward for loops; check end-of-text token, stop strings and sampling.",
-        rollout_checks.loops,
+        rollout_checks.check_loops,
     ),
-    Illness(
+    Check(
         "duplicates",
         "Duplicate samples",
         "Several samples of a group have the same response, token for token: the batch is smaller than it looks.",
@@ -157,10 +157,10 @@ _ROWS = (
         "do not count. Severity is low if most of the copies have a good reward.",
         ("duplicates", "duplicate_tokens", "good_reward"),
         "Give each sample its own seed; look for records that are written twice; raise the temperature.",
-        rollout_checks.duplicates,
+        rollout_checks.check_duplicates,
         evaluation=False,
     ),
-    Illness(
+    Check(
         "logprob-mismatch",
         "Log-prob mismatch between engine and trainer",
         "The trainer gives the sampled tokens other probabilities than the engine did, so that every update is "
@@ -170,9 +170,9 @@ _ROWS = (
         ("mismatch", "mismatch_share", "mismatch_lag"),
         "Compare token by token (temperature, template, precision, weights that did not arrive); correct with "
         "truncated importance sampling.",
-        rollout_checks.mismatch,
+        rollout_checks.check_mismatch,
     ),
-    Illness(
+    Check(
         "kl-blowup",
         "KL blow-up",
         "The policy runs away from the reference.",
@@ -180,9 +180,9 @@ _ROWS = (
         "those before with a rising trend by Mann-Kendall.",
         ("kl", "kl_growth", "kl_least", "trend"),
         "A smaller learning rate, gradient clipping, a larger or adaptive KL coefficient.",
-        rollout_checks.kl_blowup,
+        rollout_checks.check_kl_blowup,
     ),
-    Illness(
+    Check(
         "advantage-mean",
         "Advantages that are not centred",
         "The mean advantage is off zero: every answer is pushed up (or down), whatever it is.",
@@ -190,10 +190,10 @@ _ROWS = (
         "mean must be four standard errors away, with groups as units.",
         ("advantage_mean", "certainty"),
         "Subtract a baseline after shaping and filtering; centre whole groups.",
-        reward_checks.advantage_mean,
+        reward_checks.check_advantage_mean,
         evaluation=False,
     ),
-    Illness(
+    Check(
         "reward-follows-length",
         "Reward that follows length alone",
         "Within a group the longer (or shorter) answer nearly always has the higher reward.",
@@ -202,9 +202,9 @@ _ROWS = (
         "samples are left out.",
         ("length_reward", "certainty"),
         "Take length out of the reward, or compare answers of equal length.",
-        reward_checks.reward_follows_length,
+        reward_checks.check_reward_follows_length,
     ),
-    Illness(
+    Check(
         "reward-follows-format",
         "Reward that follows format alone",
         "A part of the reward whose name speaks of form (format, template, tags, schema, boxed, ...) decides it, and "
@@ -213,9 +213,9 @@ _ROWS = (
         "than `influence` over the pairs in which it differs.",
         ("format_reward", "influence"),
         "Pay for form only with a right answer; see why the other parts are flat.",
-        reward_checks.reward_follows_format,
+        reward_checks.check_reward_follows_format,
     ),
-    Illness(
+    Check(
         "component-dominates",
         "One reward part that dominates",
         "One part of the reward decides every comparison, though others vary: their scale is lost beside it.",
@@ -224,9 +224,9 @@ _ROWS = (
         "`influence` over the pairs in which it differs.",
         ("dominance", "influence"),
         "Bring the parts to one scale before they are added.",
-        reward_checks.component_dominates,
+        reward_checks.check_component_dominates,
     ),
-    Illness(
+    Check(
         "stale-data",
         "Stale data",
         "Many samples come from policies long gone.",
@@ -234,10 +234,10 @@ _ROWS = (
         "came) is above `stale_lag`, in units of what a step moves it.",
         ("stale", "stale_lag"),
         "max_staleness when leasing, fewer engines ahead, weights synchronised more often, importance sampling.",
-        rollout_checks.stale,
+        rollout_checks.check_staleness,
         evaluation=False,
     ),
-    Illness(
+    Check(
         "keep-rate-bias",
         "Keep-rate biased by length",
         "Long samples are dropped more often than short ones (or the other way): training sees another distribution "
@@ -246,10 +246,10 @@ _ROWS = (
         "quarter of each step. Truncated ones are left out, since those are often dropped on purpose.",
         ("keep_bias", "certainty"),
         "Look at the reasons of the drops; resume long samples instead of dropping them.",
-        rollout_checks.keep_bias,
+        rollout_checks.check_keep_bias,
         evaluation=False,
     ),
-    Illness(
+    Check(
         "groups-incomplete",
         "Groups that are never complete",
         "Runs of a group never came, and who leases by group waits for them.",
@@ -257,14 +257,14 @@ _ROWS = (
         "later steps have come.",
         ("incomplete", "patience", "groups"),
         "book.fail for runs that failed, partial_after for what is late; find why runs are lost.",
-        rollout_checks.incomplete,
+        rollout_checks.check_incomplete_groups,
         evaluation=False,
     ),
 )
-ILLNESSES: Mapping[str, Illness] = {each.id: each for each in _ROWS}
-"""By id, in the order in which they are examined.
+CHECKS: Mapping[str, Check] = {each.id: each for each in _ROWS}
+"""By id, in the order in which they run.
 
->>> ILLNESSES["zero-variance"].thresholds
+>>> CHECKS["zero-variance"].thresholds
 ('zero_variance', 'groups', 'certainty')
 """
 
@@ -276,11 +276,11 @@ def _always(samples: Samples, t: Thresholds, cause: Finding) -> bool:
 
 
 def _not_without_loops(samples: Samples, t: Thresholds, cause: Finding) -> bool:
-    return not rollout_checks.exploded(samples, t, ~rollout_checks.looped(samples, t))
+    return not rollout_checks.has_exploded(samples, t, ~rollout_checks.are_loops(samples, t))
 
 
 def _not_without_truncated(samples: Samples, t: Thresholds, cause: Finding) -> bool:
-    return not rollout_checks.exploded(samples, t, ~samples.truncated)
+    return not rollout_checks.has_exploded(samples, t, ~samples.truncated)
 
 
 def _longer_wins(samples: Samples, t: Thresholds, cause: Finding) -> bool:
@@ -298,7 +298,7 @@ EXPLAINED: Mapping[str, Mapping[str, Condition]] = {
     },
     "component-dominates": dict.fromkeys(("reward-follows-length", "reward-follows-format"), _always),
 }
-"""Which illness follows from which, and when: one that is explained is not reported beside its cause."""
+"""Which check follows from which, and when: a finding that another one explains is not reported beside it."""
 
 
 # --- reports --------------------------------------------------------------------------------------------------------
@@ -307,10 +307,10 @@ _SHOWN = 6
 """Ids that are printed; `as_dict` has all."""
 
 
-def plain(text: str) -> str:
-    """Text with everything but printable characters and spaces escaped.
+def escape_text(text: str) -> str:
+    """Escape everything but printable characters and spaces.
 
-    >>> plain("a\\x1b[31mb\\u202ec")
+    >>> escape_text("a\\x1b[31mb\\u202ec")
     'a\\\\x1b[31mb\\\\u202ec'
     """
     return "".join(
@@ -318,40 +318,40 @@ def plain(text: str) -> str:
     )
 
 
-def lines(diagnosis: Diagnosis, *, width: int = 100, verbose: bool = False) -> list[str]:
-    """A diagnosis for a terminal: each finding with its numbers, ids and advice, then what could not be judged.
+def format_report(diagnosis: Diagnosis, *, width: int = 100, verbose: bool = False) -> list[str]:
+    """Format a diagnosis for a terminal: each finding with its numbers and ids, then what could not be judged.
 
-    A finding begins with its severity and a space; what belongs to it is indented by two. `verbose`: what is well, too.
+    A finding begins with its severity and a space; its details are indented by two. `verbose`: also list passed checks.
     """
     span = "" if diagnosis.steps is None else f", steps {diagnosis.steps[0]} to {diagnosis.steps[1]}"
     kind = "evaluation records" if diagnosis.evaluation else "records"
-    beside = f" ({diagnosis.left_out:,} that were kept for what they show are left out)" if diagnosis.left_out else ""
-    checks = f"; {diagnosis.judged} of {len(diagnosis.examined)} checks could be made"
-    made = [f"{plain(diagnosis.source) or 'run'}: {diagnosis.records:,} {kind}{span}{beside}{checks}"]
+    beside = f" ({diagnosis.left_out:,} selected for their content are left out)" if diagnosis.left_out else ""
+    checks = f"; {diagnosis.judged} of {len(diagnosis.checks)} checks could run"
+    made = [f"{escape_text(diagnosis.source) or 'run'}: {diagnosis.records:,} {kind}{span}{beside}{checks}"]
     for each in diagnosis.findings:
         first, last = each.steps
         where = f"step {first}" if first == last else f"steps {first} to {last}"
-        made += ["", f"{each.severity} {plain(each.title)} [{each.illness}]"]
-        made += _wrapped(f"{plain(each.detail)} ({where}, {each.count:,} records)", width)
-        made += _wrapped(f"What to do: {plain(each.advice)}", width)
+        made += ["", f"{each.severity} {escape_text(each.title)} [{each.check}]"]
+        made += _wrapped(f"{escape_text(each.detail)} ({where}, {each.count:,} records)", width)
+        made += _wrapped(f"What to do: {escape_text(each.recommendation)}", width)
         if each.filter:
-            made.append(f"  filter: {plain(each.filter)}")
-        ids = [plain(uid) for uid in each.uids[:_SHOWN]]
+            made.append(f"  filter: {escape_text(each.filter)}")
+        ids = [escape_text(uid) for uid in each.uids[:_SHOWN]]
         more = f" and {len(each.uids) - _SHOWN} more" if len(each.uids) > _SHOWN else ""
         if ids:
             made.append(f"  look at: {' '.join(ids)}{more}")
-    by = {status: [each for each in diagnosis.examined if each.status == status] for status in _STATUSES}
+    by = {status: [each for each in diagnosis.checks if each.status == status] for status in _STATUSES}
     if not diagnosis.findings:
-        made += ["", f"No problem found by {diagnosis.judged} of {len(diagnosis.examined)} checks."]
+        made += ["", f"No problem found by {diagnosis.judged} of {len(diagnosis.checks)} checks."]
     if by["explained"]:
         made += ["", "Explained by the above:"]
-        made += [f"  {each.illness}: {plain(each.why)}" for each in by["explained"]]
+        made += [f"  {each.check}: {escape_text(each.why)}" for each in by["explained"]]
     if by["not judged"]:
         made += ["", "Could not be judged:"]
-        made += [f"  {each.illness}: {plain(each.why)}" for each in by["not judged"]]
+        made += [f"  {each.check}: {escape_text(each.why)}" for each in by["not judged"]]
     if verbose and by["ok"]:
-        made += ["", "Well:"]
-        made += [f"  {each.illness}: {plain(each.why)}" for each in by["ok"]]
+        made += ["", "Passed:"]
+        made += [f"  {each.check}: {escape_text(each.why)}" for each in by["ok"]]
     return made
 
 
@@ -363,10 +363,10 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 @cache
-def meanings() -> dict[str, str]:
-    """What each threshold means, from the text under it.
+def threshold_docs() -> dict[str, str]:
+    """Return what each threshold means, from its docstring.
 
-    >>> meanings()["stale"]
+    >>> threshold_docs()["stale"]
     'Share of samples that are stale.'
     """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(Thresholds))).body
@@ -378,41 +378,41 @@ def meanings() -> dict[str, str]:
     return found
 
 
-def table() -> Iterator[dict[str, Any]]:
-    """One row an illness: id, title, what, how, thresholds (name, default, meaning), cure."""
+def describe_checks() -> Iterator[dict[str, Any]]:
+    """Yield one row per check: id, title, description, method, thresholds (name, default, meaning), recommendation."""
     defaults = Thresholds()
-    for illness in ILLNESSES.values():
+    for check in CHECKS.values():
         yield {
-            "id": illness.id,
-            "title": illness.title,
-            "what": illness.what,
-            "how": illness.how,
+            "id": check.id,
+            "title": check.title,
+            "description": check.description,
+            "method": check.method,
             "thresholds": [
-                {"name": name, "default": getattr(defaults, name), "meaning": meanings()[name]}
-                for name in illness.thresholds
+                {"name": name, "default": getattr(defaults, name), "meaning": threshold_docs()[name]}
+                for name in check.thresholds
             ],
-            "cure": illness.cure,
-            "evaluation": illness.evaluation,
+            "recommendation": check.recommendation,
+            "evaluation": check.evaluation,
         }
 
 
-def page() -> str:
-    """The illnesses and the thresholds as Markdown."""
+def render_markdown() -> str:
+    """Return the checks and the thresholds as Markdown."""
     made = []
-    for row in table():
+    for row in describe_checks():
         decided = ", ".join(f"`{each['name']}` = {each['default']:g}" for each in row["thresholds"])
         made += [
             f"### {row['title']} (`{row['id']}`)",
             "",
-            row["what"],
+            row["description"],
             "",
-            f"*Found by:* {row['how']}",
+            f"*Method:* {row['method']}",
             "",
             f"*Thresholds:* {decided}" + ("" if row["evaluation"] else ". Not judged on evaluation records."),
             "",
-            f"*What to do:* {row['cure']}",
+            f"*Recommendation:* {row['recommendation']}",
             "",
         ]
-    made += ["## Thresholds", "", "| name | default | what it is |", "|---|---|---|"]
-    made += [f"| `{each.name}` | {each.default:g} | {meanings()[each.name]} |" for each in fields(Thresholds)]
+    made += ["## Thresholds", "", "| name | default | meaning |", "|---|---|---|"]
+    made += [f"| `{each.name}` | {each.default:g} | {threshold_docs()[each.name]} |" for each in fields(Thresholds)]
     return "\n".join(made) + "\n"

@@ -12,18 +12,18 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rollbook.inspect.doctor.checks import EXPLAINED, ILLNESSES
-from rollbook.inspect.doctor.findings import Diagnosis, Examined, Finding, Judgement, ranked, unknown
+from rollbook.inspect.doctor.checks import CHECKS, EXPLAINED
+from rollbook.inspect.doctor.findings import CheckResult, CheckStatus, Diagnosis, Finding, rank_findings, skipped
 from rollbook.inspect.doctor.samples import COLUMNS, Samples
-from rollbook.inspect.doctor.thresholds import LOOK, Thresholds
+from rollbook.inspect.doctor.thresholds import TRIAGE, Thresholds
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
     from rollbook.inspect.index import Index
     from rollbook.inspect.sources import Source
 
-_VERDICT = re.compile(r" Ill (?:above|below|from|with)\b.*?\.(?=\s|$)", re.DOTALL)
-"""The sentence of a finding that says from where on it is one: with the thresholds of `look` it would be wrong."""
+_VERDICT = re.compile(r" Triggered (?:above|below|at|with)\b.*?\.(?=\s|$)", re.DOTALL)
+"""The sentence of a finding that gives its threshold: with the thresholds of `triage` it would be wrong."""
 
 Steps = int | str | tuple[int | None, int | None] | None
 
@@ -35,11 +35,13 @@ def examine(
     thresholds: Thresholds | Mapping[str, Any] | str | None = None,
     evaluation: bool = False,
 ) -> Diagnosis:
-    """Say what is wrong with a run.
+    """Check a run for common RL failure modes.
 
-    `source`: a path or URL of a book or of files, a book, a viewer's source, or an index that is up to date. `steps`:
-    one step, (first, last) or "first-last", either of which may be left out. `evaluation`: look at the evaluation
-    records instead of those that are trained on.
+    Args:
+        source: A path or URL of a book or of files, a book, a viewer's source, or an index that is up to date.
+        steps: One step, (first, last) or "first-last", either of which may be left out.
+        thresholds: Thresholds that differ from the defaults.
+        evaluation: Examine the evaluation records instead of those that are trained on.
 
     >>> import rollbook
     >>> from rollbook import EID, Experience
@@ -48,7 +50,7 @@ def examine(
     ...         for i in range(64)]
     >>> _ = book.append(made)
     >>> diagnosis = examine(book)
-    >>> [(finding.illness, finding.severity, finding.count) for finding in diagnosis.findings]
+    >>> [(finding.check, finding.severity, finding.count) for finding in diagnosis.findings]
     [('nans', 'medium', 64)]
     """
     chosen = Thresholds.of(thresholds)
@@ -60,7 +62,7 @@ def examine(
 
 
 def _indexed(source: Any, stack: ExitStack) -> tuple[Index, str]:
-    """An index of what was given, up to date, and its name; what is opened here is closed by the stack."""
+    """Return an up-to-date index of the source, and its name; the stack closes what is opened here."""
     from rollbook.inspect.index import Index
 
     if isinstance(source, Index):
@@ -81,35 +83,35 @@ def _indexed(source: Any, stack: ExitStack) -> tuple[Index, str]:
     return index, opened.name
 
 
-def look(
+def triage(
     index: Index,
     *,
     steps: Steps = None,
     thresholds: Thresholds | Mapping[str, Any] | str | None = None,
     most: int = 12,
 ) -> list[Finding]:
-    """What is worth a look, the worst first: the findings, and what is no illness yet (severity low), which says so."""
+    """Return what is worth a look, the worst first: the findings, and near misses (severity low), which say so."""
     samples = read(index, span_of(steps), False)
     surely = diagnose(samples, Thresholds.of(thresholds))
-    named = {each.illness for each in surely.findings} | {
-        each.illness for each in surely.examined if each.status == "explained"
+    named = {each.check for each in surely.findings} | {
+        each.check for each in surely.checks if each.status == "explained"
     }
-    maybe = diagnose(samples, LOOK)
+    maybe = diagnose(samples, TRIAGE)
     more = [
-        replace(each, severity="low", detail=_VERDICT.sub(" No illness yet.", each.detail))
+        replace(each, severity="low", detail=_VERDICT.sub(" Not triggered yet.", each.detail))
         for each in maybe.findings
-        if each.illness not in named
+        if each.check not in named
     ]
-    return [*surely.findings, *ranked(more)][:most]
+    return [*surely.findings, *rank_findings(more)][:most]
 
 
 def diagnose(samples: Samples, t: Thresholds, *, evaluation: bool = False, source: str = "") -> Diagnosis:
-    """What the checks say of samples that were read."""
+    """Run the checks on samples."""
     judged = {
-        name: illness.check(samples, t)
-        if illness.evaluation or not evaluation
-        else unknown("these are evaluation records, on which nothing is trained")
-        for name, illness in ILLNESSES.items()
+        name: check.run(samples, t)
+        if check.evaluation or not evaluation
+        else skipped("these are evaluation records, on which nothing is trained")
+        for name, check in CHECKS.items()
     }
     found = {name: each.finding for name, each in judged.items() if each.finding is not None}
     causes = {
@@ -122,8 +124,8 @@ def diagnose(samples: Samples, t: Thresholds, *, evaluation: bool = False, sourc
     }
     return Diagnosis(
         source,
-        ranked(each for name, each in found.items() if causes.get(name) is None),
-        tuple(_examined(name, each, causes.get(name)) for name, each in judged.items()),
+        rank_findings(each for name, each in found.items() if causes.get(name) is None),
+        tuple(_status_of(name, each, causes.get(name)) for name, each in judged.items()),
         int(samples.there.sum()),
         (int(samples.steps[0]), int(samples.steps[-1])) if len(samples.steps) else None,
         evaluation,
@@ -131,14 +133,14 @@ def diagnose(samples: Samples, t: Thresholds, *, evaluation: bool = False, sourc
     )
 
 
-def _examined(name: str, judgement: Judgement, cause: str | None) -> Examined:
+def _status_of(name: str, judgement: CheckResult, cause: str | None) -> CheckStatus:
     if cause is not None:
-        return Examined(name, "explained", f"follows from {cause}: {judgement.why}")
-    return Examined(name, judgement.status, judgement.why)
+        return CheckStatus(name, "explained", f"follows from {cause}: {judgement.why}")
+    return CheckStatus(name, judgement.status, judgement.why)
 
 
 def read(index: Index, span: tuple[int | None, int | None], evaluation: bool) -> Samples:
-    """The samples of an index, those that count; with those of evaluations beside the ones that are trained on."""
+    """Read the samples of an index that count; with the evaluation samples beside those for training."""
     from rollbook.inspect.index import COUNTS
 
     first, last = span
@@ -161,7 +163,7 @@ _SPAN = re.compile(r"\s*(\d+)?\s*(?:(-|\.\.|:)\s*(\d+)?)?\s*")
 
 
 def span_of(steps: Steps) -> tuple[int | None, int | None]:
-    """First and last step of what was asked for.
+    """Parse `steps` to a first and a last step.
 
     >>> span_of("12-40"), span_of("12-"), span_of("7"), span_of(7), span_of((None, 9)), span_of(None)
     ((12, 40), (12, None), (7, 7), (7, 7), (None, 9), (None, None))

@@ -11,7 +11,17 @@ import re
 
 import numpy as np
 
-from rollbook.inspect.doctor.findings import Finding, Judgement, Severity, amount, exact, fine, found, percent, unknown
+from rollbook.inspect.doctor.findings import (
+    CheckResult,
+    Finding,
+    Severity,
+    amount,
+    exact,
+    passed,
+    percent,
+    skipped,
+    triggered,
+)
 from rollbook.inspect.doctor.samples import Samples
 from rollbook.inspect.doctor.thresholds import Thresholds
 from rollbook.inspect.statistics import Floats, Ints, Mask, Order, Pairs, Series, at_least, fit_weights, order, pairs
@@ -33,23 +43,23 @@ _ADVISED = 0.25
 """Advice is given for each kind of group that is at least so large a share of those without variance."""
 
 
-def zero_variance(samples: Samples, t: Thresholds) -> Judgement:
+def check_zero_variance(samples: Samples, t: Thresholds) -> CheckResult:
     """Groups whose samples all have the same reward: their advantages are 0."""
     groups = samples.groups
     if not len(groups.code):
-        return unknown("no group has two scored samples")
+        return skipped("no group has two scored samples")
     recent = samples.recent(t)
     first = int(samples.step[recent].min())
     use = groups.step >= first
     total = int(use.sum())
     if total < t.groups:
-        return unknown(f"only {total} recent groups have two scored samples, {t.groups} are needed")
+        return skipped(f"only {total} recent groups have two scored samples, {t.groups} are needed")
     flat = use & (groups.high - groups.low <= 1e-9 * np.maximum(1.0, np.abs(groups.high)))
     size = float(np.median(groups.runs[use]))
     bar = max(t.zero_variance, (1 + 2 ** (1 - size)) / 2 if size <= 3 else 0.0)
     share = float(flat.sum()) / total
     if at_least(int(flat.sum()), total, t.certainty) <= bar:
-        return fine(f"{percent(share)} of {total} recent groups have one reward; ill above {percent(bar)}")
+        return passed(f"{percent(share)} of {total} recent groups have one reward; triggered above {percent(bar)}")
     top, bottom = samples.high, samples.low
     solved = int((flat & (groups.low >= top)).sum()) if top > bottom or top > 0 else 0
     unsolved = int((flat & (groups.high <= bottom)).sum()) if top > bottom or top <= 0 else 0
@@ -61,16 +71,17 @@ def zero_variance(samples: Samples, t: Thresholds) -> Judgement:
     if given_up > 0.9:
         severity, after = "low", " They were dropped before training: this costs generation, not gradient."
     kinds = sorted([(solved, _SOLVED), (unsolved, _UNSOLVED), (alike, _ALIKE)], key=lambda kind: -kind[0])
-    advice = " ".join(text for count, text in kinds if count >= _ADVISED * int(flat.sum()))
+    recommendation = " ".join(text for count, text in kinds if count >= _ADVISED * int(flat.sum()))
     first, last = samples.span(member)
-    return found(
+    return triggered(
         Finding(
             "zero-variance",
             severity,
             f"{percent(share)} of groups have one reward and teach nothing",
             f"Of {total} groups in steps {first} to {last}, {int(flat.sum())} have the same reward for every sample: "
-            f"{solved} all solved, {unsolved} all unsolved, {alike} alike in between. Ill above {percent(bar)}.{after}",
-            advice,
+            f"{solved} all solved, {unsolved} all unsolved, {alike} alike in between. Triggered above "
+            f"{percent(bar)}.{after}",
+            recommendation,
             (first, last),
             samples.evidence(member, samples.step.astype(np.float64), apart=True),
             int(member.sum()),
@@ -80,16 +91,16 @@ def zero_variance(samples: Samples, t: Thresholds) -> Judgement:
     )
 
 
-def collapse(samples: Samples, t: Thresholds) -> Judgement:
+def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
     """The reward has fallen far below what it was, or there never was any."""
     scored = np.isfinite(samples.reward)
     n = int(scored.sum())
     if n < t.samples:
-        return unknown(f"only {n} samples are scored, {t.samples} are needed")
+        return skipped(f"only {n} samples are scored, {t.samples} are needed")
     if samples.constant:
         if samples.high > 0:
-            return fine(f"all rewards are {amount(samples.high)}")
-        return found(
+            return passed(f"all rewards are {amount(samples.high)}")
+        return triggered(
             Finding(
                 "reward-collapse",
                 "high",
@@ -106,11 +117,11 @@ def collapse(samples: Samples, t: Thresholds) -> Judgement:
         )
     series = samples.series(samples.reward)
     if len(series) < t.trend_steps:
-        return unknown(f"{len(series)} steps have enough scored samples, a fall needs {t.trend_steps}")
+        return skipped(f"{len(series)} steps have enough scored samples, a fall needs {t.trend_steps}")
     w = samples.window(len(series), t)
     per_window = len(np.unique(samples.group[scored])) / len(samples.steps) * w
     if per_window < t.groups:
-        return unknown(f"{w} steps have {per_window:.0f} groups, a fall needs {t.groups}")
+        return skipped(f"{w} steps have {per_window:.0f} groups, a fall needs {t.groups}")
     now = float(np.median(series.values[-w:]))
     before = series.values[:-w]
     rolling = np.median(np.lib.stride_tricks.sliding_window_view(before, min(w, len(before))), axis=1)
@@ -122,26 +133,26 @@ def collapse(samples: Samples, t: Thresholds) -> Judgement:
     half = (peak + now) / 2
     stays = float((series.values[-w:] < half).mean())
     if lost < t.reward_collapse or peak - now < 1.5 * t.certainty * error or stays < 0.75:
-        return fine(f"the reward is {amount(now)}, the best {w} steps had {amount(peak)}")
+        return passed(f"the reward is {amount(now)}, the best {w} steps had {amount(peak)}")
     still = np.flatnonzero(series.values > half)
     first = int(series.steps[min(int(still.max()) + 1, len(series) - 1)])
-    ill = scored & (samples.step >= first) & (samples.reward <= half)
-    return found(
+    affected = scored & (samples.step >= first) & (samples.reward <= half)
+    return triggered(
         Finding(
             "reward-collapse",
             "high",
             f"The reward fell from {amount(peak)} to {amount(now)}",
             f"The median of step means is {amount(now)} over the last {w} steps; it was {amount(peak)} over steps "
             f"{int(series.steps[at])} to {int(series.steps[at + min(w, len(before)) - 1])}. Lost: {percent(lost)} of "
-            f"what there was above {amount(floor)}; ill from {percent(t.reward_collapse)}.",
+            f"what there was above {amount(floor)}; triggered at {percent(t.reward_collapse)}.",
             f"Go back to a checkpoint before step {first} and look at what changed there: too large a learning rate or "
             "too many updates per batch, log-probs that differ between engine and trainer, a broken grader, other "
             "prompts. A KL penalty or tighter clipping keeps it from coming back.",
             (first, int(samples.steps[-1])),
-            samples.evidence(ill, -samples.reward, apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, -samples.reward, apart=True),
+            int(affected.sum()),
             samples.where(f"reward <= {exact(half)}", first),
-            float(ill.sum()) / n,
+            float(affected.sum()) / n,
         )
     )
 
@@ -161,42 +172,42 @@ def _error(samples: Samples, series: Series, per_window: float, w: int) -> float
     return math.sqrt((from_groups**2 + from_steps**2) / 2)
 
 
-def evaluation_falls(samples: Samples, t: Thresholds) -> Judgement:
+def check_evaluation_falls(samples: Samples, t: Thresholds) -> CheckResult:
     """The policy does worse on held-out prompts than it did before."""
     held_out = samples.evaluations
     if held_out is None:
-        return unknown("there are no evaluation records")
+        return skipped("there are no evaluation records")
     scored = held_out.there & np.isfinite(held_out.reward)
     steps: list[int] = np.unique(held_out.step[scored]).tolist()
     if len(steps) < 2:
-        return unknown(f"there are evaluations of {len(steps)} steps, two are needed")
+        return skipped(f"there are evaluations of {len(steps)} steps, two are needed")
     means = {step: _prompt_means(held_out, scored & (held_out.step == step)) for step in steps}
     best = max(steps[:-1], key=lambda step: float(np.mean(list(means[step].values()))))
     last = steps[-1]
     common = means[best].keys() & means[last].keys()
     if len(common) < t.groups:
-        return unknown(f"{len(common)} prompts are in both evaluations, {t.groups} are needed")
+        return skipped(f"{len(common)} prompts are in both evaluations, {t.groups} are needed")
     falls = np.array([means[best][prompt] - means[last][prompt] for prompt in sorted(common)])
     fall, error = float(falls.mean()), float(falls.std(ddof=1)) / math.sqrt(len(falls))
     before, now = (float(np.mean([means[step][prompt] for prompt in common])) for step in (best, last))
     span = held_out.high - held_out.low
     if fall - t.certainty * error <= 0 or fall <= t.evaluation_fall * span:
-        return fine(f"held-out prompts get {amount(now)} at step {last}, at best {amount(before)} (step {best})")
-    ill = scored & (held_out.step == last)
-    return found(
+        return passed(f"held-out prompts get {amount(now)} at step {last}, at best {amount(before)} (step {best})")
+    affected = scored & (held_out.step == last)
+    return triggered(
         Finding(
             "evaluation-falls",
             "high",
             f"The reward of held-out prompts fell from {amount(before)} to {amount(now)}",
             f"On {len(common)} prompts that were evaluated both times, the mean reward was {amount(before)} at step "
-            f"{best} and is {amount(now)} at step {last}: {amount(fall)} less, ± {amount(t.certainty * error)}. Ill "
-            f"above {percent(t.evaluation_fall)} of the range of rewards.",
+            f"{best} and is {amount(now)} at step {last}: {amount(fall)} less, ± {amount(t.certainty * error)}. "
+            f"Triggered above {percent(t.evaluation_fall)} of the range of rewards.",
             f"Go back to the checkpoint of step {best}. If the training reward rose meanwhile, the policy overfits its "
             "prompts or exploits the reward: read what it answers, take more or other prompts, or add a KL penalty. If "
             "it fell too, lower the learning rate.",
             (best, last),
-            held_out.evidence(ill, -held_out.reward, apart=True),
-            int(ill.sum()),
+            held_out.evidence(affected, -held_out.reward, apart=True),
+            int(affected.sum()),
             f"evaluation and step = {last}",
             fall / span,
         )
@@ -210,28 +221,30 @@ def _prompt_means(samples: Samples, mask: Mask) -> dict[int, float]:
     return dict(zip(prompts.tolist(), means.tolist(), strict=True))
 
 
-def saturation(samples: Samples, t: Thresholds) -> Judgement:
+def check_saturation(samples: Samples, t: Thresholds) -> CheckResult:
     """Nearly every sample has the top reward: there is nothing left to learn from these prompts."""
     use = samples.recent(t) & np.isfinite(samples.reward)
     n = int(use.sum())
     if n < t.samples:
-        return unknown(f"only {n} recent samples are scored, {t.samples} are needed")
+        return skipped(f"only {n} recent samples are scored, {t.samples} are needed")
     if samples.constant and samples.high <= 0:
-        return fine(f"all rewards are {amount(samples.high)}")
+        return passed(f"all rewards are {amount(samples.high)}")
     bar = samples.high - t.top * (samples.high - samples.low)
     hits = use & (samples.reward >= bar)
     count = int(hits.sum())
     share = count / n
     if share < t.saturation or at_least(count, n, t.certainty) < t.saturation - 0.1:
-        return fine(f"{percent(share)} of {n} recent samples have the top reward; ill from {percent(t.saturation)}")
+        return passed(
+            f"{percent(share)} of {n} recent samples have the top reward; triggered at {percent(t.saturation)}"
+        )
     first = int(samples.step[use].min())
-    return found(
+    return triggered(
         Finding(
             "reward-saturation",
             "high" if share >= (1 + t.saturation) / 2 else "medium",
             f"{percent(share)} of recent samples have the top reward",
             f"{count} of {n} samples in steps {first} to {int(samples.steps[-1])} have a reward of at least "
-            f"{amount(bar)}; the highest is {amount(samples.high)}. Ill from {percent(t.saturation)}.",
+            f"{amount(bar)}; the highest is {amount(samples.high)}. Triggered at {percent(t.saturation)}.",
             "Stop here, or go on with harder prompts or a finer reward. If the answers are not that good, the reward "
             "is easy to please: read some of them.",
             (first, int(samples.steps[-1])),
@@ -243,14 +256,14 @@ def saturation(samples: Samples, t: Thresholds) -> Judgement:
     )
 
 
-def advantage_mean(samples: Samples, t: Thresholds) -> Judgement:
+def check_advantage_mean(samples: Samples, t: Thresholds) -> CheckResult:
     """The mean advantage is off zero, by samples and by tokens: the baseline is missing or wrong."""
     use = samples.recent(t) & np.isfinite(samples.advantage) & ~samples.dropped
     n = int(use.sum())
     if not np.isfinite(samples.advantage).any():
-        return unknown("no advantages are recorded")
+        return skipped("no advantages are recorded")
     if n < t.samples:
-        return unknown(f"only {n} recent samples have advantages, {t.samples} are needed")
+        return skipped(f"only {n} recent samples have advantages, {t.samples} are needed")
     values = samples.advantage[use]
     weights = np.nan_to_num(samples.trained_tokens[use], nan=1.0)
     by_sample = float(values.mean())
@@ -258,34 +271,34 @@ def advantage_mean(samples: Samples, t: Thresholds) -> Judgement:
     spread = float(values.std())
     scale = spread if spread > 1e-9 * abs(by_sample) else abs(by_sample)
     if scale == 0:
-        return fine("all advantages are 0")
+        return passed("all advantages are 0")
     # Token-wise whitening centres tokens, group-wise centring centres samples: either will do.
     off = min(abs(by_sample), abs(by_token)) / scale if by_sample * by_token > 0 else 0.0
     error = _mean_error(samples.blocks[use], values)
     if not error < math.inf:
-        return unknown("the samples are all of one group")
+        return skipped("the samples are all of one group")
     if off < t.advantage_mean or abs(by_sample) < 2 * t.certainty * error:
-        return fine(f"the mean advantage is {amount(by_sample)}, its standard deviation {amount(spread)}")
+        return passed(f"the mean advantage is {amount(by_sample)}, its standard deviation {amount(spread)}")
     first = int(samples.step[use].min())
     sign = 1.0 if by_sample > 0 else -1.0
-    ill = use & (sign * samples.advantage > 0)
-    return found(
+    affected = use & (sign * samples.advantage > 0)
+    return triggered(
         Finding(
             "advantage-mean",
             "high" if off >= 0.5 else "medium",
             f"The mean advantage is {amount(by_sample)}, not 0",
             f"Over {n} samples in steps {first} to {int(samples.steps[-1])} the mean is {amount(by_sample)} by sample "
-            f"and {amount(by_token)} by token, with a standard deviation of {amount(spread)}: {off:.2f} of it, ill "
-            f"from {t.advantage_mean:g}.",
+            f"and {amount(by_token)} by token, with a standard deviation of {amount(spread)}: {off:.2f} of it. "
+            f"Triggered at {t.advantage_mean:g}.",
             "Every answer is pushed "
             + ("up" if sign > 0 else "down")
             + ", whatever it is. Subtract a baseline (the group's mean, leave-one-out, a critic that fits) after all "
             "shaping and filtering of rewards, not before; and check that groups are whole when they are centred.",
             (first, int(samples.steps[-1])),
-            samples.evidence(ill, sign * samples.advantage, apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, sign * samples.advantage, apart=True),
+            int(affected.sum()),
             samples.where(f"advantage {'>' if sign > 0 else '<'} 0 and not dropped", first),
-            float(ill.sum()) / n,
+            float(affected.sum()) / n,
         )
     )
 
@@ -312,19 +325,19 @@ _PAIRS = 64
 """Fewest pairs of samples with different rewards; with fewer, an order can be chance."""
 
 
-def reward_follows_length(samples: Samples, t: Thresholds) -> Judgement:
+def check_reward_follows_length(samples: Samples, t: Thresholds) -> CheckResult:
     """Within a group the longer (or the shorter) answer nearly always has the higher reward."""
     # Truncated answers are long and wrong in every healthy run.
     use = samples.recent(t, t.order_samples) & np.isfinite(samples.reward) & ~samples.truncated & (samples.tokens > 0)
     seen = _compared(samples, t, use)
     if isinstance(seen, str):
-        return unknown(seen)
+        return skipped(seen)
     places, found_pairs = seen
     size = order(found_pairs, samples.reward[places], samples.tokens[places])
     if (few := _few(size, t)) is not None:
-        return unknown(few)
+        return skipped(few)
     if not _clear(abs(size.d), size.error, t.length_reward, t) or abs(size.weighted) < t.length_reward:
-        return fine(
+        return passed(
             f"the order of rewards within a group is that of lengths by d = {size.d:.2f}, "
             f"{size.weighted:.2f} where pairs count by the difference of their rewards"
         )
@@ -333,49 +346,49 @@ def reward_follows_length(samples: Samples, t: Thresholds) -> Judgement:
     middle[places] = _centred(samples.blocks[places], samples.tokens[places])
     lead = np.zeros(len(samples))
     lead[places] = _centred(samples.blocks[places], samples.reward[places])
-    ill = use & (lead > 0) & ((middle > 0) == longer)
+    affected = use & (lead > 0) & ((middle > 0) == longer)
     first = int(samples.step[use].min())
-    return found(
+    return triggered(
         Finding(
             "reward-follows-length",
             "high",
             f"Within a group the {'longer' if longer else 'shorter'} answer gets the higher reward",
             f"Of {size.pairs:,} pairs of answers with different rewards, {percent((1 + abs(size.d)) / 2)} "
             f"are ordered as their lengths are (Somers' d = {size.d:.2f} ± {size.error:.2f}, truncated ones left "
-            f"out). Ill from {t.length_reward:g}.",
+            f"out). Triggered at {t.length_reward:g}.",
             "The policy will learn length and nothing else. Look at what the reward measures (a judge that likes long "
             "answers, a length bonus or penalty with too much weight), and compare answers of equal length, or take "
             "the part that depends on length out.",
             (first, int(samples.steps[-1])),
-            samples.evidence(ill, np.abs(middle) * ill, apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, np.abs(middle) * affected, apart=True),
+            int(affected.sum()),
             samples.where("scored", first),
             abs(size.d),
         )
     )
 
 
-def reward_follows_format(samples: Samples, t: Thresholds) -> Judgement:
+def check_reward_follows_format(samples: Samples, t: Thresholds) -> CheckResult:
     """A part that speaks of form decides the reward, and the other parts have no say."""
     seen = _with_parts(samples, t)
     if isinstance(seen, str):
-        return unknown(seen)
+        return skipped(seen)
     places, found_pairs, columns = seen
     reward = samples.reward[places]
     orders = {name: order(found_pairs, reward, column) for name, column in columns.items()}
     forms = {name: each for name, each in orders.items() if _FORMAT.search(name)}
     others = {name: each for name, each in orders.items() if name not in forms and not _same(columns[name], reward)}
     if not forms:
-        return unknown("no part of the reward is called a format")
+        return skipped("no part of the reward is called a format")
     if not others:
-        return unknown("the reward has no other part than its format")
+        return skipped("the reward has no other part than its format")
     name, lead = max(forms.items(), key=lambda each: each[1].d)
     if (few := _few(lead, t)) is not None:
-        return unknown(few)
+        return skipped(few)
     loud = {other: each.d for other, each in others.items() if _heard(each, t)}
     if not _clear(lead.d, lead.error, t.format_reward, t) or loud:
         said = max(loud.items(), key=lambda each: abs(each[1])) if loud else None
-        return fine(
+        return passed(
             f"the order of rewards is that of {name!r} by d = {lead.d:.2f}"
             + (f", of {said[0]!r} by {said[1]:.2f}" if said else "")
         )
@@ -383,53 +396,53 @@ def reward_follows_format(samples: Samples, t: Thresholds) -> Judgement:
     use = _mask(samples, places)
     first = int(samples.step[use].min())
     bar = float(np.nanmean(columns[name]))
-    ill = _mask(samples, places[columns[name] > bar])
+    affected = _mask(samples, places[columns[name] > bar])
     quiet = "never differ within a group" if len(flat) == len(others) else "have no say"
-    return found(
+    return triggered(
         Finding(
             "reward-follows-format",
             "high",
             f"The reward is that of {_shown(name)} alone",
             f"Of {lead.pairs:,} pairs of answers with different rewards, {percent((1 + lead.d) / 2)} are "
             f"ordered as {_shown(name)} orders them (Somers' d = {lead.d:.2f}); the other parts "
-            f"({', '.join(_shown(each) for each in list(others)[:6])}) {quiet}. Ill from {t.format_reward:g}.",
+            f"({', '.join(_shown(each) for each in list(others)[:6])}) {quiet}. Triggered at {t.format_reward:g}.",
             "The policy learns the form and not the task. Pay for form only together with a right answer (or as a "
             "gate: no form, no reward), lower its weight once it is learned, and see why the other parts are flat: "
             "prompts that are too hard, or a grader that fails.",
             (first, int(samples.steps[-1])),
-            samples.evidence(ill, samples.reward, apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, samples.reward, apart=True),
+            int(affected.sum()),
             samples.where(f"part.{name} > {exact(bar)}" if _PLAIN.fullmatch(name) else "scored", first),
             lead.d,
         )
     )
 
 
-def component_dominates(samples: Samples, t: Thresholds) -> Judgement:
+def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
     """One part of the reward decides every comparison, though other parts vary."""
     seen = _with_parts(samples, t)
     if isinstance(seen, str):
-        return unknown(seen)
+        return skipped(seen)
     places, found_pairs, columns = seen
     reward = samples.reward[places]
     whole = np.isfinite(reward) & np.all([np.isfinite(column) for column in columns.values()], axis=0)
     if int(whole.sum()) < t.samples:
-        return unknown("too few samples have every part of the reward")
+        return skipped("too few samples have every part of the reward")
     weights = fit_weights(reward[whole], {name: column[whole] for name, column in columns.items()})
     if weights is None:
-        return unknown("the parts that are recorded do not add up to the reward")
+        return skipped("the parts that are recorded do not add up to the reward")
     if len(weights) < 2:
-        return unknown("the reward has one part that varies")
+        return skipped("the reward has one part that varies")
     orders = {name: order(found_pairs, reward, weight * columns[name]) for name, weight in weights.items()}
     name, lead = max(orders.items(), key=lambda each: each[1].d)
     if (few := _few(lead, t)) is not None:
-        return unknown(few)
+        return skipped(few)
     others = {other: each for other, each in orders.items() if other != name}
     varied = {other: each for other, each in others.items() if each.differs >= t.influence}
     loud = any(_heard(each, t) for each in others.values())
     if not _clear(lead.d, lead.error, t.dominance, t) or loud or not varied:
         ordered = ", ".join(f"{each!r} {orders[each].d:.2f}" for each in sorted(orders))
-        return fine(f"the order of rewards is that of each part by d = {ordered}")
+        return passed(f"the order of rewards is that of each part by d = {ordered}")
     use = _mask(samples, places)
     first = int(samples.step[use].min())
     strong, weak = np.zeros(len(samples)), np.zeros(len(samples))
@@ -438,10 +451,10 @@ def component_dominates(samples: Samples, t: Thresholds) -> Judgement:
     for other in varied:
         spread = float(np.nanstd(columns[other])) or 1.0
         weak[places] += np.nan_to_num(_centred(blocks, weights[other] / abs(weights[other]) * columns[other] / spread))
-    ill = use & (strong * weak < 0)
+    affected = use & (strong * weak < 0)
     scale = {each: abs(weight) * float(np.nanstd(columns[each])) for each, weight in weights.items()}
     spreads = ", ".join(f"{_shown(each)} {value:.3g}" for each, value in sorted(scale.items(), key=lambda p: -p[1]))
-    return found(
+    return triggered(
         Finding(
             "component-dominates",
             "medium",
@@ -449,12 +462,12 @@ def component_dominates(samples: Samples, t: Thresholds) -> Judgement:
             f"Within a group the order of rewards is that of {_shown(name)} by d = {lead.d:.2f}; that of "
             + ", ".join(f"{_shown(each)} by {varied[each].d:.2f}" for each in list(varied)[:6])
             + f", though {'it differs' if len(varied) == 1 else 'they differ'} between samples. Weighted standard "
-            f"deviations: {spreads}. Ill from {t.dominance:g}, where no other has a say.",
+            f"deviations: {spreads}. Triggered at {t.dominance:g}, where no other has a say.",
             "Bring the parts to one scale before they are added (normalise each within the group, or bound it), and "
             "then weigh them; if the small parts do not matter, take them out.",
             (first, int(samples.steps[-1])),
-            samples.evidence(ill, np.abs(strong) * ill, apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, np.abs(strong) * affected, apart=True),
+            int(affected.sum()),
             samples.where("scored", first),
             lead.d,
         )

@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from rollbook.inspect.doctor.findings import Finding, Judgement, amount, exact, fine, found, percent, unknown
-from rollbook.inspect.doctor.samples import Samples, distinct
+from rollbook.inspect.doctor.findings import CheckResult, Finding, amount, exact, passed, percent, skipped, triggered
+from rollbook.inspect.doctor.samples import Samples, count_distinct
 from rollbook.inspect.doctor.thresholds import Thresholds
 from rollbook.inspect.statistics import Floats, Ints, Mask, Series, at_least, by_step, trend
 
@@ -23,7 +23,7 @@ _EXPLORE = (
 )
 
 
-def entropy_collapse(samples: Samples, t: Thresholds) -> Judgement:
+def check_entropy_collapse(samples: Samples, t: Thresholds) -> CheckResult:
     """Sampling has hardly any choice left: the samples of a group will be alike, and nothing new is tried."""
     measured = bool(np.isfinite(samples.entropy).any())
     # The mean of -log p over sampled tokens is an estimate of the entropy; good enough for a trend, not for a level.
@@ -32,12 +32,12 @@ def entropy_collapse(samples: Samples, t: Thresholds) -> Judgement:
     use = samples.recent(t) & np.isfinite(values)
     n = int(use.sum())
     if not np.isfinite(values).any():
-        return unknown("neither entropies nor log-probs are recorded")
+        return skipped("neither entropies nor log-probs are recorded")
     if n < t.samples:
-        return unknown(f"only {n} recent samples have them, {t.samples} are needed")
+        return skipped(f"only {n} recent samples have them, {t.samples} are needed")
     series = samples.series(values)
     if not len(series):
-        return unknown("no step has enough samples with them")
+        return skipped("no step has enough samples with them")
     w = samples.window(len(series), t)
     now, early = float(np.median(series.values[-w:])), float(np.median(series.values[:w]))
     low = measured and now < t.entropy_floor
@@ -45,33 +45,33 @@ def entropy_collapse(samples: Samples, t: Thresholds) -> Judgement:
     fell = len(series) >= t.trend_steps and now <= t.entropy_fall * early and falling <= -t.trend
     if not low and not fell:
         if not measured and len(series) < t.trend_steps:
-            return unknown(f"no entropies are recorded, and {len(series)} steps are too few for a trend of log-probs")
-        return fine(f"the mean {name} is {amount(now)} nats per token; it was {amount(early)}")
+            return skipped(f"no entropies are recorded, and {len(series)} steps are too few for a trend of log-probs")
+        return passed(f"the mean {name} is {amount(now)} nats per token; it was {amount(early)}")
     bar = max(t.entropy_floor if low else 0.0, t.entropy_fall * early if fell else 0.0)
     first = _since(series, series.values >= bar)
-    ill = samples.there & (values <= bar) & (samples.step >= first)
+    affected = samples.there & (values <= bar) & (samples.step >= first)
     sure = _solved(samples, t)
-    return found(
+    return triggered(
         Finding(
             "entropy-collapse",
             "low" if sure else "high" if low else "medium",
             f"Entropy has {'fallen' if sure else 'collapsed'} to {amount(now)} nats per token"
             + (", as the prompts were solved" if sure else ""),
             f"The median of step means of the {name} is {amount(now)} over the last {w} steps; early it was "
-            f"{amount(early)} (trend: z = {falling:.1f}). Ill below {t.entropy_floor:g}, or at less than "
+            f"{amount(early)} (trend: z = {falling:.1f}). Triggered below {t.entropy_floor:g}, or at less than "
             f"{percent(t.entropy_fall)} of the early value.",
             _SURE if sure else f"{_EXPLORE} {first}.",
             (first, int(samples.steps[-1])),
-            samples.evidence(ill, -values, apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, -values, apart=True),
+            int(affected.sum()),
             samples.where(f"entropy <= {exact(bar)}" if measured else f"logprob >= {exact(-bar)}", first),
-            float((ill & use).sum()) / n,
+            float((affected & use).sum()) / n,
         )
     )
 
 
 def _solved(samples: Samples, t: Thresholds) -> bool:
-    """Whether recent rewards are good, and rose to it: then a policy that is sure is no illness."""
+    """Return whether recent rewards are good and rose to that: then low entropy is no problem."""
     series = samples.series(samples.reward)
     if len(series) < t.trend_steps or samples.constant:
         return False
@@ -101,21 +101,21 @@ def growth(samples: Samples, t: Thresholds, mask: Mask) -> tuple[Series, float, 
     )
 
 
-def exploded(samples: Samples, t: Thresholds, mask: Mask) -> bool:
+def has_exploded(samples: Samples, t: Thresholds, mask: Mask) -> bool:
     """Whether the lengths of some samples have grown beyond the threshold."""
     grown = growth(samples, t, mask)
     return grown is not None and grown[2] >= t.length_growth * grown[1] and grown[3] >= t.trend
 
 
-def length_explosion(samples: Samples, t: Thresholds) -> Judgement:
+def check_length_explosion(samples: Samples, t: Thresholds) -> CheckResult:
     """Responses have grown several times over, and the reward has not."""
     grown = growth(samples, t, samples.there)
     if grown is None:
-        return unknown(f"fewer than {t.trend_steps} steps have enough samples")
+        return skipped(f"fewer than {t.trend_steps} steps have enough samples")
     series, early, now, rising = grown
     times = now / early
-    if not exploded(samples, t, samples.there):
-        return fine(f"the mean length is {amount(now)} tokens, {times:.2f} times the early {amount(early)}")
+    if not has_exploded(samples, t, samples.there):
+        return passed(f"the mean length is {amount(now)} tokens, {times:.2f} times the early {amount(early)}")
     rewards = samples.series(samples.reward)
     w = samples.window(len(series), t)
     said = "no rewards are recorded"
@@ -123,45 +123,45 @@ def length_explosion(samples: Samples, t: Thresholds) -> Judgement:
         wide = float(np.subtract(*np.nanquantile(samples.reward, (0.99, 0.01)))) or samples.high - samples.low
         gain = float(np.median(rewards.values[-w:]) - np.median(rewards.values[:w])) / wide
         if gain >= t.length_gain and trend(rewards.values) >= t.trend:
-            return fine(f"the mean length is {times:.2f} times the early one, and the reward rose with it")
+            return passed(f"the mean length is {times:.2f} times the early one, and the reward rose with it")
         said = f"the reward moved by {gain:+.1%} of its range"
     recent = samples.recent(t)
     cut = float(samples.truncated[recent].mean()) if recent.any() else 0.0
     first = _since(series, series.values < t.length_growth * early)
     bar = t.length_growth * early
-    ill = samples.there & (samples.step >= first) & (samples.tokens >= bar)
-    return found(
+    affected = samples.there & (samples.step >= first) & (samples.tokens >= bar)
+    return triggered(
         Finding(
             "length-explosion",
             "high" if times >= t.length_growth**2 or cut >= 0.3 else "medium",
             f"Responses are {times:.1f} times as long as they were, without more reward",
             f"The median of step means is {amount(now)} tokens over the last {w} steps and {amount(early)} early "
-            f"(trend: z = {rising:.1f}); {said}; {percent(cut)} of recent samples are truncated. Ill from "
+            f"(trend: z = {rising:.1f}); {said}; {percent(cut)} of recent samples are truncated. Triggered at "
             f"{t.length_growth:g} times, unless the reward rises by {percent(t.length_gain)} of its range.",
             "Check that the loss does not favour long answers (a mean per sequence pushes long wrong ones less: sum "
             "over tokens and divide by a constant), punish overlong answers softly, and mask or zero those that are "
             "truncated.",
             (first, int(samples.steps[-1])),
-            samples.evidence(ill, samples.tokens, apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, samples.tokens, apart=True),
+            int(affected.sum()),
             samples.where(f"response_tokens >= {exact(bar)}", first),
-            float((ill & recent).sum()) / max(int(recent.sum()), 1),
+            float((affected & recent).sum()) / max(int(recent.sum()), 1),
         )
     )
 
 
-def kl_blowup(samples: Samples, t: Thresholds) -> Judgement:
+def check_kl_blowup(samples: Samples, t: Thresholds) -> CheckResult:
     """The policy runs away from the reference."""
     values = samples.kl
     use = samples.recent(t) & np.isfinite(values)
     n = int(use.sum())
     if not np.isfinite(values).any():
-        return unknown("no log-probs of a reference policy are recorded")
+        return skipped("no log-probs of a reference policy are recorded")
     if n < t.samples:
-        return unknown(f"only {n} recent samples have a KL, {t.samples} are needed")
+        return skipped(f"only {n} recent samples have a KL, {t.samples} are needed")
     series = samples.series(values, median=True)
     if not len(series):
-        return unknown("no step has enough samples with a KL")
+        return skipped("no step has enough samples with a KL")
     w = samples.window(len(series), t)
     now = float(np.median(series.values[-w:]))
     before = float(np.median(series.values[:-w])) if len(series) > w else now
@@ -169,43 +169,43 @@ def kl_blowup(samples: Samples, t: Thresholds) -> Judgement:
     high = now > t.kl
     grew = len(series) >= t.trend_steps and now >= max(t.kl_least, t.kl_growth * max(before, 0.0)) and rising >= t.trend
     if not high and not grew:
-        return fine(f"the KL is {amount(now)} nats per token, before it was {amount(before)}")
+        return passed(f"the KL is {amount(now)} nats per token, before it was {amount(before)}")
     bar = min(t.kl if high else np.inf, max(t.kl_least, t.kl_growth / 2 * before) if grew else np.inf)
     first = _since(series, series.values <= bar)
-    ill = samples.there & (samples.step >= first) & (values > bar)
-    return found(
+    affected = samples.there & (samples.step >= first) & (values > bar)
+    return triggered(
         Finding(
             "kl-blowup",
             "high" if high else "medium",
             f"KL to the reference is {amount(now)} nats per token",
             f"The median over samples and the last {w} steps is {amount(now)}, and {amount(before)} over the steps "
-            f"before (trend: z = {rising:.1f}). Ill above {t.kl:g}, or above {t.kl_least:g} after growing "
+            f"before (trend: z = {rising:.1f}). Triggered above {t.kl:g}, or above {t.kl_least:g} after growing "
             f"{t.kl_growth:g} times.",
             "Lower the learning rate or clip gradients, raise the KL coefficient (or make it adaptive), or move the "
             f"reference up to a recent checkpoint if the drift is wanted; read samples from step {first} on for what "
             "the policy has become.",
             (first, int(samples.steps[-1])),
-            samples.evidence(ill, values, apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, values, apart=True),
+            int(affected.sum()),
             samples.where(f"kl > {exact(bar)}", first),
-            float((ill & use).sum()) / n,
+            float((affected & use).sum()) / n,
         )
     )
 
 
-def mismatch(samples: Samples, t: Thresholds) -> Judgement:
+def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
     """Engine and trainer give the same tokens other probabilities: every update is off-policy without saying so."""
     known = samples.there & np.isfinite(samples.mismatch)
     if not known.any():
-        return unknown("no record has log-probs of both engine and trainer")
+        return skipped("no record has log-probs of both engine and trainer")
     fresh = known & ~(samples.lag > t.mismatch_lag)
     use = fresh if int(fresh.sum()) >= t.samples else known
     n = int(use.sum())
     if n < t.samples:
-        return unknown(f"only {n} samples have log-probs of both, {t.samples} are needed")
+        return skipped(f"only {n} samples have log-probs of both, {t.samples} are needed")
     over = use & (samples.mismatch > t.mismatch)
     whole = at_least(int(over.sum()), n, t.certainty)
-    # A step whose weights were not synchronised is ill alone.
+    # A step whose weights were not synchronised is affected alone.
     steps, place, counts = np.unique(samples.step[use], return_inverse=True, return_counts=True)
     hits = np.bincount(place, over[use])
     sick = [
@@ -215,76 +215,78 @@ def mismatch(samples: Samples, t: Thresholds) -> Judgement:
     ]
     level = float(np.median(samples.mismatch[use]))
     if whole <= t.mismatch_share and not sick:
-        return fine(
+        return passed(
             f"the median difference is {amount(level)} nats per token; {percent(over.sum() / n)} of {n} samples are "
             f"above {t.mismatch:g}"
         )
-    ill = over if whole > t.mismatch_share else over & np.isin(samples.step, sick)
-    first, last = samples.span(ill)
-    worst = float(np.median(samples.mismatch[ill]))
+    affected = over if whole > t.mismatch_share else over & np.isin(samples.step, sick)
+    first, last = samples.span(affected)
+    worst = float(np.median(samples.mismatch[affected]))
     old = "" if use is fresh else f" All samples are more than {t.mismatch_lag} versions old, which is part of it."
-    return found(
+    return triggered(
         Finding(
             "logprob-mismatch",
             "high" if worst >= 4 * t.mismatch else "medium",
             f"Log-probs of engine and trainer differ by {amount(worst)} nats per token",
-            f"{int(ill.sum())} of {n} samples differ by more than {t.mismatch:g} nats per token on average, and by "
-            f"{amount(worst)} in the median; over all samples the median is {amount(level)}. Ill with more than "
-            f"{percent(t.mismatch_share)} of samples, or with most of a step.{old}",
+            f"{int(affected.sum())} of {n} samples differ by more than {t.mismatch:g} nats per token on average, "
+            f"and by {amount(worst)} in the median; over all samples the median is {amount(level)}. Triggered with "
+            f"more than {percent(t.mismatch_share)} of samples, or with most of a step.{old}",
             "Compare one sample token by token: a constant factor is temperature, a jump at certain tokens the chat "
             "template or tool results, one step alone weights that did not arrive, an even spread precision "
             "(fp8, MoE routing). Until then train on recomputed log-probs and correct the ratio "
             "(truncated importance sampling).",
             (first, last),
-            samples.evidence(ill, samples.mismatch, apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, samples.mismatch, apart=True),
+            int(affected.sum()),
             samples.where(
                 f"mismatch > {exact(t.mismatch)}"
                 + (f" and not lag > {t.mismatch_lag}" if use is fresh and (fresh != known).any() else ""),
                 first,
                 last,
             ),
-            float(ill.sum()) / n,
+            float(affected.sum()) / n,
         )
     )
 
 
-def nans(samples: Samples, t: Thresholds) -> Judgement:
+def check_nans(samples: Samples, t: Thresholds) -> CheckResult:
     """Numbers that are no numbers: one of them in a batch makes the whole gradient NaN."""
     every = samples.there | samples.chosen
     n = int(every.sum())
     if not n:
-        return unknown("there are no records")
+        return skipped("there are no records")
     # The reward counts among them in some sources.
     bad = every & (np.nan_to_num(samples.nans) > samples.unscorable)
     unscorable = every & samples.unscorable
     many = float(bad.sum()) / n > t.nan_records
     some = n >= t.samples and at_least(int(unscorable.sum()), n, t.certainty) > t.nan_rewards
     if not many and not some:
-        return fine(f"{int(bad.sum())} records have NaNs, {int(unscorable.sum())} of {n} a reward that is NaN")
-    ill = bad | unscorable
-    went_in = int((ill & ~samples.dropped).sum())
+        return passed(f"{int(bad.sum())} records have NaNs, {int(unscorable.sum())} of {n} a reward that is NaN")
+    affected = bad | unscorable
+    went_in = int((affected & ~samples.dropped).sum())
     what = []
     if many:
         what.append(f"{int(bad.sum())} of {n} records have a NaN or an infinity among their per-token numbers")
     if some:
         what.append(f"{int(unscorable.sum())} of {n} records have a reward that is NaN")
-    first, last = samples.span(ill)
-    return found(
+    first, last = samples.span(affected)
+    return triggered(
         Finding(
             "nans",
             "low" if not went_in else "high" if many else "medium",
-            f"{int(ill.sum())} records have NaNs" if many else f"{percent(unscorable.sum() / n)} of rewards are NaN",
-            "; ".join(what) + f". {went_in} of them were not dropped. Ill with more than {percent(t.nan_records)} and "
-            f"{percent(t.nan_rewards)} of records.",
+            f"{int(affected.sum())} records have NaNs"
+            if many
+            else f"{percent(unscorable.sum() / n)} of rewards are NaN",
+            "; ".join(what) + f". {went_in} of them were not dropped. Triggered with more than "
+            f"{percent(t.nan_records)} and {percent(t.nan_rewards)} of records.",
             "Drop such records before training and find where they come from: a log-prob of -inf (a token that top-p "
             "or a grammar had excluded), a mask without tokens, a standard deviation of 0, an overflow in half "
             "precision, a grader that failed.",
             (first, last),
-            samples.evidence(ill, np.nan_to_num(samples.nans)),
-            int(ill.sum()),
+            samples.evidence(affected, np.nan_to_num(samples.nans)),
+            int(affected.sum()),
             samples.where("nan", first, last),
-            float(ill.sum()) / n,
+            float(affected.sum()) / n,
         )
     )
 
@@ -295,11 +297,11 @@ _FEW = 4
 """A quarter of the samples that are needed elsewhere are enough where only truncated ones count."""
 
 
-def truncation_rewarded(samples: Samples, t: Thresholds) -> Judgement:
+def check_truncation_rewarded(samples: Samples, t: Thresholds) -> CheckResult:
     """Answers that were cut off get a good reward: the policy learns never to end."""
     scored = samples.there & np.isfinite(samples.reward)
     if samples.constant or not scored.any():
-        return unknown("rewards do not differ" if scored.any() else "no sample is scored")
+        return skipped("rewards do not differ" if scored.any() else "no sample is scored")
     low, high = (float(each) for each in np.quantile(samples.reward[scored], (0.01, 0.99)))
     if high <= low:
         low, high = samples.low, samples.high
@@ -308,19 +310,19 @@ def truncation_rewarded(samples: Samples, t: Thresholds) -> Judgement:
     good = cut & (samples.reward >= bar)
     n, hits = int(cut.sum()), int(good.sum())
     if n < max(t.samples // _FEW, 1):
-        return fine(f"{n} of {int(scored.sum())} scored samples are truncated, {hits} of them rewarded")
+        return passed(f"{n} of {int(scored.sum())} scored samples are truncated, {hits} of them rewarded")
     if at_least(hits, n, t.certainty) <= t.truncation_rewarded:
-        return fine(f"{percent(hits / n)} of {n} truncated samples have a reward of {amount(bar)} or more")
+        return passed(f"{percent(hits / n)} of {n} truncated samples have a reward of {amount(bar)} or more")
     first, last = samples.span(good)
     ended = scored & ~samples.truncated
     beside = f"; of those that ended {percent(float((samples.reward[ended] >= bar).mean()))}" if ended.any() else ""
-    return found(
+    return triggered(
         Finding(
             "truncation-rewarded",
             "high" if hits >= n / 2 or hits >= 0.05 * int(scored.sum()) else "medium",
             f"{hits} truncated samples are rewarded",
-            f"Of {n} truncated samples {percent(hits / n)} have a reward of {amount(bar)} or more{beside}. Ill above "
-            f"{percent(t.truncation_rewarded)}.",
+            f"Of {n} truncated samples {percent(hits / n)} have a reward of {amount(bar)} or more{beside}. "
+            f"Triggered above {percent(t.truncation_rewarded)}.",
             "An answer without an end should not be paid: give truncated samples the lowest reward or mask them out of "
             "the loss, and have the grader look only behind the end of thinking. If these answers are right, raise "
             "the limit of new tokens.",
@@ -337,45 +339,45 @@ def truncation_rewarded(samples: Samples, t: Thresholds) -> Judgement:
     )
 
 
-def looped(samples: Samples, t: Thresholds) -> Mask:
+def are_loops(samples: Samples, t: Thresholds) -> Mask:
     """[N] samples that are mostly repetition, or were cut off in a loop."""
     return samples.there & ((samples.repetition >= t.loop_share) | (np.isfinite(samples.loop_at) & samples.truncated))
 
 
-def loops(samples: Samples, t: Thresholds) -> Judgement:
+def check_loops(samples: Samples, t: Thresholds) -> CheckResult:
     """Responses that say the same thing over and over."""
     known = samples.there & np.isfinite(samples.repetition)
     n = int(known.sum())
     if n < t.samples:
-        return unknown(f"the tokens of only {n} samples are known, {t.samples} are needed")
-    ill = looped(samples, t) & known
-    worst, part = _worst(samples, t, ill, known)
+        return skipped(f"the tokens of only {n} samples are known, {t.samples} are needed")
+    affected = are_loops(samples, t) & known
+    worst, part = _worst(samples, t, affected, known)
     if worst <= t.loops:
-        return fine(f"{int(ill.sum())} of {n} samples are loops")
-    ill &= part
-    share = float(ill.sum()) / int((known & part).sum())
-    first, last = samples.span(ill)
-    cut = float(samples.truncated[ill].mean())
-    return found(
+        return passed(f"{int(affected.sum())} of {n} samples are loops")
+    affected &= part
+    share = float(affected.sum()) / int((known & part).sum())
+    first, last = samples.span(affected)
+    cut = float(samples.truncated[affected].mean())
+    return triggered(
         Finding(
             "repetition-loops",
             "high" if share >= 0.25 else "medium",
             f"{percent(share)} of samples are caught in loops",
-            f"{int(ill.sum())} of {int((known & part).sum())} samples repeat themselves over half or more of the "
-            f"response, or were cut off in a loop; {percent(cut)} of these are truncated. Ill above "
+            f"{int(affected.sum())} of {int((known & part).sum())} samples repeat themselves over half or more of the "
+            f"response, or were cut off in a loop; {percent(cut)} of these are truncated. Triggered above "
             f"{percent(t.loops)}.",
             "Give loops the lowest reward and no length bonus, check the end-of-text token and the stop strings, and "
             "that sampling is not greedy; mask loops out of the loss if they come from the base model.",
             (first, last),
-            samples.evidence(ill, samples.repetition, apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, samples.repetition, apart=True),
+            int(affected.sum()),
             samples.where(f"(repetition >= {exact(t.loop_share)} or (truncated and loop_at >= 0))", first, last),
             share,
         )
     )
 
 
-def twins(samples: Samples, t: Thresholds) -> tuple[Mask, Mask, Ints]:
+def find_copies(samples: Samples, t: Thresholds) -> tuple[Mask, Mask, Ints]:
     """Find responses that several runs of one group share, token for token.
 
     Returns:
@@ -387,39 +389,41 @@ def twins(samples: Samples, t: Thresholds) -> tuple[Mask, Mask, Ints]:
     groups, digests = samples.group[places], samples.digest[places]
     _, place = np.unique(groups * (int(digests.max(initial=0)) + 1) + digests, return_inverse=True)
     # The parts of one run may say the same; other runs should not.
-    runs = distinct(place, samples.run[places], int(place.max(initial=-1)) + 1)
+    runs = count_distinct(place, samples.run[places], int(place.max(initial=-1)) + 1)
     shared = np.zeros(len(samples), np.int64)
     shared[places] = runs[place]
     return counts, shared > 1, shared
 
 
-def duplicates(samples: Samples, t: Thresholds) -> Judgement:
+def check_duplicates(samples: Samples, t: Thresholds) -> CheckResult:
     """The same response again and again: the batch is smaller than it looks."""
-    counts, twin, shared = twins(samples, t)
+    counts, twin, shared = find_copies(samples, t)
     n = int(counts.sum())
     if n < t.samples:
-        return unknown(f"only {n} responses have {t.duplicate_tokens} tokens or more, {t.samples} are needed")
+        return skipped(f"only {n} responses have {t.duplicate_tokens} tokens or more, {t.samples} are needed")
     # One of each set is no duplicate.
     extra = np.zeros(len(samples))
     extra[twin] = 1 - 1 / shared[twin]
     worst, part = _worst(samples, t, extra, samples.there)
     share = float(extra[part].sum()) / int(part.sum())
     if worst <= t.duplicates:
-        return fine(f"{percent(share)} of {int(part.sum())} responses are duplicates; ill above {t.duplicates:.0%}")
-    ill = twin & part
-    first, last = samples.span(ill)
-    sets = np.unique(np.stack([samples.group[ill], samples.digest[ill]], 1), axis=0)
+        return passed(
+            f"{percent(share)} of {int(part.sum())} responses are duplicates; triggered above {t.duplicates:.0%}"
+        )
+    affected = twin & part
+    first, last = samples.span(affected)
+    sets = np.unique(np.stack([samples.group[affected], samples.digest[affected]], 1), axis=0)
     bar = samples.low + t.good_reward * (samples.high - samples.low)
-    right = ill & (samples.reward >= bar) & (not samples.constant)
-    solved = float(extra[right].sum()) >= 0.5 * float(extra[ill].sum())
-    return found(
+    right = affected & (samples.reward >= bar) & (not samples.constant)
+    solved = float(extra[right].sum()) >= 0.5 * float(extra[affected].sum())
+    return triggered(
         Finding(
             "duplicates",
             "low" if solved else "high" if share >= 0.4 else "medium",
             f"{percent(share)} of responses are copies of another" + (", most of them right" if solved else ""),
-            f"{int(ill.sum())} of {int(part.sum())} responses are shared, token for token, by several samples of their "
-            f"group ({t.duplicate_tokens} tokens or more), {len(sets)} different ones in all; "
-            f"{percent(float(right.sum()) / int(ill.sum()))} of them have a good reward. Ill above "
+            f"{int(affected.sum())} of {int(part.sum())} responses are shared, token for token, by several samples of "
+            f"their group ({t.duplicate_tokens} tokens or more), {len(sets)} different ones in all; "
+            f"{percent(float(right.sum()) / int(affected.sum()))} of them have a good reward. Triggered above "
             f"{percent(t.duplicates)} that could be left out.",
             "These prompts have one right answer, and the policy knows it: sample fewer responses to them, or harder "
             "prompts."
@@ -427,31 +431,31 @@ def duplicates(samples: Samples, t: Thresholds) -> Judgement:
             else "If the policy has collapsed, raise the temperature or go back. If not, something writes records "
             "twice, or the engine gets the same seed for each sample of a group: give each its own.",
             (first, last),
-            samples.evidence(ill, shared.astype(np.float64)),
-            int(ill.sum()),
+            samples.evidence(affected, shared.astype(np.float64)),
+            int(affected.sum()),
             samples.where("duplicate", first, last),
             share,
         )
     )
 
 
-def truncation(samples: Samples, t: Thresholds) -> Judgement:
+def check_truncation(samples: Samples, t: Thresholds) -> CheckResult:
     """Most responses are cut off at a limit: the model never gets to its answer."""
     recent = samples.recent(t)
     n, cut = int(recent.sum()), recent & samples.truncated
     if n < t.samples:
-        return unknown(f"only {n} recent samples, {t.samples} are needed")
+        return skipped(f"only {n} recent samples, {t.samples} are needed")
     share = int(cut.sum()) / n
     if at_least(int(cut.sum()), n, t.certainty) <= t.truncation:
-        return fine(f"{percent(share)} of {n} recent samples are truncated; ill above {percent(t.truncation)}")
+        return passed(f"{percent(share)} of {n} recent samples are truncated; triggered above {percent(t.truncation)}")
     first, last = samples.span(cut)
-    return found(
+    return triggered(
         Finding(
             "truncation",
             "high" if share >= (1 + t.truncation) / 2 else "medium",
             f"{percent(share)} of recent samples are cut off at a limit",
             f"{int(cut.sum())} of {n} samples in steps {first} to {last} ended at a limit of tokens or turns instead "
-            f"of by themselves. Ill above {percent(t.truncation)}.",
+            f"of by themselves. Triggered above {percent(t.truncation)}.",
             "Raise the limit (sampling.max_tokens, environment.max_turns or context_limit), check the end-of-text "
             "token and the stop strings, or penalize length: answers that are cut off are rewarded for beginnings.",
             (first, last),
@@ -476,14 +480,14 @@ def _worst(samples: Samples, t: Thresholds, hits: Mask | Floats, known: Mask) ->
 # --- flow of data ---------------------------------------------------------------------------------------------------
 
 
-def stale(samples: Samples, t: Thresholds) -> Judgement:
+def check_staleness(samples: Samples, t: Thresholds) -> CheckResult:
     """Samples of policies long gone."""
     known = samples.there & np.isfinite(samples.lag) & ~samples.dropped
     n = int(known.sum())
     if not n:
-        return unknown("no record says which policy version made it")
+        return skipped("no record says which policy version made it")
     if n < t.samples:
-        return unknown(f"only {n} samples have a policy version, {t.samples} are needed")
+        return skipped(f"only {n} samples have a policy version, {t.samples} are needed")
     newest = by_step(samples.step[known], samples.version[known], median=True, least=1)
     # Trainers that count every optimizer step move by several versions from one step to the next.
     stride = float(np.median(np.diff(newest.values))) if len(newest) >= 3 else 1.0
@@ -496,17 +500,19 @@ def stale(samples: Samples, t: Thresholds) -> Judgement:
     old = part & (samples.lag > limit)
     share = float(old.sum()) / int(part.sum())
     if worst <= t.stale:
-        return fine(f"{percent(share)} of {n} samples are more than {limit:g} versions old; ill above {t.stale:.0%}")
+        return passed(
+            f"{percent(share)} of {n} samples are more than {limit:g} versions old; triggered above {t.stale:.0%}"
+        )
     first, last = samples.span(old)
     lag = float(np.median(samples.lag[part]))
-    return found(
+    return triggered(
         Finding(
             "stale-data",
             "high" if share >= 0.5 else "medium",
             f"{percent(share)} of samples are more than {limit:g} versions old",
             f"Of {int(part.sum())} samples {int(old.sum())} had fallen more than {limit:g} versions behind when they "
-            f"were trained on (or came); the median lag is {lag:g}, the largest {np.max(samples.lag[part]):g}. Ill "
-            f"above {percent(t.stale)}.",
+            f"were trained on (or came); the median lag is {lag:g}, the largest {np.max(samples.lag[part]):g}. "
+            f"Triggered above {percent(t.stale)}.",
             "Bound it when leasing (max_staleness), let generation wait for the trainer or run fewer engines ahead, "
             "synchronise weights more often, and correct what is left (truncated importance sampling, or decoupled "
             "clipping against recomputed log-probs).",
@@ -519,48 +525,48 @@ def stale(samples: Samples, t: Thresholds) -> Judgement:
     )
 
 
-def keep_bias(samples: Samples, t: Thresholds) -> Judgement:
+def check_keep_bias(samples: Samples, t: Thresholds) -> CheckResult:
     """Long samples are dropped more often than short ones (or the other way): training sees another distribution."""
     trained = samples.state == "trained"
     # Overlong answers are often left out on purpose.
     use = samples.there & (trained | samples.dropped) & (samples.tokens > 0) & ~samples.truncated
     n, lost = int(use.sum()), int((use & samples.dropped).sum())
     if not trained.any():
-        return unknown("nothing was trained on yet, or the source has no ledger")
+        return skipped("nothing was trained on yet, or the source has no ledger")
     if n < t.samples or lost < t.samples // 4:
-        return fine(f"{lost} of {n} samples that were decided on were dropped")
+        return passed(f"{lost} of {n} samples that were decided on were dropped")
     places = np.flatnonzero(use)
     rank = _ranks(samples.step[places], samples.tokens[places])
     kept = trained[places]
     short, long = rank < 0.25, rank > 0.75
     few = min(int(short.sum()), int(long.sum()))
     if few < max(t.samples // 4, 1):
-        return unknown(f"only {few} samples are in the longest or the shortest quarter of their steps")
+        return skipped(f"only {few} samples are in the longest or the shortest quarter of their steps")
     low, high = float(kept[short].mean()), float(kept[long].mean())
     pooled = float(kept[short | long].mean())
     error = math.sqrt(pooled * (1 - pooled) * (1 / int(short.sum()) + 1 / int(long.sum())))
     if abs(low - high) < t.keep_bias or abs(low - high) < 2 * t.certainty * error:
-        return fine(
+        return passed(
             f"of the shortest quarter of each step {percent(low)} were trained on, of the longest {percent(high)}"
         )
     side = long if high < low else short
-    ill = np.zeros(len(samples), bool)
-    ill[places[side & ~kept]] = True
-    first, last = samples.span(ill)
-    return found(
+    affected = np.zeros(len(samples), bool)
+    affected[places[side & ~kept]] = True
+    first, last = samples.span(affected)
+    return triggered(
         Finding(
             "keep-rate-bias",
             "high" if abs(low - high) >= 0.5 else "medium",
             f"{percent(high)} of long samples are trained on, and {percent(low)} of short ones",
             f"Of {n} samples that were decided on {lost} were dropped. Of the shortest quarter of each step "
-            f"{percent(low)} were trained on, of the longest {percent(high)} (truncated ones left out). Ill from "
+            f"{percent(low)} were trained on, of the longest {percent(high)} (truncated ones left out). Triggered at "
             f"{percent(t.keep_bias)} between them.",
             "Look at the reasons of the drops (book.counts, book.keep_rates): long samples are late, and a staleness "
             "bound or a deadline takes them first. Count staleness from when a sample began, let generation be "
             "resumed, or allow partial rollouts instead of dropping them.",
             (first, last),
-            samples.evidence(ill, samples.tokens if side is long else -samples.tokens),
-            int(ill.sum()),
+            samples.evidence(affected, samples.tokens if side is long else -samples.tokens),
+            int(affected.sum()),
             samples.where("dropped and not truncated", first, last),
             abs(low - high),
         )
@@ -583,16 +589,16 @@ def _ranks(steps: Ints, values: Floats) -> Floats:
     return ranks
 
 
-def incomplete(samples: Samples, t: Thresholds) -> Judgement:
+def check_incomplete_groups(samples: Samples, t: Thresholds) -> CheckResult:
     """Groups that were to have more runs than ever came: by-group leasing waits for them for ever."""
     k = len(samples.gids)
     if not np.isfinite(samples.group_size).any():
-        return unknown("no record says how many runs its group has (group_size)")
+        return skipped("no record says how many runs its group has (group_size)")
     if samples.partial:
-        return unknown("these are some of the records that there were")
+        return skipped("these are some of the records that there were")
     expected = np.zeros(k)
     np.maximum.at(expected, samples.group, np.nan_to_num(samples.group_size))
-    runs = distinct(samples.group, samples.run, k)
+    runs = count_distinct(samples.group, samples.run, k)
     step = np.full(k, np.iinfo(np.int64).min, np.int64)
     np.maximum.at(step, samples.group, samples.step)
     # Steps that come after a group's own.
@@ -600,28 +606,28 @@ def incomplete(samples: Samples, t: Thresholds) -> Judgement:
     old = (expected > 1) & (later >= t.patience)
     n = int(old.sum())
     if n < t.groups:
-        return unknown(f"only {n} groups have seen {t.patience} later steps, {t.groups} are needed")
+        return skipped(f"only {n} groups have seen {t.patience} later steps, {t.groups} are needed")
     lacking = old & (runs < expected)
     count = int(lacking.sum())
     if at_least(count, n, t.certainty) <= t.incomplete:
-        return fine(f"{count} of {n} groups lack runs")
-    ill = np.isin(samples.group, np.flatnonzero(lacking))
-    waiting = int((ill & (samples.state == "waiting")).sum())
-    first, last = samples.span(ill)
+        return passed(f"{count} of {n} groups lack runs")
+    affected = np.isin(samples.group, np.flatnonzero(lacking))
+    waiting = int((affected & (samples.state == "waiting")).sum())
+    first, last = samples.span(affected)
     missing = int((expected - runs)[lacking].sum())
-    return found(
+    return triggered(
         Finding(
             "groups-incomplete",
             "high" if count >= n / 4 else "medium",
             f"{count} groups never become complete",
             f"{count} of {n} groups whose step has passed lack runs, {missing} in all; {waiting} of their samples "
-            f"still wait. Ill above {percent(t.incomplete)}.",
+            f"still wait. Triggered above {percent(t.incomplete)}.",
             "Tell the book of runs that failed (book.fail), so that their groups count as complete; or lease groups "
             "without them after a time (partial_after). Then see why runs are lost: time limits of tools, crashed "
             "workers, requests that were given up.",
             (first, last),
-            samples.evidence(ill, (expected - runs)[samples.group], apart=True),
-            int(ill.sum()),
+            samples.evidence(affected, (expected - runs)[samples.group], apart=True),
+            int(affected.sum()),
             samples.where("incomplete", first, last),
             count / n,
         )

@@ -74,9 +74,9 @@ class Samples:
         self.uid: Sequence[str] = texts["uid"]
         self.step: Ints = np.array(columns["step"], np.int64)
         self.run: Ints = np.array(columns["run"], np.int64)
-        self.group, self.gids = coded(texts["gid"])
-        self.digest, _ = coded(texts["digest"])
-        self.prompt, _ = coded(texts["prompt"])
+        self.group, self.gids = encode_texts(texts["gid"])
+        self.digest, _ = encode_texts(texts["digest"])
+        self.prompt, _ = encode_texts(texts["prompt"])
         """[N] the same number for the same prompt, in whatever step"""
         # What was removed to save room has its numbers still; what failed never had any.
         self.there: Mask = np.array([not gone for gone in texts["gone"]], bool) | (numbers["length"] > 0)
@@ -171,7 +171,7 @@ class Samples:
         np.maximum.at(high, code, reward)
         step = np.full(k, np.iinfo(np.int64).min, np.int64)
         np.maximum.at(step, code, self.step[use])
-        runs = distinct(code, self.run[use], k)
+        runs = count_distinct(code, self.run[use], k)
         counts = np.bincount(code, minlength=k)
         mean = np.bincount(code, reward, minlength=k) / np.maximum(counts, 1)
         some = np.flatnonzero(runs >= 2)
@@ -227,10 +227,10 @@ class Samples:
         return int(self.step[mask].min()), int(self.step[mask].max())
 
 
-def coded(texts: Sequence[Any]) -> tuple[Ints, list[Any]]:
+def encode_texts(texts: Sequence[Any]) -> tuple[Ints, list[Any]]:
     """A number for each text, counted in the order in which they come, -1 for `None`; and the texts by number.
 
-    >>> numbers, names = coded(["b", None, "a", "b"])
+    >>> numbers, names = encode_texts(["b", None, "a", "b"])
     >>> numbers.tolist(), names
     ([0, -1, 1, 0], ['b', 'a'])
     """
@@ -239,10 +239,10 @@ def coded(texts: Sequence[Any]) -> tuple[Ints, list[Any]]:
     return np.array(numbers, np.int64), list(known)
 
 
-def distinct(block: Ints, value: Ints, blocks: int) -> Ints:
+def count_distinct(block: Ints, value: Ints, blocks: int) -> Ints:
     """[blocks] How many different values each block has.
 
-    >>> distinct(np.array([0, 0, 0, 2]), np.array([5, 5, 6, 5]), 3).tolist()
+    >>> count_distinct(np.array([0, 0, 0, 2]), np.array([5, 5, 6, 5]), 3).tolist()
     [2, 0, 1]
     """
     order = np.lexsort((value, block))

@@ -1,6 +1,6 @@
 """Thresholds: every number the doctor compares with, what it means, and why it has its default.
 
-Invariant: a number that separates ill from well stands here under a name; the checks hold only guards against chance
+Invariant: every number that a check compares with has a name here; the checks hold only guards against chance
 and the bounds between severities. A threshold that is out of its range or has an unknown name is refused, with the
 nearest name that is known.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """When something counts as ill.
+    """When a check is triggered.
 
     >>> Thresholds.of("zero_variance=0.8", "groups=4") == Thresholds(zero_variance=0.8, groups=4)
     True
@@ -98,7 +98,7 @@ class Thresholds:
     mismatch: float = 0.05
     """Mean |log-prob of the trainer - log-prob of the engine| per token, in nats; bf16 engines have 0.005 to 0.03."""
     mismatch_share: float = 0.1
-    """Share of samples above `mismatch` that makes a step ill."""
+    """Share of samples above `mismatch` at which a step triggers the check."""
     mismatch_lag: int = 1
     """Samples up to this many versions old are compared: older ones differ because the policy has moved."""
     kl: float = 1.0
@@ -119,7 +119,7 @@ class Thresholds:
     duplicate_tokens: int = 16
     """Responses shorter than this are alike by chance, and are not counted."""
     nan_records: float = 0.0
-    """Share of records with a NaN or infinity in a per-token field; more than this is ill."""
+    """Share of records with a NaN or infinity in a per-token field; more than this triggers the check."""
     nan_rewards: float = 0.01
     """Share of records whose reward is NaN ("could not be scored"); a sandbox that fails now and then stays below."""
 
@@ -213,7 +213,7 @@ def _near(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-LOOK = Thresholds(
+TRIAGE = Thresholds(
     samples=8,
     groups=4,
     zero_variance=0.25,
@@ -224,4 +224,4 @@ LOOK = Thresholds(
     stale=0.05,
     incomplete=0.0,
 )
-"""What is worth a look although it is no illness yet: the queue of the viewer's overview."""
+"""Lower thresholds for what is worth a look: the queue of the viewer's overview."""

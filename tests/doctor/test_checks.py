@@ -1,4 +1,4 @@
-"""Each illness alone: a book in which it was planted has it and no other, and a smaller dose has none."""
+"""Each check alone: a book in which it was planted has it and no other, and a smaller dose has none."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect import filters
-from rollbook.inspect.doctor import ILLNESSES, Diagnosis, Thresholds, examine
+from rollbook.inspect.doctor import CHECKS, Diagnosis, Thresholds, examine
 from rollbook.inspect.index import Index
 from rollbook.inspect.sources import load, open_source
 from tests.doctor.books import PLANTS, Run
 
-# A filter cannot say these exactly: it opens more than the ill ones (ranks within a step, orders within a group).
+# A filter cannot say these exactly: it opens more than the affected ones (ranks within a step, orders within a group).
 WIDER = {"keep-rate-bias", "reward-follows-length", "component-dominates"}
 
 
-def made(illness: str, dose: float, seed: int, **others: object) -> Run:
-    function, _, _, needs = PLANTS[illness]
+def made(check: str, dose: float, seed: int, **others: object) -> Run:
+    function, _, _, needs = PLANTS[check]
     run = Run(seed, **{**needs, **others})
     function(run, dose)
     return run
 
 
 def names(diagnosis: Diagnosis) -> set[str]:
-    return {each.illness for each in diagnosis.findings}
+    return {each.check for each in diagnosis.findings}
 
 
 def test_every_illness_has_a_plant() -> None:
-    assert set(PLANTS) == set(ILLNESSES) - {"evaluation-falls"}
+    assert set(PLANTS) == set(CHECKS) - {"evaluation-falls"}
 
 
-@pytest.mark.parametrize("illness", list(PLANTS))
-def test_it_is_found_and_nothing_else(illness: str) -> None:
-    run = made(illness, PLANTS[illness][1], list(PLANTS).index(illness))
+@pytest.mark.parametrize("check", list(PLANTS))
+def test_it_is_found_and_nothing_else(check: str) -> None:
+    run = made(check, PLANTS[check][1], list(PLANTS).index(check))
     with Index() as index:
         load(open_source(run.write()), index)
         diagnosis = examine(index)
-        assert names(diagnosis) == {illness}
+        assert names(diagnosis) == {check}
         (finding,) = diagnosis.findings
         planted = {run.uid(i) for i in np.flatnonzero(run.planted)}
         assert 0 < len(finding.uids) <= 24
@@ -49,25 +49,25 @@ def test_it_is_found_and_nothing_else(illness: str) -> None:
         condition = filters.parse(finding.filter, list(run.parts))
         opened = {uid for (uid,) in index.query(f"SELECT uid FROM samples WHERE {condition.sql}", condition.values)}
     assert set(finding.uids) <= opened
-    if illness not in WIDER:
+    if check not in WIDER:
         assert len(opened) == finding.count
     first, last = finding.steps
     steps = {int(uid.split("/")[0]) for uid in finding.uids}
     assert first <= min(steps)
     assert max(steps) <= last
     assert finding.severity in ("high", "medium")
-    assert {each.illness: each.status for each in diagnosis.examined}[illness] == "found"
+    assert {each.check: each.status for each in diagnosis.checks}[check] == "found"
 
 
-@pytest.mark.parametrize("illness", list(PLANTS))
-def test_a_small_dose_is_no_illness(illness: str) -> None:
-    diagnosis = examine(made(illness, PLANTS[illness][2], 2).write())
+@pytest.mark.parametrize("check", list(PLANTS))
+def test_a_small_dose_is_no_illness(check: str) -> None:
+    diagnosis = examine(made(check, PLANTS[check][2], 2).write())
     assert diagnosis.healthy, [each.title for each in diagnosis.findings]
-    assert {each.illness: each.status for each in diagnosis.examined}[illness] == "ok"
+    assert {each.check: each.status for each in diagnosis.checks}[check] == "ok"
 
 
 @pytest.mark.parametrize(
-    ("illness", "thresholds"),
+    ("check", "thresholds"),
     [
         ("zero-variance", "zero_variance=0.98"),
         ("stale-data", {"stale_lag": 9}),
@@ -77,9 +77,9 @@ def test_a_small_dose_is_no_illness(illness: str) -> None:
         ("kl-blowup", "kl=9,kl_growth=1e9"),
     ],
 )
-def test_thresholds_decide(illness: str, thresholds: object) -> None:
-    book = made(illness, PLANTS[illness][1], 0).write()
-    assert names(examine(book)) == {illness}
+def test_thresholds_decide(check: str, thresholds: object) -> None:
+    book = made(check, PLANTS[check][1], 0).write()
+    assert names(examine(book)) == {check}
     assert examine(book, thresholds=thresholds).healthy  # type: ignore[arg-type]
 
 
@@ -90,7 +90,7 @@ def test_what_is_said_twice_is_the_same() -> None:
     assert json.loads(json.dumps(one.as_dict(), allow_nan=False)) == one.as_dict()
 
 
-# --- causes that one illness can have ----------------------------------------------------------------------------
+# --- causes that one check can have ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("value", "word"), [(1.0, "harder"), (0.0, "easier")])
@@ -101,28 +101,35 @@ def test_zero_variance_tells_solved_from_unsolved(value: float, word: str) -> No
     run.reward[flat] = value
     run.reward[~flat] = (run.run[~flat] % 2).astype(float)
     (finding,) = examine(run.write()).findings
-    assert finding.illness == "zero-variance"
-    assert word in finding.advice
+    assert finding.check == "zero-variance"
+    assert word in finding.recommendation
 
 
 def test_zero_variance_that_was_filtered_costs_only_generation() -> None:
     run = made("zero-variance", 0.9, 0)
     run.dropped = run.planted.copy()
     (finding,) = examine(run.write()).findings
-    assert (finding.illness, finding.severity) == ("zero-variance", "low")
+    assert (finding.check, finding.severity) == ("zero-variance", "low")
 
 
 def test_a_policy_that_is_sure_because_it_is_right_is_hardly_ill() -> None:
     run = made("entropy-collapse", PLANTS["entropy-collapse"][1], 0)
     solved = (run.dice.random(run.n) < 0.2 + 0.72 * run.time).astype(float)
-    (ill,) = examine(run.write()).findings
-    assert (ill.illness, ill.severity) == ("entropy-collapse", "high") and "Give exploration room" in ill.advice
+    (collapse,) = examine(run.write()).findings
+    assert (collapse.check, collapse.severity) == (
+        "entropy-collapse",
+        "high",
+    ) and "Give exploration room" in collapse.recommendation
     run.truncated[:] = False
     run.reward = solved
-    (sure,) = [each for each in examine(run.write()).findings if each.illness == "entropy-collapse"]
-    assert sure.severity == "low" and "as the prompts were solved" in sure.title and "harder prompts" in sure.advice
+    (sure,) = [each for each in examine(run.write()).findings if each.check == "entropy-collapse"]
+    assert (
+        sure.severity == "low"
+        and "as the prompts were solved" in sure.title
+        and "harder prompts" in sure.recommendation
+    )
     run.reward = solved[::-1].copy()  # as good, but before: the entropy did not fall for that
-    (after,) = [each for each in examine(run.write()).findings if each.illness == "entropy-collapse"]
+    (after,) = [each for each in examine(run.write()).findings if each.check == "entropy-collapse"]
     assert after.severity == "high"
 
 
@@ -134,23 +141,23 @@ def test_pairs_are_flat_by_chance() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "illness"), [(1.0, "reward-saturation"), (0.0, "reward-collapse"), (-1.0, "reward-collapse")]
+    ("value", "check"), [(1.0, "reward-saturation"), (0.0, "reward-collapse"), (-1.0, "reward-collapse")]
 )
-def test_one_reward_everywhere(value: float, illness: str) -> None:
+def test_one_reward_everywhere(value: float, check: str) -> None:
     run = Run(0)
     run.reward[:] = value
     diagnosis = examine(run.write())
-    assert names(diagnosis) == {illness}
-    said = {each.illness: each for each in diagnosis.examined}
+    assert names(diagnosis) == {check}
+    said = {each.check: each for each in diagnosis.checks}
     assert said["zero-variance"].status == "explained"
-    assert illness in said["zero-variance"].why
+    assert check in said["zero-variance"].why
 
 
 def test_one_step_alone_can_differ_between_engine_and_trainer() -> None:
     run = Run(0)
     run.mismatch[run.step == 5] = 0.4
     (finding,) = examine(run.write()).findings
-    assert (finding.illness, finding.steps) == ("logprob-mismatch", (5, 5))
+    assert (finding.check, finding.steps) == ("logprob-mismatch", (5, 5))
 
 
 def test_old_samples_may_differ() -> None:
@@ -166,7 +173,7 @@ def test_length_that_pays_is_no_explosion() -> None:
     run.reward = (run.dice.random(run.n) < 0.2 + 0.5 * run.time).astype(float)
     diagnosis = examine(run.write())
     assert diagnosis.healthy
-    assert "rose with it" in {each.illness: each.why for each in diagnosis.examined}["length-explosion"]
+    assert "rose with it" in {each.check: each.why for each in diagnosis.checks}["length-explosion"]
 
 
 def test_loops_explain_length() -> None:
@@ -179,7 +186,7 @@ def test_loops_explain_length() -> None:
     run.reward[late] = run.dice.random(int(late.sum())) < 0.5
     diagnosis = examine(run.write())
     assert names(diagnosis) == {"repetition-loops"}
-    assert {each.illness: each.status for each in diagnosis.examined}["length-explosion"] == "explained"
+    assert {each.check: each.status for each in diagnosis.checks}["length-explosion"] == "explained"
 
 
 def test_copies_of_right_answers_are_hardly_ill() -> None:
@@ -190,11 +197,11 @@ def test_copies_of_right_answers_are_hardly_ill() -> None:
         getattr(run, name)[:] = getattr(run, name)[run.group * run.runs]
     run.truncated[:] = False
     run.reward = (run.group % 10 > 0).astype(float)
-    (copies,) = [each for each in examine(run.write()).findings if each.illness == "duplicates"]
+    (copies,) = [each for each in examine(run.write()).findings if each.check == "duplicates"]
     assert copies.severity == "low" and copies.title == "75% of responses are copies of another, most of them right"
     run.reward = 1 - run.reward
-    (copies,) = [each for each in examine(run.write()).findings if each.illness == "duplicates"]
-    assert copies.severity == "high" and "raise the temperature" in copies.advice
+    (copies,) = [each for each in examine(run.write()).findings if each.check == "duplicates"]
+    assert copies.severity == "high" and "raise the temperature" in copies.recommendation
 
 
 def test_a_tiny_length_penalty_does_not_make_the_reward_follow_length() -> None:
@@ -211,7 +218,7 @@ def test_a_tiny_length_penalty_does_not_make_the_reward_follow_length() -> None:
 def test_zero_variance_is_advised_on_for_each_kind_of_group() -> None:
     run = made("zero-variance", 0.9, 0)
     (both,) = examine(run.write()).findings
-    assert "all samples are right" in both.advice and "all samples are wrong" in both.advice
+    assert "all samples are right" in both.recommendation and "all samples are wrong" in both.recommendation
 
 
 @pytest.mark.parametrize(("first", "last", "falls"), [(0.5, 0.2, True), (0.5, 0.48, False), (0.2, 0.5, False)])
@@ -231,7 +238,7 @@ def test_a_fall_of_the_held_out_reward_is_found(first: float, last: float, falls
         (finding,) = diagnosis.findings
         assert finding.title == "The reward of held-out prompts fell from 0.5 to 0.2" and finding.severity == "high"
         assert finding.steps == (0, 12) and all(uid.startswith("eval-12/") for uid in finding.uids)
-    assert {each.illness: each.status for each in diagnosis.examined}["evaluation-falls"] in ("found", "ok")
+    assert {each.check: each.status for each in diagnosis.checks}["evaluation-falls"] in ("found", "ok")
 
 
 def test_tool_output_is_not_the_models_own_loop() -> None:
@@ -253,7 +260,7 @@ def test_rewards_that_could_not_be_scored() -> None:
     lost = run.dice.random(run.n) < 0.1
     run.reward[lost] = np.nan
     (finding,) = examine(run.write()).findings
-    assert (finding.illness, finding.severity, finding.count) == ("nans", "medium", int(lost.sum()))
+    assert (finding.check, finding.severity, finding.count) == ("nans", "medium", int(lost.sum()))
     run = Run(0)
     run.reward[7] = np.nan
     assert examine(run.write()).healthy
@@ -263,7 +270,7 @@ def test_a_shorter_answer_can_be_what_pays() -> None:
     run = made("reward-follows-length", 1.0, 0)
     run.reward = -run.reward
     (finding,) = examine(run.write()).findings
-    assert finding.illness == "reward-follows-length"
+    assert finding.check == "reward-follows-length"
     assert "shorter" in finding.title
 
 
@@ -302,8 +309,8 @@ def test_versions_may_count_optimizer_steps() -> None:
 
 def test_two_illnesses_are_two_findings() -> None:
     run = Run(0)
-    for illness in ("nans", "stale-data", "groups-incomplete"):
-        PLANTS[illness][0](run, PLANTS[illness][1])
+    for check in ("nans", "stale-data", "groups-incomplete"):
+        PLANTS[check][0](run, PLANTS[check][1])
     diagnosis = examine(run.write())
     assert names(diagnosis) == {"nans", "stale-data", "groups-incomplete"}
     ranks = [("high", "medium", "low").index(each.severity) for each in diagnosis.findings]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.inspect.doctor import Thresholds, examine, look
+from rollbook.inspect.doctor import Thresholds, examine, triage
 from rollbook.inspect.doctor.diagnosis import diagnose, span_of
 from rollbook.inspect.doctor.samples import Samples
 from rollbook.inspect.index import Index
@@ -45,7 +45,7 @@ def test_every_kind_of_source(loops: str) -> None:
         load(source, index)
         found = [examine(loops), examine(Path(loops)), examine(source), examine(source.book), examine(index)]  # type: ignore[attr-defined]
     assert all(each.findings == found[0].findings for each in found)
-    assert [each.illness for each in found[0].findings] == ["repetition-loops"]
+    assert [each.check for each in found[0].findings] == ["repetition-loops"]
     assert found[0].source == "loops"
     source.record(found[0].findings[0].uids[0])  # It is still open.
     source.close()
@@ -61,7 +61,7 @@ def test_what_is_no_source() -> None:
 def test_some_steps(loops: str) -> None:
     assert examine(loops, steps="0-3").healthy
     late = examine(loops, steps=(4, None))
-    assert [each.illness for each in late.findings] == ["repetition-loops"]
+    assert [each.check for each in late.findings] == ["repetition-loops"]
     assert late.steps == (4, 7)
     assert examine(loops, steps=5).steps == (5, 5)
 
@@ -70,7 +70,7 @@ def test_evaluation_is_apart(loops: str) -> None:
     (finding,) = examine(loops).findings
     assert finding.filter.endswith("and not evaluation")
     (beside,) = examine(loops, evaluation=True).findings
-    assert beside.illness == "repetition-loops"
+    assert beside.check == "repetition-loops"
     assert not set(beside.uids) & set(finding.uids)
 
 
@@ -89,9 +89,9 @@ def test_negative_steps() -> None:
 def test_torch_is_not_imported(loops: str) -> None:
     script = (
         "import json, sys\n"
-        "from rollbook.inspect.doctor import examine, lines\n"
+        "from rollbook.inspect.doctor import examine, format_report\n"
         "found = examine(sys.argv[1])\n"
-        "lines(found)\n"
+        "format_report(found)\n"
         "print(json.dumps([len(found.findings), 'torch' in sys.modules]))\n"
     )
     made = subprocess.run(
@@ -106,7 +106,7 @@ def test_torch_is_not_imported(loops: str) -> None:
 def queue(run: Run) -> list[tuple[str, str]]:
     with Index() as index:
         load(open_source(run.write()), index)
-        return [(each.illness, each.severity) for each in look(index)]
+        return [(each.check, each.severity) for each in triage(index)]
 
 
 def test_the_queue_has_findings_first() -> None:
@@ -126,9 +126,9 @@ def test_the_queue_calls_nothing_ill_that_is_not() -> None:
     run.loop[[40, 90]] = True
     with Index() as index:
         load(open_source(run.write()), index)
-        found = {each.illness: each.detail for each in look(index)}
-    assert "Ill above" in found["stale-data"] and "No illness yet" not in found["stale-data"]
-    assert "Ill" not in found["repetition-loops"] and found["repetition-loops"].endswith(" No illness yet.")
+        found = {each.check: each.detail for each in triage(index)}
+    assert "Triggered above" in found["stale-data"] and "Not triggered yet" not in found["stale-data"]
+    assert "Triggered" not in found["repetition-loops"] and found["repetition-loops"].endswith(" Not triggered yet.")
 
 
 def test_the_queue_has_what_is_no_illness_yet() -> None:
@@ -145,7 +145,7 @@ def test_the_queue_has_what_is_no_illness_yet() -> None:
 def test_the_queue_does_not_repeat_what_was_explained() -> None:
     run = Run(0)
     run.reward[:] = 1.0
-    found = [illness for illness, _ in queue(run)]
+    found = [check for check, _ in queue(run)]
     assert found[0] == "reward-saturation"
     assert "zero-variance" not in found
 
@@ -158,13 +158,13 @@ def test_records_that_a_saver_chose_do_not_count_for_shares() -> None:
     table = columns(run)
     chosen = run.run == 0
     table["repetition"] = np.where(chosen, 0.9, 0.0)
-    assert [each.illness for each in diagnose(Samples(table), Thresholds()).findings] == ["repetition-loops"]
+    assert [each.check for each in diagnose(Samples(table), Thresholds()).findings] == ["repetition-loops"]
     table["kept"] = ["worst, longest" if each else "random" for each in chosen]
     diagnosis = diagnose(Samples(table), Thresholds())
     assert diagnosis.healthy
     assert diagnosis.left_out == int(chosen.sum())
     assert diagnosis.records == run.n - diagnosis.left_out
-    assert {each.illness: each.status for each in diagnosis.examined}["groups-incomplete"] == "not judged"
+    assert {each.check: each.status for each in diagnosis.checks}["groups-incomplete"] == "not judged"
 
 
 def test_a_nan_counts_wherever_it_is() -> None:
@@ -173,7 +173,7 @@ def test_a_nan_counts_wherever_it_is() -> None:
     table["kept"] = ["worst"] * run.n
     table["nans"] = np.where(np.arange(run.n) == 5, 3, 0)
     (finding,) = diagnose(Samples(table), Thresholds()).findings
-    assert (finding.illness, finding.count) == ("nans", 1)
+    assert (finding.check, finding.count) == ("nans", 1)
 
 
 def test_a_hundred_thousand_records() -> None:
