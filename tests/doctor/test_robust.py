@@ -56,7 +56,7 @@ def anything(seed: int) -> dict[str, Any]:
         "scored": dice.integers(0, 3, n).tolist(),
         "status": pick("truncated", "finished", "error", ""),
         "state": pick("trained", "dropped", "waiting", ""),
-        "gone": pick(None, None, None, "failed"),
+        "removed_reason": pick(None, None, None, "failed"),
         "kept": pick("random", "worst", "all") if seed % 3 == 0 else [None] * n,
         "parent": pick(None, None, None, "u0"),
         "digest": pick(None, *range(20)),

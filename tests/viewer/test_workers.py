@@ -21,7 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollbook.inspect.server import Server
-from rollbook.inspect.workers import MOST_BYTES, Busy, TooLate, Workers, as_csv, cell
+from rollbook.inspect.workers import MOST_BYTES, QueryTimeoutError, ServerBusyError, Workers, as_csv, cell
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, post
 
@@ -218,7 +218,7 @@ def test_more_questions_than_children_are_refused(workers: Workers) -> None:
     workers.sql("select 1")
 
     def late() -> None:
-        with contextlib.suppress(TooLate):
+        with contextlib.suppress(QueryTimeoutError):
             workers.sql("select count(*) from range(10000000000) a, range(1000000) b", seconds=1.0)
 
     slow = threading.Thread(target=late)
@@ -226,7 +226,7 @@ def test_more_questions_than_children_are_refused(workers: Workers) -> None:
     until = time.monotonic() + SECONDS
     while workers._idle and time.monotonic() < until:
         time.sleep(0.01)
-    with pytest.raises(Busy, match="other queries"):
+    with pytest.raises(ServerBusyError, match="other queries"):
         workers.sql("select 1")
     slow.join()
     assert workers.sql("select 1")["rows"] == [[1]]
@@ -242,7 +242,7 @@ def test_point_10_covering_takes_no_longer_than_it_may(workers: Workers) -> None
     assert workers.mask(["abc", "", "xaxbx"], ["a", "b"]) == ["██c", "", "x█x█x"]
     assert workers.mask(["aXbXc"], ["aX", "XbX"]) == ["████c"], "matches that overlap are covered whole"
     begun = time.monotonic()
-    with pytest.raises(TooLate, match=r"after 0\.5 seconds"):
+    with pytest.raises(QueryTimeoutError, match=r"after 0\.5 seconds"):
         workers.mask(["a" * 60 + "b"], ["(a+)+c"], seconds=0.5)
     assert time.monotonic() - begun < SECONDS / 2
     assert workers.mask(["abc"], ["c"]) == ["ab█"]

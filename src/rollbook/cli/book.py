@@ -26,9 +26,9 @@ def check(options: argparse.Namespace) -> int:
 
         report = repair(book_at(options.path), offer=options.offer)
     else:
-        import rollbook
+        from rollbook.book import open as open_book
 
-        with rollbook.open(book_at(options.path), "r") as book:
+        with open_book(book_at(options.path), "r") as book:
             report = book.check(deep=not options.quick)
     if options.json:
         print_json(report.as_dict())
@@ -73,9 +73,9 @@ def export(options: argparse.Namespace) -> int:
     given += ["--theme"] * (options.theme != "auto") + ["--max-mb"] * (options.max_mb is not None)
     if given:
         raise ValueError(f"{', '.join(given)}: for HTML pages alone, expected OUT to end in .html, or --format html")
-    import rollbook
+    from rollbook.book import open as open_book
 
-    with rollbook.open(book_at(options.path), "r") as book:
+    with open_book(book_at(options.path), "r") as book:
         count = book.export(
             options.out, format=options.format, evaluation=options.evaluation, overwrite=options.overwrite
         )
@@ -159,10 +159,10 @@ def _import_as(folder: str, options: argparse.Namespace) -> Any:
 
 
 def _import_into(path: str, options: argparse.Namespace) -> Any:
-    import rollbook
+    from rollbook.book import open as open_book
 
     more = {name: getattr(options, name) for name in ("table", "tokenizer") if getattr(options, name) is not None}
-    with rollbook.open(path) as book:
+    with open_book(path) as book:
         try:
             return book.import_(
                 options.source,
@@ -178,9 +178,9 @@ def _import_into(path: str, options: argparse.Namespace) -> Any:
 
 
 def compact(options: argparse.Namespace) -> int:
-    import rollbook
+    from rollbook.book import open as open_book
 
-    with rollbook.open(book_at(options.path), "r+") as book:
+    with open_book(book_at(options.path), "r+") as book:
         done = book.compact()
     if options.json:
         print_json({name: getattr(done, name) for name in done.__slots__})

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from rollbook.core import __version__
 from rollbook.core.errors import explain_missing
 from rollbook.core.terminal import OK, UNREADABLE, WHEN, print_json, printable, use_colour, wrapped
 
@@ -170,8 +171,6 @@ COMMANDS: dict[str, str] = {
 
 def build() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    from rollbook import __version__
-
     parser = _Parser(
         prog="rollbook",
         description="Train on experience, look at it, find what is wrong with it, and move records in and out.",

@@ -132,9 +132,9 @@ def _is_shared(path: str) -> bool:
 def _told(path: str) -> dict[str, Any]:
     """What the ledger says of the whole; nothing but the ledger's own modules is loaded."""
     if _is_shared(path):
-        import rollbook
+        from rollbook.book import open as open_book
 
-        with rollbook.open(path, "r") as book:
+        with open_book(path, "r") as book:
             told = _from_ledger(book.ledger)
             sizes = book.shelf.segments()
         return {**told, "segments": len(sizes), "bytes": sum(sizes.values())}
@@ -215,9 +215,9 @@ def _last(tx: Any, evaluation: int) -> tuple[int | None, float | None]:
 
 
 def sql(options: argparse.Namespace) -> int:
-    import rollbook
+    from rollbook.book import open as open_book
 
-    with rollbook.open(book_at(options.path), "r") as book:
+    with open_book(book_at(options.path), "r") as book:
         table = book.sql(options.query, memory=options.memory, seconds=options.seconds).arrow()
     if options.json:
         print_json(table.to_pylist())
@@ -227,9 +227,9 @@ def sql(options: argparse.Namespace) -> int:
 
 
 def history(options: argparse.Namespace) -> int:
-    import rollbook
+    from rollbook.book import open as open_book
 
-    with rollbook.open(book_at(options.path), "r") as book:
+    with open_book(book_at(options.path), "r") as book:
         entries = book.history(_whole(book, options.uid))
     names = ("time", "kind", "reason", "consumer", "step", "lease", "detail")
     if options.json:

@@ -24,15 +24,16 @@ from numpy.typing import NDArray
 
 from rollbook.book import measurements
 from rollbook.book.errors import BookError
+from rollbook.core import __version__
 from rollbook.core.checks import check_choice, check_int
 from rollbook.inspect import filters
 from rollbook.inspect.index import COUNTS, SHOWN, named
 from rollbook.inspect.measures import MISMATCH, newest_steps, reward_parts, summarise
 from rollbook.inspect.search import Search
-from rollbook.inspect.serialization import plain
+from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.statistics import edges, group_means, group_test
 from rollbook.inspect.trajectory import LENSES
-from rollbook.inspect.workers import TooLate
+from rollbook.inspect.workers import QueryTimeoutError
 
 if TYPE_CHECKING:
     import sqlite3
@@ -101,7 +102,7 @@ class Snapshots:
         except sqlite3.OperationalError as error:
             if "interrupt" not in str(error):
                 raise
-            raise TooLate(f"filter: it took longer than {SECONDS:g} seconds") from None
+            raise QueryTimeoutError(f"filter: it took longer than {SECONDS:g} seconds") from None
         return {
             "snapshot": snapshot,
             "total": len(known[1]),
@@ -296,8 +297,6 @@ class Answers:
         book = self.source.kind == "book"
         changed = self.source.changed
         idle = None if changed is None else max(0.0, time.time() - changed)
-        from rollbook import __version__
-
         return {
             "name": self.source.name,
             "kind": self.source.kind,
@@ -418,7 +417,7 @@ class Answers:
                 if len(now[name][0])
             },
             "histograms": {name: _histogram(values) for name, (values, _) in now.items()},
-            "scatter": plain([row[:4] for row in rows]),
+            "scatter": json_safe([row[:4] for row in rows]),
             "uids": {str(row[3]): row[4] for row in rows},
         }
 
@@ -484,7 +483,7 @@ class Answers:
             rows = samples(read, ns)
             previous, following = _beside(read, found[0])
             timeline = [
-                {"step": row[0], "gid": row[1], "n": row[2], "mean": plain(row[3])}
+                {"step": row[0], "gid": row[1], "n": row[2], "mean": json_safe(row[3])}
                 for row in read.execute(
                     "SELECT step, gid, n, mean FROM groups WHERE prompt = ? AND evaluation = ? ORDER BY step, first",
                     (summary["prompt"], evaluation),
@@ -508,12 +507,12 @@ class Answers:
     def _expected(self, rows: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
         """The label and the reference answer of a group, which its samples share."""
         for row in rows:
-            if row["gone"] is None:
+            if row["removed_reason"] is None:
                 try:
                     (one,) = self.source.documents([row["uid"]])
                 except (BookError, KeyError, OSError, ValueError):
                     continue
-                return plain(one.label), plain(one.reference)
+                return json_safe(one.label), json_safe(one.reference)
         return None, None
 
     def neighbours(self, uid: str) -> dict[str, Any]:
@@ -574,7 +573,7 @@ class Answers:
 
     def search(self, q: str, mode: str = "phrase", limit: int = 50, step: int | None = None) -> dict[str, Any]:
         """Samples whose texts have something in them; see `Search.search`."""
-        return plain_answer(self.searching.search(q, mode, limit, step))
+        return json_answer(self.searching.search(q, mode, limit, step))
 
     def compare(self, a: tuple[int, int], b: tuple[int, int]) -> dict[str, Any]:
         """Steps from first to last against others; see `rollbook.inspect.comparison`."""
@@ -604,7 +603,7 @@ class Answers:
                 items = [{"id": each["check"], **each} for each in (finding.as_dict() for finding in findings)]
                 # Of a large run it takes seconds: it is not to be all that the viewer does.
                 after = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
-                kept = self._looked[evaluation] = (cursor, after, plain(items))
+                kept = self._looked[evaluation] = (cursor, after, json_safe(items))
             return {"items": kept[2]}
 
     def metrics(self, since: int = 0) -> dict[str, Any]:
@@ -637,9 +636,9 @@ def _counts(read: sqlite3.Connection) -> tuple[int, int, int]:
 _MEMBERS = f"SELECT uid FROM samples WHERE gid = ? AND evaluation = ? AND {COUNTS} ORDER BY run, turn, n"
 
 
-def plain_answer(found: dict[str, Any]) -> dict[str, Any]:
+def json_answer(found: dict[str, Any]) -> dict[str, Any]:
     """An answer with texts that came from records, as strict JSON can say it."""
-    made: dict[str, Any] = plain(found)
+    made: dict[str, Any] = json_safe(found)
     return made
 
 
@@ -672,7 +671,7 @@ def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _
     """The finite numbers of each metric in a step."""
     rows = read.execute(
         f"SELECT gid, {', '.join(COMPARED.values())} FROM samples WHERE step = ? AND evaluation = ? AND {COUNTS} "
-        "AND (gone IS NULL OR length > 0)",
+        "AND (removed_reason IS NULL OR length > 0)",
         (step, evaluation),
     ).fetchall()
     groups = np.array([row[0] for row in rows])
@@ -685,7 +684,7 @@ def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _
 
 def _versus(then: _Grouped, now: _Grouped) -> dict[str, Any]:
     distance, chance = group_test(group_means(*then), group_means(*now))
-    found: dict[str, Any] = plain({"ks": distance, "p": chance, "shift": float(now[0].mean() - then[0].mean())})
+    found: dict[str, Any] = json_safe({"ks": distance, "p": chance, "shift": float(now[0].mean() - then[0].mean())})
     return found
 
 

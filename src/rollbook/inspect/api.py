@@ -46,7 +46,7 @@ from rollbook.inspect.http import (
     whole,
     word,
 )
-from rollbook.inspect.workers import Busy, TooLate, Workers, as_csv
+from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError, Workers, as_csv
 
 if TYPE_CHECKING:
     from rollbook.inspect.answers import Answers
@@ -247,9 +247,9 @@ class Api:
             return refused
         try:
             return self._route(request)
-        except Busy as error:
+        except ServerBusyError as error:
             return failure(429, str(error))
-        except (TooLate, TimeoutError) as error:
+        except (QueryTimeoutError, TimeoutError) as error:
             # Not 408, which says that the request was slow to come: browsers ask again then, many times over.
             return failure(504, str(error))
         except KeyError as error:
@@ -304,7 +304,7 @@ class Api:
     def _within(self, work: Callable[[], Any]) -> Any:
         """What `work` gives, if it does so in time. What is late goes on alone, in few threads: more are refused."""
         if not self._overdue.acquire(blocking=False):
-            raise Busy("earlier questions are still being worked on; ask again in a while")
+            raise ServerBusyError("earlier questions are still being worked on; ask again in a while")
         self._overdue.release()
         found: list[Any] = []
         late = threading.Event()
@@ -326,7 +326,7 @@ class Api:
             with lock:
                 if not done.is_set() and self._overdue.acquire(blocking=False):
                     late.set()
-            raise TooLate(f"the question took longer than {self.seconds:g} seconds")
+            raise QueryTimeoutError(f"the question took longer than {self.seconds:g} seconds")
         value, error = found[0]
         if error is not None:
             raise error
@@ -392,7 +392,7 @@ class Api:
         since = [value for value in request.all("last-event-id") if re.fullmatch("[0-9]{1,18}", value)]
         cursor = int(since[0]) if since else self.answers.index.cursor
         if not self._streams.acquire(blocking=False):
-            raise Busy(f"{_STREAMS} pages are listening already; close one")
+            raise ServerBusyError(f"{_STREAMS} pages are listening already; close one")
         return respond(200, Stream(self, cursor, self._streams.release), "text/event-stream")
 
     # --- answers that are not the index's -----------------------------------------------------------------------

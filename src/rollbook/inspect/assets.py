@@ -18,6 +18,8 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from itertools import pairwise
 
+from rollbook.core.errors import RollbookError
+
 TYPES = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -82,8 +84,8 @@ _BEFORE_PATTERN = re.compile(
 )
 
 
-class BundleError(ValueError):
-    """Modules that cannot be joined."""
+class BundleError(RollbookError, ValueError):
+    """Raised for modules or style sheets that cannot be joined."""
 
 
 @cache

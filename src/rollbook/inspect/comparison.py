@@ -357,7 +357,9 @@ def _share_error(side: Sequence[_Said], counted: Sequence[Counter[str]], phrase:
 
 def _texts(side: Side, count: int) -> list[_Said]:
     where, values = side.where
-    rows = side.index.query(f"SELECT uid, gid, reward FROM samples WHERE {where} AND gone IS NULL ORDER BY n", values)
+    rows = side.index.query(
+        f"SELECT uid, gid, reward FROM samples WHERE {where} AND removed_reason IS NULL ORDER BY n", values
+    )
     if len(rows) > count:
         rows = random.Random(0).sample(rows, count)
     known = {uid: (gid, reward) for uid, gid, reward in rows}

@@ -93,7 +93,7 @@ FLAGS: dict[str, Flag] = {
     "waiting": Flag("state = 'waiting'", "Waiting", "It waits to be trained on."),
     "leased": Flag("state = 'leased'", "Leased", "A trainer has it just now."),
     "evaluation": Flag("evaluation = 1", "Evaluation", "It is kept beside, never trained on."),
-    "gone": Flag("gone IS NOT NULL", "Gone", "Its bytes are no more there."),
+    "removed": Flag("removed_reason IS NOT NULL", "Removed", "Its bytes were removed."),
     "measured": Flag("measured = 1", "Measured", "Its tokens were looked at."),
     "tool": Flag("COALESCE(tool_calls > 0, 0)", "Tool", "It calls tools."),
     "image": Flag("COALESCE(images > 0, 0)", "Image", "It shows images."),

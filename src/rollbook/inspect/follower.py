@@ -333,10 +333,10 @@ _MOST_PROBLEMS = 20
 _TAKEN = (
     *("uid", "gid", "batch", "task", "run", "reward", "scored", "length", "prompt_tokens", "response_tokens"),
     *("trained_tokens", "version_min", "version_max", "finish_reason", "kind", "group_size", "parent", "evaluation"),
-    *("admitted", "gone"),
+    *("admitted", "removed_reason"),
 )
-"""The ledger's columns that the index has under the same name."""
-_READ = ", ".join(f"records.{name}" for name in ("seq", *_TAKEN, "step", "truncate_status"))
+"""Columns of the index that the ledger has, under the same name but for the last, its `gone`."""
+_READ = ", ".join(f"records.{name}" for name in ("seq", *_TAKEN[:-1], "gone", "step", "truncate_status"))
 _MOVES = ("leased", "trained", "nacked", "expired", "rested", "dropped", "returned", "voided")
 _CHANGES = ("revised", "redacted")
 _GOES = ("deleted", "removed")
@@ -475,9 +475,9 @@ class Follower:
         rows = self._rows_of(tx, sorted(kinds), consumer)
         other = {seq for seq, met in kinds.items() if not met.isdisjoint((*_CHANGES, *_GOES))}
         for row in rows:
-            if row["n"] in other and row["gone"] is None:
+            if row["n"] in other and row["removed_reason"] is None:
                 row["measured"] = 0
-            elif row["gone"] in VOID:
+            elif row["removed_reason"] in VOID:
                 row.update(_BLANK)
         return rows, sorted(other), last
 
@@ -518,7 +518,7 @@ class Follower:
             last = max(trained.get(seq, {}).values(), default=None)
             row["step"] = step_of(row["batch"], row["version_min"])
             row["turn"] = turn
-            failed = row["gone"] is not None and row["length"] == 0 and row["gone"] not in VOID
+            failed = row["removed_reason"] is not None and row["length"] == 0 and row["removed_reason"] not in VOID
             row["status"] = "error" if failed else measures.status_of(row["finish_reason"], cut, row["response_tokens"])
             row["state"] = "evaluation" if row["evaluation"] else _STATES.get(state, state or "")
             row["reason"] = reason
@@ -527,7 +527,7 @@ class Follower:
             row["moment"] = last[0] if last is not None else None if waits else came.get(seq)
             row["lag"] = None
             row["evaluation"] = int(row["evaluation"])
-            if row["gone"] is not None:
+            if row["removed_reason"] is not None:
                 row["measured"] = 1
             if row["version_max"] is not None:
                 self._highs.see(came.get(seq, 0), row["version_max"])

@@ -94,7 +94,7 @@ def export_html(
     check_choice("theme", theme, ("auto", "light", "dark"))
     patterns = _patterns([redact] if isinstance(redact, str) else redact)
     if gid is not None:
-        chosen = [row["uid"] for row in answers.group(gid)["rows"] if row["gone"] is None]
+        chosen = [row["uid"] for row in answers.group(gid)["rows"] if row["removed_reason"] is None]
     elif uids is not None:
         for uid in uids:
             if not isinstance(uid, str):
@@ -102,7 +102,7 @@ def export_html(
         chosen = list(dict.fromkeys(uids))
     else:
         found = answers.list(view="samples", filter=filter, limit=MOST)
-        chosen = [row["uid"] for row in found["rows"] if row["gone"] is None]
+        chosen = [row["uid"] for row in found["rows"] if row["removed_reason"] is None]
         if found["total"] > MOST:
             raise ValueError(f"filter: {found['total']} samples match, and one file holds at most {MOST}; narrow it")
     if not chosen:

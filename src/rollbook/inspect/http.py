@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rollbook.inspect.images import MOST_PIXELS, sniff
-from rollbook.inspect.serialization import plain, text
+from rollbook.inspect.serialization import json_safe, text
 
 if TYPE_CHECKING:
     from rollbook.inspect.api import Stream
@@ -92,7 +92,7 @@ def as_json(value: Any) -> bytes:
     try:
         return orjson.dumps(value, option=option)
     except orjson.JSONEncodeError:
-        return orjson.dumps(plain(value))
+        return orjson.dumps(json_safe(value))
 
 
 def image_type(content: bytes) -> str | None:

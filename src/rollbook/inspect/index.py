@@ -194,7 +194,7 @@ _ALL = (
     Column("state", "text", "TEXT NOT NULL DEFAULT ''", "State", "waiting, leased, trained, dropped, evaluation."),
     Column("reason", "text", "TEXT", "Reason", "Why it was dropped."),
     Column("trained_step", "number", "INTEGER", "Trained in", "The optimizer step that trained on it last."),
-    Column("gone", "text", "TEXT", "Gone", "Why it has no bytes any more."),
+    Column("removed_reason", "text", "TEXT", "Removed", "Why its bytes were removed."),
     Column("measured", "flag", "INTEGER NOT NULL DEFAULT 0", "Measured", "Whether its tokens were looked at yet."),
     Column("searchable", "", "INTEGER NOT NULL DEFAULT 0", "Searchable", "Whether its texts are in the index."),
     Column("moment", "", "INTEGER", "Moment", "The ledger's event at which its lag is judged."),
@@ -210,12 +210,13 @@ INTERNAL = ("n", "admitted", "batch", "digest", "searchable", "moment")
 SHOWN = tuple(name for name in COLUMNS if name not in INTERNAL)
 
 VOID = ("deleted", "rewound")
-"""Why a record is `gone` that counts nowhere: it was taken out of the run."""
-COUNTS = "(gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+"""Values of `removed_reason` of records that count nowhere: they were taken out of the run."""
+COUNTS = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
 """The condition for a sample that summaries count."""
 
 _SCANNED = (
-    *("step", "gid", "evaluation", "gone", "reward", "scored", "response_tokens", "trained_tokens", "advantage"),
+    *("step", "gid", "evaluation", "removed_reason", "reward", "scored", "response_tokens"),
+    *("trained_tokens", "advantage"),
     *("entropy", "kl", "kl_max", "mismatch", "mismatch_max", "lag", "status", "state", "repetition", "nans"),
     *("duplicate", "tool_calls", "images", "run", "turn"),
 )

@@ -286,7 +286,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
         "reward": reward,
         "scored": scored,
         "parts": json.dumps(parts_of(document.parts)),
-        "advantage": plain(advantage),
+        "advantage": finite_or_none(advantage),
         "length": length,
         "prompt_tokens": start,
         "response_tokens": length - start,
@@ -371,7 +371,7 @@ def scored_as(reward: float | None) -> tuple[float | None, int]:
     return (None, 2) if math.isnan(reward) else (float(reward), 1)
 
 
-def plain(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """A finite number, or `None`."""
     return None if value is None or not math.isfinite(value) else float(value)
 
@@ -402,7 +402,7 @@ DUPLICATE_TOKENS = Thresholds().duplicate_tokens
 """A shorter response is not counted as a duplicate: right answers of a few tokens are the same."""
 SHARES = ("truncated", "duplicates", "stale", "loops", "masked", "errors", "nans")
 
-_COUNTS = "(gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+_COUNTS = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
 _GROUP = {
     "first": ("INTEGER NOT NULL", "MIN(n)"),
     "step": ("INTEGER NOT NULL", "MIN(step)"),
@@ -454,7 +454,7 @@ _DUPLICATES = f"""
     WHERE gid IN (SELECT gid FROM dirty) AND duplicate <> (response_tokens >= {DUPLICATE_TOKENS} AND EXISTS (
         SELECT 1 FROM samples AS other WHERE other.gid = samples.gid AND other.digest = samples.digest
         AND other.run <> samples.run AND other.turn = samples.turn AND other.evaluation = samples.evaluation
-        AND {_COUNTS.replace("gone", "other.gone")}))"""
+        AND {_COUNTS.replace("removed_reason", "other.removed_reason")}))"""
 """Parts of one run may be alike: a duplicate is another run's."""
 
 
@@ -585,7 +585,7 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
     """The summary of one step, as `/api/steps` gives it; every number is finite or `None`."""
     rows = read.execute(
         "SELECT reward, response_tokens, entropy, kl, mismatch, lag, advantage, status, duplicate, repetition, "
-        "trained_tokens, nans, scored, parts, version_min, version_max, gone FROM samples "
+        "trained_tokens, nans, scored, parts, version_min, version_max, removed_reason FROM samples "
         f"WHERE step = ? AND evaluation = ? AND {_COUNTS}",
         (step, evaluation),
     ).fetchall()
@@ -603,8 +603,8 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
     ).fetchone()[0]
     columns = list(zip(*rows, strict=True)) if rows else [()] * 17
     (reward, response, entropy, kl, mismatch, lag, advantage) = columns[:7]
-    status, duplicate, repetition, trained, nans, scored, parts, low, high, gone = columns[7:]
-    lengths = [r if r or why is None else None for r, why in zip(response, gone, strict=True)]
+    status, duplicate, repetition, trained, nans, scored, parts, low, high, removed = columns[7:]
+    lengths = [r if r or why is None else None for r, why in zip(response, removed, strict=True)]
     measured = (reward, lengths, entropy, kl, mismatch, lag, advantage)
     tokens = sum(response)
     shares = {

@@ -28,7 +28,7 @@ from rollbook.core.ragged import Ragged, check_shape
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect.images import Album, Looked, Reference, place
 from rollbook.inspect.measures import declared_in, parts_of, status_of
-from rollbook.inspect.serialization import plain
+from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import Trajectory, derive, prompt_hash, segments_of
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def untagged(value: Any, known: Collection[str] = (), depth: int = freeform.MAX_
     if tag == "$tuple" and isinstance(held, list):
         return [untagged(item, known, depth - 1) for item in held]
     if tag == "$map" and isinstance(held, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in held):
-        return {str(plain(untagged(key, known, depth - 1))): untagged(item, known, depth - 1) for key, item in held}
+        return {str(json_safe(untagged(key, known, depth - 1))): untagged(item, known, depth - 1) for key, item in held}
     data = held.get("data") if isinstance(held, dict) else held
     if isinstance(data, str) and data.startswith("sha256:"):
         if data[7:] not in known:
@@ -450,16 +450,16 @@ def record_json(many: Experiences, index: int = 0) -> dict[str, Any]:
         if field.kind == "eid":
             continue
         if field.kind == "tensor":
-            found[name] = plain(table.array(name, index))
+            found[name] = json_safe(table.array(name, index))
         elif field.kind == "media":
             column = table.columns.get(name)
             items = None if column is None else column[index].as_py()
             found[name] = items and {str(i["key"]): {"dtype": i["dtype"], "shape": i["shape"]} for i in items}
         elif field.kind in ("json", "custom_fields"):
-            found[name] = plain(table.free(name, index))
+            found[name] = json_safe(table.free(name, index))
         else:
-            found[name] = plain(table.value(name, index))
+            found[name] = json_safe(table.value(name, index))
     for name, column in table.columns.items():
         if owner(name) is None and name not in OWN and not isinstance(column, Ragged):
-            found[name] = plain(column[index].as_py())
+            found[name] = json_safe(column[index].as_py())
     return {name: value for name, value in found.items() if value is not None or name == "reward"}

@@ -38,7 +38,8 @@ def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     except (re.error, OverflowError, RecursionError) as error:
         yield {"error": str(error)}
         return
-    where, values = "WHERE (samples.gone IS NULL OR samples.gone NOT IN ('deleted', 'rewound'))", list[Any]()
+    where = "WHERE (samples.removed_reason IS NULL OR samples.removed_reason NOT IN ('deleted', 'rewound'))"
+    values: list[Any] = []
     if job["step"] is not None:
         where, values = f"{where} AND samples.step = ?", [job["step"]]
     end = time.monotonic() + job["seconds"]
@@ -81,7 +82,7 @@ def main() -> None:
     try:
         import resource
 
-        # Should the parent be gone, nothing runs on.
+        # Ends the process should the parent have died.
         resource.setrlimit(resource.RLIMIT_CPU, (int(job["seconds"]) + 5, int(job["seconds"]) + 6))
     except (ImportError, OSError, ValueError):
         pass

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollbook.core.checks import check_choice, check_float, check_int
-from rollbook.inspect.workers import Busy, TooLate
+from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError
 
 if TYPE_CHECKING:
     from rollbook.inspect.index import Index
@@ -48,7 +48,7 @@ _FULL_TEXT = (
     "CREATE VIRTUAL TABLE texts USING fts5(response, content='', tokenize='unicode61 remove_diacritics 0')",
     "CREATE VIRTUAL TABLE prompt_texts USING fts5(prompt, content='', tokenize='unicode61 remove_diacritics 0')",
 )
-_COUNTS = "(samples.gone IS NULL OR samples.gone NOT IN ('deleted', 'rewound'))"
+_COUNTS = "(samples.removed_reason IS NULL OR samples.removed_reason NOT IN ('deleted', 'rewound'))"
 _WORD = re.compile(r"[^\W_]+")
 _QUOTED = re.compile(r'"([^"]*)"')
 _EAST = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
@@ -182,7 +182,7 @@ class Search:
         asked = "samples.step = ? DESC, " if self._first is not None else ""
         values = [] if self._first is None else [self._first]
         found = self.index.query(
-            "SELECT n, uid, prompt, gone FROM samples WHERE searchable = 0 AND measured = 1 "
+            "SELECT n, uid, prompt, removed_reason FROM samples WHERE searchable = 0 AND measured = 1 "
             f"ORDER BY {asked}step DESC, n LIMIT {PIECE}",
             values,
         )
@@ -221,13 +221,15 @@ class Search:
         return not self.index.query("SELECT 1 FROM samples WHERE searchable = 0 LIMIT 1")
 
     def finish(self) -> None:
-        """Wait until the texts of all measured records are there; `TooLate` if `patience` ends before."""
+        """Wait until the texts of all measured records are there; `QueryTimeoutError` if `patience` ends before."""
         self.start(self._first)
         end = math.inf if self.patience is None else time.monotonic() + self.patience
         while not self.complete():
             if time.monotonic() > end:
                 done, total = self.index.query("SELECT SUM(searchable), COUNT(*) FROM samples")[0]
-                raise TooLate(f"filter: {done / total:.0%} of the texts are read so far; ask again in a while")
+                raise QueryTimeoutError(
+                    f"filter: {done / total:.0%} of the texts are read so far; ask again in a while"
+                )
             if self._idle.wait(0.05):
                 break  # what is left is not measured yet, or beyond what is kept
         if self.error is not None:
@@ -350,7 +352,7 @@ class Search:
             "seconds": seconds / 2,
         }
         if not self._children.acquire(blocking=False):
-            raise Busy(f"{_CHILDREN} searches are running already; ask again in a while")
+            raise ServerBusyError(f"{_CHILDREN} searches are running already; ask again in a while")
         try:
             done = subprocess.run(
                 [sys.executable, "-I", "-S", str(Path(__file__).with_name("regex_worker.py"))],
@@ -361,7 +363,7 @@ class Search:
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
-            raise TooLate(
+            raise QueryTimeoutError(
                 f"q: {pattern[:80]!r} took longer than {seconds:g} seconds; try a simpler one, or look in one step"
             ) from None
         finally:

@@ -1,8 +1,8 @@
 """Strict JSON values, and the binary frame in which a browser gets trajectories: a JSON header and aligned arrays.
 
-Invariant: `json.dumps(plain(value), allow_nan=False).encode()` works for every value, in time and space linear in it,
-and runs none of its code. `decode(encode(trajectories))` returns every field, as JSON can represent it. Widths are in
-UTF-16 code units, as in JavaScript's strings; all blobs are little-endian and aligned to 8 bytes.
+Invariant: `json.dumps(json_safe(value), allow_nan=False).encode()` works for every value, in linear time and
+space, and runs none of its code. `decode(encode(trajectories))` returns every field, as JSON can represent it. Widths
+are in UTF-16 code units, as in JavaScript's strings; all blobs are little-endian and aligned to 8 bytes.
 
     [u32: bytes of header][JSON, padded with spaces so that the blobs begin at a multiple of 8][blobs]
 
@@ -55,11 +55,11 @@ def number(value: float | None) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def plain(value: Any, depth: int = DEPTH) -> Any:
+def json_safe(value: Any, depth: int = DEPTH) -> Any:
     """`value` as JSON can say it. What is no number is `null`, whole numbers a browser would round are text, bytes and
     what has no JSON at all say what they are.
 
-    >>> plain({"a": (1, float("nan")), 2: b"abc", "c": np.arange(3), "d": 2**60})
+    >>> json_safe({"a": (1, float("nan")), 2: b"abc", "c": np.arange(3), "d": 2**60})
     {'a': [1, None], '2': '⟨3 bytes⟩', 'c': [0, 1, 2], 'd': '1152921504606846976'}
     """
     if value is None or value is True or value is False:
@@ -75,20 +75,21 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"⟨{len(value)} bytes⟩"
     if isinstance(value, np.generic):
-        return plain(value.item(), depth) if value.dtype.kind in "biufUS" else f"⟨{value.dtype}⟩"
+        return json_safe(value.item(), depth) if value.dtype.kind in "biufUS" else f"⟨{value.dtype}⟩"
     if depth <= 0:
         return "⟨nested too deeply⟩"
     if isinstance(value, Mapping):
         return {
-            text(key if isinstance(key, str) else str(plain(key, 2))): plain(v, depth - 1) for key, v in value.items()
+            text(key if isinstance(key, str) else str(json_safe(key, 2))): json_safe(v, depth - 1)
+            for key, v in value.items()
         }
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item, depth - 1) for item in value]
+        return [json_safe(item, depth - 1) for item in value]
     if hasattr(value, "tolist") and hasattr(value, "shape") and hasattr(value, "dtype"):
         shape = [int(size) for size in value.shape]
         if math.prod(shape) > MOST or str(value.dtype) in ("object", "complex64", "complex128"):
             return f"⟨{value.dtype} {shape}⟩"
-        return plain(value.tolist(), depth - 1)
+        return json_safe(value.tolist(), depth - 1)
     return f"⟨{type(value).__name__}⟩"
 
 
@@ -178,12 +179,12 @@ def _described(one: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, Any]:
         if dtype == "f2":
             values = np.where(np.isfinite(values), np.clip(values, -_HALF, _HALF), values)
         places[f"array:{name}"] = blobs.array(values, dtype)
-    found = {name: plain(getattr(one, name)) for name in _PLAIN}
+    found = {name: json_safe(getattr(one, name)) for name in _PLAIN}
     if one.tokenized == "exact":
         found["prompt_text"] = found["response_text"] = None
     return found | {
         "tokens": one.tokens,
-        "segments": [[*(plain(part) for part in segment)] for segment in one.segments],
+        "segments": [[*(json_safe(part) for part in segment)] for segment in one.segments],
         "pictures": [dataclasses.asdict(picture) for picture in one.pictures],
         "rejected": None if one.rejected is None else _described(one.rejected, blobs, dtype),
         "blobs": places,

@@ -35,6 +35,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 from urllib.parse import parse_qsl
 
+from rollbook.core.errors import RollbookError
 from rollbook.inspect.api import MAX_BODY, Api, open_api
 from rollbook.inspect.http import Guard, Request, Response, authorities, checked_token, failure, new_token
 
@@ -56,8 +57,8 @@ _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
 
 
-class _Refused(Exception):
-    """A request that is no HTTP, or too much of it: answered, and the connection ends."""
+class _BadRequestError(RollbookError):
+    """Raised for a request that is not HTTP or exceeds a limit: it is answered, and the connection ends."""
 
     def __init__(self, status: int, error: str) -> None:
         super().__init__(error)
@@ -109,7 +110,7 @@ class _Handler(socketserver.BaseRequestHandler):
                 raw.until = time.monotonic() + _REQUEST_SECONDS
                 try:
                     keep = self._one(reader)
-                except _Refused as refused:
+                except _BadRequestError as refused:
                     self._send(failure(refused.status, str(refused)), close=True)
                     keep = False
                 if not keep:
@@ -128,14 +129,14 @@ class _Handler(socketserver.BaseRequestHandler):
                 self._send(refusal, close=not persistent or length > 0)
                 return persistent and not length
             if length > MAX_BODY:
-                raise _Refused(413, f"the request has {length} bytes, expected at most {MAX_BODY}")
+                raise _BadRequestError(413, f"the request has {length} bytes, expected at most {MAX_BODY}")
             if length and "100-continue" in (value.lower() for value in request.all("expect")):
                 self.request.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.body = reader.read(length)
             if len(request.body) != length:
                 return False
         except TimeoutError:
-            raise _Refused(408, "the request took too long to arrive") from None
+            raise _BadRequestError(408, "the request took too long to arrive") from None
         answer = self.server.api.handle(request)
         streams = not isinstance(answer.body, bytes)
         self._send(answer, close=streams or not persistent, head_only=request.method == "HEAD")
@@ -150,21 +151,21 @@ class _Handler(socketserver.BaseRequestHandler):
         if not line:
             return None
         if len(line) > _LINE:
-            raise _Refused(414, f"the request line is longer than {_LINE} bytes")
+            raise _BadRequestError(414, f"the request line is longer than {_LINE} bytes")
         found = _FIRST.fullmatch(line)
         if found is None:
-            raise _Refused(400, "this is no request line of HTTP/1.1 with a path")
+            raise _BadRequestError(400, "this is no request line of HTTP/1.1 with a path")
         try:
             path, query = parse_target(found[2].decode("ascii"))
         except ValueError:
-            raise _Refused(400, "the address has parameters that are not UTF-8, or too many of them") from None
+            raise _BadRequestError(400, "the address has parameters that are not UTF-8, or too many of them") from None
         headers: list[tuple[str, str]] = []
         size = 0
         while True:
             line = reader.readline(_HEADERS + 1)
             size += len(line)
             if size > _HEADERS:
-                raise _Refused(431, f"the headers are longer than {_HEADERS} bytes")
+                raise _BadRequestError(431, f"the headers are longer than {_HEADERS} bytes")
             if line == b"\r\n":
                 break
             if not line:
@@ -174,15 +175,15 @@ class _Handler(socketserver.BaseRequestHandler):
             # A line that ends in LF alone has it in its value, and is refused: a proxy before us may read it as another
             # header, or another request.
             if not (colon and _NAME.fullmatch(name) and _VALUE.fullmatch(value)):
-                raise _Refused(400, "a header line is not 'name: value'")
+                raise _BadRequestError(400, "a header line is not 'name: value'")
             headers.append((name.decode("ascii").lower(), value.decode("latin-1")))
         client = self.client_address[0] if isinstance(self.client_address, tuple) else "unix"
         request = Request(found[1].decode(), path, query, headers, peer=client, local=self._local())
         if request.all("transfer-encoding"):
-            raise _Refused(501, "a body is expected with its Content-Length")
+            raise _BadRequestError(501, "a body is expected with its Content-Length")
         lengths = request.all("content-length")
         if len(lengths) > 1 or not all(re.fullmatch("[0-9]{1,12}", value) for value in lengths):
-            raise _Refused(400, "the Content-Length is not one number")
+            raise _BadRequestError(400, "the Content-Length is not one number")
         said = {word.strip().lower() for value in request.all("connection") for word in value.split(",")}
         return request, found[3] == b"1" and "close" not in said, int(lengths[0]) if lengths else 0
 

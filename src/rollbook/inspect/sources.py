@@ -351,19 +351,21 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None, s
         shown = ", ".join(str(book) for book in books[:_LISTED])
         more = f" and {len(books) - _LISTED} more" if len(books) > _LISTED else ""
         raise ValueError(f"path: {address!r} holds {len(books)} books; open one of them: {shown}{more}")
-    from rollbook.inspect.files import Unknown, open_file_source
+    from rollbook.inspect.files import UnknownFormatError, open_file_source
 
     try:
         return open_file_source(place, tokenizer=tokenizer)
-    except Unknown as error:
+    except UnknownFormatError as error:
         if (place / CONFIG).is_file():
             if starting:
                 return StartingSource(place, vocabulary=vocabulary_of(tokenizer))
-            raise Unknown(
+            raise UnknownFormatError(
                 f"path: {address!r} is a run without a book yet: it is starting or warming up; "
                 "`rollbook view` follows it"
             ) from None
-        raise Unknown(f"path: {address!r} is no book (a folder with {LEDGER}), and no rollouts: {error}") from None
+        raise UnknownFormatError(
+            f"path: {address!r} is no book (a folder with {LEDGER}), and no rollouts: {error}"
+        ) from None
 
 
 def books_in(folder: Path, depth: int = _DEPTH) -> list[Path]:

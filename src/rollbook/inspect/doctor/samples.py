@@ -24,7 +24,7 @@ NUMBERS = (
     *("entropy", "logprob", "kl", "mismatch", "nans", "repetition", "loop_at"),
 )
 WHOLE = ("step", "run", "scored")
-TEXTS = ("uid", "gid", "status", "state", "gone", "kept", "parent", "parts", "digest", "prompt")
+TEXTS = ("uid", "gid", "status", "state", "removed_reason", "kept", "parent", "parts", "digest", "prompt")
 COLUMNS = (*TEXTS, *WHOLE, *NUMBERS)
 """The columns of the index's table `samples` that the doctor reads."""
 
@@ -79,7 +79,7 @@ class Samples:
         self.prompt, _ = encode_texts(texts["prompt"])
         """[N] the same number for the same prompt, in whatever step"""
         # What was removed to save room has its numbers still; what failed never had any.
-        self.there: Mask = np.array([not gone for gone in texts["gone"]], bool) | (numbers["length"] > 0)
+        self.there: Mask = np.array([not reason for reason in texts["removed_reason"]], bool) | (numbers["length"] > 0)
         # What a saver kept for what it shows says nothing about shares.
         self.chosen: Mask = np.array([bool(kept) and not kept.startswith(_BY_CHANCE) for kept in texts["kept"]], bool)
         self.partial = any(kept and not kept.startswith("all") for kept in texts["kept"])

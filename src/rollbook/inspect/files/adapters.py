@@ -30,7 +30,7 @@ from rollbook.inspect.files.builder import chat, conversation, from_ids, from_te
 from rollbook.inspect.files.stores import Row, number, numbers, whole
 from rollbook.inspect.images import Where, picture
 from rollbook.inspect.measures import status_of
-from rollbook.inspect.serialization import plain
+from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import Picture, Segment, Trajectory, derive, prompt_hash, segments_of
 from rollbook.io import frameworks
 from rollbook.io.frameworks import Sample
@@ -106,8 +106,8 @@ def _made(sample: Sample, row: Row, used: set[str], where: Where) -> Trajectory:
         "metrics": parts,
         "advantage": sample.advantage,
         "status": "finished",
-        "label": plain(label),
-        "info": {name: plain(value) for name, value in rest.items() if name not in parts},
+        "label": json_safe(label),
+        "info": {name: json_safe(value) for name, value in rest.items() if name not in parts},
     }
     if not (frameworks._is_ids(sample.prompt) and frameworks._is_ids(sample.answer)):
         return conversation(sample.prompt, sample.answer, where, **fields)
@@ -163,11 +163,11 @@ def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
         "declared": tuple(numbers(info.get("reward_metrics"))),
         "metrics": numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
         "status": "finished",
-        "label": plain(row.get("label")),
-        "reference": plain(row.get("reference")),
+        "label": json_safe(row.get("label")),
+        "reference": json_safe(row.get("reference")),
         "info": {
-            **plain({name: value for name, value in info.items() if name not in ("reward", "reward_metrics")}),
-            **plain({name: value for name, value in row.items() if name not in _LIGHTRFT_FIELDS}),
+            **json_safe({name: value for name, value in info.items() if name not in ("reward", "reward_metrics")}),
+            **json_safe({name: value for name, value in row.items() if name not in _LIGHTRFT_FIELDS}),
         },
         "notes": notes,
         "pictures": _pictures(row, where, notes),
@@ -335,12 +335,12 @@ def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
         "parent": row["parent"] if isinstance(row.get("parent"), str) else None,
         "prompt_text": _text(row.get("prompt_text")) or None,
         "response_text": _text(row.get("response_text")) or None,
-        "messages": plain(row["messages"]) if isinstance(row.get("messages"), list) else None,
+        "messages": json_safe(row["messages"]) if isinstance(row.get("messages"), list) else None,
         "tools": row["tools"] if isinstance(row.get("tools"), list) else None,
         "sampling": _dict(row.get("sampling")) or None,
-        "label": plain(row.get("label")),
-        "reference": plain(row.get("reference")),
-        "info": plain({**{name: value for name, value in info.items() if name != "segments"}, **more}),
+        "label": json_safe(row.get("label")),
+        "reference": json_safe(row.get("reference")),
+        "info": json_safe({**{name: value for name, value in info.items() if name != "segments"}, **more}),
         "kept": row["kept"] if isinstance(row.get("kept"), str) else None,
         "notes": notes,
         "evaluation": where.evaluation,
@@ -404,8 +404,8 @@ def messages(row: Row, where: Where) -> Iterator[Trajectory]:
         status="truncated" if reason in ("length", "max_tokens") else "finished",
         finish_reason=reason if isinstance(reason, str) else None,
         tools=row["tools"] if isinstance(row.get("tools"), list) else None,
-        label=plain(row.get("label", row.get("answer"))),
-        info={name: plain(value) for name, value in rest.items() if name not in parts},
+        label=json_safe(row.get("label", row.get("answer"))),
+        info={name: json_safe(value) for name, value in rest.items() if name not in parts},
         evaluation=where.evaluation,
     )
     if _is_id(row.get("id")):
@@ -467,8 +467,8 @@ def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
         else "unfinished",
         finish_reason=reason if isinstance(reason, str) else None,
         sampling=_dict(spec.get("model_generate_config")) or None,
-        label=plain(row.get("target")),
-        info=plain(info),
+        label=json_safe(row.get("target")),
+        info=json_safe(info),
         notes=notes,
     )
     made.uid = str(row.get("uuid") or "")
@@ -559,8 +559,12 @@ def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
         "finish_reason": stopped if isinstance(stopped, str) else None,
         "tools": _list(row.get("tool_defs") or row.get("oai_tools")) or None,
         "sampling": _dict(row.get("sampling_args")) or None,
-        "label": plain(row.get("answer")),
-        "info": {**plain(_dict(row.get("info"))), **plain(rest), **({"error": plain(error)} if error else {})},
+        "label": json_safe(row.get("answer")),
+        "info": {
+            **json_safe(_dict(row.get("info"))),
+            **json_safe(rest),
+            **({"error": json_safe(error)} if error else {}),
+        },
         "evaluation": where.evaluation,
     }
     tokens = _turn_tokens(_list(row.get("trajectory")))
@@ -681,10 +685,10 @@ def _common(trace: Row, episode: Row, where: Where) -> dict[str, Any]:
         "advantage": number(info.get("advantage")),
         "status": status,
         "finish_reason": finish if isinstance(finish, str) else None,
-        "label": plain(data.get("answer")),
+        "label": json_safe(data.get("answer")),
         "tools": _list(trace.get("tools")) or None,
         "sampling": _dict(calls[-1].get("sampling")) or None if calls else None,
-        "info": {**plain(info), **plain(kept), "task": plain(data), "env": env},
+        "info": {**json_safe(info), **json_safe(kept), "task": json_safe(data), "env": env},
         "evaluation": (kind == "eval" and run.get("type") == "train") or where.evaluation,
     }
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollbook.core.errors import WireError
 from rollbook.inspect.images import Where, picture, pictured
-from rollbook.inspect.serialization import plain
+from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import Picture, Segment, Trajectory, derive, prompt_hash, segments_of
 
 _EAST = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
@@ -138,7 +138,7 @@ def chat(
     notes: list[str] = list(fields.pop("notes", ()))
     seen: dict[str, Picture] = {}
     parts = message_parts(messages, where, notes, seen, spoken)
-    made = from_parts(parts, messages=plain(pictured(messages, seen)), notes=notes, **fields)
+    made = from_parts(parts, messages=json_safe(pictured(messages, seen)), notes=notes, **fields)
     made.prompt_text, made.response_text = made.text[: made.prompt_end], made.text[made.prompt_end :]
     turns = sum(1 for m in messages if isinstance(m, dict) and m.get("role") == "assistant")
     made.kind = "multi_turn" if turns > 1 else "single_turn"
@@ -364,7 +364,7 @@ def _content(
             source = item.get("image_url", item.get("image", item.get("source")))
             made.append(_picture_part(source, role, said, where, notes, seen))
         else:
-            shown = json.dumps(plain(item if isinstance(item, dict) else {"content": item}), ensure_ascii=False)
+            shown = json.dumps(json_safe(item if isinstance(item, dict) else {"content": item}), ensure_ascii=False)
             made.append(Part(shown, role, "text", name, said))
     return made
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from rollbook.core.errors import WireError
+from rollbook.core.errors import RollbookError, WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.trxp import MAGIC as TRXP
@@ -55,7 +55,7 @@ from rollbook.inspect.files.stores import (
 )
 from rollbook.inspect.images import Where
 from rollbook.inspect.records import record_json
-from rollbook.inspect.serialization import plain
+from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import Trajectory
 from rollbook.io import formats, trinity_sqlite
 from rollbook.io.formats import _columns
@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 # --- formats --------------------------------------------------------------------------------------------------------
 
 
-class Unknown(ValueError):
-    """A file that is none of those that are read here."""
+class UnknownFormatError(RollbookError, ValueError):
+    """Raised for a file or folder in none of the known formats."""
 
 
 class Family(NamedTuple):
@@ -109,14 +109,14 @@ def family_of(path: str, name: str) -> tuple[str, Store]:
     if head[:2] == b"PK":
         return _archive(path, name)
     if (head[:1] == b"\x80" and len(head) > 1 and head[1] < 6) or name.lower().endswith(_PICKLES):
-        raise Unknown("a pickle (.pt, .pkl) runs whatever its writer wants when it is read, and is not read")
+        raise UnknownFormatError("a pickle (.pt, .pkl) runs whatever its writer wants when it is read, and is not read")
     if head.startswith(FRAME):
         return "frames", records.Frames(path)
     if head.startswith(TRXP):
         return "trxp", records.Payloads(path)
     if head.startswith(b"SQLite format 3\0"):
         if not trinity_sqlite.tables(path):
-            raise Unknown("an SQLite database without a table of Trinity's")
+            raise UnknownFormatError("an SQLite database without a table of Trinity's")
         return "trinity-sqlite", _database(path)
     if head.startswith(b"PAR1"):
         family = of_keys(_columns(path), "parquet")
@@ -128,14 +128,14 @@ def family_of(path: str, name: str) -> tuple[str, Store]:
         return _array(path)
     if first == b"{":
         return _objects(path)
-    raise Unknown(f"bytes that begin {head[:16]!r}")
+    raise UnknownFormatError(f"bytes that begin {head[:16]!r}")
 
 
 def _database(path: str) -> Store:
     store = records.Database(path)
     for _, _, row in store.scan(False):
         if isinstance(row, records.OldPickle):
-            raise Unknown(str(row))
+            raise UnknownFormatError(str(row))
         break
     return records.Database(path)
 
@@ -145,7 +145,7 @@ def _dataset(path: str) -> tuple[str, Store]:
         with pa.memory_map(path) as file, pa.ipc.open_stream(file) as stream:
             names = stream.schema.names
     except (pa.ArrowException, OSError) as error:
-        raise Unknown(f"an Arrow file that cannot be read: {error}") from None
+        raise UnknownFormatError(f"an Arrow file that cannot be read: {error}") from None
     family = of_keys(dict.fromkeys(names), "parquet")
     own = family == "parquet"
     return "hf" if own else family, records.Arrow(path, records.of_batch if own else dicts)
@@ -156,12 +156,14 @@ def _archive(path: str, name: str) -> tuple[str, Store]:
         with zipfile.ZipFile(path) as archive:
             names = set(archive.namelist())
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-        raise Unknown(f"a zip archive that cannot be read: {error}") from None
+        raise UnknownFormatError(f"a zip archive that cannot be read: {error}") from None
     if any(each.endswith((".pkl", "/data.pkl")) for each in names):
-        raise Unknown("a file of torch.save (.pt), a pickle that runs whatever its writer wants, is not read")
+        raise UnknownFormatError(
+            "a file of torch.save (.pt), a pickle that runs whatever its writer wants, is not read"
+        )
     if "header.json" in names or "_journal/start.json" in names:
         return "inspect", Members(path, r"samples/[^/]+\.json", ("header.json", "_journal/start.json"))
-    raise Unknown("a zip archive without the header.json of an inspect log")
+    raise UnknownFormatError("a zip archive without the header.json of an inspect log")
 
 
 def _array(path: str) -> tuple[str, Store]:
@@ -172,12 +174,12 @@ def _array(path: str) -> tuple[str, Store]:
         try:
             span = next(elements(data, begin), None)
         except WireError:
-            raise Unknown("a JSON array whose first object is not complete") from None
+            raise UnknownFormatError("a JSON array whose first object is not complete") from None
         if span is None:
-            raise Unknown("a JSON array without objects")
+            raise UnknownFormatError("a JSON array without objects")
         row = parse(data[span[0] : span[1]])
     if not isinstance(row, dict):
-        raise Unknown("a JSON array, not of objects")
+        raise UnknownFormatError("a JSON array, not of objects")
     return of_keys(row, "jsonl"), store
 
 
@@ -196,14 +198,14 @@ def _objects(path: str) -> tuple[str, Store]:
     if isinstance(row, dict) and not _is_inspect(row):
         return of_keys(row, "jsonl"), Lines(path)
     if os.path.getsize(path) > MAX_JSON:
-        raise Unknown(f"JSON of more than {MAX_JSON} bytes that is not one object a line")
+        raise UnknownFormatError(f"JSON of more than {MAX_JSON} bytes that is not one object a line")
     with open(path, "rb") as file:
         head = file.read(1 << 20)
     if b'"eval"' in head and (b'"samples"' in head or b'"status"' in head or isinstance(row, dict)):
         return "inspect", Elements(path, "samples")
     if row is None:
-        raise Unknown(f"JSON whose first line is no object: {why}")
-    raise Unknown(f"a JSON object with the keys {', '.join(sorted(map(str, row))[:20])}")
+        raise UnknownFormatError(f"JSON whose first line is no object: {why}")
+    raise UnknownFormatError(f"a JSON object with the keys {', '.join(sorted(map(str, row))[:20])}")
 
 
 def _is_inspect(row: Row) -> bool:
@@ -211,7 +213,7 @@ def _is_inspect(row: Row) -> bool:
 
 
 def of_keys(row: dict[str, Any], own: str) -> str:
-    """The family of a row's keys (of a Parquet file, with no values); `Unknown` names them.
+    """The family of a row's keys (of a Parquet file, with no values); `UnknownFormatError` names them.
 
     >>> of_keys({"input": "2 + 2", "output": "4", "score": 1.0, "step": 3}, "jsonl")
     'verl'
@@ -235,7 +237,7 @@ def of_keys(row: dict[str, Any], own: str) -> str:
         return formats._of_keys("", row, own, "")
     except ValueError:
         shown = ", ".join(sorted(keys)[:20])
-        raise Unknown(f"rows with the keys {shown}") from None
+        raise UnknownFormatError(f"rows with the keys {shown}") from None
 
 
 # --- the source -----------------------------------------------------------------------------------------------------
@@ -308,7 +310,7 @@ class FileSource:
         families = [file.family for file in self._files.values() if file.family]
         if not families:
             self.close()
-            raise Unknown(self._nothing())
+            raise UnknownFormatError(self._nothing())
         self.kind = max(dict.fromkeys(families), key=families.count)
 
     def _begin(self) -> None:
@@ -370,7 +372,7 @@ class FileSource:
             file.family, file.store = family_of(path, file.name)
             file.stamp = ()
             self._troubles.pop(file.name, None)
-        except Unknown as error:
+        except UnknownFormatError as error:
             self._troubles[file.name] = str(error)
             return
         except (WireError, OSError) as error:
@@ -611,7 +613,7 @@ class FileSource:
         at, a, b, sub = self._place(self._uids[uid])
         file = self._in_order[at]
         row = self._fetched(file, [(a, b)])[a, b]
-        held = record_json(row["record"]) if isinstance(row.get("record"), Experiences) else plain(row)
+        held = record_json(row["record"]) if isinstance(row.get("record"), Experiences) else json_safe(row)
         return {"file": shown(file.name), "uid": uid, **({"part": sub} if sub else {}), "row": held}
 
     def media(self, sha256: str) -> tuple[bytes, str] | None:
