@@ -55,7 +55,7 @@ def test_what_is_printed() -> None:
     assert any("and 3 more" in line for line in text)
     assert "Could not be judged:" in text
     assert "  stale-data: no record says which policy version made it" in text
-    assert "Well:" not in text
+    assert "Passed:" not in text
     assert all(len(line) <= 60 for line in text if line.startswith("  What") or "do something" in line)
 
 

@@ -18,9 +18,9 @@ from rollbook.core.terminal import FOUND, OK, print_json, printable, size, wrapp
 
 def check(options: argparse.Namespace) -> int:
     if options.repair and options.quick:
-        raise ValueError("check: got --repair and --quick, expected one of them: a repair looks at every byte")
+        raise ValueError("check: got --repair and --quick, expected one of them: a repair reads every byte")
     if options.offer and not options.repair:
-        raise ValueError("check: got --offer, expected --repair with it: checking alone changes nothing")
+        raise ValueError("check: --offer requires --repair")
     if options.repair:
         from rollbook.book.repairing import repair
 
@@ -38,41 +38,43 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _print_report(report: Any) -> None:
-    for each in report.repaired:
-        print(wrapped(f"repaired  {each.kind}: {printable(each.where)}: {printable(each.what)}", 10))
+    for finding in report.repaired:
+        print(wrapped(f"repaired  {finding.kind}: {printable(finding.where)}: {printable(finding.what)}", 10))
     remedies: dict[str, str] = {}
-    for each in report.findings:
-        print(wrapped(f"{each.severity:9} {each.kind}: {printable(each.where)}: {printable(each.what)}", 10))
-        remedies.setdefault(each.kind, each.remedy)
+    for finding in report.findings:
+        print(
+            wrapped(f"{finding.severity:9} {finding.kind}: {printable(finding.where)}: {printable(finding.what)}", 10)
+        )
+        remedies.setdefault(finding.kind, finding.remedy)
     for title, counts, listed in (
         ("repaired", report.repairs, report.repaired),
         ("found", report.counts, report.findings),
     ):
         for kind, count in counts.items():
-            rest = count - sum(each.kind == kind for each in listed)
+            rest = count - sum(finding.kind == kind for finding in listed)
             if rest > 0:
                 print(f"{title}: {rest} more of kind {kind}")
     for kind, remedy in remedies.items():
         print(wrapped(f"help for {kind}: {remedy}", 2))
     if report.aside is not None:
-        print(f"as it was before: {report.aside}")
+        print(f"copy of what was there before: {report.aside}")
     looked = f"{report.records} records, {report.media} media, {report.segments} segments, {size(report.bytes)}"
-    print(f"{'ok' if report.ok else 'not well'}: {looked}")
+    print(f"{'ok' if report.ok else 'problems found'}: {looked}")
 
 
 def export(options: argparse.Namespace) -> int:
     """Write records to a file, or some of them as a page."""
     if not options.overwrite and os.path.lexists(options.out):
-        raise FileExistsError(f"{options.out}: is there already; --overwrite replaces it")
+        raise FileExistsError(f"{options.out}: already exists; --overwrite replaces it")
     folder = os.path.dirname(os.path.abspath(options.out))
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{options.out}: there is no folder {folder}")
+        raise FileNotFoundError(f"{options.out}: no such folder: {folder}")
     if options.format == "html" or (options.format is None and options.out.endswith((".html", ".htm"))):
         return _page(options)
-    given = [f"--{name.replace('_', '-')}" for name in _PAGE if getattr(options, name)]
-    given += ["--theme"] * (options.theme != "auto") + ["--max-mb"] * (options.max_mb is not None)
-    if given:
-        raise ValueError(f"{', '.join(given)}: for HTML pages alone, expected OUT to end in .html, or --format html")
+    misplaced = [f"--{name.replace('_', '-')}" for name in _PAGE if getattr(options, name)]
+    misplaced += ["--theme"] * (options.theme != "auto") + ["--max-mb"] * (options.max_mb is not None)
+    if misplaced:
+        raise ValueError(f"{', '.join(misplaced)}: only for HTML pages (OUT ending in .html, or --format html)")
     from rollbook.book import open as open_book
 
     with open_book(book_at(options.path), "r") as book:
@@ -90,18 +92,18 @@ _PAGE = ("id", "where", "redact", "no_images", "title", "tokenizer")
 
 
 def _page(options: argparse.Namespace) -> int:
-    from rollbook.cli.run import opened, uid_of
+    from rollbook.cli.run import open_run, resolve_uid
     from rollbook.inspect.html_export import write_html
 
     if bool(options.id) == bool(options.where):
-        raise ValueError("export: an HTML page shows trajectories: expected --id ID (one or more), or --where FILTER")
-    with opened(options.path, options.tokenizer, ids=options.id or None) as run:
+        raise ValueError("export: an HTML page needs trajectories: expected --id ID (one or more) or --where FILTER")
+    with open_run(options.path, options.tokenizer, ids=options.id or None) as run:
         chosen: dict[str, Any] = {"filter": options.where}
         if options.id:
             groups = [i for i in options.id if run.index.query("SELECT 1 FROM samples WHERE gid = ? LIMIT 1", [i])]
             if groups and len(options.id) > 1:
-                raise ValueError(f"--id: got {len(options.id)} of which {groups[0]!r} is a group, expected it alone")
-            chosen = {"gid": groups[0]} if groups else {"uids": [uid_of(run.index, each) for each in options.id]}
+                raise ValueError(f"--id: {groups[0]!r} is a group, expected no other ids")
+            chosen = {"gid": groups[0]} if groups else {"uids": [resolve_uid(run.index, uid) for uid in options.id]}
         done = write_html(
             options.out,
             run.source,
@@ -113,12 +115,12 @@ def _page(options: argparse.Namespace) -> int:
             max_mb=options.max_mb,
             theme=options.theme,
         )
-    told = {name: getattr(done, name) for name in ("trajectories", "images", "redactions", "size")}
+    counts = {name: getattr(done, name) for name in ("trajectories", "images", "redactions", "size")}
     if options.json:
-        print_json(told)
+        print_json(counts)
     else:
         print(
-            f"wrote {options.out}: {done.trajectories} trajectories, {done.images} pictures, {size(done.size)}"
+            f"wrote {options.out}: {done.trajectories} trajectories, {done.images} images, {size(done.size)}"
             + (f", {done.redactions} blacked out" if options.redact else "")
         )
     return OK
@@ -126,7 +128,7 @@ def _page(options: argparse.Namespace) -> int:
 
 def import_(options: argparse.Namespace) -> int:
     if not os.path.lexists(options.source):
-        raise FileNotFoundError(f"{options.source}: there is no such file")
+        raise FileNotFoundError(f"{options.source}: no such file")
     path = book_at(options.path)
     folder = os.path.abspath(os.path.expanduser(path))
     if path == "memory:" or "://" in path or os.path.lexists(os.path.join(folder, LEDGER)):
@@ -138,7 +140,7 @@ def import_(options: argparse.Namespace) -> int:
     if options.json:
         print_json({name: getattr(done, name) for name in done.__slots__})
     else:
-        print(f"admitted {done.admitted} records; {done.known} were known, of which {done.revised} got new fields")
+        print(f"imported {done.admitted} records; {done.known} were known, {done.revised} of them got new fields")
     return OK
 
 
@@ -187,8 +189,8 @@ def compact(options: argparse.Namespace) -> int:
     else:
         freed = f"{size(done.before)} became {size(done.after)}"
         print(f"{freed}: {done.removed} segments removed, {done.records} records moved, {done.purged} records purged")
-        for name, what in done.damaged.items():
-            print(f"damaged: {name}: {printable(what)}", file=sys.stderr)
+        for name, damage in done.damaged.items():
+            print(f"damaged: {name}: {printable(damage)}", file=sys.stderr)
         for name, reason in done.pending.items():
             print(wrapped(f"pending: {name} holds deleted or redacted bytes; {reason}", 2), file=sys.stderr)
     return FOUND if done.damaged or done.pending else OK

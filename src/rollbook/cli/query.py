@@ -18,65 +18,69 @@ from rollbook.core.terminal import OK, figure, print_json, print_table, printabl
 
 
 def ls(options: argparse.Namespace) -> int:
-    """List a book's contents, the runs of a folder, or the samples that meet a condition."""
-    if any(given is not None for given in (options.where, options.sort, options.limit)):
+    """List the contents of a book, the runs of a folder, or the samples that match a filter."""
+    if any(option is not None for option in (options.where, options.sort, options.limit)):
         return _samples(options)
     path = options.path if _is_shared(options.path) else book_at(os.path.expanduser(options.path))
     if _is_shared(path) or os.path.lexists(os.path.join(path, LEDGER)):
-        told = _told(path)
+        summary = _summarize(path)
         if options.json:
-            print_json(told)
+            print_json(summary)
             return OK
         for name in (*_SUMMARY, "policy_version", "segments", "bytes", "made"):
-            shown = size(told[name]) if name == "bytes" and told[name] is not None else told[name]
+            shown = size(summary[name]) if name == "bytes" and summary[name] is not None else summary[name]
             if shown is not None:
                 print(f"{name.replace('_', ' '):19}{printable(shown)}")
-        if told["checkpoints"]:
-            print(wrapped(f"{'checkpoints':19}{printable(', '.join(told['checkpoints']))}", 19))
-        rows = [[each[name] for name in STATES] for each in told["consumers"]]
+        if summary["checkpoints"]:
+            print(wrapped(f"{'checkpoints':19}{printable(', '.join(summary['checkpoints']))}", 19))
+        rows = [[entry[name] for name in STATES] for entry in summary["consumers"]]
         if rows:
             print()
             print_table(STATES, rows)
         return OK
     if not os.path.isdir(path):
         if not os.path.lexists(path):
-            raise FileNotFoundError(f"{path}: there is no such folder or file")
+            raise FileNotFoundError(f"{path}: no such file or folder")
         return _rollouts(options)
-    found = []
+    runs = []
     for name, book in _runs(path):
         try:
-            found.append({"name": name, **_told(book)})
+            runs.append({"name": name, **_summarize(book)})
         except (ValueError, OSError) as error:
             denied = isinstance(error, PermissionError)
-            found.append({"name": name, "error": "permission denied" if denied else str(error)})
-    if not found and any(os.scandir(path)):
+            runs.append({"name": name, "error": "permission denied" if denied else str(error)})
+    if not runs and any(os.scandir(path)):
         try:
             return _rollouts(options)
         except (ValueError, OSError):
             pass  # a folder of something else
     if options.json:
-        print_json(found)
-    elif not found:
+        print_json(runs)
+    elif not runs:
         print("no runs or books here")
     else:
         names = ("steps", "records", "reward", "evaluation_reward", "written")
         rows = [
-            [each["name"], *(figure(each.get(name)) for name in names[:-1]), each.get("error") or each.get("written")]
-            for each in found
+            [
+                entry["name"],
+                *(figure(entry.get(name)) for name in names[:-1]),
+                entry.get("error") or entry.get("written"),
+            ]
+            for entry in runs
         ]
         print_table(("run", "steps", "records", "last reward", "evaluation", "written"), rows, right=range(1, 5))
     return OK
 
 
 _DEPTH = 3
-"""How many levels below a folder runs are looked for."""
+"""Levels below a folder that are searched for runs."""
 _SUMMARY = ("steps", "records", "evaluation", "reward", "evaluation_reward", "written")
 
 
 def _runs(folder: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
-    """The name and the book of each run in a folder, by name; links are not followed."""
+    """Yield the name and the book of each run in a folder, by name; links are not followed."""
     with os.scandir(folder) as entries:
-        inside = sorted(each.name for each in entries if each.is_dir(follow_symlinks=False) and each.name[0] != ".")
+        inside = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != ".")
     for name in inside:
         path = os.path.join(folder, name)
         book = book_at(path)
@@ -84,41 +88,41 @@ def _runs(folder: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
             yield name, book
         elif depth > 1:
             try:
-                yield from ((f"{name}/{below}", found) for below, found in _runs(path, depth - 1))
+                yield from ((f"{name}/{below}", below_book) for below, below_book in _runs(path, depth - 1))
             except PermissionError:
                 yield name, path  # whose ledger cannot be opened either
 
 
 def _rollouts(options: argparse.Namespace) -> int:
-    """Tell what saved rollouts hold."""
-    from rollbook.cli.run import opened
+    """Summarize saved rollouts."""
+    from rollbook.cli.run import open_run
 
-    with opened(options.path) as run:
-        told = run.answers.run()
-    known = {name: told[name] for name in ("kind", "records", "evaluation", "groups")}
-    first, last = told["steps"]["first"], told["steps"]["last"]
+    with open_run(options.path) as run:
+        run_info = run.answers.run()
+    counts = {name: run_info[name] for name in ("kind", "records", "evaluation", "groups")}
+    first, last = run_info["steps"]["first"], run_info["steps"]["last"]
     if options.json:
-        print_json({**known, "steps": None if first is None else [first, last]})
+        print_json({**counts, "steps": None if first is None else [first, last]})
         return OK
-    for name, value in {**known, "steps": None if first is None else f"{first} to {last}"}.items():
+    for name, value in {**counts, "steps": None if first is None else f"{first} to {last}"}.items():
         if value is not None:
             print(f"{name:15}{printable(value)}")
     return OK
 
 
 def _samples(options: argparse.Namespace) -> int:
-    from rollbook.cli.run import opened, sample_table
+    from rollbook.cli.run import open_run, sample_table
 
-    with opened(options.path) as run:
+    with open_run(options.path) as run:
         order, most = options.sort or "n", options.limit or 50
-        found = run.answers.list(view="samples", filter=options.where, sort=order, limit=most)
+        page = run.answers.list(view="samples", filter=options.where, sort=order, limit=most)
     if options.json:
-        print_json(found["rows"])
+        print_json(page["rows"])
         return OK
-    for line in sample_table(found["rows"], ("step",)):
+    for line in sample_table(page["rows"], ("step",)):
         print(line)
-    if found["total"] > len(found["rows"]):
-        print(styled(f"{len(found['rows'])} of {found['total']:,}; --limit N shows more", "dim"))
+    if page["total"] > len(page["rows"]):
+        print(styled(f"{len(page['rows'])} of {page['total']:,}; --limit N shows more", "dim"))
     return OK
 
 
@@ -129,30 +133,30 @@ def _is_shared(path: str) -> bool:
     return path.startswith(POSTGRES)
 
 
-def _told(path: str) -> dict[str, Any]:
-    """What the ledger says of the whole; nothing but the ledger's own modules is loaded."""
+def _summarize(path: str) -> dict[str, Any]:
+    """Summarize a book from its ledger, loading only the ledger's modules."""
     if _is_shared(path):
         from rollbook.book import open as open_book
 
         with open_book(path, "r") as book:
-            told = _from_ledger(book.ledger)
+            summary = _from_ledger(book.ledger)
             sizes = book.shelf.segments()
-        return {**told, "segments": len(sizes), "bytes": sum(sizes.values())}
+        return {**summary, "segments": len(sizes), "bytes": sum(sizes.values())}
     from pathlib import Path
 
     from rollbook.book.ledger import SQLiteLedger
 
     ledger = SQLiteLedger(Path(path) / "ledger.sqlite", read_only=True)
     try:
-        told = _from_ledger(ledger)
+        summary = _from_ledger(ledger)
     finally:
         ledger.close()
     parts = os.path.join(path, "segments")
     sizes = {}
     if os.path.isdir(parts) and not os.path.islink(parts):
         with os.scandir(parts) as entries:
-            sizes = {each.name: each.stat(follow_symlinks=False).st_size for each in entries}
-    return {**told, "segments": len(sizes), "bytes": sum(sizes.values())}
+            sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+    return {**summary, "segments": len(sizes), "bytes": sum(sizes.values())}
 
 
 def _from_ledger(ledger: Any) -> dict[str, Any]:
@@ -180,7 +184,7 @@ def _from_ledger(ledger: Any) -> dict[str, Any]:
             step, reward = _last(tx, 0)
             evaluation_reward = _last(tx, 1)[1]
     except sqlite3.Error as error:
-        raise ValueError(f"the ledger cannot be read: {error}; `rollbook check` says more") from None
+        raise ValueError(f"the ledger cannot be read: {error}; `rollbook check` gives details") from None
     count = {(consumer, state): n for consumer, state, n in tallies}
     return {
         "steps": logged[0][0] if logged else step,
@@ -205,12 +209,12 @@ def _from_ledger(ledger: Any) -> dict[str, Any]:
 
 
 def _last(tx: Any, evaluation: int) -> tuple[int | None, float | None]:
-    """The training step and the mean reward of the last records, for training or for evaluation."""
-    kept = f"evaluation = {evaluation} AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
-    rows = tx.all(f"SELECT batch, version_min FROM records WHERE {kept} ORDER BY seq DESC LIMIT 1")
+    """Return the training step and the mean reward of the last records, for training or for evaluation."""
+    present = f"evaluation = {evaluation} AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+    rows = tx.all(f"SELECT batch, version_min FROM records WHERE {present} ORDER BY seq DESC LIMIT 1")
     if not rows:
         return None, None
-    mean = tx.one(f"SELECT AVG(reward) FROM records WHERE batch = ? AND {kept}", (rows[0][0],))[0]
+    mean = tx.one(f"SELECT AVG(reward) FROM records WHERE batch = ? AND {present}", (rows[0][0],))[0]
     return step_of(*rows[0]), mean
 
 
@@ -230,28 +234,28 @@ def history(options: argparse.Namespace) -> int:
     from rollbook.book import open as open_book
 
     with open_book(book_at(options.path), "r") as book:
-        entries = book.history(_whole(book, options.uid))
+        entries = book.history(_resolve_uid(book, options.uid))
     names = ("time", "kind", "reason", "consumer", "step", "lease", "detail")
     if options.json:
         print_json([{name: getattr(entry, name) for name in names} for entry in entries])
     else:
-        rows = [[when(each.time), *(getattr(each, name) for name in names[1:-1])] for each in entries]
-        told = [json.dumps(each.detail, default=str) if each.detail else None for each in entries]
-        print_table(names, [[*row, detail] for row, detail in zip(rows, told, strict=True)])
+        rows = [[when(event.time), *(getattr(event, name) for name in names[1:-1])] for event in entries]
+        details = [json.dumps(event.detail, default=str) if event.detail else None for event in entries]
+        print_table(names, [[*row, detail] for row, detail in zip(rows, details, strict=True)])
     return OK
 
 
-def _whole(book: Any, uid: str) -> str:
-    """The uid that begins so, if there is but one; `3/12/0` is run 0 of a task before it is another beginning."""
+def _resolve_uid(book: Any, uid: str) -> str:
+    """Return the only uid with this prefix; `3/12/0` is run 0 of a task before it is another prefix."""
     with book.ledger.read() as tx:
         for beginning in (uid, f"{uid}/", uid):
             last = beginning + "\U0010ffff"
             rows = tx.all("SELECT uid FROM records WHERE uid >= ? AND uid < ? ORDER BY uid LIMIT 9", (beginning, last))
-            found = [str(each) for (each,) in rows if str(each).startswith(beginning)]
-            if uid in found:
+            uids = [str(candidate) for (candidate,) in rows if str(candidate).startswith(beginning)]
+            if uid in uids:
                 return uid
-            if len(found) == 1:
-                return found[0]
-    if found:
-        raise ValueError(f"uid: got {uid!r}, which {len(found)} or more begin with: {', '.join(found)}")
+            if len(uids) == 1:
+                return uids[0]
+    if uids:
+        raise ValueError(f"uid: {uid!r} is ambiguous: {len(uids)} or more begin with it: {', '.join(uids)}")
     return uid

@@ -24,8 +24,8 @@ LEDGER = "ledger.sqlite"
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """What there is to ask."""
+class OpenRun:
+    """A run with its index."""
 
     source: Source
     index: Index
@@ -33,7 +33,7 @@ class Opened:
 
 
 def book_at(path: str) -> str:
-    """The address of the book that a command is given: of a run's folder, the book in it.
+    """Return the address of the book at `path`: for the folder of a run, the book in it.
 
     >>> book_at("postgresql://host/database"), book_at("some/book")
     ('postgresql://host/database', 'some/book')
@@ -44,13 +44,13 @@ def book_at(path: str) -> str:
 
 
 @contextlib.contextmanager
-def opened(
+def open_run(
     path: str,
     tokenizer: str | None = None,
     *,
     ids: Sequence[str] | None = None,
     spans: Callable[[BookSource], Sequence[tuple[int | None, int | None]]] | None = None,
-) -> Iterator[Opened]:
+) -> Iterator[OpenRun]:
     """Open a run and index it.
 
     Args:
@@ -70,25 +70,25 @@ def opened(
             elif spans is not None:
                 source.seqs = source.seqs_in(spans(source))
         load(source, index)
-        yield Opened(source, index, Answers(source, index))
+        yield OpenRun(source, index, Answers(source, index))
 
 
-def uid_of(index: Index, what: str) -> str:
-    """The uid that is meant: the whole of it, or a beginning that no other has."""
-    if index.query("SELECT 1 FROM samples WHERE uid = ?", [what]):
-        return what
-    # `42/1089/6` is run 6 of a task before it is the beginning of run 60.
-    for beginning in (f"{what}/", what):
-        found = index.query(
+def resolve_uid(index: Index, prefix: str) -> str:
+    """Return the uid that equals `prefix`, or the only one that begins with it."""
+    if index.query("SELECT 1 FROM samples WHERE uid = ?", [prefix]):
+        return prefix
+    # `42/1089/6` is run 6 of a task before it is a prefix of run 60.
+    for beginning in (f"{prefix}/", prefix):
+        matches = index.query(
             "SELECT uid FROM samples WHERE substr(uid, 1, ?) = ? ORDER BY n LIMIT 9", [len(beginning), beginning]
         )
-        if len(found) == 1:
-            return str(found[0][0])
-        if found:
-            listed = ", ".join(uid for (uid,) in found[:8])
-            raise ValueError(f"id: got {what!r}, which {len(found)} or more begin with: {listed}")
+        if len(matches) == 1:
+            return str(matches[0][0])
+        if matches:
+            listed = ", ".join(uid for (uid,) in matches[:8])
+            raise ValueError(f"id: {prefix!r} is ambiguous: {len(matches)} or more begin with it: {listed}")
     raise ValueError(
-        f"id: got {what!r}, which is no trajectory or group here; `rollbook ls PATH --where ...` lists them"
+        f"id: {prefix!r} is not a trajectory or group of this run; `rollbook ls PATH --where ...` lists them"
     )
 
 
@@ -115,9 +115,11 @@ def sample_table(rows: Sequence[dict[str, Any]], more: Sequence[str] = ()) -> It
         lines.append(
             [printable(row["uid"]), *cells, row["status"], row["state"], tail(printable(row["closing"] or ""))]
         )
-    whole = sum(max(width(line[i]) for line in (names, *lines)) + 1 for i in range(len(names) - 1)) + len(names[-1])
+    total_width = sum(max(width(line[i]) for line in (names, *lines)) + 1 for i in range(len(names) - 1)) + len(
+        names[-1]
+    )
     short = [line[0].rpartition("/")[0] for line in lines]
-    if whole > columns() and len(set(short)) == len(short):
+    if total_width > columns() and len(set(short)) == len(short):
         lines = [[name, *line[1:]] for name, line in zip(short, lines, strict=True)]
     yield from table(
         names,

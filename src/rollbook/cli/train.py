@@ -16,24 +16,24 @@ from rollbook.core.terminal import FOUND, OK, columns, cut, figure, print_json, 
 
 
 def train(options: argparse.Namespace) -> int:
-    """Train as a file, a recipe and the arguments say."""
+    """Train a configuration: a file or a recipe, with overrides."""
     from rollbook.train.config import effective, recipes, shown
 
     if options.recipes:
-        known = recipes()
+        paths = recipes()
         if options.json:
-            print(json.dumps(list(known)))
+            print(json.dumps(list(paths)))
         else:
-            width = max(map(len, known))
-            for recipe, path in known.items():
+            width = max(map(len, paths))
+            for recipe, path in paths.items():
                 print(f"{recipe:<{width}}  {path.read_text().partition(chr(10))[0].removeprefix('# ')}")
         return OK
     name: str | None = options.config
     changes = list(options.changes)
     if name is not None and "=" in name:
         name, changes = None, [name, *changes]
-    given: dict[str, Any] = {"out": options.out, "seed": options.seed, "steps": options.steps}
-    changes += [f"{key}={value}" for key, value in given.items() if value is not None]
+    overrides: dict[str, Any] = {"out": options.out, "seed": options.seed, "steps": options.steps}
+    changes += [f"{key}={value}" for key, value in overrides.items() if value is not None]
     config = effective(name, [*changes, *(["overwrite=true"] if options.overwrite else [])])
     if options.show_config:
         print(json.dumps(config.to_dict()) if options.json else shown(config), end="\n" if options.json else "")
@@ -46,17 +46,17 @@ def train(options: argparse.Namespace) -> int:
     try:
         outcome = run(config)
     except (Exhausted, Fruitless, NotFinite, RewardError) as error:
-        raise ValueError(f"{error} (the same command goes on from the last checkpoint)") from error
+        raise ValueError(f"{error} (the same command continues from the last checkpoint)") from error
     if options.json:
-        found: dict[str, Any] = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
-        for when, one in (("before", outcome.before), ("after", outcome.after)):
-            found[when] = None if one is None else one.metrics()
-        print(json.dumps(found))
+        summary: dict[str, Any] = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
+        for when, evaluation in (("before", outcome.before), ("after", outcome.after)):
+            summary[when] = None if evaluation is None else evaluation.metrics()
+        print(json.dumps(summary))
     return OK
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Evaluate a model on a configuration's held-out prompts."""
+    """Evaluate a model on the held-out prompts of a configuration."""
     from rollbook.models.loading import transformers_module
     from rollbook.train import saving
     from rollbook.train.config import effective
@@ -74,11 +74,11 @@ def evaluate(options: argparse.Namespace) -> int:
         config = config / CONFIG
     changes = [*options.changes, *([] if model is None else [f"model.path={model}"])]
     transformers_module().utils.logging.disable_progress_bar()
-    found = evaluate_model(effective(config, changes), step)
+    evaluation = evaluate_model(effective(config, changes), step)
     if options.json:
-        print_json(found.metrics())
+        print_json(evaluation.metrics())
     else:
-        print(f"{printable(model or 'the model of the configuration')}: {evaluation_line(found.metrics())}")
+        print(f"{printable(model or 'the model of the configuration')}: {evaluation_line(evaluation.metrics())}")
     return OK
 
 
@@ -86,7 +86,7 @@ _STYLES = {"same": ("green",), "differs by rounding": ("yellow",), "differs": ("
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Compute a step of a run again, and compare."""
+    """Recompute a step of a run, and compare."""
     import warnings
 
     from rollbook.models.loading import transformers_module
@@ -94,36 +94,36 @@ def replay(options: argparse.Namespace) -> int:
 
     transformers_module().utils.logging.disable_progress_bar()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # advice, which the run has given already
-        found = replayed(options.path, options.step, options.changes, trust=options.trust)
+        warnings.simplefilter("ignore", UserWarning)  # the run has printed these already
+        outcome = replayed(options.path, options.step, options.changes, trust=options.trust)
     if options.json:
-        print_json(found.to_dict())
-        return OK if found.agrees else FOUND
-    own = f"{found.records:,} records, from {found.checkpoint}"
-    print(styled(f"{printable(str(found.folder))}, step {found.step}", "bold") + f": {own}")
+        print_json(outcome.to_dict())
+        return OK if outcome.agrees else FOUND
+    source = f"{outcome.records:,} records, from {outcome.checkpoint}"
+    print(styled(f"{printable(str(outcome.folder))}, step {outcome.step}", "bold") + f": {source}")
     rows = [
-        [printable(one.what), *map(_shown, (one.recorded, one.recomputed, one.difference)), one.verdict]
-        for one in found.checks
+        [printable(check.what), *map(_shown, (check.recorded, check.recomputed, check.difference)), check.verdict]
+        for check in outcome.checks
     ]
     print()
     for i, line in enumerate(table(("", "recorded", "computed", "difference", "verdict"), rows, right=(1, 2, 3))):
-        verdict = found.checks[i - 1].verdict if i else ""
+        verdict = outcome.checks[i - 1].verdict if i else ""
         print(line[: -len(verdict)] + styled(verdict, *_STYLES[verdict]) if i and line.endswith(verdict) else line)
-    count = Counter(one.verdict for one in found.checks)
+    count = Counter(check.verdict for check in outcome.checks)
     beside = [f"{count[name]} {name}" for name in ("differs by rounding", "not compared") if count[name]]
     more = f" ({', '.join(beside)})".replace("differs ", "") if beside else ""
-    told = [f"{one.what}: {one.note}" for one in found.checks if one.note] + found.notes
+    notes = [f"{check.what}: {check.note}" for check in outcome.checks if check.note] + outcome.notes
     print()
-    for text in told:
+    for text in notes:
         print(f"- {printable(text)}")
-    print(f"- rounding is: up to {found.tolerance}")
-    if found.agrees:
+    print(f"- rounding is: up to {outcome.tolerance}")
+    if outcome.agrees:
         print(styled(f"All of it agrees{more}.", "bold", "green"))
     else:
         print(styled(f"{count['differs']} of {len(rows)} differ{more}.", "bold", "red"))
-    if found.changed is not None:
-        _print_changed(found.changed)
-    return OK if found.agrees else FOUND
+    if outcome.changed is not None:
+        _print_changed(outcome.changed)
+    return OK if outcome.agrees else FOUND
 
 
 def _shown(value: Any) -> str:
@@ -154,11 +154,11 @@ def _print_changed(changed: Any) -> None:
     names = ("", "advantage", "changed", "reward", "changed", "prompt")
     rows = [
         [
-            printable(one.uid),
-            *map(figure, (*one.advantage, *one.reward)),
-            cut(printable(one.prompt), max(20, columns() // 3)),
+            printable(move.uid),
+            *map(figure, (*move.advantage, *move.reward)),
+            cut(printable(move.prompt), max(20, columns() // 3)),
         ]
-        for one in changed.moved
+        for move in changed.moved
     ]
     for line in table(names, rows, right=(1, 2, 3, 4)):
         print(line)

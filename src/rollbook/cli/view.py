@@ -15,7 +15,7 @@ _STYLES = {"high": "red", "medium": "yellow", "low": "blue"}
 
 
 def view(options: argparse.Namespace) -> int:
-    """Serve the pages until the user ends it."""
+    """Serve the viewer until it is interrupted."""
     from rollbook.inspect.server import PORT, serve
 
     serve(
@@ -36,7 +36,7 @@ def view(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Examine a run."""
+    """Check a run for common failure modes."""
     from rollbook.inspect.doctor import Thresholds, examine, format_report
 
     thresholds = Thresholds.of(*options.set)
@@ -47,7 +47,7 @@ def doctor(options: argparse.Namespace) -> int:
     steps = None if options.steps is None else span(options.steps)
     diagnosis = examine(options.path, steps=steps, thresholds=thresholds, evaluation=options.evaluation)
     if not diagnosis.records and steps is not None:
-        raise ValueError(f"--steps: got {options.steps}, of which there is nothing here")
+        raise ValueError(f"--steps: no records in steps {options.steps}")
     if options.json:
         print_json(diagnosis.as_dict())
     else:
@@ -56,17 +56,17 @@ def doctor(options: argparse.Namespace) -> int:
             text = wrapped(line, len(line) - len(line.lstrip(" ")) + 2)
             print(styled(text, "bold", _STYLES[first]) if first in _STYLES else text)
         if not diagnosis.records and not options.evaluation:
-            print(wrapped("\nThere are no records for training here; --evaluation examines those for evaluation."))
+            print(wrapped("\nThere are no training records; --evaluation checks the evaluation records."))
     return diagnosis.status(options.fail_on)
 
 
 def _thresholds(thresholds: Any, options: argparse.Namespace) -> int:
     from rollbook.inspect.doctor.checks import threshold_docs
 
-    found = [(name, getattr(thresholds, name), meaning) for name, meaning in threshold_docs().items()]
+    rows = [(name, getattr(thresholds, name), meaning) for name, meaning in threshold_docs().items()]
     if options.json:
-        print_json([{"name": name, "value": value, "meaning": meaning} for name, value, meaning in found])
+        print_json([{"name": name, "value": value, "meaning": meaning} for name, value, meaning in rows])
     else:
-        for line in table(("threshold", "value", "meaning"), [[n, printable(v), printable(m)] for n, v, m in found]):
+        for line in table(("threshold", "value", "meaning"), [[n, printable(v), printable(m)] for n, v, m in rows]):
             print(line)
     return OK

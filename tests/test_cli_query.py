@@ -190,7 +190,7 @@ def test_tokens_are_listed_with_their_own_numbers(run: str, capsys: pytest.Captu
     assert told["token"] == str(at) and told["id"] == str(record.tokens[at].item()) and told["trained"] == "yes"
     for name, field in (("entropy", record.entropy), ("logprob", record.logprobs), ("advantage", record.advantages)):
         assert float(told[name]) == pytest.approx(field[5].item(), rel=0.01), name
-    assert "expected such as 100:120" in refused(capsys, "show", run, record.eid.uid, "--tokens", "a:b")
+    assert "expected a span such as 100:120" in refused(capsys, "show", run, record.eid.uid, "--tokens", "a:b")
 
 
 def test_colours_are_for_terminals(run: str) -> None:
@@ -251,10 +251,10 @@ def test_nothing_in_a_record_commands_the_terminal(tmp_path: Path, capsys: pytes
 
 
 def test_what_is_not_there_is_said(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no trajectory or group" in refused(capsys, "show", run, "99/1")
-    assert "which 9 or more begin with" in refused(capsys, "show", run, "3")
-    assert "nothing here" in refused(capsys, "show", run, "--step", "99")
-    assert "nothing here" in refused(capsys, "show", run, "--step", "99", "--json")
+    assert "not a trajectory or group" in refused(capsys, "show", run, "99/1")
+    assert "ambiguous: 9 or more begin with it" in refused(capsys, "show", run, "3")
+    assert "no records of step 99" in refused(capsys, "show", run, "--step", "99")
+    assert "no records of step 99" in refused(capsys, "show", run, "--step", "99", "--json")
     assert "entropy" in refused(capsys, "show", run, "3/10/1", "--lens", "entropi")
     assert "expected one of them" in refused(capsys, "show", run, "3/10/1", "--step", "1")
     assert "truncated" in refused(capsys, "ls", run, "--where", "truncate and reward > 1")
@@ -306,19 +306,19 @@ def test_ls_of_rollouts_and_of_anything_else(odd: Path, capsys: pytest.CaptureFi
         assert "records        4" in said(capsys, "ls", str(path))
     assert said(capsys, "ls", str(odd / "other")) == "no runs or books here\n"
     assert "no rollouts" in refused(capsys, "ls", str(odd / "other" / "notes.txt"))
-    assert "no such folder or file" in refused(capsys, "ls", str(odd / "none"))
+    assert "no such file or folder" in refused(capsys, "ls", str(odd / "none"))
 
 
 def test_runs_without_records_for_training(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty, held_out = str(odd / "empty"), str(odd / "eval")
-    assert "nothing in it yet" in said(capsys, "show", empty)
+    assert "no records yet" in said(capsys, "show", empty)
     told = said(capsys, "show", held_out)
     assert "all for evaluation" in told and len(json.loads(said(capsys, "show", held_out, "--json"))["steps"]) == 2
     assert "1/0" in said(capsys, "show", held_out, "--step", "1")
-    assert "eval has no records for training" in refused(capsys, "diff", held_out, held_out)
-    assert "--evaluation examines" in said(capsys, "doctor", held_out)
-    assert "--evaluation examines" not in said(capsys, "doctor", held_out, "--evaluation")
-    assert "nothing here" in refused(capsys, "doctor", held_out, "--steps", "7")
+    assert "eval has no training records" in refused(capsys, "diff", held_out, held_out)
+    assert "--evaluation checks" in said(capsys, "doctor", held_out)
+    assert "--evaluation checks" not in said(capsys, "doctor", held_out, "--evaluation")
+    assert "no records in steps 7" in refused(capsys, "doctor", held_out, "--steps", "7")
 
 
 def test_a_pair_is_shown(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,7 +372,7 @@ def test_a_narrow_terminal_breaks_no_word(
 def test_options_of_one_trajectory_need_one(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     for what in ([], ["3/10"], ["--step", "3"]):
         for option in (["--raw"], ["--tokens", "1:2"], ["--lens", "kl"]):
-            assert f"{option[0]}: of one trajectory" in refused(capsys, "show", run, *what, *option)
+            assert f"{option[0]}: only for one trajectory" in refused(capsys, "show", run, *what, *option)
     last = said(capsys, "show", run, "3/10/1", "--tokens", "-1:").splitlines()[-1]
     assert "<|im_end|>" in last
 
@@ -396,7 +396,7 @@ def test_diff_of_two_spans_and_of_two_runs(run: str, tmp_path: Path, capsys: pyt
     other = story.make(tmp_path / "other", steps=3, groups=3, runs=4, seed=5)
     both = json.loads(said(capsys, "diff", run, other, "--json"))
     assert both["a"]["n"] == 96 and both["b"]["n"] == 36 and both["prompts"]["common"] > 0
-    assert "nothing in the steps of --b" in refused(capsys, "diff", run, "--b", "77")
+    assert "no training records in the steps of --b" in refused(capsys, "diff", run, "--b", "77")
     assert "expected a step such as 7" in refused(capsys, "diff", run, "--a", "early")
 
 
@@ -453,12 +453,12 @@ def test_export_of_a_page(run: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "expected --id ID" in refused(capsys, "export", run, str(tmp_path / "x.html"))
     for option in (["--redact", "a"], ["--theme", "dark"], ["--max-mb", "1"]):
         told = refused(capsys, "export", run, str(tmp_path / "x.jsonl"), *option)
-        assert told.startswith(f"rollbook export: {option[0]}: for HTML pages alone")
+        assert told.startswith(f"rollbook export: {option[0]}: only for HTML pages")
     (tmp_path / "x.jsonl").touch()
     assert "--overwrite replaces it" in refused(capsys, "export", run, str(tmp_path / "x.jsonl"))
     for name in ("x.jsonl", "x.html"):
         far = str(tmp_path / "none" / name)
-        assert f"there is no folder {tmp_path / 'none'}" in refused(
+        assert f"no such folder: {tmp_path / 'none'}" in refused(
             capsys, "export", run, far, *(["--id", "3/10"] * far.endswith("html"))
         )
     assert os.stat(out).st_mode & 0o777 == 0o600
@@ -529,18 +529,18 @@ def test_the_nearest_name_is_offered(arguments: list[str], near: str, capsys: py
         (["completion", "tcsh"], "tcsh"),
         (["ls", "x", "--color", "red"], "red"),
         (["doctor", "x", "--fail-on", "all"], "all"),
-        (["ls", "x", "--limit", "0"], "got '0', expected a whole number from 1 on"),
-        (["show", "x", "--step", "-1"], "got '-1', expected a whole number from 0 on"),
-        (["show", "x", "--step", "9" * 23], f"got '{'9' * 23}', expected a whole number from 0 to {2**63 - 1}"),
-        (["diff", "x", "--texts", "few"], "got 'few', expected a whole number from 0 on"),
-        (["view", "x", "--port", "70000"], "got '70000', expected a whole number from 0 to 65535"),
+        (["ls", "x", "--limit", "0"], "got '0', expected an integer >= 1"),
+        (["show", "x", "--step", "-1"], "got '-1', expected an integer >= 0"),
+        (["show", "x", "--step", "9" * 23], f"got '{'9' * 23}', expected an integer from 0 to {2**63 - 1}"),
+        (["diff", "x", "--texts", "few"], "got 'few', expected an integer >= 0"),
+        (["view", "x", "--port", "70000"], "got '70000', expected an integer from 0 to 65535"),
     ],
 )
 def test_a_value_that_is_none(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     told = capsys.readouterr().err
-    assert ended.value.code == 2 and expected in told and "is no command" not in told
+    assert ended.value.code == 2 and expected in told and "unknown command" not in told
 
 
 def test_text_alone_cannot_be_imported_without_a_tokenizer(
