@@ -83,21 +83,21 @@ class Snapshots:
         limit = min(check_int("limit", limit, 1), MOST)
         begun = time.perf_counter()
         with self._lock:
-            known = self._kept.get(snapshot or "")
-            if known is not None and snapshot is not None and known[0] == view:
+            cached = self._kept.get(snapshot or "")
+            if cached is not None and snapshot is not None and cached[0] == view:
                 self._kept.move_to_end(snapshot)
             else:
-                known = None
+                cached = None
         try:
             with self.index.reading(SECONDS) as read:
-                if known is None:
+                if cached is None:
                     numbers = _numbers(read, view, step, gid, prompt, filter, sort, evaluation, parts)
-                    snapshot, known = secrets.token_hex(8), (view, numbers)
+                    snapshot, cached = secrets.token_hex(8), (view, numbers)
                     with self._lock:
-                        self._kept[snapshot] = known
+                        self._kept[snapshot] = cached
                         while len(self._kept) > KEPT:
                             self._kept.popitem(last=False)
-                wanted = known[1][offset : offset + limit].tolist()
+                wanted = cached[1][offset : offset + limit].tolist()
                 rows = (samples if view == "samples" else groups)(read, wanted)
         except sqlite3.OperationalError as error:
             if "interrupt" not in str(error):
@@ -105,7 +105,7 @@ class Snapshots:
             raise QueryTimeoutError(f"filter: it took longer than {SECONDS:g} seconds") from None
         return {
             "snapshot": snapshot,
-            "total": len(known[1]),
+            "total": len(cached[1]),
             "offset": offset,
             "milliseconds": round((time.perf_counter() - begun) * 1000, 1),
             "rows": rows,
@@ -126,10 +126,10 @@ def _numbers(
     """The rows of a list in order, by their numbers: `n` of samples, `g` of groups."""
     where: list[str] = []
     values: list[Any] = []
-    for name, wanted in (("step", step), ("gid", gid), ("prompt", prompt)):
-        if wanted is not None:
+    for name, number in (("step", step), ("gid", gid), ("prompt", prompt)):
+        if number is not None:
             where.append(f"{name} = ?")
-            values.append(wanted)
+            values.append(number)
     if evaluation is None and step is not None:
         evaluation = False  # A step is one of training, unless somebody asks for evaluation.
     if evaluation is not None:
@@ -161,20 +161,20 @@ def tidy(row: dict[str, Any]) -> dict[str, Any]:
 
 def samples(read: sqlite3.Connection, ns: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of samples by number, in this order."""
-    found: dict[int, dict[str, Any]] = {}
+    rows_by_number: dict[int, dict[str, Any]] = {}
     for start in range(0, len(ns), _IN_ONE):
         part = ns[start : start + _IN_ONE]
         marks = ",".join("?" * len(part))
         for row in named(read.execute(f"SELECT n, {_COLUMNS} FROM samples WHERE n IN ({marks})", part)):
-            found[row.pop("n")] = tidy(row)
-    return [found[n] for n in ns if n in found]
+            rows_by_number[row.pop("n")] = tidy(row)
+    return [rows_by_number[n] for n in ns if n in rows_by_number]
 
 
 def groups(read: sqlite3.Connection, gs: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of groups by number, in this order: {gid, step, ..., rewards, uids, flags}."""
     newest = newest_steps(read)
     bars = dict(read.execute("SELECT evaluation, bar FROM tops WHERE solves").fetchall())
-    found: dict[int, dict[str, Any]] = {}
+    rows_by_number: dict[int, dict[str, Any]] = {}
     for start in range(0, len(gs), _IN_ONE):
         part = gs[start : start + _IN_ONE]
         marks = ",".join("?" * len(part))
@@ -194,8 +194,8 @@ def groups(read: sqlite3.Connection, gs: Sequence[int]) -> list[dict[str, Any]]:
                 mine["uids"].append(uid)
                 mine["opening"] = mine["opening"] or opening
         for row in rows:
-            found[row["g"]] = _group(row, newest.get(row["evaluation"]), bars.get(row["evaluation"]))
-    return [found[g] for g in gs if g in found]
+            rows_by_number[row["g"]] = _group(row, newest.get(row["evaluation"]), bars.get(row["evaluation"]))
+    return [rows_by_number[g] for g in gs if g in rows_by_number]
 
 
 _SHOWN_OF_GROUP = (
@@ -281,18 +281,18 @@ class Answers:
             total, evaluation, measured = _counts(read)
             unread = read.execute("SELECT COUNT(*) FROM samples WHERE searchable = 0").fetchone()[0]
             groups = read.execute("SELECT COUNT(*) FROM groups").fetchone()[0]
-            found = dict.fromkeys((0, 1), (None, None, 0))
+            spans = dict.fromkeys((0, 1), (None, None, 0))
             for flag, *span in read.execute(
                 "SELECT evaluation, MIN(step), MAX(step), COUNT(*) FROM steps WHERE n > 0 GROUP BY evaluation"
             ):
-                found[flag] = tuple(span)
+                spans[flag] = tuple(span)
             versions = read.execute(
                 "SELECT MIN(json_extract(summary, '$.versions[0]')), MAX(json_extract(summary, '$.versions[1]')) "
                 "FROM steps"
             ).fetchone()
             rewards = read.execute("SELECT MIN(low), MAX(top) FROM tops").fetchone()
             parts, metrics = self._numbers(read)
-        first, last, count = found[0] if found[0][2] else found[1]
+        first, last, count = spans[0] if spans[0][2] else spans[1]
         tokenized = self.index.fact("tokenized", [])
         book = self.source.kind == "book"
         changed = self.source.changed
@@ -395,7 +395,9 @@ class Answers:
             )
             summary = _summary(read, step, flag)
             earlier = None if before is None else _summary(read, before[0], flag)
-            now, then = (_values(read, each, flag) if each is not None else {} for each in (step, before and before[0]))
+            now, then = (
+                _values(read, number, flag) if number is not None else {} for number in (step, before and before[0])
+            )
             rows = read.execute(
                 "SELECT response_tokens, reward, status, n, uid FROM samples "
                 f"WHERE step = ? AND evaluation = ? AND {COUNTS} ORDER BY n",
@@ -465,13 +467,13 @@ class Answers:
         """One group: its samples, best reward first, its neighbours in the step, and its prompt at other steps."""
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
-            found = read.execute(
+            match = read.execute(
                 "SELECT g, evaluation FROM groups WHERE gid = ? ORDER BY evaluation", (gid,)
             ).fetchone()
-            if found is None:
+            if match is None:
                 raise KeyError(f"group: got {gid!r}, which is not here")
-            (summary,) = groups(read, [found[0]])
-            evaluation = found[1]
+            (summary,) = groups(read, [match[0]])
+            evaluation = match[1]
             ns = [
                 row[0]
                 for row in read.execute(
@@ -481,7 +483,7 @@ class Answers:
                 )
             ]
             rows = samples(read, ns)
-            previous, following = _beside(read, found[0])
+            previous, following = _beside(read, match[0])
             timeline = [
                 {"step": row[0], "gid": row[1], "n": row[2], "mean": json_safe(row[3])}
                 for row in read.execute(
@@ -509,28 +511,29 @@ class Answers:
         for row in rows:
             if row["removed_reason"] is None:
                 try:
-                    (one,) = self.source.documents([row["uid"]])
+                    (document,) = self.source.documents([row["uid"]])
                 except (BookError, KeyError, OSError, ValueError):
                     continue
-                return json_safe(one.label), json_safe(one.reference)
+                return json_safe(document.label), json_safe(document.reference)
         return None, None
 
     def neighbours(self, uid: str) -> dict[str, Any]:
         """One sample's row, and those beside it: in its group, in its step, and of its prompt."""
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
-            found = read.execute(
+            match = read.execute(
                 "SELECT n, gid, evaluation, step, prompt FROM samples WHERE uid = ?", (uid,)
             ).fetchone()
-            if found is None:
+            if match is None:
                 raise KeyError(f"uid: got {uid!r}, which is not here")
-            n, gid, evaluation, step, prompt = found
+            n, gid, evaluation, step, prompt = match
             members = [row[0] for row in read.execute(_MEMBERS, (gid, evaluation))]
             at = members.index(uid) if uid in members else None
             group = read.execute("SELECT g FROM groups WHERE gid = ? AND evaluation = ?", (gid, evaluation)).fetchone()
             beside = (None, None) if group is None else _beside(read, group[0])
             firsts = [
-                None if each is None else read.execute(_MEMBERS, (each[1], evaluation)).fetchone() for each in beside
+                None if neighbor is None else read.execute(_MEMBERS, (neighbor[1], evaluation)).fetchone()
+                for neighbor in beside
             ]
             steps = [
                 row[0]
@@ -581,15 +584,15 @@ class Answers:
 
         self.index.settle(_PATIENCE)
         # Phrases of many texts take a second: what was worked out stands until the run changes.
-        asked = (self.index.cursor, a, b)
+        key = (self.index.cursor, a, b)
         with self._comparing:
-            found = self._compared.get(asked)
-            if found is None:
-                found = compare(Side(self.source, self.index, *a), Side(self.source, self.index, *b))
+            comparison = self._compared.get(key)
+            if comparison is None:
+                comparison = compare(Side(self.source, self.index, *a), Side(self.source, self.index, *b))
                 while len(self._compared) >= _MOST_COMPARED:
                     del self._compared[next(iter(self._compared))]
-                self._compared[asked] = found
-        return found
+                self._compared[key] = comparison
+        return comparison
 
     def look(self, evaluation: bool = False) -> dict[str, Any]:
         """What is worth a look, as the doctor ranks it; worked out again when something changed, now and then."""
@@ -597,14 +600,14 @@ class Answers:
 
         with self._looking:
             cursor, now = self.index.cursor, time.monotonic()
-            kept = self._looked.get(evaluation)
-            if kept is None or (kept[0] != cursor and now > kept[1]):
+            cached = self._looked.get(evaluation)
+            if cached is None or (cached[0] != cursor and now > cached[1]):
                 findings = examine(self.index, evaluation=True).findings if evaluation else triage(self.index)
-                items = [{"id": each["check"], **each} for each in (finding.as_dict() for finding in findings)]
+                items = [{"id": entry["check"], **entry} for entry in (finding.as_dict() for finding in findings)]
                 # Of a large run it takes seconds: it is not to be all that the viewer does.
                 after = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
-                kept = self._looked[evaluation] = (cursor, after, json_safe(items))
-            return {"items": kept[2]}
+                cached = self._looked[evaluation] = (cursor, after, json_safe(items))
+            return {"items": cached[2]}
 
     def metrics(self, since: int = 0) -> dict[str, Any]:
         """The numbers that the trainer logged: {steps: [[step, {name: number}]]}, from step `since` on.
@@ -627,19 +630,19 @@ class Answers:
 
 def _counts(read: sqlite3.Connection) -> tuple[int, int, int]:
     """How many records count, how many of them are for evaluation, and how many were measured."""
-    found = dict(read.execute("SELECT evaluation, SUM(n) FROM steps GROUP BY evaluation").fetchall())
+    totals = dict(read.execute("SELECT evaluation, SUM(n) FROM steps GROUP BY evaluation").fetchall())
     waiting = read.execute("SELECT COUNT(*) FROM samples WHERE measured = 0").fetchone()[0]
-    total = sum(found.values())
-    return total, found.get(1, 0), max(0, total - waiting)
+    total = sum(totals.values())
+    return total, totals.get(1, 0), max(0, total - waiting)
 
 
 _MEMBERS = f"SELECT uid FROM samples WHERE gid = ? AND evaluation = ? AND {COUNTS} ORDER BY run, turn, n"
 
 
-def json_answer(found: dict[str, Any]) -> dict[str, Any]:
+def json_answer(answer: dict[str, Any]) -> dict[str, Any]:
     """An answer with texts that came from records, as strict JSON can say it."""
-    made: dict[str, Any] = json_safe(found)
-    return made
+    safe: dict[str, Any] = json_safe(answer)
+    return safe
 
 
 def _beside(read: sqlite3.Connection, g: int) -> tuple[Any, ...]:
@@ -658,8 +661,8 @@ def _beside(read: sqlite3.Connection, g: int) -> tuple[Any, ...]:
 def _summary(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, Any]:
     row = read.execute("SELECT summary FROM steps WHERE step = ? AND evaluation = ?", (step, evaluation)).fetchone()
     if row is not None:
-        found: dict[str, Any] = json.loads(row[0])
-        return found
+        summary: dict[str, Any] = json.loads(row[0])
+        return summary
     return summarise(read, step, evaluation, newest_steps(read).get(evaluation))
 
 
@@ -684,8 +687,10 @@ def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _
 
 def _versus(then: _Grouped, now: _Grouped) -> dict[str, Any]:
     distance, chance = group_test(group_means(*then), group_means(*now))
-    found: dict[str, Any] = json_safe({"ks": distance, "p": chance, "shift": float(now[0].mean() - then[0].mean())})
-    return found
+    difference: dict[str, Any] = json_safe(
+        {"ks": distance, "p": chance, "shift": float(now[0].mean() - then[0].mean())}
+    )
+    return difference
 
 
 def _histogram(values: NDArray[np.float64]) -> dict[str, Any]:

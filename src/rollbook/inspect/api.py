@@ -90,16 +90,18 @@ class Annotations:
     def _read(self, line: bytes) -> None:
         # The file may be a stranger's, as the run is.
         try:
-            found = json.loads(line)
-            uid, note = str(found["uid"]), str(found["note"])[:LONGEST_NOTE]
-            self._kept[uid] = {"star": bool(found["star"]), "note": note, "time": float(found["time"])}
+            entry = json.loads(line)
+            uid, note = str(entry["uid"]), str(entry["note"])[:LONGEST_NOTE]
+            self._kept[uid] = {"star": bool(entry["star"]), "note": note, "time": float(entry["time"])}
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return
 
     def all(self) -> dict[str, dict[str, Any]]:
         """{uid: {"star", "note", "time"}} of the samples that have either."""
         with self._lock:
-            return {uid: kept for uid, kept in self._kept.items() if kept["star"] or kept["note"]}
+            return {
+                uid: annotation for uid, annotation in self._kept.items() if annotation["star"] or annotation["note"]
+            }
 
     def set(self, uid: str, *, star: bool | None = None, note: str | None = None) -> dict[str, Any]:
         """Star a sample or take the star away, write a note or, with an empty one, remove it; how it is then."""
@@ -107,19 +109,19 @@ class Annotations:
             raise ValueError(f"note: got {len(note)} characters, expected at most {LONGEST_NOTE}")
         with self._lock:
             before = self._kept.get(uid, {"star": False, "note": ""})
-            kept = {
+            annotation = {
                 "star": before["star"] if star is None else star,
                 "note": before["note"] if note is None else note,
                 "time": time.time(),
             }
-            line = json.dumps({"uid": uid, **kept}).encode()
+            line = json.dumps({"uid": uid, **annotation}).encode()
             # A newline on either side: what a crash cut before it stays a line of its own.
             with open(self.path, "ab", opener=_private) as file:
                 file.write(b"\n" + line + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            self._kept[uid] = kept
-            return kept
+            self._kept[uid] = annotation
+            return annotation
 
 
 def _private(path: str, flags: int) -> int:
@@ -150,11 +152,11 @@ class _Route:
 
 _UID = {"uid": word}
 ROUTES: dict[str, _Route] = {
-    "/api/run": _Route({}, (), lambda api, given: api.run()),
-    "/api/steps": _Route({"since": whole, "evaluation": flag}, (), lambda api, given: api.answers.steps(**given)),
-    "/api/look": _Route({"evaluation": flag}, (), lambda api, given: api.answers.look(**given)),
-    "/api/metrics": _Route({"since": whole}, (), lambda api, given: api.answers.metrics(**given)),
-    "/api/step": _Route({"step": whole, "evaluation": flag}, ("step",), lambda api, given: api.answers.step(**given)),
+    "/api/run": _Route({}, (), lambda api, query: api.run()),
+    "/api/steps": _Route({"since": whole, "evaluation": flag}, (), lambda api, query: api.answers.steps(**query)),
+    "/api/look": _Route({"evaluation": flag}, (), lambda api, query: api.answers.look(**query)),
+    "/api/metrics": _Route({"since": whole}, (), lambda api, query: api.answers.metrics(**query)),
+    "/api/step": _Route({"step": whole, "evaluation": flag}, ("step",), lambda api, query: api.answers.step(**query)),
     "/api/list": _Route(
         {
             "view": word,
@@ -169,22 +171,22 @@ ROUTES: dict[str, _Route] = {
             "evaluation": flag,
         },
         (),
-        lambda api, given: api.answers.list(**given),
+        lambda api, query: api.answers.list(**query),
     ),
-    "/api/group": _Route({"gid": word}, ("gid",), lambda api, given: api.answers.group(**given)),
-    "/api/neighbours": _Route(_UID, ("uid",), lambda api, given: api.answers.neighbours(**given)),
-    "/api/record": _Route(_UID, ("uid",), lambda api, given: api.source.record(given["uid"])),
-    "/api/history": _Route(_UID, ("uid",), lambda api, given: api.history(given["uid"])),
-    "/api/prompt": _Route({"prompt": word}, ("prompt",), lambda api, given: api.answers.prompt(**given)),
+    "/api/group": _Route({"gid": word}, ("gid",), lambda api, query: api.answers.group(**query)),
+    "/api/neighbours": _Route(_UID, ("uid",), lambda api, query: api.answers.neighbours(**query)),
+    "/api/record": _Route(_UID, ("uid",), lambda api, query: api.source.record(query["uid"])),
+    "/api/history": _Route(_UID, ("uid",), lambda api, query: api.history(query["uid"])),
+    "/api/prompt": _Route({"prompt": word}, ("prompt",), lambda api, query: api.answers.prompt(**query)),
     "/api/compare": _Route(
-        {"a": step_range, "b": step_range}, ("a", "b"), lambda api, given: api.answers.compare(**given)
+        {"a": step_range, "b": step_range}, ("a", "b"), lambda api, query: api.answers.compare(**query)
     ),
     "/api/search": _Route(
         {"q": word, "mode": word, "limit": whole, "step": whole},
         ("q",),
-        lambda api, given: api.answers.search(**given),
+        lambda api, query: api.answers.search(**query),
     ),
-    "/api/annotations": _Route({}, (), lambda api, given: api.notes()),
+    "/api/annotations": _Route({}, (), lambda api, query: api.notes()),
 }
 """GET routes whose answer is JSON; a single file holds recorded answers of some of them."""
 
@@ -269,8 +271,10 @@ class Api:
 
     def report_error(self) -> None:
         """Tell the terminal of an error; what the error says may be a record's text, so nothing in it is obeyed."""
-        said = "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in traceback.format_exc())
-        print(said, file=sys.stderr, flush=True)
+        report = "".join(
+            letter if letter.isprintable() or letter in "\n\t" else "�" for letter in traceback.format_exc()
+        )
+        print(report, file=sys.stderr, flush=True)
 
     def _route(self, request: Request) -> Response:
         path = request.path
@@ -292,8 +296,8 @@ class Api:
             return self._frame(request)
         if route is None:
             return self._media(request, path.rpartition("/")[2])
-        given = arguments(request.query, route.known, route.needed)
-        answer = self._within(lambda: route.answer(self, given))
+        parameters = arguments(request.query, route.known, route.needed)
+        answer = self._within(lambda: route.answer(self, parameters))
         return self._json(request, answer)
 
     def _wrong_method(self, allowed: str) -> Response:
@@ -306,15 +310,15 @@ class Api:
         if not self._overdue.acquire(blocking=False):
             raise ServerBusyError("earlier questions are still being worked on; ask again in a while")
         self._overdue.release()
-        found: list[Any] = []
+        answers: list[Any] = []
         late = threading.Event()
         done = threading.Event()
 
         def run() -> None:
             try:
-                found.append((work(), None))
+                answers.append((work(), None))
             except BaseException as error:
-                found.append((None, error))
+                answers.append((None, error))
             with lock:
                 done.set()
                 if late.is_set():
@@ -327,7 +331,7 @@ class Api:
                 if not done.is_set() and self._overdue.acquire(blocking=False):
                     late.set()
             raise QueryTimeoutError(f"the question took longer than {self.seconds:g} seconds")
-        value, error = found[0]
+        value, error = answers[0]
         if error is not None:
             raise error
         return value
@@ -348,8 +352,8 @@ class Api:
     ) -> Response:
         """An answer that a browser may keep and ask about: `tag` says which it is."""
         more = (("ETag", f'"{tag}"'), ("Cache-Control", keep))
-        known = {each.strip().removeprefix("W/") for line in request.all("if-none-match") for each in line.split(",")}
-        if f'"{tag}"' in known:
+        tags = {each.strip().removeprefix("W/") for line in request.all("if-none-match") for each in line.split(",")}
+        if f'"{tag}"' in tags:
             return respond(304, b"", kind, *more, policy=policy)
         return respond(200, body, kind, *more, policy=policy)
 
@@ -376,10 +380,10 @@ class Api:
         return self._cached(request, frame, "application/octet-stream", tag, "private, no-cache")
 
     def _media(self, request: Request, sha256: str) -> Response:
-        found = self._within(lambda: self.source.media(sha256))
-        if found is None:
+        image = self._within(lambda: self.source.media(sha256))
+        if image is None:
             raise KeyError("there is no such image here")
-        content, _ = found
+        content, _ = image
         kind = image_type(content)
         keep = "private, max-age=86400, immutable"
         if kind is None:
@@ -399,9 +403,9 @@ class Api:
 
     def run(self) -> dict[str, Any]:
         """What is known of the whole, and what this server does."""
-        found = dict(self.answers.run())
-        found["features"] = {**found["features"], "export": True, "annotate": self.annotations is not None}
-        return found
+        summary = dict(self.answers.run())
+        summary["features"] = {**summary["features"], "export": True, "annotate": self.annotations is not None}
+        return summary
 
     def history(self, uid: str) -> dict[str, Any]:
         """The ledger's entries of one record."""
@@ -428,16 +432,16 @@ class Api:
         if kind not in ("json", "csv"):
             raise ValueError(f"format: got {kind[:40]!r}, expected json or csv")
         begun = time.perf_counter()
-        found = self.workers.sql(given["query"], seconds=self.seconds, rows=given.get("rows", 1000))
+        answer = self.workers.sql(given["query"], seconds=self.seconds, rows=given.get("rows", 1000))
         if kind == "csv":
-            body = as_csv(found["columns"], found["rows"])
+            body = as_csv(answer["columns"], answer["rows"])
             return respond(200, body, "text/csv; charset=utf-8", attachment("rollbook.csv"))
-        return self._json(request, {**found, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
+        return self._json(request, {**answer, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
 
     def _export(self, request: Request) -> Response:
         from rollbook.inspect.html_export import export_html
 
-        known = {
+        kinds = {
             "uids": list,
             "gid": str,
             "filter": str,
@@ -446,17 +450,17 @@ class Api:
             "images": bool,
             "theme": str,
         }
-        given = fields(request, known, ())
-        made = self._within(lambda: export_html(self.source, self.answers, workers=self.workers, **given))
+        body = fields(request, kinds, ())
+        page = self._within(lambda: export_html(self.source, self.answers, workers=self.workers, **body))
         kind = "text/html; charset=utf-8"
-        return respond(200, made.content, kind, attachment(made.name), policy=MEDIA_POLICY)
+        return respond(200, page.content, kind, attachment(page.name), policy=MEDIA_POLICY)
 
     def _annotate(self, request: Request) -> Response:
         if self.annotations is None:
             return failure(403, "this viewer only reads; start it with --annotate to keep stars and notes")
-        given = fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
-        self.answers.neighbours(given["uid"])  # KeyError: there is no such record
-        return self._json(request, self.annotations.set(**given))
+        body = fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
+        self.answers.neighbours(body["uid"])  # KeyError: there is no such record
+        return self._json(request, self.annotations.set(**body))
 
 
 class Stream:
@@ -517,9 +521,9 @@ def open_api(path: str | os.PathLike[str], guard: Guard, *, tokenizer: Any = Non
     from rollbook.inspect.index import Index
     from rollbook.inspect.sources import Watcher, open_source
 
-    kept = Annotations(path) if annotate else None
+    annotations = Annotations(path) if annotate else None
     source = open_source(path, tokenizer=tokenizer, starting=True)
     index = Index()
     watcher = Watcher(source, index).start()
     workers = Workers(os.fspath(path))
-    return Api(source, Answers(source, index), watcher, guard, workers=workers, annotations=kept)
+    return Api(source, Answers(source, index), watcher, guard, workers=workers, annotations=annotations)

@@ -51,21 +51,21 @@ def manifest() -> dict[str, Asset]:
 
 
 def _walk(folder: Traversable, prefix: str) -> list[tuple[str, Asset]]:
-    found = []
-    for each in folder.iterdir():
-        name = prefix + each.name
-        if each.is_dir():
-            if each.name != "__pycache__":
-                found += _walk(each, name + "/")
+    files = []
+    for entry in folder.iterdir():
+        name = prefix + entry.name
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                files += _walk(entry, name + "/")
             continue
-        if each.name.startswith("."):
+        if entry.name.startswith("."):
             continue
-        kind = TYPES.get(each.name.rpartition(".")[2])
+        kind = TYPES.get(entry.name.rpartition(".")[2])
         if kind is None:
             raise ValueError(f"{name}: a file of the viewer's pages ends in {', '.join(TYPES)}")
-        content = each.read_bytes()
-        found.append((name, Asset(content, kind, hashlib.sha256(content).hexdigest())))
-    return found
+        content = entry.read_bytes()
+        files.append((name, Asset(content, kind, hashlib.sha256(content).hexdigest())))
+    return files
 
 
 # --- bundle ---------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def without_pages(main: str, pages: Collection[str]) -> str:
     registerPage("b", b);
     """
     gone = [f"pages/{name}.js" for name in pages]
-    names = {each for file, found in _Module("main.js", main).imports if file in gone for each in found}
+    names = {each for file, imported in _Module("main.js", main).imports if file in gone for each in imported}
     return "\n".join(line for line in main.splitlines() if names.isdisjoint(re.findall(r"[\w$]+", line)))
 
 
@@ -127,8 +127,8 @@ def join_styles(files: Mapping[str, str]) -> str:
     rollbook.inspect.assets.BundleError: b.css: '@import' cannot stand in a file of its own
     """
     for name, text in files.items():
-        for found in re.finditer(r"</style|@import|url\(\s*[\"']?(?!data:)", text, re.IGNORECASE):
-            raise BundleError(f"{name}: {found[0]!r} cannot stand in a file of its own")
+        for match in re.finditer(r"</style|@import|url\(\s*[\"']?(?!data:)", text, re.IGNORECASE):
+            raise BundleError(f"{name}: {match[0]!r} cannot stand in a file of its own")
     out = []
     for name, text in files.items():
         bare = re.sub(r"(?s)/\*.*?\*/", "", text)
@@ -162,17 +162,17 @@ def join_modules(files: Mapping[str, str], entry: str) -> str:
             if target not in files:
                 raise BundleError(f"{name}: imports {target}, which is not there")
             visit(target, (*path, name))
-            for each in names:
-                if each not in modules[target].exports:
-                    raise BundleError(f"{name}: imports {each!r}, which {target} does not export")
+            for dependency in names:
+                if dependency not in modules[target].exports:
+                    raise BundleError(f"{name}: imports {dependency!r}, which {target} does not export")
         order.append(name)
 
     visit(entry, ())
     owners: dict[str, str] = {}
     for name in order:
-        for each in modules[name].declared:
-            if owners.setdefault(each, name) != name:
-                raise BundleError(f"{name}: declares {each!r}, which {owners[each]} declares too")
+        for declaration in modules[name].declared:
+            if owners.setdefault(declaration, name) != name:
+                raise BundleError(f"{name}: declares {declaration!r}, which {owners[declaration]} declares too")
     return "\n".join(f"// {name}\n{modules[name].text.strip()}" for name in order) + "\n"
 
 
@@ -194,16 +194,16 @@ class _Module:
             if word is None:
                 continue
             if word[0] == "import":
-                found = _IMPORT.match(text, start)
-                if found is None:
+                match = _IMPORT.match(text, start)
+                if match is None:
                     raise self._bad(text, start, "expected import { a, b } from './file.js';")
-                names = [each.strip() for each in found["names"].split(",") if each.strip()]
-                if not all(_NAME.fullmatch(each) for each in names):
+                names = [imported_name.strip() for imported_name in match["names"].split(",") if imported_name.strip()]
+                if not all(_NAME.fullmatch(imported_name) for imported_name in names):
                     raise self._bad(text, start, "an import cannot rename")
-                if not found["file"].startswith(("./", "../")):
+                if not match["file"].startswith(("./", "../")):
                     raise self._bad(text, start, "expected a file of this folder")
-                self.imports.append((posixpath.normpath(posixpath.join(posixpath.dirname(name), found["file"])), names))
-                cuts.append(found.span())
+                self.imports.append((posixpath.normpath(posixpath.join(posixpath.dirname(name), match["file"])), names))
+                cuts.append(match.span())
                 continue
             exported = _EXPORT.match(hidden, start)
             if exported is not None:
@@ -222,7 +222,7 @@ class _Module:
                     self.exports.add(declared["name"])
         for bad in re.finditer(r"\bimport\s*[(.]|\bimport\.meta\b", hidden):
             raise self._bad(text, bad.start(), "import() and import.meta do not work in one file")
-        twice = {each for each in self.declared if self.declared.count(each) > 1}
+        twice = {imported_name for imported_name in self.declared if self.declared.count(imported_name) > 1}
         if twice:
             raise BundleError(f"{name}: declares {min(twice)!r} twice")
         self.text = _squeezed(text, cuts, fixed)
@@ -243,11 +243,11 @@ def _squeezed(text: str, cuts: Spans, fixed: Spans) -> str:
             kind[start:stop] = bytes([value]) * (stop - start)
     out: list[str] = []
     fresh = True  # nothing but blanks in this line so far
-    for letter, what in zip(text, kind, strict=True):
+    for letter, mode in zip(text, kind, strict=True):
         # A comment over several lines ends a line, as it did.
-        if what == 2 or (not fresh and letter == "\n") or (what == 0 and not (fresh and letter.isspace())):
+        if mode == 2 or (not fresh and letter == "\n") or (mode == 0 and not (fresh and letter.isspace())):
             out.append(letter)
-            fresh = letter == "\n" and what != 2
+            fresh = letter == "\n" and mode != 2
     return "".join(out)
 
 

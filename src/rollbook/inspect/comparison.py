@@ -66,12 +66,12 @@ class Side:
     @property
     def where(self) -> tuple[str, list[Any]]:
         """The condition of its samples, and the condition's values."""
-        found, values = ["evaluation = 0", COUNTS], []
+        conditions, values = ["evaluation = 0", COUNTS], []
         for bound, sign in ((self.first, ">="), (self.last, "<=")):
             if bound is not None:
-                found.append(f"step {sign} ?")
+                conditions.append(f"step {sign} ?")
                 values.append(bound)
-        return " AND ".join(found), values
+        return " AND ".join(conditions), values
 
 
 def span(text: str) -> tuple[int, int]:
@@ -80,11 +80,11 @@ def span(text: str) -> tuple[int, int]:
     >>> span("3-9"), span("7")
     ((3, 9), (7, 7))
     """
-    found = re.fullmatch(r"\s*(-?\d{1,18})\s*(?:(?:-|\.\.|:)\s*(-?\d{1,18})\s*)?", text)
-    if found is None:
+    match = re.fullmatch(r"\s*(-?\d{1,18})\s*(?:(?:-|\.\.|:)\s*(-?\d{1,18})\s*)?", text)
+    if match is None:
         raise ValueError(f"steps: got {text!r}, expected a step such as 7, or a span such as 3-9")
-    first = int(found[1])
-    last = first if found[2] is None else int(found[2])
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
     if last < first:
         raise ValueError(f"steps: got {text!r}, expected the first step before the last")
     return first, last
@@ -96,13 +96,13 @@ def compare(a: Side, b: Side, *, texts: int = TEXTS, limit: int = 40, solved: fl
     `texts`: of how many responses of each side phrases are counted (0: none). `solved`: the reward from which a sample
     counts as solved; as the pages have it (see `summaries`) if it is not given.
     """
-    found: dict[str, Any] = {"a": _told(a), "b": _told(b)}
-    found["metrics"] = {name: _metric(a, b, column) for name, column in METRICS.items()}
-    found["shares"] = {name: {"a": _share(a, test), "b": _share(b, test)} for name, test in SHARES.items()}
-    found["parts"], found["logged"] = _numbers(a, b)
-    found["prompts"] = _prompts(a, b, limit, solved)
-    found["phrases"], found["texts"] = _phrases(a, b, texts, limit) if texts else ([], {"a": 0, "b": 0})
-    return found
+    comparison: dict[str, Any] = {"a": _told(a), "b": _told(b)}
+    comparison["metrics"] = {name: _metric(a, b, column) for name, column in METRICS.items()}
+    comparison["shares"] = {name: {"a": _share(a, test), "b": _share(b, test)} for name, test in SHARES.items()}
+    comparison["parts"], comparison["logged"] = _numbers(a, b)
+    comparison["prompts"] = _prompts(a, b, limit, solved)
+    comparison["phrases"], comparison["texts"] = _phrases(a, b, texts, limit) if texts else ([], {"a": 0, "b": 0})
+    return comparison
 
 
 def _told(side: Side) -> dict[str, Any]:
@@ -127,25 +127,31 @@ def _metric(a: Side, b: Side, column: str) -> dict[str, Any] | None:
 
     Samples of one group are not independent, so intervals and the test go by groups.
     """
-    (one, groups), (other, other_groups) = _column(a, column), _column(b, column)
-    if not len(one) and not len(other):
+    (first, groups), (other, other_groups) = _column(a, column), _column(b, column)
+    if not len(first) and not len(other):
         return None
-    result: dict[str, Any] = {**histograms(one, other)}
+    result: dict[str, Any] = {**histograms(first, other)}
     halves = []
-    for which, values, grouped in (("a", one, groups), ("b", other, other_groups)):
+    for which, values, grouped in (("a", first, groups), ("b", other, other_groups)):
         result[which] = quantiles(values)
         if len(values):
             mean, half = mean_interval(values, grouped)
             halves.append(half)
-            known = math.isfinite(half)
-            result[which] |= {"low": mean - half if known else None, "high": mean + half if known else None}
+            has_interval = math.isfinite(half)
+            result[which] |= {
+                "low": mean - half if has_interval else None,
+                "high": mean + half if has_interval else None,
+            }
     if len(halves) < 2:
         return result | dict.fromkeys(("ks", "p", "shift", "shift_low", "shift_high"))
-    distance, chance = group_test(group_means(one, groups), group_means(other, other_groups))
-    shift, half = float(other.mean() - one.mean()), math.hypot(*halves)
+    distance, chance = group_test(group_means(first, groups), group_means(other, other_groups))
+    shift, half = float(other.mean() - first.mean()), math.hypot(*halves)
     result |= {"ks": distance, "p": chance, "shift": shift}
-    known = math.isfinite(half)
-    return result | {"shift_low": shift - half if known else None, "shift_high": shift + half if known else None}
+    has_interval = math.isfinite(half)
+    return result | {
+        "shift_low": shift - half if has_interval else None,
+        "shift_high": shift + half if has_interval else None,
+    }
 
 
 def _share(side: Side, test: str) -> float | None:
@@ -156,7 +162,7 @@ def _share(side: Side, test: str) -> float | None:
 
 def _numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
     """The means of each named number on both sides: of the reward's parts, and of what was logged beside it."""
-    found: dict[str, dict[str, float | None]] = {}
+    means: dict[str, dict[str, float | None]] = {}
     for which, side in (("a", a), ("b", b)):
         where, values = side.where
         rows = side.index.query(
@@ -165,9 +171,9 @@ def _numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
             values,
         )
         for name, mean in rows:
-            found.setdefault(str(name), {"a": None, "b": None})[which] = float(mean)
+            means.setdefault(str(name), {"a": None, "b": None})[which] = float(mean)
     parts = {name for side in (a, b) for name in reward_parts(side.index)}
-    named = sorted(found.items())
+    named = sorted(means.items())
     return {n: v for n, v in named if n in parts}, {n: v for n, v in named if n not in parts}
 
 
@@ -179,15 +185,15 @@ def _prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, An
     if solved is None:
         bars = [bar for side in (a, b) if (bar := _bar(side)) is not None]
         solved = max(bars, default=None)
-    one, other = (_tagged(side, "prompt", solved) for side in (a, b))
-    both = sorted(one.keys() & other.keys())
+    first, other = (_tagged(side, "prompt", solved) for side in (a, b))
+    both = sorted(first.keys() & other.keys())
     rows: list[dict[str, Any]] = [
         {
             "prompt": prompt,
-            "opening": other[prompt]["opening"] or one[prompt]["opening"],
-            **{f"{name}_a": one[prompt][name] for name in ("gid", "n", "solved")},
+            "opening": other[prompt]["opening"] or first[prompt]["opening"],
+            **{f"{name}_a": first[prompt][name] for name in ("gid", "n", "solved")},
             **{f"{name}_b": other[prompt][name] for name in ("gid", "n", "solved")},
-            "a": one[prompt]["mean"],
+            "a": first[prompt]["mean"],
             "b": other[prompt]["mean"],
         }
         for prompt in both
@@ -201,7 +207,7 @@ def _prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, An
     return {
         "solved_from": solved,
         "common": len(both),
-        "only_a": len(one) - len(both),
+        "only_a": len(first) - len(both),
         "only_b": len(other) - len(both),
         "groups": {"a": _tags(a, solved), "b": _tags(b, solved)},
         "newly_solved": better[:limit],
@@ -246,29 +252,29 @@ def phrases_of(text: str) -> Counter[str]:
     >>> phrases_of("Wait, wait. No")["wait"], "wait no" in phrases_of("Wait, wait. No")
     (2, False)
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     sentence: list[str] = []
-    for word in (*(each.group().casefold() for each in _WORD.finditer(text)), "."):
+    for word in (*(match.group().casefold() for match in _WORD.finditer(text)), "."):
         if word[0].isalnum():
             sentence.append(word)
             continue
         if word in '.!?;:"()[]{}<>|/=*#`~':
             for size in range(1, LONGEST + 1):
-                found.update(" ".join(sentence[i : i + size]) for i in range(len(sentence) - size + 1))
+                counts.update(" ".join(sentence[i : i + size]) for i in range(len(sentence) - size + 1))
             sentence = []
-    return found
+    return counts
 
 
 def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
     sides = [_texts(side, texts) for side in (a, b)]
     if not all(sides):
         return [], {"a": len(sides[0]), "b": len(sides[1])}
-    counted = [[phrases_of(each.text) for each in side] for side in sides]
-    documents = [Counter(phrase for each in side for phrase in each) for side in counted]
+    counted = [[phrases_of(entry.text) for entry in side] for side in sides]
+    documents = [Counter(phrase for entry in side for phrase in entry) for side in counted]
     totals = [Counter[str]() for _ in sides]
     for total, side in zip(totals, counted, strict=True):
-        for each in side:
-            total.update(each)
+        for entry in side:
+            total.update(entry)
     sizes = [max(1, len(side)) for side in sides]
     scored = []
     for phrase in documents[0].keys() | documents[1].keys():
@@ -284,33 +290,33 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
             score = math.copysign(min(abs(score), by_group), score)
         if abs(score) >= _CLEAR:
             scored.append((score, phrase))
-    scored.sort(key=lambda each: (-abs(each[0]), -len(each[1]), each[1]))
-    kept: list[tuple[float, str]] = []
+    scored.sort(key=lambda entry: (-abs(entry[0]), -len(entry[1]), entry[1]))
+    chosen: list[tuple[float, str]] = []
     homes: list[set[int]] = []
-    every = [each for side in counted for each in side]
+    every = [entry for side in counted for entry in side]
     for score, phrase in scored:
-        if len(kept) >= limit:
+        if len(chosen) >= limit:
             break
-        home = {i for i, each in enumerate(every) if phrase in each}
+        home = {i for i, entry in enumerate(every) if phrase in entry}
         # What is found in the same texts as a phrase that stands already, or in it, says nothing new.
         if not any(
             len(home & known) > 0.8 * len(home | known) or f" {phrase} " in f" {other} "
-            for known, (_, other) in zip(homes, kept, strict=True)
+            for known, (_, other) in zip(homes, chosen, strict=True)
         ):
-            kept.append((score, phrase))
+            chosen.append((score, phrase))
             homes.append(home)
     found = []
-    for score, phrase in kept:
+    for score, phrase in chosen:
         rewards: list[float] = []
         there: list[float] = []
         uids: list[str] = []
         for samples, counts in zip(sides, counted, strict=True):
-            for sample, each in zip(samples, counts, strict=True):
-                if phrase in each and len(uids) < 200:
+            for sample, entry in zip(samples, counts, strict=True):
+                if phrase in entry and len(uids) < 200:
                     uids.append(sample.uid)
                 if sample.reward is not None and math.isfinite(sample.reward):
                     rewards.append(sample.reward)
-                    there.append(float(phrase in each))
+                    there.append(float(phrase in entry))
         found.append(
             {
                 "phrase": phrase,
@@ -326,17 +332,17 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
     return found, {"a": len(sides[0]), "b": len(sides[1])}
 
 
-def _odds(one: int, ones: int, other: int, others: int) -> float:
+def _odds(hits: int, ones: int, other: int, others: int) -> float:
     """How sure it is that the second share is another: the log of the odds' ratio over its standard error, with half a
     text added to each cell."""
-    cells = [one + 0.5, ones - one + 0.5, other + 0.5, others - other + 0.5]
+    cells = [hits + 0.5, ones - hits + 0.5, other + 0.5, others - other + 0.5]
     return math.log(cells[2] * cells[1] / (cells[3] * cells[0])) / math.sqrt(sum(1 / cell for cell in cells))
 
 
-def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    if len(one) < 8 or len(set(one)) < 2 or len(set(other)) < 2:
+def _correlation(first: Sequence[float], other: Sequence[float]) -> float | None:
+    if len(first) < 8 or len(set(first)) < 2 or len(set(other)) < 2:
         return None
-    return float(np.corrcoef(np.array(one), np.array(other))[0, 1])
+    return float(np.corrcoef(np.array(first), np.array(other))[0, 1])
 
 
 class _Said(NamedTuple):
@@ -350,8 +356,8 @@ class _Said(NamedTuple):
 
 def _share_error(side: Sequence[_Said], counted: Sequence[Counter[str]], phrase: str) -> float:
     """The standard error of the share of texts that have a phrase, by the variation between groups."""
-    values = np.array([float(phrase in each) for each in counted])
-    _, half = mean_interval(values, np.array([each.gid for each in side]))
+    values = np.array([float(phrase in entry) for entry in counted])
+    _, half = mean_interval(values, np.array([entry.gid for entry in side]))
     return half / 1.96 if math.isfinite(half) else 0.0
 
 
@@ -362,20 +368,22 @@ def _texts(side: Side, count: int) -> list[_Said]:
     )
     if len(rows) > count:
         rows = random.Random(0).sample(rows, count)
-    known = {uid: (gid, reward) for uid, gid, reward in rows}
-    return [_Said(uid, *known[uid], text) for uid, text in responses(side.source, sorted(known), special=False)]
+    rows_by_uid = {uid: (gid, reward) for uid, gid, reward in rows}
+    return [
+        _Said(uid, *rows_by_uid[uid], text) for uid, text in responses(side.source, sorted(rows_by_uid), special=False)
+    ]
 
 
 def responses(source: Source, uids: Sequence[str], piece: int = 64, special: bool = True) -> Iterable[tuple[str, str]]:
     """The text of each response, as pages show it; without `special`, special tokens are ends of sentences. A few at a
     time are in memory."""
     for at in range(0, len(uids), piece):
-        for each in source.documents(uids[at : at + piece]):
-            if each.tokenized == "ids":
-                text = each.response_text or ""
+        for document in source.documents(uids[at : at + piece]):
+            if document.tokenized == "ids":
+                text = document.response_text or ""
             else:
-                text = each.text[each.prompt_end :]
-                if not special and each.special[each.prompt_tokens :].any():
-                    tokens = range(each.prompt_tokens, each.tokens)
-                    text = "".join(_BREAK if each.special[i] else each.token(i) for i in tokens)
-            yield each.uid, text if special else _MARKUP.sub(_BREAK, text)
+                text = document.text[document.prompt_end :]
+                if not special and document.special[document.prompt_tokens :].any():
+                    tokens = range(document.prompt_tokens, document.tokens)
+                    text = "".join(_BREAK if document.special[i] else document.token(i) for i in tokens)
+            yield document.uid, text if special else _MARKUP.sub(_BREAK, text)

@@ -65,10 +65,10 @@ _SAID_BETWEEN = 4
 
 def columns_of(batch: pa.RecordBatch) -> dict[str, Any]:
     """A scanned batch's columns: tensors as `Ragged`, what no record has left out."""
-    found = {
+    columns = {
         name: array for name, array in zip(batch.schema.names, batch.columns, strict=True) if array.type != pa.null()
     }
-    return dict(arrow.from_arrays(found))
+    return dict(arrow.from_arrays(columns))
 
 
 def real(column: Ragged) -> NDArray[np.float64]:
@@ -121,41 +121,43 @@ class Bulk:
             chosen = (has == signature) & (lengths > 0)
             if not signature or not chosen.any():
                 continue
-            given = {}
+            fields = {}
             for bit, (name, column) in enumerate(there.items()):
                 if signature >> bit & 1:
                     values = real(column)
-                    given[name] = values if chosen.all() else values[np.repeat(chosen, column.lengths)]
+                    fields[name] = values if chosen.all() else values[np.repeat(chosen, column.lengths)]
             sizes = lengths[chosen]
-            made = self._measured(given, mask.grid(chosen, sizes), sizes)
-            for i, row in zip(np.flatnonzero(chosen).tolist(), made, strict=True):
+            measured = self._measured(fields, mask.grid(chosen, sizes), sizes)
+            for i, row in zip(np.flatnonzero(chosen).tolist(), measured, strict=True):
                 rows[i].update(row)
         return rows
 
     def _measured(
-        self, given: dict[str, NDArray[np.float64]], mask: NDArray[np.bool_], sizes: NDArray[np.int64]
+        self, fields: dict[str, NDArray[np.float64]], mask: NDArray[np.bool_], sizes: NDArray[np.int64]
     ) -> list[dict[str, Any]]:
         starts = np.cumsum(sizes) - sizes
         bad = np.zeros(len(mask), dtype=np.bool_)
-        for values in given.values():
+        for values in fields.values():
             bad |= ~np.isfinite(values)
-        lenses = derive(given, mask)
+        lenses = derive(fields, mask)
         self.rescaled |= self.scales.offer(lenses, mask)
-        made: dict[str, list[Any]] = {"nans": np.add.reduceat(bad & mask, starts, dtype=np.int64).tolist()}
-        wanted = [each for each in measures.TOKEN_METRICS if each[1] in lenses]
+        measured: dict[str, list[Any]] = {"nans": np.add.reduceat(bad & mask, starts, dtype=np.int64).tolist()}
+        metrics = [metric for metric in measures.TOKEN_METRICS if metric[1] in lenses]
         if "advantage" in lenses:
-            wanted.append(("advantage", "advantage", "mean"))
-        for column, lens, how in wanted:
+            metrics.append(("advantage", "advantage", "mean"))
+        for column, lens, statistic in metrics:
             shown = np.abs(lenses[lens]) if lens == "mismatch" else lenses[lens]
             keep = mask & np.isfinite(shown)
             counts = np.add.reduceat(keep, starts, dtype=np.int64)
-            if how == "mean":
+            if statistic == "mean":
                 sums = np.add.reduceat(np.where(keep, shown, 0).astype(np.float64), starts)
-                found = sums / np.maximum(counts, 1)
+                means = sums / np.maximum(counts, 1)
             else:
-                found = np.maximum.reduceat(np.where(keep, shown, -np.inf), starts).astype(np.float64)
-            made[column] = [value if known else None for value, known in zip(found.tolist(), counts > 0, strict=True)]
-        return [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
+                means = np.maximum.reduceat(np.where(keep, shown, -np.inf), starts).astype(np.float64)
+            measured[column] = [
+                value if has_tokens else None for value, has_tokens in zip(means.tolist(), counts > 0, strict=True)
+            ]
+        return [dict(zip(measured, values, strict=True)) for values in zip(*measured.values(), strict=True)]
 
     # --- what each row has of its own ---------------------------------------------------------------------------
 
@@ -211,16 +213,16 @@ class Bulk:
 
     def _opening(self, key: str, ids: NDArray[Any], text: str | None, messages: str | None) -> str:
         # By what it is read from, too: a prompt's text can be redacted.
-        known = (key, hash(text), hash(messages), self._vocabulary is None)
-        found = self._openings.get(known)
-        if found is None:
-            found = measures.asked_in(_loads(messages)) if messages else ""
-            if not found:
-                found = measures.opening_of(self._decoded(ids[:_OPENING_TOKENS]) if text is None else text)
-            self._openings[known] = found
+        cache_key = (key, hash(text), hash(messages), self._vocabulary is None)
+        cached = self._openings.get(cache_key)
+        if cached is None:
+            cached = measures.asked_in(_loads(messages)) if messages else ""
+            if not cached:
+                cached = measures.opening_of(self._decoded(ids[:_OPENING_TOKENS]) if text is None else text)
+            self._openings[cache_key] = cached
             if len(self._openings) > _KNOWN_PROMPTS:
                 self._openings.popitem(last=False)
-        return found
+        return cached
 
 
 _UNKNOWN = {"nans": 0, "advantage": None, **{column: None for column, _, _ in measures.TOKEN_METRICS}}
@@ -242,15 +244,15 @@ class _Mask:
 
     def grid(self, chosen: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
         """The masks of some records, one after the other, each of its size."""
-        made = np.repeat(~self.cut[chosen], sizes)
+        grid = np.repeat(~self.cut[chosen], sizes)
         if self.column is None:
-            return made
+            return grid
         lengths = self.column.lengths
         fits = self.column.present[chosen] & (lengths[chosen] == sizes)
         used = np.zeros(len(lengths), dtype=np.bool_)
         used[np.flatnonzero(chosen)[fits]] = True
-        made[np.repeat(fits, sizes)] = self.bits[np.repeat(used, lengths)]
-        return made
+        grid[np.repeat(fits, sizes)] = self.bits[np.repeat(used, lengths)]
+        return grid
 
     def row(self, i: int, size: int) -> NDArray[np.bool_]:
         """[size] The mask of one record; all True where it has none of that size."""
@@ -275,9 +277,9 @@ def _row(column: Any, i: int) -> NDArray[Any]:
 
 def _grids(column: Any, count: int) -> list[int]:
     """How many images the media of each record say they are."""
-    found = [0] * count
+    grids = [0] * count
     if column is None:
-        return found
+        return grids
     bounds = arrow.offsets(column, len(column.values))
     entries = column.values
     keys = entries.field("key").to_pylist()
@@ -285,8 +287,8 @@ def _grids(column: Any, count: int) -> list[int]:
         for at in range(int(bounds[i]), int(bounds[i + 1])):
             if keys[at] == _GRID:
                 shape: Sequence[int] = entries.field("shape")[at].as_py() or (0,)
-                found[i] = shape[0] if len(shape) == 2 else 0
-    return found
+                grids[i] = shape[0] if len(shape) == 2 else 0
+    return grids
 
 
 def _loads(text: str) -> Any:
@@ -300,23 +302,23 @@ def _entry(info: str | None, name: str, kind: type) -> Any:
     """An entry of `info` of this kind; nothing if there is none, which its text tells without being read."""
     if info is None or f'"{name}"' not in info:
         return None
-    found = _loads(info)
-    entry = found.get(name) if isinstance(found, dict) else None
+    content = _loads(info)
+    entry = content.get(name) if isinstance(content, dict) else None
     return entry if isinstance(entry, kind) else None
 
 
 def _parts(metrics: str | None) -> str:
     if metrics is None or metrics == "{}":
         return "{}"
-    found = _loads(metrics)
-    if not isinstance(found, dict):
+    content = _loads(metrics)
+    if not isinstance(content, dict):
         return "{}"
     if '"$scalar"' in metrics:
         # Numbers of numpy; tensors, which would need torch, are no parts.
-        for name, value in found.items():
+        for name, value in content.items():
             if isinstance(value, dict) and list(value) == ["$scalar"]:
-                found[name] = freeform.loads(orjson.dumps(value).decode())
-    return json.dumps(measures.parts_of(found))
+                content[name] = freeform.loads(orjson.dumps(value).decode())
+    return json.dumps(measures.parts_of(content))
 
 
 # --- following ------------------------------------------------------------------------------------------------------
@@ -421,20 +423,20 @@ class Follower:
                 rows = self._rows_of(tx, part, consumer)
                 self.index.put(rows)
                 return bool(rows)
-            found = tx.all(
+            records = tx.all(
                 f"SELECT {_READ}, {_state(consumer)}, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
                 "AND work.seq = records.seq WHERE records.seq > ? AND records.seq <= ? ORDER BY records.seq LIMIT ?",
                 (consumer, self._seq, seqs, AT_ONCE),
             )
-            if found:
-                bounds = (found[0][0], found[-1][0])
+            if records:
+                bounds = (records[0][0], records[-1][0])
                 happened = tx.all(f"{_HAPPENED} seq >= ? AND seq <= ? ORDER BY id", bounds)
-                rows = self._rows(found, happened, consumer)
+                rows = self._rows(records, happened, consumer)
             else:
                 rows, changed, last = self._changes(tx, consumer, events)
-        if found:
+        if records:
             self.index.put(rows)
-            self._seq = found[-1][0]
+            self._seq = records[-1][0]
             return True
         if last == self._event:
             return False
@@ -490,18 +492,18 @@ class Follower:
 
     def _rows_of(self, tx: Transaction, seqs: Sequence[int], consumer: int) -> list[dict[str, Any]]:
         """Rows of `samples` of some records."""
-        found: list[Any] = []
+        records: list[Any] = []
         happened: list[Any] = []
         for marks, part in chunks(seqs):
-            found += tx.all(
+            records += tx.all(
                 f"SELECT {_READ}, {_state(consumer)}, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
                 f"AND work.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
                 (consumer, *part),
             )
             happened += tx.all(f"{_HAPPENED} seq IN ({marks}) ORDER BY id", part)
-        return self._rows(found, happened, consumer)
+        return self._rows(records, happened, consumer)
 
-    def _rows(self, found: Iterable[Any], happened: Iterable[Any], consumer: int) -> list[dict[str, Any]]:
+    def _rows(self, records: Iterable[Any], happened: Iterable[Any], consumer: int) -> list[dict[str, Any]]:
         """Rows of `samples`, as far as the ledger knows them."""
         came: dict[int, int] = {}
         trained: dict[int, dict[Any, tuple[int, int | None]]] = {}
@@ -513,7 +515,7 @@ class Follower:
             elif kind in ("admitted", "recovered"):
                 came[seq] = event
         rows = []
-        for seq, *values, turn, cut, state, reason in found:
+        for seq, *values, turn, cut, state, reason in records:
             row = {"n": seq, **dict(zip(_TAKEN, values, strict=True))}
             last = max(trained.get(seq, {}).values(), default=None)
             row["step"] = step_of(row["batch"], row["version_min"])
@@ -536,13 +538,13 @@ class Follower:
 
     def _judge(self) -> bool:
         """Say how far behind the policy records were, once all that came before them is known; whether any were."""
-        found = self.index.query(
+        pending = self.index.query(
             "SELECT n, moment, version_min FROM samples "
             "WHERE lag IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL LIMIT ?",
             (AT_ONCE,),
         )
-        self.index.put({"n": n, "lag": max(0, self._highs.at(moment) - version)} for n, moment, version in found)
-        return bool(found)
+        self.index.put({"n": n, "lag": max(0, self._highs.at(moment) - version)} for n, moment, version in pending)
+        return bool(pending)
 
     # --- what the bytes say -------------------------------------------------------------------------------------
 
@@ -587,9 +589,9 @@ class Follower:
 
     def _read(self, ns: Sequence[int]) -> dict[int, dict[str, Any]]:
         bulk = self._bulk
-        found: dict[int, dict[str, Any]] = {}
+        rows: dict[int, dict[str, Any]] = {}
         if bulk is None:
-            return found
+            return rows
         for _, run in groupby(enumerate(ns), key=lambda pair: pair[1] - pair[0]):
             numbers = [n for _, n in run]
             for batch in self.book.scan(
@@ -597,8 +599,8 @@ class Follower:
             ):
                 columns = columns_of(batch)
                 seqs = columns.pop("seq").to_pylist()
-                found.update(zip(seqs, bulk.rows(columns, len(seqs)), strict=True))
-        return found
+                rows.update(zip(seqs, bulk.rows(columns, len(seqs)), strict=True))
+        return rows
 
 
 _HAPPENED = (
@@ -647,8 +649,8 @@ class _Highs:
             "ORDER BY id",
             (after, last),
         ):
-            told = parsed(detail, "an event's detail") if detail else {}
-            version, back = told.get("version"), told.get("event")
+            content = parsed(detail, "an event's detail") if detail else {}
+            version, back = content.get("version"), content.get("event")
             if kind == "announced" and isinstance(version, int):
                 self._add(event, version, -1)
             elif kind == "rewound" and isinstance(back, int):

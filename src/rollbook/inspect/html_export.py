@@ -89,7 +89,7 @@ def export_html(
     tell, are left out. `fields`: the lenses to keep ("entropy", "logprob" ...; None: all). `max_mb`: refuse to make a
     larger file. `theme`: "auto" (as the reader's system), "light" or "dark".
     """
-    if sum(given is not None for given in (uids, gid, filter)) != 1:
+    if sum(selector is not None for selector in (uids, gid, filter)) != 1:
         raise ValueError("export: expected one of uids, gid and filter")
     check_choice("theme", theme, ("auto", "light", "dark"))
     patterns = _patterns([redact] if isinstance(redact, str) else redact)
@@ -101,16 +101,16 @@ def export_html(
                 raise ValueError(f"uids: got {uid!r:.80}, expected the ids of samples")
         chosen = list(dict.fromkeys(uids))
     else:
-        found = answers.list(view="samples", filter=filter, limit=MOST)
-        chosen = [row["uid"] for row in found["rows"] if row["removed_reason"] is None]
-        if found["total"] > MOST:
-            raise ValueError(f"filter: {found['total']} samples match, and one file holds at most {MOST}; narrow it")
+        matches = answers.list(view="samples", filter=filter, limit=MOST)
+        chosen = [row["uid"] for row in matches["rows"] if row["removed_reason"] is None]
+        if matches["total"] > MOST:
+            raise ValueError(f"filter: {matches['total']} samples match, and one file holds at most {MOST}; narrow it")
     if not chosen:
         raise ValueError("export: there are no samples to put into a file")
     if len(chosen) > MOST:
         raise ValueError(f"uids: got {len(chosen)}, and one file holds at most {MOST}")
 
-    documents = [_kept_lenses(one, fields) for one in _documents(source, chosen)]
+    documents = [_kept_lenses(document, fields) for document in _documents(source, chosen)]
     recorded = _recorded(source, answers, documents)
     media = _media(source, documents) if images else {}
     hidden = 0
@@ -121,7 +121,7 @@ def export_html(
         start = "#/group/" + _segment(documents[0].gid)
     else:
         start = "#/t/" + _segment(documents[0].uid) if len(documents) == 1 else "#/samples"
-    responses = {response_key(path, **given): answer for path, given, answer in recorded}
+    responses = {response_key(path, **selector): answer for path, selector, answer in recorded}
     payload = {
         "responses": responses,
         "media": media,
@@ -140,18 +140,18 @@ def export_html(
 def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, **options: Any) -> Exported:
     """As `export_html`, written to `path`: all of it, or nothing changes there."""
     check_regular(path)
-    made = export_html(source, answers, **options)
+    exported = export_html(source, answers, **options)
     folder = os.path.dirname(os.path.abspath(os.fspath(path)))
     handle, name = tempfile.mkstemp(prefix=".rollbook-", suffix=".html", dir=folder)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(made.content)
+            file.write(exported.content)
         os.replace(name, path)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(name)
         raise
-    return made
+    return exported
 
 
 def as_iframe(content: bytes, *, height: int = 640) -> str:
@@ -198,14 +198,14 @@ def _segment(text: str) -> str:
     return quote(text, safe="-_.!~*'()")
 
 
-def response_key(path: str, **given: str) -> str:
+def response_key(path: str, **parameters: str) -> str:
     """Under which a page looks for an answer: the path and the parameters by name, as URLSearchParams writes them.
 
     >>> response_key("/api/group", gid="4/geo~3 k*")
     '/api/group?gid=4%2Fgeo%7E3+k*'
     """
-    pairs = (f"{name}={quote_plus(value, safe='*').replace('~', '%7E')}" for name, value in sorted(given.items()))
-    return "?".join([path, *(["&".join(pairs)] if given else [])])
+    pairs = (f"{name}={quote_plus(value, safe='*').replace('~', '%7E')}" for name, value in sorted(parameters.items()))
+    return "?".join([path, *(["&".join(pairs)] if parameters else [])])
 
 
 def _patterns(redact: Sequence[str]) -> list[str]:
@@ -222,16 +222,16 @@ def _patterns(redact: Sequence[str]) -> list[str]:
 
 def _file_name(start: str, count: int) -> str:
     """Made of letters and digits that we choose: a record's id is nobody's file name."""
-    what = {"#/t/": "sample", "#/gr": "group"}.get(start[:4], f"{count}-samples")
-    return f"rollbook-{what}-{hashlib.blake2b(start.encode(), digest_size=4).hexdigest()}.html"
+    content = {"#/t/": "sample", "#/gr": "group"}.get(start[:4], f"{count}-samples")
+    return f"rollbook-{content}-{hashlib.blake2b(start.encode(), digest_size=4).hexdigest()}.html"
 
 
-def _kept_lenses(one: Trajectory, fields: Sequence[str] | None) -> Trajectory:
+def _kept_lenses(document: Trajectory, fields: Sequence[str] | None) -> Trajectory:
     if fields is None:
-        return one
-    arrays = {name: array for name, array in one.arrays.items() if name in fields}
-    rejected = None if one.rejected is None else _kept_lenses(one.rejected, fields)
-    return dataclasses.replace(one, arrays=arrays, rejected=rejected)
+        return document
+    arrays = {name: array for name, array in document.arrays.items() if name in fields}
+    rejected = None if document.rejected is None else _kept_lenses(document.rejected, fields)
+    return dataclasses.replace(document, arrays=arrays, rejected=rejected)
 
 
 # --- what the pages will ask --------------------------------------------------------------------------------------
@@ -241,29 +241,29 @@ Answer = tuple[str, dict[str, str], Any]
 
 
 def _documents(source: Source, uids: Sequence[str]) -> list[Trajectory]:
-    return [one for start in range(0, len(uids), 32) for one in source.documents(uids[start : start + 32])]
+    return [document for start in range(0, len(uids), 32) for document in source.documents(uids[start : start + 32])]
 
 
 def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory]) -> list[Answer]:
     """What pages of these samples ask a server, answered for a run that has these samples and no others."""
-    inside = {one.uid for one in documents}
-    gids = dict.fromkeys(one.gid for one in documents)
+    inside = {document.uid for document in documents}
+    gids = dict.fromkeys(document.gid for document in documents)
     run = dict(answers.run())
     run["name"] = os.path.basename(str(run["name"]).rstrip("/\\"))
     run["live"], run["idle"] = False, None
     run["problems"] = []  # they name files of this machine
     run["features"] = dict.fromkeys(run["features"], False)
-    found: list[Answer] = []
+    recorded: list[Answer] = []
     rows: list[dict[str, Any]] = []
-    for one in documents:
-        near = dict(answers.neighbours(one.uid))
+    for document in documents:
+        near = dict(answers.neighbours(document.uid))
         rows.append(near["row"])
         for name in ("previous", "next", "previous_group", "next_group"):
             near[name] = near[name] if near[name] in inside else None
         near["same_prompt"] = []
-        found.append(("/api/neighbours", {"uid": one.uid}, near))
+        recorded.append(("/api/neighbours", {"uid": document.uid}, near))
         # Not the ledger: it says who trained on it, and where.
-        found.append(("/api/record", {"uid": one.uid}, _short(source.record(one.uid))))
+        recorded.append(("/api/record", {"uid": document.uid}, _short(source.record(document.uid))))
     groups: list[dict[str, Any]] = []
     for gid in gids:
         group = dict(answers.group(gid))
@@ -272,22 +272,22 @@ def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory])
         group["timeline"] = [point for point in group["timeline"] if point["gid"] in gids]
         for name in ("previous", "next"):
             group[name] = group[name] if group[name] in gids else None
-        found.append(("/api/group", {"gid": gid}, group))
-    found.append(("/api/run", {}, run))
+        recorded.append(("/api/group", {"gid": gid}, group))
+    recorded.append(("/api/run", {}, run))
     # Whole: the page sorts and pages them itself.
-    found.append(("/api/list", {"view": "samples"}, {"rows": rows}))
-    found.append(("/api/list", {"view": "groups"}, {"rows": groups}))
-    return found
+    recorded.append(("/api/list", {"view": "samples"}, {"rows": rows}))
+    recorded.append(("/api/list", {"view": "groups"}, {"rows": groups}))
+    return recorded
 
 
 def _short(value: Any) -> Any:
     """A record's JSON without long lists of numbers and images: the file has them elsewhere."""
     if isinstance(value, Mapping):
-        return {key: _short(each) for key, each in value.items()}
+        return {key: _short(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        if len(value) > _LONG and all(isinstance(each, (int, float)) or each is None for each in value):
+        if len(value) > _LONG and all(isinstance(entry, (int, float)) or entry is None for entry in value):
             return f"({len(value)} numbers, left out of this file)"
-        return [_short(each) for each in value]
+        return [_short(entry) for entry in value]
     if isinstance(value, str):
         return _DATA.sub("data:(left out of this file)", value)
     return value
@@ -297,14 +297,14 @@ _DATA = re.compile(r"data:[a-z]+/[a-zA-Z0-9.+-]+;base64,[A-Za-z0-9+/=]{64,}")
 
 
 def _media(source: Source, documents: Sequence[Trajectory]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for one in documents:
-        for picture in one.pictures:
-            media = None if picture.sha256 in found else source.media(picture.sha256)
+    images: dict[str, str] = {}
+    for document in documents:
+        for picture in document.pictures:
+            media = None if picture.sha256 in images else source.media(picture.sha256)
             kind = None if media is None else image_type(media[0])
             if media is not None and kind is not None:
-                found[picture.sha256] = f"data:{kind};base64,{base64.b64encode(media[0]).decode()}"
-    return found
+                images[picture.sha256] = f"data:{kind};base64,{base64.b64encode(media[0]).decode()}"
+    return images
 
 
 # --- redaction ------------------------------------------------------------------------------------------------------
@@ -320,41 +320,45 @@ Cover = Callable[[str], str]
 def _redacted(
     documents: list[Trajectory], recorded: list[Answer], patterns: list[str], workers: Workers
 ) -> tuple[list[Trajectory], list[Answer], int]:
-    for one in documents:
-        if one.tokenized == "ids":
+    for document in documents:
+        if document.tokenized == "ids":
             raise ValueError(
-                f"redact: the tokenizer of {one.uid} is not known, so its ids cannot be searched; give a tokenizer"
+                f"redact: the tokenizer of {document.uid} is not known, so its ids cannot be searched; give a tokenizer"
             )
     texts: dict[str, str] = {}
 
     def note(text: str) -> str:
         return texts.setdefault(text, text)
 
-    for one in documents:
-        _document(one, note)
-    for path, given, answer in recorded:
-        _mapped([given, answer], note, most=_most(path))
+    for document in documents:
+        _document(document, note)
+    for path, parameters, answer in recorded:
+        _mapped([parameters, answer], note, most=_most(path))
     # In an id a slash stands as %2F: a pattern may find it as it was written, too.
-    ids = {each: each.replace("%2F", "/").replace("%25", "%") for one in documents for each in (one.uid, one.gid)}
+    ids = {
+        identifier: identifier.replace("%2F", "/").replace("%25", "%")
+        for document in documents
+        for identifier in (document.uid, document.gid)
+    }
     for written in ids.values():
         note(written)
     unhashed = _unhashed(documents)
     masked = workers.mask([unhashed(text) for text in texts], patterns, seconds=_SECONDS)
     hidden = sum(unhashed(text) != cover for text, cover in zip(texts, masked, strict=True))
     texts = dict(zip(texts, masked, strict=True))
-    texts |= {each: texts[written] for each, written in ids.items() if texts[written] != unhashed(written)}
-    covered = [_document(one, texts.__getitem__) for one in documents]
-    if len({one.uid for one in covered}) != len(documents):
+    texts |= {identifier: texts[written] for identifier, written in ids.items() if texts[written] != unhashed(written)}
+    covered = [_document(document, texts.__getitem__) for document in documents]
+    if len({document.uid for document in covered}) != len(documents):
         raise ValueError("redact: what is covered tells samples apart; their ids would be the same")
-    for one in covered:
-        one.notes.append("Parts of this file are covered; token ids, which would tell them, are left out.")
+    for document in covered:
+        document.notes.append("Parts of this file are covered; token ids, which would tell them, are left out.")
     answers = [
         (
             path,
-            {name: texts[value] for name, value in given.items()},
+            {name: texts[value] for name, value in parameters.items()},
             _mapped(answer, texts.__getitem__, most=_most(path)),
         )
-        for path, given, answer in recorded
+        for path, parameters, answer in recorded
     ]
     _reopen([answer for _, _, answer in answers], covered)
     return covered, answers, hidden
@@ -364,17 +368,17 @@ def _unhashed(documents: Sequence[Trajectory]) -> Cover:
     """Other letters for the hashes of texts that ids are made of. From a hash, and what is not covered of its text, one
     can find out the rest by trying: there are few telephone numbers."""
     hashes: dict[str, str] = {}
-    for one in documents:
-        for each in (one, one.rejected):
-            if each is not None:
-                text = blake2b(each.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-                for found in (each.prompt, text):
-                    if _SHORT_HASH.fullmatch(found):
-                        hashes.setdefault(found, "".join("abcdef"[len(hashes) // 6**at % 6] for at in range(16)))
+    for document in documents:
+        for variant in (document, document.rejected):
+            if variant is not None:
+                text = blake2b(variant.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+                for content in (variant.prompt, text):
+                    if _SHORT_HASH.fullmatch(content):
+                        hashes.setdefault(content, "".join("abcdef"[len(hashes) // 6**at % 6] for at in range(16)))
     if not hashes:
         return str
-    known = re.compile("|".join(hashes))
-    return lambda text: known.sub(lambda match: hashes[match[0]], text)
+    pattern = re.compile("|".join(hashes))
+    return lambda text: pattern.sub(lambda match: hashes[match[0]], text)
 
 
 _SHORT_HASH = re.compile("[0-9a-f]{16}")
@@ -385,17 +389,17 @@ def _most(path: str) -> int:
     return 0 if path == "/api/record" else 3
 
 
-def _document(one: Trajectory, cover: Cover) -> Trajectory:
+def _document(document: Trajectory, cover: Cover) -> Trajectory:
     """The sample with its texts covered, its ids left out. Each character has one in its place, so that ends hold."""
     changed: dict[str, Any] = {"ids": None}
-    for each in dataclasses.fields(one):
-        value = getattr(one, each.name)
-        if isinstance(value, (str, dict)) or each.name in ("messages", "tools", "label", "reference", "notes"):
-            changed[each.name] = _mapped({each.name: value}, cover, most=0)[each.name]
-    changed["arrays"] = one.arrays
-    changed["segments"] = [segment._replace(name=cover(segment.name)) for segment in one.segments]
-    changed["rejected"] = None if one.rejected is None else _document(one.rejected, cover)
-    return dataclasses.replace(one, **changed)
+    for field in dataclasses.fields(document):
+        value = getattr(document, field.name)
+        if isinstance(value, (str, dict)) or field.name in ("messages", "tools", "label", "reference", "notes"):
+            changed[field.name] = _mapped({field.name: value}, cover, most=0)[field.name]
+    changed["arrays"] = document.arrays
+    changed["segments"] = [segment._replace(name=cover(segment.name)) for segment in document.segments]
+    changed["rejected"] = None if document.rejected is None else _document(document.rejected, cover)
+    return dataclasses.replace(document, **changed)
 
 
 def _mapped(value: Any, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
@@ -404,20 +408,20 @@ def _mapped(value: Any, cover: Cover, *, most: int, free: bool = False, numbers:
     if isinstance(value, str):
         return cover(value)
     if isinstance(value, Mapping):
-        made = {}
-        for key, each in value.items():
-            ours = not free and key in _FIXED and isinstance(each, str) and (each in _OURS or _HASH.fullmatch(each))
-            made[cover(key) if free and isinstance(key, str) else key] = (
-                each
+        mapped = {}
+        for key, entry in value.items():
+            ours = not free and key in _FIXED and isinstance(entry, str) and (entry in _OURS or _HASH.fullmatch(entry))
+            mapped[cover(key) if free and isinstance(key, str) else key] = (
+                entry
                 if ours
-                else _mapped(each, cover, most=most, free=free or key in _FREE, numbers=numbers or (key in _NUMBERS))
+                else _mapped(entry, cover, most=most, free=free or key in _FREE, numbers=numbers or (key in _NUMBERS))
             )
-        return made
+        return mapped
     if isinstance(value, (list, tuple)):
         count = _wholes(value)
         if count is not None and count > most:
             return f"({count} whole numbers, left out: they could be token ids)"
-        return [_mapped(each, cover, most=most, free=free, numbers=numbers) for each in value]
+        return [_mapped(entry, cover, most=most, free=free, numbers=numbers) for entry in value]
     if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
         written = str(value)
         covered = cover(written)
@@ -428,7 +432,7 @@ def _mapped(value: Any, cover: Cover, *, most: int, free: bool = False, numbers:
 def _wholes(value: Any) -> int | None:
     """How many whole numbers a list and the lists in it hold; `None` if they hold anything else."""
     if isinstance(value, (list, tuple)):
-        counts = [_wholes(each) for each in value]
+        counts = [_wholes(entry) for entry in value]
         return None if None in counts else sum(count or 0 for count in counts)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
         return None
@@ -437,17 +441,17 @@ def _wholes(value: Any) -> int | None:
 
 def _reopen(value: Any, covered: Sequence[Trajectory]) -> None:
     """Openings and closings anew, from covered texts: those that were there may be cut inside of what is covered."""
-    by_uid = {one.uid: one for one in covered}
-    by_gid = {one.gid: one for one in reversed(covered)}
+    by_uid = {document.uid: document for document in covered}
+    by_gid = {document.gid: document for document in reversed(covered)}
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, list):
-            waiting += each
-        elif isinstance(each, dict):
-            waiting += each.values()
-            one = by_uid.get(each.get("uid", "")) or by_gid.get(each.get("gid", ""))
-            if one is not None and "opening" in each:
-                each["opening"] = opening_of(one.text[: one.prompt_end])
-            if one is not None and "closing" in each:
-                each["closing"] = closing_of(one.text[one.prompt_end :])
+        entry = waiting.pop()
+        if isinstance(entry, list):
+            waiting += entry
+        elif isinstance(entry, dict):
+            waiting += entry.values()
+            document = by_uid.get(entry.get("uid", "")) or by_gid.get(entry.get("gid", ""))
+            if document is not None and "opening" in entry:
+                entry["opening"] = opening_of(document.text[: document.prompt_end])
+            if document is not None and "closing" in entry:
+                entry["closing"] = closing_of(document.text[document.prompt_end :])

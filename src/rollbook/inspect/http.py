@@ -102,66 +102,66 @@ def image_type(content: bytes) -> str | None:
     >>> [image_type(content) for content in (b"GIF89a\\1\\0\\1\\0", b"GIF89a\\xff\\xff\\xff\\xff", b"<svg onload=...>")]
     ['image/gif', None, None]
     """
-    found = sniff(content)
-    return None if found is None or (found[1] or 0) * (found[2] or 0) > MOST_PIXELS else found[0]
+    image = sniff(content)
+    return None if image is None or (image[1] or 0) * (image[2] or 0) > MOST_PIXELS else image[0]
 
 
 # --- parameters --------------------------------------------------------------------------------------------------
 
 
-def whole(name: str, given: str) -> int:
+def whole(name: str, text: str) -> int:
     """A whole number."""
-    if re.fullmatch(r"-?[0-9]{1,18}", given) is None:
-        raise ValueError(f"{name}: got {given[:40]!r}, expected a whole number")
-    return int(given)
+    if re.fullmatch(r"-?[0-9]{1,18}", text) is None:
+        raise ValueError(f"{name}: got {text[:40]!r}, expected a whole number")
+    return int(text)
 
 
-def flag(name: str, given: str) -> bool:
+def flag(name: str, text: str) -> bool:
     """0 or 1."""
-    if given not in ("0", "1"):
-        raise ValueError(f"{name}: got {given[:40]!r}, expected 0 or 1")
-    return given == "1"
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}: got {text[:40]!r}, expected 0 or 1")
+    return text == "1"
 
 
-def word(name: str, given: str) -> str:
+def word(name: str, text: str) -> str:
     """Any text that is not too long."""
-    if len(given) > 4096:
-        raise ValueError(f"{name}: got {len(given)} characters, expected at most 4096")
-    return given
+    if len(text) > 4096:
+        raise ValueError(f"{name}: got {len(text)} characters, expected at most 4096")
+    return text
 
 
-def step_range(name: str, given: str) -> tuple[int, int]:
+def step_range(name: str, text: str) -> tuple[int, int]:
     """FIRST-LAST, or one step."""
-    found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", given)
-    if found is None:
-        raise ValueError(f"{name}: got {given[:40]!r}, expected steps as FIRST-LAST")
-    return int(found[1]), int(found[2] or found[1])
+    match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
+    if match is None:
+        raise ValueError(f"{name}: got {text[:40]!r}, expected steps as FIRST-LAST")
+    return int(match[1]), int(match[2] or match[1])
 
 
 Reader = Callable[[str, str], Any]
 
 
 def arguments(
-    query: list[tuple[str, str]], known: Mapping[str, Reader], needed: tuple[str, ...] = ()
+    query: list[tuple[str, str]], readers: Mapping[str, Reader], needed: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The parameters of a question by name; one that is not known, stands twice, or is missing is an error.
 
     >>> arguments([("step", "137"), ("evaluation", "0")], {"step": whole, "evaluation": flag})
     {'step': 137, 'evaluation': False}
     """
-    found: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     for name, value in query:
-        if name not in known:
-            expected = ", ".join(known) or "none"
+        if name not in readers:
+            expected = ", ".join(readers) or "none"
             raise ValueError(f"parameter {name[:40]!r} is not known here; expected {expected}")
-        if name in found:
+        if name in parsed:
             raise ValueError(f"parameter {name} stands twice")
         if value:
-            found[name] = known[name](name, value)
+            parsed[name] = readers[name](name, value)
     for name in needed:
-        if name not in found:
+        if name not in parsed:
             raise ValueError(f"parameter {name} is missing")
-    return found
+    return parsed
 
 
 def attachment(name: str) -> tuple[str, str]:
@@ -172,13 +172,13 @@ def attachment(name: str) -> tuple[str, str]:
 def fields(request: Request, known: Mapping[str, Any], needed: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a posted JSON object."""
     try:
-        given = orjson.loads(request.body)
+        body = orjson.loads(request.body)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(body, dict):
         raise ValueError("the body is expected to be a JSON object")
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, value in body.items():
         if name not in known:
             raise ValueError(f"field {name[:40]!r} is not known here; expected {', '.join(known)}")
         kinds = known[name] if isinstance(known[name], tuple) else (known[name],)
@@ -186,9 +186,9 @@ def fields(request: Request, known: Mapping[str, Any], needed: tuple[str, ...]) 
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(f"{name}: got {type(value).__name__}, expected {expected}")
     for name in needed:
-        if name not in given:
+        if name not in body:
             raise ValueError(f"field {name} is missing")
-    return given
+    return body
 
 
 # --- access ----------------------------------------------------------------------------------------------------------
@@ -242,15 +242,15 @@ def authorities(port: int, bound: str, trusted: Iterable[str] = ()) -> frozenset
     ['127.0.0.1:8420', '[::1]:8420', 'localhost:8420', 'localhost:9000', 'viewer.example', 'viewer.example:8420']
     """
     names = {*LOOPBACK, f"[{bound}]" if ":" in bound else bound.lower()} - {""}
-    found = {f"{name}:{port}" for name in names}
-    for each in trusted:
-        parts = _AUTHORITY.fullmatch(each.lower())
+    accepted = {f"{name}:{port}" for name in names}
+    for host in trusted:
+        parts = _AUTHORITY.fullmatch(host.lower())
         if parts is None:
-            raise ValueError(f"trusted_hosts: got {each!r}, expected a name or an address, as 'name' or 'name:port'")
-        found |= {each.lower()} if parts["port"] else {each.lower(), f"{each.lower()}:{port}"}
+            raise ValueError(f"trusted_hosts: got {host!r}, expected a name or an address, as 'name' or 'name:port'")
+        accepted |= {host.lower()} if parts["port"] else {host.lower(), f"{host.lower()}:{port}"}
     if port == 80:
-        found |= names
-    return frozenset(found)
+        accepted |= names
+    return frozenset(accepted)
 
 
 @dataclass(frozen=True)
@@ -299,10 +299,10 @@ class Guard:
     # --- the rules, in their order -------------------------------------------------------------------------------
 
     def _host(self, request: Request) -> Refusal | None:
-        found = request.all("host")
-        if len(found) != 1:
-            return Refusal(421, f"the request has {len(found)} Host headers, expected one")
-        host = found[0].lower()
+        hosts = request.all("host")
+        if len(hosts) != 1:
+            return Refusal(421, f"the request has {len(hosts)} Host headers, expected one")
+        host = hosts[0].lower()
         if host in self.hosts or (self.wildcard and request.local and host == request.local and _is_address(host)):
             return None
         shown = host if _AUTHORITY.fullmatch(host) else "this host"
@@ -311,17 +311,17 @@ class Guard:
         )
 
     def _origin(self, request: Request) -> Refusal | None:
-        found = request.all("origin")
+        origins = request.all("origin")
         host = request.all("host")[0].lower()
-        if not found or (len(found) == 1 and found[0].lower() in (f"http://{host}", f"https://{host}")):
+        if not origins or (len(origins) == 1 and origins[0].lower() in (f"http://{host}", f"https://{host}")):
             return None
         return Refusal(403, "the request comes from a page of another origin")
 
     def _site(self, request: Request) -> Refusal | None:
         if not _guarded(request.path):
             return None
-        found = request.all("sec-fetch-site")
-        if not found or (len(found) == 1 and found[0].lower() in ("same-origin", "none")):
+        sites = request.all("sec-fetch-site")
+        if not sites or (len(sites) == 1 and sites[0].lower() in ("same-origin", "none")):
             return None
         return Refusal(403, "the request comes from a page of another site")
 
@@ -339,13 +339,13 @@ class Guard:
         if self.token is None or not _guarded(request.path):
             return None
         for value in request.all("authorization"):
-            kind, _, given = value.partition(" ")
-            if kind.lower() == "bearer" and _same(given.strip(), self.token):
+            kind, _, secret = value.partition(" ")
+            if kind.lower() == "bearer" and _same(secret.strip(), self.token):
                 return None
         name, expected = self.cookie_name(request), self._session_value()
         # A page of another port may have set a cookie of the same name for another path: any of them will do.
         cookies = [part.strip().partition("=") for line in request.all("cookie") for part in line.split(";")]
-        if any(key == name and _same(given, expected) for key, _, given in cookies):
+        if any(key == name and _same(secret, expected) for key, _, secret in cookies):
             return None
         return Refusal(401, "open the address that the server printed, with its #token=; this one is not known here")
 
@@ -354,8 +354,8 @@ def _guarded(path: str) -> bool:
     return path == "/api" or path.startswith("/api/")
 
 
-def _same(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
+def _same(secret: str, expected: str) -> bool:
+    return hmac.compare_digest(secret.encode("utf-8", "replace"), expected.encode())
 
 
 def _is_address(host: str) -> bool:

@@ -46,11 +46,16 @@ class Where(NamedTuple):
 def pictured(value: Any, seen: Mapping[str, Picture]) -> Any:
     """Messages with a picture's hash and size where its bytes stood."""
     if isinstance(value, str):
-        found = seen.get(value) if seen else None
+        picture_seen = seen.get(value) if seen else None
         return (
             value
-            if found is None
-            else {"picture": found.sha256, "mime": found.mime, "width": found.width, "height": found.height}
+            if picture_seen is None
+            else {
+                "picture": picture_seen.sha256,
+                "mime": picture_seen.mime,
+                "width": picture_seen.width,
+                "height": picture_seen.height,
+            }
         )
     if isinstance(value, list):
         return [pictured(item, seen) for item in value]
@@ -197,14 +202,14 @@ class Album:
 
     def kept(self, data: bytes) -> Picture | None:
         """A picture of these bytes, if they are one; they can be asked for until many others came."""
-        found = _described(sha256(data).hexdigest(), data)
-        if found is not None:
+        described = _described(sha256(data).hexdigest(), data)
+        if described is not None:
             with self._lock:
-                self._size += len(data) - len(self._kept.pop(found.sha256, b""))
-                self._kept[found.sha256] = data
+                self._size += len(data) - len(self._kept.pop(described.sha256, b""))
+                self._kept[described.sha256] = data
                 while self._size > KEPT_BYTES:
                     self._size -= len(self._kept.popitem(last=False)[1])
-        return found
+        return described
 
     def referred(self, name: str) -> Picture | None:
         """The picture under a hash, if there is one."""
@@ -212,11 +217,11 @@ class Album:
             data = self._fetch(name)
             if data is None:
                 return None  # It may be there the next time.
-            found = _described(name, data)
+            described = _described(name, data)
             with self._lock:
                 if len(self._known) >= 1 << 16:
                     self._known.clear()
-                self._known[name] = found
+                self._known[name] = described
         return self._known.get(name)
 
     def media(self, name: str) -> tuple[bytes, str] | None:
@@ -224,8 +229,8 @@ class Album:
         with self._lock:
             data = self._kept.get(name)
         data = self._fetch(name) if data is None else data
-        found = None if data is None else _described(name, data)
-        return None if found is None or data is None else (data, found.mime)
+        described = None if data is None else _described(name, data)
+        return None if described is None or data is None else (data, described.mime)
 
 
 def _described(name: str, data: bytes) -> Picture | None:
@@ -247,13 +252,13 @@ class Looked:
 
     def at(self, value: Any, key: str = "", depth: int = DEPTH) -> Any:
         """What is to be shown of `value`."""
-        found: Picture | None = None
+        image: Picture | None = None
         if isinstance(value, Reference):
-            found = self.album.referred(value[7:])
+            image = self.album.referred(value[7:])
         elif isinstance(value, bytes):
-            found = self._kept(value)
+            image = self._kept(value)
         elif isinstance(value, str):
-            found = self._in_text(value, key)
+            image = self._in_text(value, key)
         elif isinstance(value, dict) and depth > 0:
             before = len(self.pictures)
             shown = {name: self.at(item, name, depth - 1) for name, item in value.items()}
@@ -262,11 +267,16 @@ class Looked:
             return shown
         elif isinstance(value, (list, tuple)) and depth > 0:
             return [self.at(item, key, depth - 1) for item in value]
-        if found is None:
+        if image is None:
             return value
         if len(self.pictures) < MOST_PICTURES:
-            self.pictures.append(replace(found))
-        return {"picture": found.sha256, "mime": found.mime, "width": found.width, "height": found.height}
+            self.pictures.append(replace(image))
+        return {
+            "picture": image.sha256,
+            "mime": image.mime,
+            "width": image.width,
+            "height": image.height,
+        }
 
     def _kept(self, data: bytes) -> Picture | None:
         return self.album.kept(data) if len(self.pictures) < MOST_PICTURES else None
@@ -280,9 +290,9 @@ class Looked:
             body = text
         else:
             return None
-        if found := _REFERENCE.fullmatch(body):
+        if match := _REFERENCE.fullmatch(body):
             # Only what the book says is a reference is one: a record's own text can look like it.
-            return self.album.referred(found[1]) if found[1] in self.references else None
+            return self.album.referred(match[1]) if match[1] in self.references else None
         if len(body) > MAX_PICTURE * 4 // 3 + 4:
             return None
         try:
@@ -310,7 +320,7 @@ def place(pictures: Sequence[Picture], text: str, ends: NDArray[np.int64], segme
                 tokens.append(run.start)
                 continue
             start = int(ends[run.start - 1]) if run.start else 0
-            places = [found.start() for found in pattern.finditer(text, start, int(ends[run.stop - 1]))]
+            places = [match.start() for match in pattern.finditer(text, start, int(ends[run.stop - 1]))]
             tokens += np.searchsorted(ends, places, side="right").tolist()
         if len(tokens) == len(pictures):
             for picture, token in zip(pictures, tokens, strict=True):

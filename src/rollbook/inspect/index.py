@@ -72,20 +72,20 @@ class Scales:
         """Take some of these tokens: arrays [T] by lens, of which those count where `keep` [T] is true; whether a range
         changed."""
         with self._lock:
-            wanted = [name for name in lenses if name in LENSES and self._counts.get(name, 0) < ENOUGH]
-            if not wanted:
+            names = [name for name in lenses if name in LENSES and self._counts.get(name, 0) < ENOUGH]
+            if not names:
                 return False
             places = np.flatnonzero(keep)
             if len(places) > AT_ONCE:
                 places = places[self._dice.integers(0, len(places), AT_ONCE)]
             changed = False
-            for name in wanted:
-                found = np.asarray(lenses[name])[places].astype(np.float64)
-                found = found[np.isfinite(found)]
-                if not len(found):
+            for name in names:
+                values = np.asarray(lenses[name])[places].astype(np.float64)
+                values = values[np.isfinite(values)]
+                if not len(values):
                     continue
-                self._seen.setdefault(name, []).append(found)
-                count = self._counts[name] = self._counts.get(name, 0) + len(found)
+                self._seen.setdefault(name, []).append(values)
+                count = self._counts[name] = self._counts.get(name, 0) + len(values)
                 if count >= min(ENOUGH, max(_LEAST, 2 * self._used.get(name, 0))) or name not in self.ranges:
                     self._used[name] = count
                     seen = np.concatenate(self._seen[name])
@@ -107,7 +107,7 @@ class Scales:
 
 def _range(name: str, values: NDArray[np.float64]) -> tuple[float, float]:
     lens = LENSES[name]
-    low, high = (round(float(each), 6) for each in np.quantile(values, (0.01, 0.99)))
+    low, high = (round(float(bound), 6) for bound in np.quantile(values, (0.01, 0.99)))
     if lens.middle is None:
         if low >= 0:
             low = 0.0
@@ -115,7 +115,7 @@ def _range(name: str, values: NDArray[np.float64]) -> tuple[float, float]:
             high = 0.0
         return (low, high) if high > low else (low, low + 1.0)
     if name == "ratio":
-        far = max(abs(math.log(max(each, 1e-6))) for each in (low, high)) or math.log(2)
+        far = max(abs(math.log(max(bound, 1e-6))) for bound in (low, high)) or math.log(2)
         return round(math.exp(-far), 6), round(math.exp(far), 6)
     far = max(abs(low - lens.middle), abs(high - lens.middle)) or 1.0
     return lens.middle - far, lens.middle + far
@@ -253,9 +253,9 @@ class Index:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        made = tempfile.mkdtemp(prefix="rollbook-view-", dir=folder)
-        self._remove = weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
-        self.path = Path(made) / "index.sqlite"
+        temporary = tempfile.mkdtemp(prefix="rollbook-view-", dir=folder)
+        self._remove = weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+        self.path = Path(temporary) / "index.sqlite"
         self._lock = threading.RLock()
         self._changed = threading.Condition()
         self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
@@ -338,8 +338,8 @@ class Index:
 
     def fact(self, key: str, default: Any = None) -> Any:
         """What was kept under a key."""
-        found = self.query("SELECT value FROM facts WHERE key = ?", (key,))
-        return json.loads(found[0][0]) if found else default
+        rows = self.query("SELECT value FROM facts WHERE key = ?", (key,))
+        return json.loads(rows[0][0]) if rows else default
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -376,10 +376,10 @@ class Index:
 
     def declare(self, names: Iterable[str]) -> None:
         """Add names to those that reward sources declared as parts of the reward."""
-        known = self.fact("reward_parts", [])
-        new = [name for name in dict.fromkeys(names) if name not in known]
+        declared = self.fact("reward_parts", [])
+        new = [name for name in dict.fromkeys(names) if name not in declared]
         if new:
-            self.keep("reward_parts", [*known, *new])
+            self.keep("reward_parts", [*declared, *new])
 
     def put(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of `samples` by column, new ones (with `uid`, `gid` and `step`) or parts of rows that are there.
@@ -421,11 +421,11 @@ class Index:
                 self._note(write, ns)
 
     def _free(self, write: sqlite3.Connection, ids: Sequence[tuple[str, int]]) -> None:
-        wanted = dict(ids)
-        for part in _pieces(list(wanted)):
+        numbers = dict(ids)
+        for part in _pieces(list(numbers)):
             marks = ",".join("?" * len(part))
             for uid, n in write.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall():
-                if wanted[uid] != n:
+                if numbers[uid] != n:
                     write.execute("UPDATE samples SET uid = ? WHERE n = ?", (f"{uid}~{n}", n))
 
     def remove(self, ns: Sequence[int]) -> None:
@@ -452,23 +452,23 @@ class Index:
 
     def add(self, documents: Sequence[Trajectory]) -> None:
         """Add, or measure anew, samples that a source has as `Trajectory`s, in the order of their coming."""
-        seen = {*self.fact("tokenized", ()), *(one.tokenized for one in documents)}
+        seen = {*self.fact("tokenized", ()), *(document.tokenized for document in documents)}
         self.keep("tokenized", sorted(seen))
-        self.declare(name for one in documents for name in one.declared)
+        self.declare(name for document in documents for name in document.declared)
         with self._lock:
-            known: dict[str, int] = {}
-            for part in _pieces([one.uid for one in documents]):
+            numbers: dict[str, int] = {}
+            for part in _pieces([document.uid for document in documents]):
                 marks = ",".join("?" * len(part))
-                known.update(
+                numbers.update(
                     self._writer.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall()
                 )
             (last,) = self._writer.execute("SELECT COALESCE(MAX(n), 0) FROM samples").fetchone()
             rows = []
-            for one in documents:
-                if one.uid not in known:
+            for document in documents:
+                if document.uid not in numbers:
                     last += 1
-                    known[one.uid] = last
-                rows.append({"n": known[one.uid], **measures.row_of(one)})
+                    numbers[document.uid] = last
+                rows.append({"n": numbers[document.uid], **measures.row_of(document)})
             self.put(rows)
         measures.sample_documents(self, documents)
 
@@ -537,7 +537,7 @@ class Index:
 
 def named(answer: sqlite3.Cursor) -> list[dict[str, Any]]:
     """A statement's rows by the names of their columns."""
-    names = [each[0] for each in answer.description]
+    names = [column[0] for column in answer.description]
     return [dict(zip(names, row, strict=True)) for row in answer]
 
 

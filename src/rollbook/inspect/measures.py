@@ -61,10 +61,10 @@ def repetition(ids: NDArray[Any]) -> tuple[float, int | None]:
     if not again:
         return 0.0, None
     share = again / len(grams)
-    found = _loop(ids, grams)
-    if found is None:
+    loop = _loop(ids, grams)
+    if loop is None:
         return share, None
-    start, stop = found
+    start, stop = loop
     return max(share, (stop - start) / count), start
 
 
@@ -113,9 +113,9 @@ def own_tokens(response: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[float, 
     if not len(chosen) or len(chosen) == len(response):
         share, loop = repetition(response)
         return share, loop, digest_of(response)
-    own = response[chosen]
-    share, loop = repetition(own)
-    return share, None if loop is None else int(chosen[loop]), digest_of(own)
+    sampled = response[chosen]
+    share, loop = repetition(sampled)
+    return share, None if loop is None else int(chosen[loop]), digest_of(sampled)
 
 
 def digest_of(ids: NDArray[Any]) -> int | None:
@@ -146,12 +146,12 @@ def opening_of(text: str) -> str:
     'What is 2+2?'
     """
     text = text[:_READ_LETTERS]
-    found = _USER.search(text)
-    if found is not None:
-        end = _USER_ENDS.search(text, found.end())
-        asked = _short(text[found.end() : end.start() if end else len(text)])
-        if asked:
-            return asked
+    match = _USER.search(text)
+    if match is not None:
+        end = _USER_ENDS.search(text, match.end())
+        question = _short(text[match.end() : end.start() if end else len(text)])
+        if question:
+            return question
     return _short(text)
 
 
@@ -197,8 +197,8 @@ def spoken_in(text: str) -> tuple[int, int, int]:
             messages = json.loads(text)
         except (RecursionError, ValueError):
             messages = []
-        listed = [one.get("tool_calls") for one in messages if isinstance(one, Mapping)]
-        calls = max(calls, sum(len(each) for each in listed if isinstance(each, list)))
+        listed = [message.get("tool_calls") for message in messages if isinstance(message, Mapping)]
+        calls = max(calls, sum(len(entries) for entries in listed if isinstance(entries, list)))
     return text.count('"role":"assistant"'), calls, sum(text.count(mark) for mark in _IMAGES)
 
 
@@ -208,7 +208,7 @@ def parts_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     >>> parts_of({"accuracy": True, "length": -0.5, "note": "x", "bad": float("nan")})
     {'accuracy': 1.0, 'length': -0.5}
     """
-    found = {}
+    parts = {}
     for name, value in metrics.items():
         if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
             try:
@@ -216,8 +216,8 @@ def parts_of(metrics: Mapping[str, Any]) -> dict[str, float]:
             except OverflowError:
                 continue
             if math.isfinite(number):
-                found[str(name)] = number
-    return found
+                parts[str(name)] = number
+    return parts
 
 
 def declared_in(info: Any) -> tuple[str, ...]:
@@ -263,11 +263,11 @@ def row_of(document: Trajectory) -> dict[str, Any]:
     answered = sum(segment.kind == "tool_result" for segment in document.segments)
     called = sum(segment.kind == "tool_call" for segment in document.segments)
     # LightRFT's files, which know words, have the highest entropies alone: no mean is made of them, and no NaNs.
-    known = document.arrays.get("entropy")
-    some = document.tokenized == "words" and known is not None and not np.isfinite(known[trained]).all()
+    entropies = document.arrays.get("entropy")
+    some = document.tokenized == "words" and entropies is not None and not np.isfinite(entropies[trained]).all()
     lenses = {n: v for n, v in document.arrays.items() if n != "entropy" or not some}
     bad = np.zeros(length, dtype=np.bool_)
-    for name in (each for each in _RECORDED if each in lenses):
+    for name in (lens for lens in _RECORDED if lens in lenses):
         bad |= ~np.isfinite(lenses[name])
     if "kl" in lenses:
         bad |= np.isnan(lenses["kl"])
@@ -329,14 +329,14 @@ _RECORDED = ("entropy", "logprob", "mismatch", "advantage", "value", "reward", "
 
 
 def _metrics(trained: Mapping[str, NDArray[Any]]) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    for column, lens, how in TOKEN_METRICS:
+    metrics: dict[str, float | None] = {}
+    for column, lens, statistic in TOKEN_METRICS:
         values = trained.get(lens, _NOTHING)
         values = values[np.isfinite(values)].astype(np.float64)
         if lens == "mismatch":
             values = np.abs(values)
-        found[column] = None if not len(values) else float(values.mean() if how == "mean" else values.max())
-    return found
+        metrics[column] = None if not len(values) else float(values.mean() if statistic == "mean" else values.max())
+    return metrics
 
 
 _NOTHING: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
@@ -381,8 +381,8 @@ def sample_documents(index: Index, documents: Sequence[Trajectory]) -> None:
     if index.scales.full:
         return
     changed = False
-    for one in documents:
-        changed |= index.scales.offer(one.arrays, one.mask)
+    for document in documents:
+        changed |= index.scales.offer(document.arrays, document.mask)
     if changed:
         index.keep("scales", index.scales.as_dict())
 
@@ -508,16 +508,16 @@ def settle(
         before = write.execute("SELECT MAX(step) FROM steps WHERE evaluation = ? AND n > 0", (evaluation,)).fetchone()
         if before[0] is not None and before[0] != newest.get(evaluation):
             looked.add((before[0], evaluation))
-    kept = dict[tuple[int, int], str]()
+    summaries = dict[tuple[int, int], str]()
     for step, evaluation, text in write.execute("SELECT step, evaluation, summary FROM steps"):
         if (step, evaluation) in looked:
-            kept[step, evaluation] = text
+            summaries[step, evaluation] = text
     rows = []
     for step, evaluation in sorted(looked):
         summary = summarise(write, step, evaluation, newest.get(evaluation))
         text = json.dumps(summary, allow_nan=False)
         # A sample's state is not in the summary, but a page that shows the step's samples has to know.
-        if (step, evaluation) in touched or text != kept.get((step, evaluation)):
+        if (step, evaluation) in touched or text != summaries.get((step, evaluation)):
             rows.append((step, evaluation, cursor, summary["n"], text))
     write.executemany("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", rows)
     return {row[:2] for row in rows}
@@ -552,9 +552,9 @@ def _top(write: sqlite3.Connection, evaluation: int) -> bool:
         f"SELECT reward FROM samples WHERE {where} ORDER BY reward LIMIT 1 OFFSET ?", (evaluation, scored // 10)
     ).fetchone()[0]
     bar = top - _NEAR_TOP * (top - low)
-    found = (top, bar, int(top > low or top > 0), count)
-    write.execute("INSERT OR REPLACE INTO tops VALUES (?, ?, ?, ?, ?, ?)", (evaluation, least, *found))
-    return before is not None and before[1:3] != found[1:3]
+    entry = (top, bar, int(top > low or top > 0), count)
+    write.execute("INSERT OR REPLACE INTO tops VALUES (?, ?, ?, ?, ?, ?)", (evaluation, least, *entry))
+    return before is not None and before[1:3] != entry[1:3]
 
 
 def solved_bar(read: sqlite3.Connection, evaluation: int = 0) -> float | None:
@@ -591,7 +591,7 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
     ).fetchall()
     count = len(rows)
     bar = solved_bar(read, evaluation)
-    groups, flat, missing, solved, whole = read.execute(
+    groups, flat, missing, solved, all_solved = read.execute(
         f"SELECT COUNT(*), SUM(zero_variance), SUM({incomplete(newest)}), SUM(high >= ?), SUM(low >= ?) "
         "FROM groups WHERE step = ? AND evaluation = ?",
         (bar, bar, step, evaluation),
@@ -608,12 +608,12 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
     measured = (reward, lengths, entropy, kl, mismatch, lag, advantage)
     tokens = sum(response)
     shares = {
-        "truncated": sum(each == "truncated" for each in status),
+        "truncated": status.count("truncated"),
         # One of each set is no duplicate: this is the share that could be left out.
         "duplicates": sum(duplicate) - copied,
-        "stale": sum(each is not None and each > STALE for each in lag),
-        "loops": sum(each is not None and each >= LOOP for each in repetition),
-        "errors": sum(each == "error" for each in status),
+        "stale": sum(number is not None and number > STALE for number in lag),
+        "loops": sum(number is not None and number >= LOOP for number in repetition),
+        "errors": status.count("error"),
         "nans": sum(bool(number) or score == 2 for number, score in zip(nans, scored, strict=True)),
     }
     oldest = [version for version in low if version is not None]
@@ -623,12 +623,12 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
         "n": count,
         "groups": groups,
         **{name: spread_of(column) for name, column in zip(STEP_METRICS, measured, strict=True)},
-        **{name: found / count if count else 0.0 for name, found in shares.items()},
+        **{name: hits / count if count else 0.0 for name, hits in shares.items()},
         "masked": 1 - sum(trained) / tokens if tokens else 0.0,
         "zero_variance": (flat or 0) / groups if groups else 0.0,
         "incomplete": (missing or 0) / groups if groups else 0.0,
         "solved": (solved or 0) / groups if groups else 0.0,
-        "all_solved": (whole or 0) / groups if groups else 0.0,
+        "all_solved": (all_solved or 0) / groups if groups else 0.0,
         "parts": means_of(parts),
         "versions": [min(oldest), max(latest)] if oldest and latest else None,
     }
@@ -641,10 +641,10 @@ def spread_of(values: Sequence[float | None]) -> dict[str, float | None] | None:
     {'p5': 1.1, 'p25': 1.5, 'p50': 2.0, 'p75': 2.5, 'p95': 2.9, 'mean': 2.0}
     """
     with np.errstate(all="ignore"):
-        found = quantiles(np.array([math.nan if value is None else value for value in values], dtype=np.float64))
-    if found is None:
+        spread = quantiles(np.array([math.nan if value is None else value for value in values], dtype=np.float64))
+    if spread is None:
         return None
-    return {name: value if math.isfinite(value) else None for name, value in found.items()}
+    return {name: value if math.isfinite(value) else None for name, value in spread.items()}
 
 
 def means_of(parts: Sequence[str]) -> dict[str, float]:

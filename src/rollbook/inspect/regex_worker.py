@@ -34,7 +34,7 @@ def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     {error} alone: a pattern is none."""
     try:
         # Here, where it can be stopped: a short pattern can take minutes to be understood.
-        pattern, *also = (re.compile(each, job["flags"]) for each in (job["pattern"], *job["also"]))
+        pattern, *also = (re.compile(expression, job["flags"]) for expression in (job["pattern"], *job["also"]))
     except (re.error, OverflowError, RecursionError) as error:
         yield {"error": str(error)}
         return
@@ -43,7 +43,7 @@ def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if job["step"] is not None:
         where, values = f"{where} AND samples.step = ?", [job["step"]]
     end = time.monotonic() + job["seconds"]
-    context, found, total = job["context"], 0, 0
+    context, yielded, total = job["context"], 0, 0
     connection = sqlite3.connect(f"{job['path']}?mode=ro", uri=True)
     last: tuple[bytes, Any] = (b"", None)  # groups of one prompt come one after the other
     for sql in (_RESPONSES, _PROMPTS):
@@ -52,15 +52,17 @@ def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 text, match = last[1]
             else:
                 text = zlib.decompress(body).decode("utf-8", "surrogatepass")
-                match = next((each for each in pattern.finditer(text) if each.end() > each.start()), None)
-                if not all(each.search(text) for each in also):
+                match = next(
+                    (expression for expression in pattern.finditer(text) if expression.end() > expression.start()), None
+                )
+                if not all(expression.search(text) for expression in also):
                     match = None
                 last = (body, (text, match))
             if match is None:
                 continue
             total += 1
-            if found < job["limit"]:
-                found += 1
+            if yielded < job["limit"]:
+                yielded += 1
                 start, stop = match.span()
                 shown = min(stop, start + 4 * context)
                 yield {
@@ -86,8 +88,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (int(job["seconds"]) + 5, int(job["seconds"]) + 6))
     except (ImportError, OSError, ValueError):
         pass
-    for found in matches(job):
-        sys.stdout.write(json.dumps(found) + "\n")
+    for match in matches(job):
+        sys.stdout.write(json.dumps(match) + "\n")
     sys.stdout.flush()
 
 

@@ -120,7 +120,7 @@ def phrases(text: str) -> list[str]:
     >>> phrases('wait, "let me" check'), phrases("let me check")
     (['let me', 'wait', 'check'], ['let me check'])
     """
-    quoted = [each for each in _QUOTED.findall(text) if _WORD.search(each)]
+    quoted = [phrase for phrase in _QUOTED.findall(text) if _WORD.search(phrase)]
     if not quoted:
         return [text] if _WORD.search(text) else []
     return [*quoted, *_WORD.findall(_QUOTED.sub(" ", text))]
@@ -179,42 +179,42 @@ class Search:
         """Read the texts of one piece of the run; how many records."""
         if self._letters >= MOST_TEXT:
             return 0
-        asked = "samples.step = ? DESC, " if self._first is not None else ""
+        first_step = "samples.step = ? DESC, " if self._first is not None else ""
         values = [] if self._first is None else [self._first]
-        found = self.index.query(
+        pending = self.index.query(
             "SELECT n, uid, prompt, removed_reason FROM samples WHERE searchable = 0 AND measured = 1 "
-            f"ORDER BY {asked}step DESC, n LIMIT {PIECE}",
+            f"ORDER BY {first_step}step DESC, n LIMIT {PIECE}",
             values,
         )
-        if not found:
+        if not pending:
             return 0
         self._idle.clear()
-        there = [row for row in found if row[3] is None]
+        there = [row for row in pending if row[3] is None]
         texts = dict(zip([row[0] for row in there], texts_of(self.source, [row[1] for row in there]), strict=True))
         with self.index.writing(quiet=True) as write:
-            for n, _, prompt, _ in found:
-                asked_text, said = texts.get(n, ("", ""))
-                self._letters += len(said)
-                if said:
-                    write.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (n, packed(said)))
+            for n, _, prompt, _ in pending:
+                asked_text, response = texts.get(n, ("", ""))
+                self._letters += len(response)
+                if response:
+                    write.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (n, packed(response)))
                     if self.index.full_text:
                         write.execute(
-                            "INSERT INTO texts (rowid, response) VALUES (?, ?)", (n, _indexed(said[:MOST_OF_ONE]))
+                            "INSERT INTO texts (rowid, response) VALUES (?, ?)", (n, _indexed(response[:MOST_OF_ONE]))
                         )
                 if asked_text and prompt:
-                    made = write.execute(
+                    cursor = write.execute(
                         "INSERT INTO prompt_bodies (prompt, body) VALUES (?, ?) ON CONFLICT DO NOTHING",
                         (prompt, packed(asked_text)),
                     )
-                    if made.rowcount == 1:
+                    if cursor.rowcount == 1:
                         self._letters += len(asked_text)
                         if self.index.full_text:
                             write.execute(
                                 "INSERT INTO prompt_texts (rowid, prompt) VALUES (?, ?)",
-                                (made.lastrowid, _indexed(asked_text[:MOST_OF_ONE])),
+                                (cursor.lastrowid, _indexed(asked_text[:MOST_OF_ONE])),
                             )
-            write.executemany("UPDATE samples SET searchable = 1 WHERE n = ?", [(row[0],) for row in found])
-        return len(found)
+            write.executemany("UPDATE samples SET searchable = 1 WHERE n = ?", [(row[0],) for row in pending])
+        return len(pending)
 
     def complete(self) -> bool:
         """Whether every text there is can be found."""
@@ -252,53 +252,53 @@ class Search:
         check_float("seconds", seconds, 0.0)
         if not isinstance(q, str) or not q.strip() or len(q) > LONGEST_QUERY:
             raise ValueError(f"q: got {str(q)[:40]!r}, expected 1 to {LONGEST_QUERY} letters")
-        wanted = phrases(q) if mode == "phrase" else []
+        terms = phrases(q) if mode == "phrase" else []
         if mode == "phrase" and _EAST.search(q):
             mode = "substring"
-        elif mode == "phrase" and not wanted:
+        elif mode == "phrase" and not terms:
             raise ValueError(f"q: got {q!r}, which has no word in it; mode=substring finds signs")
         pattern, also, flags = q, list[str](), re.MULTILINE
         if mode == "substring":
             pattern, flags = re.escape(q), re.IGNORECASE
         elif mode == "phrase":
-            (pattern, *also), flags = map(_expression, wanted), re.IGNORECASE
+            (pattern, *also), flags = map(_expression, terms), re.IGNORECASE
         begun = time.monotonic()
         total: int | None
         self.start(step)
         if not self.complete():
             self._idle.wait(_PATIENCE)
         if mode == "phrase" and self.index.full_text:
-            total, found = self._phrases(wanted, limit, step)
+            total, hits = self._phrases(terms, limit, step)
         else:
-            total, found = self._matches(pattern, also, flags, limit, step, seconds)
+            total, hits = self._matches(pattern, also, flags, limit, step, seconds)
         return {
             "total": total,
             "complete": self.complete(),
             "milliseconds": round((time.monotonic() - begun) * 1000, 1),
             "mode": mode,
-            "rows": self._told(found),
+            "rows": self._told(hits),
         }
 
-    def _told(self, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        known = {}
-        ns = [each["n"] for each in found]
+    def _told(self, hits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows = {}
+        ns = [hit["n"] for hit in hits]
         for start in range(0, len(ns), 500):
             part = ns[start : start + 500]
             marks = ",".join("?" * len(part))
             for row in self.index.query(f"SELECT n, uid, gid, step, reward FROM samples WHERE n IN ({marks})", part):
-                known[row[0]] = row
+                rows[row[0]] = row
         return [
             {
-                **dict(zip(("uid", "gid", "step", "reward"), known[each["n"]][1:], strict=True)),
-                "field": each["field"],
-                "snippet": {name: each[name] for name in ("before", "match", "after")},
+                **dict(zip(("uid", "gid", "step", "reward"), rows[hit["n"]][1:], strict=True)),
+                "field": hit["field"],
+                "snippet": {name: hit[name] for name in ("before", "match", "after")},
             }
-            for each in found
-            if each["n"] in known
+            for hit in hits
+            if hit["n"] in rows
         ]
 
-    def _phrases(self, wanted: Sequence[str], limit: int, step: int | None) -> tuple[int, list[dict[str, Any]]]:
-        match = " AND ".join('"' + _indexed(phrase).replace('"', '""') + '"' for phrase in wanted)
+    def _phrases(self, terms: Sequence[str], limit: int, step: int | None) -> tuple[int, list[dict[str, Any]]]:
+        match = " AND ".join('"' + _indexed(phrase).replace('"', '""') + '"' for phrase in terms)
         where, values = ("AND samples.step = ?", (step,)) if step is not None else ("", ())
         where += f" AND {_COUNTS}"
         responses = f"FROM texts JOIN samples ON samples.n = texts.rowid WHERE texts MATCH ? {where}"
@@ -306,7 +306,7 @@ class Search:
             "FROM prompt_texts JOIN prompt_bodies ON prompt_bodies.p = prompt_texts.rowid "
             f"JOIN samples ON samples.prompt = prompt_bodies.prompt WHERE prompt_texts MATCH ? {where}"
         )
-        pattern = re.compile(_expression(wanted[0]), re.IGNORECASE)
+        pattern = re.compile(_expression(terms[0]), re.IGNORECASE)
         with self.index.reading() as read:
             total = read.execute(f"SELECT COUNT(*) {responses}", (match, *values)).fetchone()[0]
             total += read.execute(f"SELECT COUNT(DISTINCT samples.gid) {prompts}", (match, *values)).fetchone()[0]
@@ -372,10 +372,10 @@ class Search:
             raise ValueError(
                 f"q: the search ended by itself: {done.stderr.strip().splitlines()[-1:] or done.returncode}"
             )
-        found = [json.loads(line) for line in done.stdout.split("\n") if line]
-        if "error" in found[-1]:
-            raise ValueError(f"q: got {pattern[:80]!r}, which is no regular expression: {found[-1]['error']}")
-        return found[-1]["total"], found[:-1]
+        lines = [json.loads(line) for line in done.stdout.split("\n") if line]
+        if "error" in lines[-1]:
+            raise ValueError(f"q: got {pattern[:80]!r}, which is no regular expression: {lines[-1]['error']}")
+        return lines[-1]["total"], lines[:-1]
 
     def close(self) -> None:
         """End the background work."""
@@ -393,9 +393,9 @@ def texts_of(source: Source, uids: Sequence[str]) -> list[tuple[str, str]]:
 
     if isinstance(source, BookSource):
         return source.texts(uids)
-    found = []
-    for one in source.documents(uids):
-        prompt = one.text[: one.prompt_end] if one.prompt_text is None else one.prompt_text
-        said = one.text[one.prompt_end :] if one.response_text is None else one.response_text
-        found.append((prompt, said))
-    return found
+    texts = []
+    for document in source.documents(uids):
+        prompt = document.text[: document.prompt_end] if document.prompt_text is None else document.prompt_text
+        response = document.text[document.prompt_end :] if document.response_text is None else document.response_text
+        texts.append((prompt, response))
+    return texts

@@ -142,7 +142,9 @@ def encode(trajectories: Sequence[Trajectory], dtype: str = "f4") -> bytes:
     if dtype not in ("f4", "f2"):
         raise ValueError(f"dtype: got {dtype!r}, expected 'f4' or 'f2'")
     blobs = _Blobs()
-    header = orjson.dumps({"version": VERSION, "trajectories": [_described(one, blobs, dtype) for one in trajectories]})
+    header = orjson.dumps(
+        {"version": VERSION, "trajectories": [_described(trajectory, blobs, dtype) for trajectory in trajectories]}
+    )
     header += b" " * (-(len(header) + _LENGTH.size) % _ALIGN)
     return b"".join((_LENGTH.pack(len(header)), header, *blobs.parts))
 
@@ -160,33 +162,35 @@ def utf16_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
     return before[ends]
 
 
-def _described(one: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, Any]:
-    ends = np.asarray(one.ends, dtype=np.int64)
-    widths = np.diff(utf16_ends(one.text, ends), prepend=0)
+def _described(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, Any]:
+    ends = np.asarray(trajectory.ends, dtype=np.int64)
+    widths = np.diff(utf16_ends(trajectory.text, ends), prepend=0)
     widest = int(widths.max(initial=0))
-    flags = np.asarray(one.mask, dtype=np.uint8) * MASK + np.asarray(one.special, dtype=np.uint8) * SPECIAL
+    flags = (
+        np.asarray(trajectory.mask, dtype=np.uint8) * MASK + np.asarray(trajectory.special, dtype=np.uint8) * SPECIAL
+    )
     places = {
-        "text": blobs.put(text(one.text).encode()),
+        "text": blobs.put(text(trajectory.text).encode()),
         "widths": blobs.array(widths, "u1" if widest < 1 << 8 else "u2" if widest < 1 << 16 else "u4"),
         "flags": blobs.array(flags, "u1"),
     }
-    if one.ids is not None:
+    if trajectory.ids is not None:
         # Some models have placeholders below zero.
-        places["ids"] = blobs.array(one.ids, "i4" if one.ids.min(initial=0) < 0 else "u4")
-    if one.versions is not None:
-        places["versions"] = blobs.array(np.clip(one.versions, -1, 2**31 - 1), "i4")
-    for name, values in one.arrays.items():
+        places["ids"] = blobs.array(trajectory.ids, "i4" if trajectory.ids.min(initial=0) < 0 else "u4")
+    if trajectory.versions is not None:
+        places["versions"] = blobs.array(np.clip(trajectory.versions, -1, 2**31 - 1), "i4")
+    for name, values in trajectory.arrays.items():
         if dtype == "f2":
             values = np.where(np.isfinite(values), np.clip(values, -_HALF, _HALF), values)
         places[f"array:{name}"] = blobs.array(values, dtype)
-    found = {name: json_safe(getattr(one, name)) for name in _PLAIN}
-    if one.tokenized == "exact":
-        found["prompt_text"] = found["response_text"] = None
-    return found | {
-        "tokens": one.tokens,
-        "segments": [[*(json_safe(part) for part in segment)] for segment in one.segments],
-        "pictures": [dataclasses.asdict(picture) for picture in one.pictures],
-        "rejected": None if one.rejected is None else _described(one.rejected, blobs, dtype),
+    fields = {name: json_safe(getattr(trajectory, name)) for name in _PLAIN}
+    if trajectory.tokenized == "exact":
+        fields["prompt_text"] = fields["response_text"] = None
+    return fields | {
+        "tokens": trajectory.tokens,
+        "segments": [[*(json_safe(part) for part in segment)] for segment in trajectory.segments],
+        "pictures": [dataclasses.asdict(picture) for picture in trajectory.pictures],
+        "rejected": None if trajectory.rejected is None else _described(trajectory.rejected, blobs, dtype),
         "blobs": places,
     }
 
@@ -209,39 +213,39 @@ def decode(data: bytes) -> list[dict[str, Any]]:
     listed = header.get("trajectories")
     if not isinstance(listed, list):
         raise WireError("a frame's header lists no trajectories", _LENGTH.size)
-    return [_undescribed(one, memoryview(data)[base:]) for one in listed]
+    return [_undescribed(described, memoryview(data)[base:]) for described in listed]
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _undescribed(one: Any, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
-    if not isinstance(one, dict) or not isinstance(one.get("blobs"), dict):
+def _undescribed(described: Any, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
+    if not isinstance(described, dict) or not isinstance(described.get("blobs"), dict):
         raise WireError("a trajectory of a frame is not described")
-    length = one.get("tokens")
+    length = described.get("tokens")
     if type(length) is not int or not 0 <= length <= len(blobs):
         raise WireError(f"a trajectory of {length!r} tokens does not fit its frame")
-    places: dict[str, Any] = dict(one["blobs"])
+    places: dict[str, Any] = dict(described["blobs"])
     written = _blob("text", places.pop("text", None), blobs, None)
-    found: dict[str, Any] = {name: value for name, value in one.items() if name != "blobs"}
+    fields: dict[str, Any] = {name: value for name, value in described.items() if name != "blobs"}
     arrays = {name: _array(name, place, blobs, length) for name, place in places.items()}
     try:
-        found["text"] = bytes(written).decode()
+        fields["text"] = bytes(written).decode()
         widths, flags = arrays.pop("widths"), arrays.pop("flags")
     except (UnicodeDecodeError, KeyError) as error:
         raise WireError(f"a trajectory of a frame lacks its text, widths or flags: {error}") from None
-    found["widths"] = widths.astype(np.int64)
-    found["mask"], found["special"] = flags & MASK > 0, flags & SPECIAL > 0
-    found["ids"], found["versions"] = arrays.pop("ids", None), arrays.pop("versions", None)
-    found["arrays"] = {name.removeprefix("array:"): array for name, array in arrays.items()}
-    found["ends"] = _character_ends(found["text"], np.cumsum(found["widths"]))
-    found["segments"] = [_segment(segment) for segment in one.get("segments") or ()]
-    if one.get("rejected") is not None:
+    fields["widths"] = widths.astype(np.int64)
+    fields["mask"], fields["special"] = flags & MASK > 0, flags & SPECIAL > 0
+    fields["ids"], fields["versions"] = arrays.pop("ids", None), arrays.pop("versions", None)
+    fields["arrays"] = {name.removeprefix("array:"): array for name, array in arrays.items()}
+    fields["ends"] = _character_ends(fields["text"], np.cumsum(fields["widths"]))
+    fields["segments"] = [_segment(segment) for segment in described.get("segments") or ()]
+    if described.get("rejected") is not None:
         if nested:
             raise WireError("a rejected answer of a frame has a rejected answer")
-        found["rejected"] = _undescribed(one["rejected"], blobs, nested=True)
-    return found
+        fields["rejected"] = _undescribed(described["rejected"], blobs, nested=True)
+    return fields
 
 
 def _blob(name: str, place: Any, blobs: memoryview, kind: str | None) -> memoryview:
@@ -269,17 +273,17 @@ def _array(name: str, place: Any, blobs: memoryview, length: int) -> NDArray[Any
 def _character_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
     points = np.frombuffer(written.encode("utf-32-le"), dtype="<u4")
     places = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])
-    found = np.searchsorted(places, ends)
-    if (ends[-1] if len(ends) else 0) != places[-1] or (places[found] != ends).any():
+    characters = np.searchsorted(places, ends)
+    if (ends[-1] if len(ends) else 0) != places[-1] or (places[characters] != ends).any():
         raise WireError("the widths of a frame's tokens do not make up its text")
-    return found.astype(np.int64)
+    return characters.astype(np.int64)
 
 
 def _segment(segment: Any) -> Segment:
     try:
-        made = Segment(*segment)
+        parsed = Segment(*segment)
     except TypeError as error:
         raise WireError(f"a frame's segment {str(segment)[:80]} is none: {error}") from None
-    if made.role not in ROLES or made.kind not in KINDS:
-        raise WireError(f"a frame's segment is of {made.role!r} and {made.kind!r}, expected words that are known")
-    return made
+    if parsed.role not in ROLES or parsed.kind not in KINDS:
+        raise WireError(f"a frame's segment is of {parsed.role!r} and {parsed.kind!r}, expected words that are known")
+    return parsed

@@ -152,11 +152,11 @@ class _Handler(socketserver.BaseRequestHandler):
             return None
         if len(line) > _LINE:
             raise _BadRequestError(414, f"the request line is longer than {_LINE} bytes")
-        found = _FIRST.fullmatch(line)
-        if found is None:
+        match = _FIRST.fullmatch(line)
+        if match is None:
             raise _BadRequestError(400, "this is no request line of HTTP/1.1 with a path")
         try:
-            path, query = parse_target(found[2].decode("ascii"))
+            path, query = parse_target(match[2].decode("ascii"))
         except ValueError:
             raise _BadRequestError(400, "the address has parameters that are not UTF-8, or too many of them") from None
         headers: list[tuple[str, str]] = []
@@ -178,14 +178,14 @@ class _Handler(socketserver.BaseRequestHandler):
                 raise _BadRequestError(400, "a header line is not 'name: value'")
             headers.append((name.decode("ascii").lower(), value.decode("latin-1")))
         client = self.client_address[0] if isinstance(self.client_address, tuple) else "unix"
-        request = Request(found[1].decode(), path, query, headers, peer=client, local=self._local())
+        request = Request(match[1].decode(), path, query, headers, peer=client, local=self._local())
         if request.all("transfer-encoding"):
             raise _BadRequestError(501, "a body is expected with its Content-Length")
         lengths = request.all("content-length")
         if len(lengths) > 1 or not all(re.fullmatch("[0-9]{1,12}", value) for value in lengths):
             raise _BadRequestError(400, "the Content-Length is not one number")
-        said = {word.strip().lower() for value in request.all("connection") for word in value.split(",")}
-        return request, found[3] == b"1" and "close" not in said, int(lengths[0]) if lengths else 0
+        options = {word.strip().lower() for value in request.all("connection") for word in value.split(",")}
+        return request, match[3] == b"1" and "close" not in options, int(lengths[0]) if lengths else 0
 
     def _local(self) -> str:
         name = self.request.getsockname()
@@ -386,7 +386,7 @@ class Server:
         if self.api is not None:
             raise ValueError("server: it was started already")
         listening = self._bind()
-        self.listeners = [Listener(each) for each in listening]
+        self.listeners = [Listener(bound) for bound in listening]
         hosts = authorities(self.port, self.host, self._trusted)
         if self.socket_path is not None:
             hosts |= {name.rpartition(":")[0] for name in hosts if name.endswith(f":{self.port}")}
@@ -396,8 +396,8 @@ class Server:
         except BaseException:
             self.close()
             raise
-        for each in self.listeners:
-            each.start(self.api)
+        for bound in self.listeners:
+            bound.start(self.api)
         return self
 
     def _bind(self) -> list[sockets.socket]:
@@ -405,19 +405,19 @@ class Server:
             self.port = self.port or PORT
             return [_bind_unix(self.socket_path)]
         try:
-            made = _bind_both(self.host, self.port)
+            bound = _bind_both(self.host, self.port)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
-            made = None
+            bound = None
         tries = 0
-        while made is None:
+        while bound is None:
             tries += 1
             if tries > _PORTS:
                 raise OSError(errno.EADDRINUSE, f"host: no port of {self.host} is free")
-            made = _bind_both(self.host, 0)
-        self.port = made[0].getsockname()[1]
-        return made
+            bound = _bind_both(self.host, 0)
+        self.port = bound[0].getsockname()[1]
+        return bound
 
     @property
     def address(self) -> str:
@@ -438,8 +438,8 @@ class Server:
         """Stop listening, end streams and threads, close the source and remove the index."""
         if self.api is not None:
             self.api.closing.set()
-        for each in self.listeners:
-            each.stop() if self.api is not None else each.server_close()
+        for listener in self.listeners:
+            listener.stop() if self.api is not None else listener.server_close()
         if self.listeners and self.socket_path is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.socket_path)
@@ -487,29 +487,29 @@ def _bind_both(host: str, port: int) -> list[sockets.socket] | None:
 
 def _bind_unix(path: str) -> sockets.socket:
     """A socket that its owner alone can open; one that a viewer left behind is replaced, anything else is not."""
-    made = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    bound = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
                 raise ValueError(f"socket: {path} is there and is no socket")
             try:
-                made.connect(path)
+                bound.connect(path)
             except ConnectionRefusedError:
                 os.unlink(path)
             else:
                 raise ValueError(f"socket: somebody listens at {path}")
-            made.close()
-            made = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+            bound.close()
+            bound = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
         before = os.umask(0o177)
         try:
-            made.bind(path)
+            bound.bind(path)
         finally:
             os.umask(before)
-        made.listen(64)
+        bound.listen(64)
     except BaseException:
-        made.close()
+        bound.close()
         raise
-    return made
+    return bound
 
 
 def serve(
@@ -543,19 +543,19 @@ def serve(
         unsafe_allow_unauthenticated=unsafe_allow_unauthenticated,
         socket=socket,
     )
-    with _until_told() as told, server:
+    with _until_told() as stop, server:
         if json:
-            found = {"url": server.url, "host": server.host, "port": server.port}
-            print(dumps({**found, "socket": server.socket_path, "token": server.token}), flush=True)
+            address = {"url": server.url, "host": server.host, "port": server.port}
+            print(dumps({**address, "socket": server.socket_path, "token": server.token}), flush=True)
         else:
             print(server.url if quiet else "\n".join(_greeting(server, port)), flush=True)
         with _browser(server.url) if open_browser else contextlib.nullcontext():
-            told.wait()
+            stop.wait()
         if not quiet and not json:
             print("closing", file=sys.stderr, flush=True)
 
 
-def _greeting(server: Server, wanted: int) -> Iterator[str]:
+def _greeting(server: Server, requested_port: int) -> Iterator[str]:
     try:
         user = f"{getpass.getuser()}@{sockets.gethostname()}"
     except (KeyError, OSError):
@@ -565,8 +565,8 @@ def _greeting(server: Server, wanted: int) -> Iterator[str]:
         yield f"  {server.url}"
         yield f"  ssh -L {server.port}:{server.socket_path} {user}"
         return
-    if wanted not in (0, server.port):
-        yield f"port {wanted} is taken"
+    if requested_port not in (0, server.port):
+        yield f"port {requested_port} is taken"
     yield f"  {server.url}"
     if _is_loopback(server.host):
         yield f"from another machine: ssh -L {server.port}:127.0.0.1:{server.port} {user}, then the same address"
@@ -580,17 +580,17 @@ def _greeting(server: Server, wanted: int) -> Iterator[str]:
 @contextlib.contextmanager
 def _until_told() -> Iterator[threading.Event]:
     """An event that Ctrl-C or SIGTERM sets; the second Ctrl-C works as ever."""
-    told = threading.Event()
+    stop = threading.Event()
     before: dict[int, Any] = {}
 
     def tell(number: int, frame: Any) -> None:
-        told.set()
+        stop.set()
         signal.signal(number, before[number])
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield told
+        yield stop
     finally:
         for number, action in before.items():
             signal.signal(number, action)

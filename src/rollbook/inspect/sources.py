@@ -134,23 +134,23 @@ class BookSource:
                     gids[name] = None
                     continue
                 for start in (f"{name}/", name):
-                    found = tx.all(
+                    rows = tx.all(
                         "SELECT gid FROM records WHERE uid >= ? AND uid < ? ORDER BY uid LIMIT 9",
                         (start, f"{start}\U0010ffff"),
                     )
-                    gids |= dict.fromkeys(gid for (gid,) in found)
-                    if found:
+                    gids |= dict.fromkeys(gid for (gid,) in rows)
+                    if rows:
                         break
             return _seqs(tx, "gid", list(gids))
 
     def steps(self) -> list[int]:
         """The training steps that there are records for training of."""
         with self.book.ledger.read() as tx:
-            found = tx.all(
+            rows = tx.all(
                 "SELECT DISTINCT batch, version_min FROM records "
                 "WHERE evaluation = 0 AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
             )
-        return sorted({step_of(batch, version) for batch, version in found})
+        return sorted({step_of(batch, version) for batch, version in rows})
 
     def seqs_in(self, spans: Sequence[tuple[int | None, int | None]]) -> list[int]:
         """The records of the training steps in some spans, from the first to the last; `None`: without an end."""
@@ -211,10 +211,10 @@ class BookSource:
         from rollbook.book import tables
 
         try:
-            found = querying.run(query, tables.sources(self.book), seconds=seconds, max_rows=rows)
+            table = querying.run(query, tables.sources(self.book), seconds=seconds, max_rows=rows)
         except ImportError as error:
             raise ValueError(str(error)) from None
-        return {"columns": found.columns, "rows": [list(row) for row in found], "truncated": found.more}
+        return {"columns": table.columns, "rows": [list(row) for row in table], "truncated": table.more}
 
     def texts(self, uids: Sequence[str]) -> list[tuple[str, str]]:
         """The prompt and the response of some records, as texts: those that were recorded, else by the vocabulary; ""
@@ -370,19 +370,19 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None, s
 
 def books_in(folder: Path, depth: int = _DEPTH) -> list[Path]:
     """The books in a folder and a few levels below it, by name; links are not followed."""
-    found: list[Path] = []
+    books: list[Path] = []
     try:
         inside = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
-        return found
+        return books
     for entry in inside:
         if not entry.is_dir(follow_symlinks=False) or entry.name.startswith("."):
             continue
         if os.path.isfile(os.path.join(entry.path, LEDGER)):
-            found.append(Path(entry.path))
+            books.append(Path(entry.path))
         elif depth > 1:
-            found += books_in(Path(entry.path), depth - 1)
-    return found
+            books += books_in(Path(entry.path), depth - 1)
+    return books
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
@@ -452,17 +452,17 @@ class Watcher:
         while not self._closing.is_set() and not self.index.closed:
             error = None
             try:
-                found = self.source.refresh(self.index)
+                changed = self.source.refresh(self.index)
                 self.index.settle()
             except Exception as raised:  # Whatever a source raises is shown; the pages go on with what there is.
                 error = str(raised) if isinstance(raised, BookError) else f"{type(raised).__name__}: {raised}"
-                found = None
+                changed = None
             if error != self.error:
                 with contextlib.suppress(ValueError):  # closed meanwhile
                     self.index.keep("error", error)
                 self.error = error
             self._looked.set()
-            if found:
+            if changed:
                 pause = self.seconds
                 continue
             self._loaded.set()

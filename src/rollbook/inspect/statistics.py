@@ -33,9 +33,9 @@ def quantiles(values: NDArray[np.float64]) -> dict[str, float] | None:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None
-    found = np.quantile(finite, list(QUANTILES.values()))
+    levels = np.quantile(finite, list(QUANTILES.values()))
     return {
-        **{name: float(value) for name, value in zip(QUANTILES, found, strict=True)},
+        **{name: float(value) for name, value in zip(QUANTILES, levels, strict=True)},
         "mean": float(finite.mean()),
     }
 
@@ -48,7 +48,7 @@ def edges(*samples: NDArray[np.float64], bins: int = BINS) -> list[float]:
     >>> edges(np.array([]))
     []
     """
-    finite = np.concatenate([each[np.isfinite(each)] for each in samples]) if samples else np.zeros(0)
+    finite = np.concatenate([sample[np.isfinite(sample)] for sample in samples]) if samples else np.zeros(0)
     if not len(finite):
         return []
     low, high = float(finite.min()), float(finite.max())
@@ -58,20 +58,20 @@ def edges(*samples: NDArray[np.float64], bins: int = BINS) -> list[float]:
         width = max(abs(low), 1.0) / 2
         return [low - width, low + width]
     step = high / bins - low / bins
-    made = [low + step * i for i in range(bins)] + [high]
-    return made if all(b > a for a, b in pairwise(made)) else [low, high]
+    bounds = [low + step * i for i in range(bins)] + [high]
+    return bounds if all(b > a for a, b in pairwise(bounds)) else [low, high]
 
 
-def histograms(one: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
+def histograms(first: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
     """Two samples counted between the same edges.
 
     >>> histograms(np.array([0.0, 1.0, 1.0]), np.array([0.0]))
     {'edges': [-0.5, 0.5, 1.5], 'counts_a': [1, 2], 'counts_b': [1, 0]}
     """
-    at = edges(one, other)
+    at = edges(first, other)
     if not at:
         return {"edges": [], "counts_a": [], "counts_b": []}
-    counts = [np.histogram(each[np.isfinite(each)], at)[0].tolist() for each in (one, other)]
+    counts = [np.histogram(sample[np.isfinite(sample)], at)[0].tolist() for sample in (first, other)]
     return {"edges": at, "counts_a": counts[0], "counts_b": counts[1]}
 
 
@@ -197,13 +197,13 @@ def by_step(steps: Ints, values: Floats, *, median: bool = False, least: int = 4
     """
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite]
-    found, place, counts = np.unique(steps, return_inverse=True, return_counts=True)
+    present, place, counts = np.unique(steps, return_inverse=True, return_counts=True)
     if median:
-        made = block_medians(place, values, len(found))
+        centers = block_medians(place, values, len(present))
     else:
-        made = np.bincount(place, values, minlength=len(found)) / np.maximum(counts, 1)
+        centers = np.bincount(place, values, minlength=len(present)) / np.maximum(counts, 1)
     enough = (counts >= least) & (counts >= 0.1 * np.median(counts) if len(counts) else True)
-    return Series(found[enough], made[enough], counts[enough])
+    return Series(present[enough], centers[enough], counts[enough])
 
 
 def block_medians(place: Ints, values: Floats, blocks: int) -> Floats:
@@ -216,11 +216,11 @@ def block_medians(place: Ints, values: Floats, blocks: int) -> Floats:
     ordered = values[order]
     counts = np.bincount(place, minlength=blocks)
     starts = np.cumsum(counts) - counts
-    made = np.full(blocks, np.nan)
+    medians = np.full(blocks, np.nan)
     some = counts > 0
     low, high = starts + (counts - 1) // 2, starts + counts // 2
-    made[some] = (ordered[low[some]] + ordered[high[some]]) / 2
-    return made
+    medians[some] = (ordered[low[some]] + ordered[high[some]]) / 2
+    return medians
 
 
 def trend(values: Floats) -> float:
@@ -318,7 +318,7 @@ class Order:
     """The same as `d` with each pair weighed by how far its rewards differ: the order of large differences counts."""
 
 
-def order(found: Pairs, reward: Floats, other: Floats) -> Order:
+def order(pairing: Pairs, reward: Floats, other: Floats) -> Order:
     """Somers' d of `other` given `reward`, over pairs in which both are known and the rewards differ.
 
     >>> blocks = np.repeat(np.arange(10), 4)
@@ -326,14 +326,14 @@ def order(found: Pairs, reward: Floats, other: Floats) -> Order:
     >>> order(pairs(blocks), length / 40, length).d, order(pairs(blocks), -length, length).d
     (1.0, -1.0)
     """
-    up = reward[found.left] - reward[found.right]
-    across = other[found.left] - other[found.right]
+    up = reward[pairing.left] - reward[pairing.right]
+    across = other[pairing.left] - other[pairing.right]
     scale = np.nanmax(np.abs(reward), initial=0.0) * 1e-9
     use = np.isfinite(up) & np.isfinite(across) & (np.abs(up) > scale)
     if not use.any():
         return Order(0.0, float("inf"), 0.0, 0, 0)
     agree = np.sign(up[use]) * np.sign(across[use])
-    _, place = np.unique(found.blocks[use], return_inverse=True)
+    _, place = np.unique(pairing.blocks[use], return_inverse=True)
     weights = np.bincount(place).astype(np.float64)
     sums = np.bincount(place, agree)
     d = float(sums.sum() / weights.sum())

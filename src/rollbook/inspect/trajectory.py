@@ -249,25 +249,25 @@ def derive(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -
     >>> sorted(found), found["mismatch"].tolist()
     (['logprob', 'mismatch', 'ratio'], [nan, 0.5])
     """
-    given = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items() if array is not None}
-    behaviour, policy, reference = (given.get(name) for name in ("logprobs", "policy_logprobs", "ref_logprobs"))
-    advantage = given.get("advantages")
-    found = {lens: given[name] for name, lens in _SAME.items() if name in given}
+    fields = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items() if array is not None}
+    behaviour, policy, reference = (fields.get(name) for name in ("logprobs", "policy_logprobs", "ref_logprobs"))
+    advantage = fields.get("advantages")
+    lenses = {lens: fields[name] for name, lens in _SAME.items() if name in fields}
     spoken = behaviour if behaviour is not None else policy
     with np.errstate(all="ignore"):
         if spoken is not None:
-            found["logprob"] = spoken
+            lenses["logprob"] = spoken
         if behaviour is not None and policy is not None:
-            found["mismatch"] = policy - behaviour
-            found["ratio"] = np.exp(found["mismatch"])
+            lenses["mismatch"] = policy - behaviour
+            lenses["ratio"] = np.exp(lenses["mismatch"])
         now = policy if policy is not None else behaviour
         if now is not None and reference is not None:
             gap = reference - now
-            found["kl"] = np.expm1(gap) - gap
+            lenses["kl"] = np.expm1(gap) - gap
         if advantage is not None:
-            weighted = advantage if "weight" not in found else advantage * found["weight"]
-            found["credit"] = np.where(mask | np.isnan(weighted), weighted, 0.0)
-        return {name: array.astype(np.float32) for name, array in found.items()}
+            weighted = advantage if "weight" not in lenses else advantage * lenses["weight"]
+            lenses["credit"] = np.where(mask | np.isnan(weighted), weighted, 0.0)
+        return {name: array.astype(np.float32) for name, array in lenses.items()}
 
 
 # --- segments --------------------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def _recorded(spans: Any, length: int) -> list[tuple[str, int, int]]:
     """What an episode recorded, if it is what episodes record: spans that cover the tokens in order."""
     if not isinstance(spans, (list, tuple)) or not spans or len(spans) > length + 1000:
         return []
-    found: list[tuple[str, int, int]] = []
+    spans_recorded: list[tuple[str, int, int]] = []
     at = 0
     for span in spans:
         if not isinstance(span, dict) or span.get("kind") not in ("prompt", "model", "observation"):
@@ -451,8 +451,8 @@ def _recorded(spans: Any, length: int) -> list[tuple[str, int, int]]:
             return []
         at = stop
         if stop > start:
-            found.append((span["kind"], start, stop))
-    return found if at == length else []
+            spans_recorded.append((span["kind"], start, stop))
+    return spans_recorded if at == length else []
 
 
 def _forced(
@@ -464,46 +464,46 @@ def _forced(
     if sampled is None or not sampled.any():
         return [(prompt_tokens, "model")] if prompt_tokens < length else []
     edges = np.flatnonzero(np.diff(sampled.astype(np.int8), prepend=0)).tolist()
-    found = [(edge, "model" if sampled[edge] else "rest") for edge in edges if edge >= prompt_tokens]
-    if not found or found[0][0] > prompt_tokens:
-        found.insert(0, (prompt_tokens, "model"))
-    return found
+    changes = [(edge, "model" if sampled[edge] else "rest") for edge in edges if edge >= prompt_tokens]
+    if not changes or changes[0][0] > prompt_tokens:
+        changes.insert(0, (prompt_tokens, "model"))
+    return changes
 
 
 def _marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
-    found = list(_MARKS.finditer(text))
-    if not found:
+    matches = list(_MARKS.finditer(text))
+    if not matches:
         return []
-    starts = np.array([one.start() for one in found])
-    stops = np.array([one.end() for one in found])
+    starts = np.array([match.start() for match in matches])
+    stops = np.array([match.end() for match in matches])
     at, until = np.searchsorted(ends, starts), np.searchsorted(ends, stops)
     clean = ends[np.minimum(at, len(ends) - 1)] == starts
     first = np.where(starts == 0, 0, at + clean).tolist()
     behind = np.minimum(until + 1, len(ends)).tolist()
-    made = []
-    for i, one in enumerate(found):
-        if one["images"] or one["squares"]:
-            action, what = "image", ""
-        elif one["named"]:
+    marks = []
+    for i, match in enumerate(matches):
+        if match["images"] or match["squares"]:
+            action, label = "image", ""
+        elif match["named"]:
             # The name may be none that is known: then somebody speaks of whom no more is known.
-            name = _NAME_IN_MARK.search(one[0])
-            action, what = "role", _ROLES.get(name[name.lastindex or 0], "text") if name else "text"
+            name = _NAME_IN_MARK.search(match[0])
+            action, label = "role", _ROLES.get(name[name.lastindex or 0], "text") if name else "text"
         else:
-            action, what = _FIXED[one[0]]
-        made.append(_Mark(action, what, one.start(), one.end(), first[i], behind[i]))
+            action, label = _FIXED[match[0]]
+        marks.append(_Mark(action, label, match.start(), match.end(), first[i], behind[i]))
     if not exact:
-        return made
+        return marks
     # Of a template's marks, each is one token. A text that only looks like one is several, and is not believed; unless
     # all are, for a tokenizer that has none of them.
-    head = [one.end() if one["named"] is None else text.index(">", one.start()) + 1 for one in found]
+    head = [match.end() if match["named"] is None else text.index(">", match.start()) + 1 for match in matches]
     heads = np.array(head)
-    whole = ends[np.minimum(np.searchsorted(ends, heads), len(ends) - 1)] == heads
+    at_token = ends[np.minimum(np.searchsorted(ends, heads), len(ends) - 1)] == heads
     begun = (starts == 0) | clean
-    single = (whole & begun & (np.searchsorted(ends, heads) == first)).tolist()
+    single = (at_token & begun & (np.searchsorted(ends, heads) == first)).tolist()
     believed = {"role", "end"}
-    if any(one for one, mark in zip(single, made, strict=True) if mark.action in believed):
-        return [mark for one, mark in zip(single, made, strict=True) if one or mark.action not in believed]
-    return made
+    if any(match for match, mark in zip(single, marks, strict=True) if mark.action in believed):
+        return [mark for match, mark in zip(single, marks, strict=True) if match or mark.action not in believed]
+    return marks
 
 
 class _Walk:
@@ -576,29 +576,29 @@ class _Walk:
 
     def take(self, mark: _Mark) -> None:
         role, kind = self.now.role, self.now.kind
-        own = self.sampled is not None and mark.first < len(self.sampled) and bool(self.sampled[mark.first])
+        by_model = self.sampled is not None and mark.first < len(self.sampled) and bool(self.sampled[mark.first])
         if mark.action == "role":
-            if not own:
+            if not by_model:
                 self.speaker(mark.what, "text", mark.first, mark.start, True)
             elif self.now.blank:
                 self.now.blank = False
         elif mark.action == "end":
-            if kind in _OF_ASSISTANT and not own:
+            if kind in _OF_ASSISTANT and not by_model:
                 self.begin(role, "text", mark.first, mark.start)
         elif mark.action == "image":
             self.begin(role, "image", mark.first, mark.start)
             self.now.blank = False
             self.begin(role, kind, mark.behind, mark.stop)
         elif mark.what == "tool_result":
-            self.result(mark, own)
+            self.result(mark, by_model)
         elif role == "assistant":
             self.assistants(mark)
         else:
             self.now.blank = False  # A mark that others only speak of.
 
-    def result(self, mark: _Mark, own: bool) -> None:
+    def result(self, mark: _Mark, by_model: bool) -> None:
         role, kind = self.now.role, self.now.kind
-        if own or role == "system":
+        if by_model or role == "system":
             self.now.blank = False
         elif mark.action == "open" and kind != "tool_result":
             if self.now.blank and self.now.opened:
@@ -631,37 +631,39 @@ class _Walk:
 
 def _finished(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDArray[np.bool_]) -> list[Segment]:
     """Spans as segments: those without tokens go, and what holds marks alone joins a neighbour."""
-    kept: list[_Span] = []
+    merged: list[_Span] = []
     for before, span in pairwise(spans):
         span.token = max(span.token, before.token)  # One token may hold the end of a mark and the begin of the next.
     for i, span in enumerate(spans):
         stop = spans[i + 1].token if i + 1 < len(spans) else len(ends)
         if stop <= span.token:
             continue
-        last = kept[-1] if kept else None
+        last = merged[-1] if merged else None
         if last is None or "image" in (last.kind, span.kind):
-            kept.append(span)
+            merged.append(span)
         elif span.blank and not span.opened:
             last.stop = span.stop
         elif last.blank and not (last.opened if span.opened else last.role != span.role):
             span.token, span.char, span.opened = last.token, last.char, last.opened
-            kept[-1] = span
+            merged[-1] = span
         else:
-            kept.append(span)
-    turns = _turns(kept)
+            merged.append(span)
+    turns = _turns(merged)
     called: deque[str] = deque()
-    found = []
-    for i, (span, turn) in enumerate(zip(kept, turns, strict=True)):
-        stop = kept[i + 1].token if i + 1 < len(kept) else len(ends)
+    segments = []
+    for i, (span, turn) in enumerate(zip(merged, turns, strict=True)):
+        stop = merged[i + 1].token if i + 1 < len(merged) else len(ends)
         name = ""
         if span.kind == "tool_call":
-            said = _TOOL_NAME.search(text, span.char, min(span.stop, span.char + _LOOKED_AT))
-            name = next((part for part in said.groups() if part), "") if said else ""
+            tool_name = _TOOL_NAME.search(text, span.char, min(span.stop, span.char + _LOOKED_AT))
+            name = next((part for part in tool_name.groups() if part), "") if tool_name else ""
             called.append(name)
         elif span.kind == "tool_result" and called:
             name = called.popleft()
-        found.append(Segment(span.role, span.kind, name, span.token, stop, bool(mask[span.token : stop].any()), turn))
-    return found
+        segments.append(
+            Segment(span.role, span.kind, name, span.token, stop, bool(mask[span.token : stop].any()), turn)
+        )
+    return segments
 
 
 def _turns(spans: Sequence[_Span]) -> list[int]:

@@ -80,13 +80,13 @@ class Workers:
         seconds = check_float("seconds", seconds, 0.0)
         rows = min(check_int("rows", rows, 1), MOST_ROWS)
         job = {"job": "sql", "path": self.path, "query": query, "seconds": seconds, "rows": rows}
-        found: dict[str, Any] = self._run(job, seconds)
-        return found
+        table: dict[str, Any] = self._run(job, seconds)
+        return table
 
     def mask(self, texts: Sequence[str], patterns: Sequence[str], *, seconds: float = 30.0) -> list[str]:
         """The texts with every match of a pattern covered: a █ for each character, so that places stay."""
-        found: list[str] = self._run({"job": "mask", "texts": list(texts), "patterns": list(patterns)}, seconds)
-        return found
+        masked: list[str] = self._run({"job": "mask", "texts": list(texts), "patterns": list(patterns)}, seconds)
+        return masked
 
     def close(self) -> None:
         """End the children."""
@@ -210,10 +210,10 @@ def _held(pid: int) -> int:
     """How many bytes of its own a process holds; 0 where the system does not say."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
-            found = re.search(rb"RssAnon:\s+(\d+) kB", file.read())
+            match = re.search(rb"RssAnon:\s+(\d+) kB", file.read())
     except OSError:
         return 0
-    return int(found[1]) << 10 if found else 0
+    return int(match[1]) << 10 if match else 0
 
 
 # --- the child ---------------------------------------------------------------------------------------------------
@@ -239,8 +239,8 @@ def main() -> None:
             tell({"found": _answer(job, sources)})
         except Exception as error:
             late = type(error).__name__.startswith("QueryTimeout")  # by name: its module loads duckdb
-            said = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-            tell({"error": said or type(error).__name__, "late": late})
+            message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+            tell({"error": message or type(error).__name__, "late": late})
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -253,18 +253,18 @@ def _answer(job: dict[str, Any], sources: dict[str, Any]) -> Any:
         from rollbook.inspect.sources import open_source
 
         sources[path] = open_source(path)
-    found = sources[path].sql(job["query"], seconds=job["seconds"], rows=job["rows"])
+    table = sources[path].sql(job["query"], seconds=job["seconds"], rows=job["rows"])
     rows: list[list[Any]] = []
     size = 0
-    truncated = bool(found["truncated"])
-    for row in found["rows"]:
+    truncated = bool(table["truncated"])
+    for row in table["rows"]:
         cells = [cell(value) for value in row]
         size += len(json.dumps(cells))
         if size > MOST_BYTES:
             truncated = True
             break
         rows.append(cells)
-    return {"columns": [str(name) for name in found["columns"]], "rows": rows, "truncated": truncated}
+    return {"columns": [str(name) for name in table["columns"]], "rows": rows, "truncated": truncated}
 
 
 def _mask(texts: list[str], patterns: list[str]) -> list[str]:
@@ -310,9 +310,9 @@ def cell(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return "0x" + bytes(value).hex()
     if isinstance(value, dict):
-        return {str(key): cell(each) for key, each in value.items()}
+        return {str(key): cell(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [cell(each) for each in value]
+        return [cell(entry) for entry in value]
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 

@@ -261,7 +261,7 @@ _ROWS = (
         evaluation=False,
     ),
 )
-CHECKS: Mapping[str, Check] = {each.id: each for each in _ROWS}
+CHECKS: Mapping[str, Check] = {check.id: check for check in _ROWS}
 """By id, in the order in which they run.
 
 >>> CHECKS["zero-variance"].thresholds
@@ -314,7 +314,8 @@ def escape_text(text: str) -> str:
     'a\\\\x1b[31mb\\\\u202ec'
     """
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape", "backslashreplace").decode() for each in text
+        letter if letter.isprintable() else letter.encode("unicode_escape", "backslashreplace").decode()
+        for letter in text
     )
 
 
@@ -327,32 +328,32 @@ def format_report(diagnosis: Diagnosis, *, width: int = 100, verbose: bool = Fal
     kind = "evaluation records" if diagnosis.evaluation else "records"
     beside = f" ({diagnosis.left_out:,} selected for their content are left out)" if diagnosis.left_out else ""
     checks = f"; {diagnosis.judged} of {len(diagnosis.checks)} checks could run"
-    made = [f"{escape_text(diagnosis.source) or 'run'}: {diagnosis.records:,} {kind}{span}{beside}{checks}"]
-    for each in diagnosis.findings:
-        first, last = each.steps
+    lines = [f"{escape_text(diagnosis.source) or 'run'}: {diagnosis.records:,} {kind}{span}{beside}{checks}"]
+    for finding in diagnosis.findings:
+        first, last = finding.steps
         where = f"step {first}" if first == last else f"steps {first} to {last}"
-        made += ["", f"{each.severity} {escape_text(each.title)} [{each.check}]"]
-        made += _wrapped(f"{escape_text(each.detail)} ({where}, {each.count:,} records)", width)
-        made += _wrapped(f"What to do: {escape_text(each.recommendation)}", width)
-        if each.filter:
-            made.append(f"  filter: {escape_text(each.filter)}")
-        ids = [escape_text(uid) for uid in each.uids[:_SHOWN]]
-        more = f" and {len(each.uids) - _SHOWN} more" if len(each.uids) > _SHOWN else ""
+        lines += ["", f"{finding.severity} {escape_text(finding.title)} [{finding.check}]"]
+        lines += _wrapped(f"{escape_text(finding.detail)} ({where}, {finding.count:,} records)", width)
+        lines += _wrapped(f"What to do: {escape_text(finding.recommendation)}", width)
+        if finding.filter:
+            lines.append(f"  filter: {escape_text(finding.filter)}")
+        ids = [escape_text(uid) for uid in finding.uids[:_SHOWN]]
+        more = f" and {len(finding.uids) - _SHOWN} more" if len(finding.uids) > _SHOWN else ""
         if ids:
-            made.append(f"  look at: {' '.join(ids)}{more}")
-    by = {status: [each for each in diagnosis.checks if each.status == status] for status in _STATUSES}
+            lines.append(f"  look at: {' '.join(ids)}{more}")
+    by = {status: [check for check in diagnosis.checks if check.status == status] for status in _STATUSES}
     if not diagnosis.findings:
-        made += ["", f"No problem found by {diagnosis.judged} of {len(diagnosis.checks)} checks."]
+        lines += ["", f"No problem found by {diagnosis.judged} of {len(diagnosis.checks)} checks."]
     if by["explained"]:
-        made += ["", "Explained by the above:"]
-        made += [f"  {each.check}: {escape_text(each.why)}" for each in by["explained"]]
+        lines += ["", "Explained by the above:"]
+        lines += [f"  {status.check}: {escape_text(status.why)}" for status in by["explained"]]
     if by["not judged"]:
-        made += ["", "Could not be judged:"]
-        made += [f"  {each.check}: {escape_text(each.why)}" for each in by["not judged"]]
+        lines += ["", "Could not be judged:"]
+        lines += [f"  {status.check}: {escape_text(status.why)}" for status in by["not judged"]]
     if verbose and by["ok"]:
-        made += ["", "Passed:"]
-        made += [f"  {each.check}: {escape_text(each.why)}" for each in by["ok"]]
-    return made
+        lines += ["", "Passed:"]
+        lines += [f"  {status.check}: {escape_text(status.why)}" for status in by["ok"]]
+    return lines
 
 
 _STATUSES = ("ok", "found", "explained", "not judged")
@@ -370,12 +371,12 @@ def threshold_docs() -> dict[str, str]:
     'Share of samples that are stale.'
     """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(Thresholds))).body
-    found = {}
+    meanings = {}
     if isinstance(tree, ast.ClassDef):
         for field, text in zip(tree.body, tree.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-                found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
+                meanings[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return meanings
 
 
 def describe_checks() -> Iterator[dict[str, Any]]:
@@ -398,10 +399,10 @@ def describe_checks() -> Iterator[dict[str, Any]]:
 
 def render_markdown() -> str:
     """Return the checks and the thresholds as Markdown."""
-    made = []
+    lines = []
     for row in describe_checks():
-        decided = ", ".join(f"`{each['name']}` = {each['default']:g}" for each in row["thresholds"])
-        made += [
+        decided = ", ".join(f"`{threshold['name']}` = {threshold['default']:g}" for threshold in row["thresholds"])
+        lines += [
             f"### {row['title']} (`{row['id']}`)",
             "",
             row["description"],
@@ -413,6 +414,9 @@ def render_markdown() -> str:
             f"*Recommendation:* {row['recommendation']}",
             "",
         ]
-    made += ["## Thresholds", "", "| name | default | meaning |", "|---|---|---|"]
-    made += [f"| `{each.name}` | {each.default:g} | {threshold_docs()[each.name]} |" for each in fields(Thresholds)]
-    return "\n".join(made) + "\n"
+    lines += ["## Thresholds", "", "| name | default | meaning |", "|---|---|---|"]
+    lines += [
+        f"| `{threshold.name}` | {threshold.default:g} | {threshold_docs()[threshold.name]} |"
+        for threshold in fields(Thresholds)
+    ]
+    return "\n".join(lines) + "\n"

@@ -93,14 +93,14 @@ def triage(
     """Return what is worth a look, the worst first: the findings, and near misses (severity low), which say so."""
     samples = read(index, span_of(steps), False)
     surely = diagnose(samples, Thresholds.of(thresholds))
-    named = {each.check for each in surely.findings} | {
-        each.check for each in surely.checks if each.status == "explained"
+    named = {finding.check for finding in surely.findings} | {
+        check.check for check in surely.checks if check.status == "explained"
     }
     maybe = diagnose(samples, TRIAGE)
     more = [
-        replace(each, severity="low", detail=_VERDICT.sub(" Not triggered yet.", each.detail))
-        for each in maybe.findings
-        if each.check not in named
+        replace(finding, severity="low", detail=_VERDICT.sub(" Not triggered yet.", finding.detail))
+        for finding in maybe.findings
+        if finding.check not in named
     ]
     return [*surely.findings, *rank_findings(more)][:most]
 
@@ -113,19 +113,23 @@ def diagnose(samples: Samples, t: Thresholds, *, evaluation: bool = False, sourc
         else skipped("these are evaluation records, on which nothing is trained")
         for name, check in CHECKS.items()
     }
-    found = {name: each.finding for name, each in judged.items() if each.finding is not None}
+    findings = {name: outcome.finding for name, outcome in judged.items() if outcome.finding is not None}
     causes = {
         name: next(
-            (cause for cause, holds in EXPLAINED[name].items() if cause in found and holds(samples, t, found[cause])),
+            (
+                cause
+                for cause, holds in EXPLAINED[name].items()
+                if cause in findings and holds(samples, t, findings[cause])
+            ),
             None,
         )
-        for name in found
+        for name in findings
         if name in EXPLAINED
     }
     return Diagnosis(
         source,
-        rank_findings(each for name, each in found.items() if causes.get(name) is None),
-        tuple(_status_of(name, each, causes.get(name)) for name, each in judged.items()),
+        rank_findings(finding for name, finding in findings.items() if causes.get(name) is None),
+        tuple(_status_of(name, outcome, causes.get(name)) for name, outcome in judged.items()),
         int(samples.there.sum()),
         (int(samples.steps[0]), int(samples.steps[-1])) if len(samples.steps) else None,
         evaluation,
@@ -171,15 +175,15 @@ def span_of(steps: Steps) -> tuple[int | None, int | None]:
     if steps is None:
         return None, None
     if isinstance(steps, str):
-        found = _SPAN.fullmatch(steps)
-        if found is None or not any(each.isdigit() for each in steps):
+        match = _SPAN.fullmatch(steps)
+        if match is None or not any(part.isdigit() for part in steps):
             raise ValueError(f"steps: got {steps!r}, expected a step, 'first-last', 'first-' or '-last'")
-        first, dash, last = found.groups()
+        first, dash, last = match.groups()
         low = int(first) if first is not None else None
         high = int(last) if last is not None else None
         return (low, high) if dash else (low, low)
     if isinstance(steps, int) and not isinstance(steps, bool):
         return steps, steps
-    if isinstance(steps, tuple) and len(steps) == 2 and all(each is None or type(each) is int for each in steps):
+    if isinstance(steps, tuple) and len(steps) == 2 and all(part is None or type(part) is int for part in steps):
         return steps
     raise ValueError(f"steps: got {steps!r}, expected a step, a pair (first, last) or text such as '12-40'")

@@ -103,7 +103,7 @@ class Diagnosis:
     @property
     def judged(self) -> int:
         """Number of checks that could run."""
-        return sum(each.status != "not judged" for each in self.checks)
+        return sum(check.status != "not judged" for check in self.checks)
 
     def status(self, fail_on: str = "medium") -> int:
         """Return the exit status of the command: 1 for a finding of severity `fail_on` or higher, else 0.
@@ -114,7 +114,7 @@ class Diagnosis:
         if fail_on == "never":
             return 0
         bad = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
-        return int(any(each.severity in bad for each in self.findings))
+        return int(any(finding.severity in bad for finding in self.findings))
 
     def as_dict(self) -> dict[str, Any]:
         """Strict JSON."""
@@ -162,4 +162,6 @@ def exact(value: float) -> str:
 
 def rank_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Sort findings, the worst first."""
-    return tuple(sorted(findings, key=lambda each: (SEVERITIES.index(each.severity), -each.share, each.check)))
+    return tuple(
+        sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), -finding.share, finding.check))
+    )

@@ -376,23 +376,25 @@ def check_reward_follows_format(samples: Samples, t: Thresholds) -> CheckResult:
     places, found_pairs, columns = seen
     reward = samples.reward[places]
     orders = {name: order(found_pairs, reward, column) for name, column in columns.items()}
-    forms = {name: each for name, each in orders.items() if _FORMAT.search(name)}
-    others = {name: each for name, each in orders.items() if name not in forms and not _same(columns[name], reward)}
+    forms = {name: relation for name, relation in orders.items() if _FORMAT.search(name)}
+    others = {
+        name: relation for name, relation in orders.items() if name not in forms and not _same(columns[name], reward)
+    }
     if not forms:
         return skipped("no part of the reward is called a format")
     if not others:
         return skipped("the reward has no other part than its format")
-    name, lead = max(forms.items(), key=lambda each: each[1].d)
+    name, lead = max(forms.items(), key=lambda relation: relation[1].d)
     if (few := _few(lead, t)) is not None:
         return skipped(few)
-    loud = {other: each.d for other, each in others.items() if _heard(each, t)}
+    loud = {other: relation.d for other, relation in others.items() if _heard(relation, t)}
     if not _clear(lead.d, lead.error, t.format_reward, t) or loud:
-        said = max(loud.items(), key=lambda each: abs(each[1])) if loud else None
+        loudest = max(loud.items(), key=lambda relation: abs(relation[1])) if loud else None
         return passed(
             f"the order of rewards is that of {name!r} by d = {lead.d:.2f}"
-            + (f", of {said[0]!r} by {said[1]:.2f}" if said else "")
+            + (f", of {loudest[0]!r} by {loudest[1]:.2f}" if loudest else "")
         )
-    flat = [other for other, each in others.items() if each.differs < t.influence]
+    flat = [other for other, relation in others.items() if relation.differs < t.influence]
     use = _mask(samples, places)
     first = int(samples.step[use].min())
     bar = float(np.nanmean(columns[name]))
@@ -405,7 +407,7 @@ def check_reward_follows_format(samples: Samples, t: Thresholds) -> CheckResult:
             f"The reward is that of {_shown(name)} alone",
             f"Of {lead.pairs:,} pairs of answers with different rewards, {percent((1 + lead.d) / 2)} are "
             f"ordered as {_shown(name)} orders them (Somers' d = {lead.d:.2f}); the other parts "
-            f"({', '.join(_shown(each) for each in list(others)[:6])}) {quiet}. Triggered at {t.format_reward:g}.",
+            f"({', '.join(_shown(other) for other in list(others)[:6])}) {quiet}. Triggered at {t.format_reward:g}.",
             "The policy learns the form and not the task. Pay for form only together with a right answer (or as a "
             "gate: no form, no reward), lower its weight once it is learned, and see why the other parts are flat: "
             "prompts that are too hard, or a grader that fails.",
@@ -425,23 +427,23 @@ def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
         return skipped(seen)
     places, found_pairs, columns = seen
     reward = samples.reward[places]
-    whole = np.isfinite(reward) & np.all([np.isfinite(column) for column in columns.values()], axis=0)
-    if int(whole.sum()) < t.samples:
+    complete = np.isfinite(reward) & np.all([np.isfinite(column) for column in columns.values()], axis=0)
+    if int(complete.sum()) < t.samples:
         return skipped("too few samples have every part of the reward")
-    weights = fit_weights(reward[whole], {name: column[whole] for name, column in columns.items()})
+    weights = fit_weights(reward[complete], {name: column[complete] for name, column in columns.items()})
     if weights is None:
         return skipped("the parts that are recorded do not add up to the reward")
     if len(weights) < 2:
         return skipped("the reward has one part that varies")
     orders = {name: order(found_pairs, reward, weight * columns[name]) for name, weight in weights.items()}
-    name, lead = max(orders.items(), key=lambda each: each[1].d)
+    name, lead = max(orders.items(), key=lambda part: part[1].d)
     if (few := _few(lead, t)) is not None:
         return skipped(few)
-    others = {other: each for other, each in orders.items() if other != name}
-    varied = {other: each for other, each in others.items() if each.differs >= t.influence}
-    loud = any(_heard(each, t) for each in others.values())
+    others = {other: part for other, part in orders.items() if other != name}
+    varied = {other: part for other, part in others.items() if part.differs >= t.influence}
+    loud = any(_heard(part, t) for part in others.values())
     if not _clear(lead.d, lead.error, t.dominance, t) or loud or not varied:
-        ordered = ", ".join(f"{each!r} {orders[each].d:.2f}" for each in sorted(orders))
+        ordered = ", ".join(f"{part!r} {orders[part].d:.2f}" for part in sorted(orders))
         return passed(f"the order of rewards is that of each part by d = {ordered}")
     use = _mask(samples, places)
     first = int(samples.step[use].min())
@@ -452,15 +454,15 @@ def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
         spread = float(np.nanstd(columns[other])) or 1.0
         weak[places] += np.nan_to_num(_centred(blocks, weights[other] / abs(weights[other]) * columns[other] / spread))
     affected = use & (strong * weak < 0)
-    scale = {each: abs(weight) * float(np.nanstd(columns[each])) for each, weight in weights.items()}
-    spreads = ", ".join(f"{_shown(each)} {value:.3g}" for each, value in sorted(scale.items(), key=lambda p: -p[1]))
+    scale = {part: abs(weight) * float(np.nanstd(columns[part])) for part, weight in weights.items()}
+    spreads = ", ".join(f"{_shown(part)} {value:.3g}" for part, value in sorted(scale.items(), key=lambda p: -p[1]))
     return triggered(
         Finding(
             "component-dominates",
             "medium",
             f"{_shown(name)} decides the reward; the other parts have no say",
             f"Within a group the order of rewards is that of {_shown(name)} by d = {lead.d:.2f}; that of "
-            + ", ".join(f"{_shown(each)} by {varied[each].d:.2f}" for each in list(varied)[:6])
+            + ", ".join(f"{_shown(part)} by {varied[part].d:.2f}" for part in list(varied)[:6])
             + f", though {'it differs' if len(varied) == 1 else 'they differ'} between samples. Weighted standard "
             f"deviations: {spreads}. Triggered at {t.dominance:g}, where no other has a say.",
             "Bring the parts to one scale before they are added (normalise each within the group, or bound it), and "
@@ -523,15 +525,15 @@ def _same(column: Floats, reward: Floats) -> bool:
 def _centred(blocks: Ints, values: Floats) -> Floats:
     """Values less their block's mean."""
     _, place = np.unique(blocks, return_inverse=True)
-    known = np.isfinite(values)
-    sums = np.bincount(place, np.where(known, values, 0.0))
-    return np.asarray(values - (sums / np.maximum(np.bincount(place, known), 1))[place], np.float64)
+    finite = np.isfinite(values)
+    sums = np.bincount(place, np.where(finite, values, 0.0))
+    return np.asarray(values - (sums / np.maximum(np.bincount(place, finite), 1))[place], np.float64)
 
 
 def _mask(samples: Samples, places: Ints) -> Mask:
-    made = np.zeros(len(samples), bool)
-    made[places] = True
-    return made
+    mask = np.zeros(len(samples), bool)
+    mask[places] = True
+    return mask
 
 
 def _shown(name: str) -> str:

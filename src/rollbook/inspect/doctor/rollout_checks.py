@@ -118,13 +118,13 @@ def check_length_explosion(samples: Samples, t: Thresholds) -> CheckResult:
         return passed(f"the mean length is {amount(now)} tokens, {times:.2f} times the early {amount(early)}")
     rewards = samples.series(samples.reward)
     w = samples.window(len(series), t)
-    said = "no rewards are recorded"
+    reward_note = "no rewards are recorded"
     if len(rewards) >= t.trend_steps and not samples.constant:
         wide = float(np.subtract(*np.nanquantile(samples.reward, (0.99, 0.01)))) or samples.high - samples.low
         gain = float(np.median(rewards.values[-w:]) - np.median(rewards.values[:w])) / wide
         if gain >= t.length_gain and trend(rewards.values) >= t.trend:
             return passed(f"the mean length is {times:.2f} times the early one, and the reward rose with it")
-        said = f"the reward moved by {gain:+.1%} of its range"
+        reward_note = f"the reward moved by {gain:+.1%} of its range"
     recent = samples.recent(t)
     cut = float(samples.truncated[recent].mean()) if recent.any() else 0.0
     first = _since(series, series.values < t.length_growth * early)
@@ -136,7 +136,7 @@ def check_length_explosion(samples: Samples, t: Thresholds) -> CheckResult:
             "high" if times >= t.length_growth**2 or cut >= 0.3 else "medium",
             f"Responses are {times:.1f} times as long as they were, without more reward",
             f"The median of step means is {amount(now)} tokens over the last {w} steps and {amount(early)} early "
-            f"(trend: z = {rising:.1f}); {said}; {percent(cut)} of recent samples are truncated. Triggered at "
+            f"(trend: z = {rising:.1f}); {reward_note}; {percent(cut)} of recent samples are truncated. Triggered at "
             f"{t.length_growth:g} times, unless the reward rises by {percent(t.length_gain)} of its range.",
             "Check that the loss does not favour long answers (a mean per sequence pushes long wrong ones less: sum "
             "over tokens and divide by a constant), punish overlong answers softly, and mask or zero those that are "
@@ -195,16 +195,16 @@ def check_kl_blowup(samples: Samples, t: Thresholds) -> CheckResult:
 
 def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
     """Engine and trainer give the same tokens other probabilities: every update is off-policy without saying so."""
-    known = samples.there & np.isfinite(samples.mismatch)
-    if not known.any():
+    measured = samples.there & np.isfinite(samples.mismatch)
+    if not measured.any():
         return skipped("no record has log-probs of both engine and trainer")
-    fresh = known & ~(samples.lag > t.mismatch_lag)
-    use = fresh if int(fresh.sum()) >= t.samples else known
+    fresh = measured & ~(samples.lag > t.mismatch_lag)
+    use = fresh if int(fresh.sum()) >= t.samples else measured
     n = int(use.sum())
     if n < t.samples:
         return skipped(f"only {n} samples have log-probs of both, {t.samples} are needed")
     over = use & (samples.mismatch > t.mismatch)
-    whole = at_least(int(over.sum()), n, t.certainty)
+    overall = at_least(int(over.sum()), n, t.certainty)
     # A step whose weights were not synchronised is affected alone.
     steps, place, counts = np.unique(samples.step[use], return_inverse=True, return_counts=True)
     hits = np.bincount(place, over[use])
@@ -214,12 +214,12 @@ def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
         if count >= min(t.samples, 16) and at_least(hit, count, t.certainty) > max(t.mismatch_share, 0.5)
     ]
     level = float(np.median(samples.mismatch[use]))
-    if whole <= t.mismatch_share and not sick:
+    if overall <= t.mismatch_share and not sick:
         return passed(
             f"the median difference is {amount(level)} nats per token; {percent(over.sum() / n)} of {n} samples are "
             f"above {t.mismatch:g}"
         )
-    affected = over if whole > t.mismatch_share else over & np.isin(samples.step, sick)
+    affected = over if overall > t.mismatch_share else over & np.isin(samples.step, sick)
     first, last = samples.span(affected)
     worst = float(np.median(samples.mismatch[affected]))
     old = "" if use is fresh else f" All samples are more than {t.mismatch_lag} versions old, which is part of it."
@@ -240,7 +240,7 @@ def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
             int(affected.sum()),
             samples.where(
                 f"mismatch > {exact(t.mismatch)}"
-                + (f" and not lag > {t.mismatch_lag}" if use is fresh and (fresh != known).any() else ""),
+                + (f" and not lag > {t.mismatch_lag}" if use is fresh and (fresh != measured).any() else ""),
                 first,
                 last,
             ),
@@ -258,26 +258,26 @@ def check_nans(samples: Samples, t: Thresholds) -> CheckResult:
     # The reward counts among them in some sources.
     bad = every & (np.nan_to_num(samples.nans) > samples.unscorable)
     unscorable = every & samples.unscorable
-    many = float(bad.sum()) / n > t.nan_records
+    above_limit = float(bad.sum()) / n > t.nan_records
     some = n >= t.samples and at_least(int(unscorable.sum()), n, t.certainty) > t.nan_rewards
-    if not many and not some:
+    if not above_limit and not some:
         return passed(f"{int(bad.sum())} records have NaNs, {int(unscorable.sum())} of {n} a reward that is NaN")
     affected = bad | unscorable
     went_in = int((affected & ~samples.dropped).sum())
-    what = []
-    if many:
-        what.append(f"{int(bad.sum())} of {n} records have a NaN or an infinity among their per-token numbers")
+    reasons = []
+    if above_limit:
+        reasons.append(f"{int(bad.sum())} of {n} records have a NaN or an infinity among their per-token numbers")
     if some:
-        what.append(f"{int(unscorable.sum())} of {n} records have a reward that is NaN")
+        reasons.append(f"{int(unscorable.sum())} of {n} records have a reward that is NaN")
     first, last = samples.span(affected)
     return triggered(
         Finding(
             "nans",
-            "low" if not went_in else "high" if many else "medium",
+            "low" if not went_in else "high" if above_limit else "medium",
             f"{int(affected.sum())} records have NaNs"
-            if many
+            if above_limit
             else f"{percent(unscorable.sum() / n)} of rewards are NaN",
-            "; ".join(what) + f". {went_in} of them were not dropped. Triggered with more than "
+            "; ".join(reasons) + f". {went_in} of them were not dropped. Triggered with more than "
             f"{percent(t.nan_records)} and {percent(t.nan_rewards)} of records.",
             "Drop such records before training and find where they come from: a log-prob of -inf (a token that top-p "
             "or a grammar had excluded), a mask without tokens, a standard deviation of 0, an overflow in half "
@@ -302,7 +302,7 @@ def check_truncation_rewarded(samples: Samples, t: Thresholds) -> CheckResult:
     scored = samples.there & np.isfinite(samples.reward)
     if samples.constant or not scored.any():
         return skipped("rewards do not differ" if scored.any() else "no sample is scored")
-    low, high = (float(each) for each in np.quantile(samples.reward[scored], (0.01, 0.99)))
+    low, high = (float(quantile) for quantile in np.quantile(samples.reward[scored], (0.01, 0.99)))
     if high <= low:
         low, high = samples.low, samples.high
     bar = low + t.good_reward * (high - low)
@@ -346,16 +346,16 @@ def are_loops(samples: Samples, t: Thresholds) -> Mask:
 
 def check_loops(samples: Samples, t: Thresholds) -> CheckResult:
     """Responses that say the same thing over and over."""
-    known = samples.there & np.isfinite(samples.repetition)
-    n = int(known.sum())
+    measured = samples.there & np.isfinite(samples.repetition)
+    n = int(measured.sum())
     if n < t.samples:
         return skipped(f"the tokens of only {n} samples are known, {t.samples} are needed")
-    affected = are_loops(samples, t) & known
-    worst, part = _worst(samples, t, affected, known)
+    affected = are_loops(samples, t) & measured
+    worst, part = _worst(samples, t, affected, measured)
     if worst <= t.loops:
         return passed(f"{int(affected.sum())} of {n} samples are loops")
     affected &= part
-    share = float(affected.sum()) / int((known & part).sum())
+    share = float(affected.sum()) / int((measured & part).sum())
     first, last = samples.span(affected)
     cut = float(samples.truncated[affected].mean())
     return triggered(
@@ -363,8 +363,8 @@ def check_loops(samples: Samples, t: Thresholds) -> CheckResult:
             "repetition-loops",
             "high" if share >= 0.25 else "medium",
             f"{percent(share)} of samples are caught in loops",
-            f"{int(affected.sum())} of {int((known & part).sum())} samples repeat themselves over half or more of the "
-            f"response, or were cut off in a loop; {percent(cut)} of these are truncated. Triggered above "
+            f"{int(affected.sum())} of {int((measured & part).sum())} samples repeat themselves over half or more of "
+            f"the response, or were cut off in a loop; {percent(cut)} of these are truncated. Triggered above "
             f"{percent(t.loops)}.",
             "Give loops the lowest reward and no length bonus, check the end-of-text token and the stop strings, and "
             "that sampling is not greedy; mask loops out of the loss if they come from the base model.",
@@ -384,7 +384,7 @@ def find_copies(samples: Samples, t: Thresholds) -> tuple[Mask, Mask, Ints]:
         [N] samples that are long enough to count, [N] those whose response another run of the group has too, and [N]
         how many runs share each response.
     """
-    counts = samples.there & (samples.digest >= 0) & (samples.tokens >= t.duplicate_tokens) & ~samples.made
+    counts = samples.there & (samples.digest >= 0) & (samples.tokens >= t.duplicate_tokens) & ~samples.derived
     places = np.flatnonzero(counts)
     groups, digests = samples.group[places], samples.digest[places]
     _, place = np.unique(groups * (int(digests.max(initial=0)) + 1) + digests, return_inverse=True)
@@ -467,11 +467,11 @@ def check_truncation(samples: Samples, t: Thresholds) -> CheckResult:
     )
 
 
-def _worst(samples: Samples, t: Thresholds, hits: Mask | Floats, known: Mask) -> tuple[float, Mask]:
+def _worst(samples: Samples, t: Thresholds, hits: Mask | Floats, measured: Mask) -> tuple[float, Mask]:
     """The share of hits that is sure, of the recent steps or of the whole run, whichever is higher; and [N] which."""
     best, best_part = 0.0, samples.there
     for part in (samples.there, samples.recent(t)):
-        n = int((known & part).sum())
+        n = int((measured & part).sum())
         if n >= t.samples and (sure := at_least(float(hits[part].sum()), n, t.certainty)) > best:
             best, best_part = sure, part
     return best, best_part
@@ -482,21 +482,21 @@ def _worst(samples: Samples, t: Thresholds, hits: Mask | Floats, known: Mask) ->
 
 def check_staleness(samples: Samples, t: Thresholds) -> CheckResult:
     """Samples of policies long gone."""
-    known = samples.there & np.isfinite(samples.lag) & ~samples.dropped
-    n = int(known.sum())
+    measured = samples.there & np.isfinite(samples.lag) & ~samples.dropped
+    n = int(measured.sum())
     if not n:
         return skipped("no record says which policy version made it")
     if n < t.samples:
         return skipped(f"only {n} samples have a policy version, {t.samples} are needed")
-    newest = by_step(samples.step[known], samples.version[known], median=True, least=1)
+    newest = by_step(samples.step[measured], samples.version[measured], median=True, least=1)
     # Trainers that count every optimizer step move by several versions from one step to the next.
     stride = float(np.median(np.diff(newest.values))) if len(newest) >= 3 else 1.0
     limit = t.stale_lag * max(stride, 1.0)
-    worst, part = 0.0, known
-    for each in (known, known & samples.recent(t)):
-        sure = at_least(int((each & (samples.lag > limit)).sum()), int(each.sum()), t.certainty)
-        if int(each.sum()) >= t.samples and sure > worst:
-            worst, part = sure, each
+    worst, part = 0.0, measured
+    for candidates in (measured, measured & samples.recent(t)):
+        sure = at_least(int((candidates & (samples.lag > limit)).sum()), int(candidates.sum()), t.certainty)
+        if int(candidates.sum()) >= t.samples and sure > worst:
+            worst, part = sure, candidates
     old = part & (samples.lag > limit)
     share = float(old.sum()) / int(part.sum())
     if worst <= t.stale:
@@ -537,13 +537,13 @@ def check_keep_bias(samples: Samples, t: Thresholds) -> CheckResult:
         return passed(f"{lost} of {n} samples that were decided on were dropped")
     places = np.flatnonzero(use)
     rank = _ranks(samples.step[places], samples.tokens[places])
-    kept = trained[places]
+    was_trained = trained[places]
     short, long = rank < 0.25, rank > 0.75
     few = min(int(short.sum()), int(long.sum()))
     if few < max(t.samples // 4, 1):
         return skipped(f"only {few} samples are in the longest or the shortest quarter of their steps")
-    low, high = float(kept[short].mean()), float(kept[long].mean())
-    pooled = float(kept[short | long].mean())
+    low, high = float(was_trained[short].mean()), float(was_trained[long].mean())
+    pooled = float(was_trained[short | long].mean())
     error = math.sqrt(pooled * (1 - pooled) * (1 / int(short.sum()) + 1 / int(long.sum())))
     if abs(low - high) < t.keep_bias or abs(low - high) < 2 * t.certainty * error:
         return passed(
@@ -551,7 +551,7 @@ def check_keep_bias(samples: Samples, t: Thresholds) -> CheckResult:
         )
     side = long if high < low else short
     affected = np.zeros(len(samples), bool)
-    affected[places[side & ~kept]] = True
+    affected[places[side & ~was_trained]] = True
     first, last = samples.span(affected)
     return triggered(
         Finding(

@@ -81,13 +81,15 @@ class Samples:
         # What was removed to save room has its numbers still; what failed never had any.
         self.there: Mask = np.array([not reason for reason in texts["removed_reason"]], bool) | (numbers["length"] > 0)
         # What a saver kept for what it shows says nothing about shares.
-        self.chosen: Mask = np.array([bool(kept) and not kept.startswith(_BY_CHANCE) for kept in texts["kept"]], bool)
-        self.partial = any(kept and not kept.startswith("all") for kept in texts["kept"])
+        self.chosen: Mask = np.array(
+            [bool(policy) and not policy.startswith(_BY_CHANCE) for policy in texts["kept"]], bool
+        )
+        self.partial = any(policy and not policy.startswith("all") for policy in texts["kept"])
         """Whether a saver kept some of the records only."""
         self.there &= ~self.chosen
-        self.status = np.array([each or "" for each in texts["status"]], "U12")
-        self.state = np.array([each or "" for each in texts["state"]], "U12")
-        self.made: Mask = np.array([each is not None for each in texts["parent"]], bool)
+        self.status = np.array([text or "" for text in texts["status"]], "U12")
+        self.state = np.array([text or "" for text in texts["state"]], "U12")
+        self.derived: Mask = np.array([text is not None for text in texts["parent"]], bool)
         """[N] made from another record, so that it may well equal it"""
         self.unscorable: Mask = np.array(columns.get("scored", empty), np.float64) == 2
         self.unscorable |= beyond
@@ -186,17 +188,17 @@ class Samples:
 
     def parts(self, places: Ints) -> dict[str, Floats]:
         """[places] each, by name: the numbers that came with the rewards of some records; NaN where one has none."""
-        made: dict[str, Floats] = {}
+        parts: dict[str, Floats] = {}
         for row, i in enumerate(places.tolist()):
             text = self._parts[i]
             if not text or text == "{}":
                 continue
             for name, value in json.loads(text).items():
                 if isinstance(value, (int, float)) and abs(value) <= _LARGEST:
-                    if name not in made:
-                        made[name] = np.full(len(places), np.nan)
-                    made[name][row] = value
-        return dict(sorted(made.items()))
+                    if name not in parts:
+                        parts[name] = np.full(len(places), np.nan)
+                    parts[name][row] = value
+        return dict(sorted(parts.items()))
 
     def evidence(self, mask: Mask, by: Floats, *, apart: bool = False) -> tuple[str, ...]:
         """The ids of up to 24 records of `mask` that have most of `by`; later ones first where they are equal.
@@ -234,9 +236,9 @@ def encode_texts(texts: Sequence[Any]) -> tuple[Ints, list[Any]]:
     >>> numbers.tolist(), names
     ([0, -1, 1, 0], ['b', 'a'])
     """
-    known: dict[Any, int] = {}
-    numbers = [-1 if each is None else known.setdefault(each, len(known)) for each in texts]
-    return np.array(numbers, np.int64), list(known)
+    codes: dict[Any, int] = {}
+    numbers = [-1 if text is None else codes.setdefault(text, len(codes)) for text in texts]
+    return np.array(numbers, np.int64), list(codes)
 
 
 def count_distinct(block: Ints, value: Ints, blocks: int) -> Ints:

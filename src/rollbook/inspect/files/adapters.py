@@ -51,11 +51,11 @@ def openrlhf(row: Row, where: Where) -> Iterator[Trajectory]:
     """A row of OpenRLHF's; a pair is the better answer, with the worse one beside."""
     samples, used = frameworks._openrlhf(row)
     for sample in samples:
-        made = _made(sample, row, used, where)
+        trajectory = _made(sample, row, used, where)
         if sample.rejected is not None:
-            made.kind = "dpo"
-            made.rejected = conversation(sample.prompt, sample.rejected, where, kind="dpo", status="finished")
-        yield made
+            trajectory.kind = "dpo"
+            trajectory.rejected = conversation(sample.prompt, sample.rejected, where, kind="dpo", status="finished")
+        yield trajectory
 
 
 _TRL_TENSORS = {"sampling_per_token_logps": "logprobs", "old_per_token_logps": "policy_logprobs"}
@@ -74,9 +74,9 @@ def trl(row: Row, where: Where) -> Iterator[Trajectory]:
     notes = []
     if len(counted) > 1:
         notes.append(f"TRL does not log the reward: shown is the sum of {', '.join(counted)}, each with weight 1.")
-    given = [value for value in counted.values() if value is not None and value == value]
+    rewards = [value for value in counted.values() if value is not None and value == value]
     sample = Sample(row.get("prompt"), row.get("completion"), batch=frameworks._step(row))
-    sample.reward = math.fsum(given) if given else math.nan if counted else None
+    sample.reward = math.fsum(rewards) if rewards else math.nan if counted else None
     sample.advantage = number(row.get("advantage"))
     used = {"prompt", "completion", "step", "global_step", "advantage"}
     if row.get("prompt_ids") is not None and row.get("completion_ids") is not None:
@@ -84,10 +84,10 @@ def trl(row: Row, where: Where) -> Iterator[Trajectory]:
         used |= frameworks._trl_ids(row, sample) | {"prompt_ids", "completion_ids"}
     elif sample.prompt is None or sample.answer is None:
         raise WireError(f"got the keys {', '.join(row)}, expected prompt and completion, or their ids")
-    made = _made(sample, row, used, where)
-    made.declared = tuple(counted)
-    made.notes += notes
-    yield made
+    trajectory = _made(sample, row, used, where)
+    trajectory.declared = tuple(counted)
+    trajectory.notes += notes
+    yield trajectory
 
 
 def _made(sample: Sample, row: Row, used: set[str], where: Where) -> Trajectory:
@@ -116,7 +116,7 @@ def _made(sample: Sample, row: Row, used: set[str], where: Where) -> Trajectory:
         arrays.setdefault("advantages", sample.advantage)
     for name, theirs in (("prompt_text", "prompt"), ("response_text", "completion")):
         fields[name] = row[theirs] if isinstance(row.get(theirs), str) else None
-    made = from_ids(
+    trajectory = from_ids(
         [*sample.prompt, *sample.answer],
         len(sample.prompt),
         where,
@@ -125,8 +125,8 @@ def _made(sample: Sample, row: Row, used: set[str], where: Where) -> Trajectory:
         **fields,
     )
     if sample.mask is not None:
-        made.kind = "multi_turn"
-    return made
+        trajectory.kind = "multi_turn"
+    return trajectory
 
 
 _LIGHTRFT_FIELDS = {
@@ -177,18 +177,20 @@ def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
         notes.append("policy_entropy is left out: it is the spread of the log-probs, padding included, no entropy.")
     if prompt is None:
         # What the model said is not in the whole text as it stands: special tokens in the middle were dropped.
-        made = from_texts("", full or pure, **fields)
-        made.segments = [Segment("text", "text", "", 0, len(made.ends), True, 0)] if len(made.ends) else []
+        trajectory = from_texts("", full or pure, **fields)
+        trajectory.segments = (
+            [Segment("text", "text", "", 0, len(trajectory.ends), True, 0)] if len(trajectory.ends) else []
+        )
         notes.append("Where the response begins is not known: its text is not in the whole one as it stands.")
         _leave_out(row, notes, "the tokens are not known")
     elif pieces is None:
-        made = from_texts(prompt, pure + tail, **fields)
+        trajectory = from_texts(prompt, pure + tail, **fields)
         _leave_out(row, notes, "the tokens are not known")
     else:
-        made = _exact(row, prompt, pieces, tail, fields, notes)
+        trajectory = _exact(row, prompt, pieces, tail, fields, notes)
     if not tail:
         notes.append("The last token of the response is not in this file.")
-    yield made
+    yield trajectory
 
 
 def _text(value: Any) -> str:
@@ -205,16 +207,16 @@ def _around(full: str, pure: str, notes: list[str]) -> tuple[str | None, str]:
     if padding is not None:
         before = before[padding.end() :]
         notes.append("Padding before the prompt is not shown.")
-    found = _LAST.match(behind)
-    return before, found[0] if found else ""
+    match = _LAST.match(behind)
+    return before, match[0] if match else ""
 
 
 def _pieces(row: Row, pure: str) -> list[str] | None:
     """The texts of the response's tokens but the last, if the file has them."""
-    held = row.get("pure_generated_tokens")
-    if not isinstance(held, list) or not held:
+    tokens = row.get("pure_generated_tokens")
+    if not isinstance(tokens, list) or not tokens:
         return None
-    texts = [piece.get("text") if isinstance(piece, dict) else None for piece in held]
+    texts = [piece.get("text") if isinstance(piece, dict) else None for piece in tokens]
     return [str(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
 
 
@@ -230,12 +232,12 @@ def _exact(row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str
     start, length = len(before), len(ends)
     arrays: dict[str, Any] = {}
     # Entry j of generated_tokens stands on the token before response token j, whose entropy it has.
-    held = row.get("generated_tokens")
-    scores = [number(_dict(entry).get("entropy_score")) for entry in held] if isinstance(held, list) else []
+    tokens = row.get("generated_tokens")
+    scores = [number(_dict(entry).get("entropy_score")) for entry in tokens] if isinstance(tokens, list) else []
     if any(score is not None for score in scores):
         column = np.full(length, np.nan)
-        found = [np.nan if score is None else score for score in scores[: length - start]]
-        column[start : start + len(found)] = found
+        entropies = [np.nan if score is None else score for score in scores[: length - start]]
+        column[start : start + len(entropies)] = entropies
         arrays["entropy"] = column
         notes.append("Entropies in this file stand one token early; corrected. Only the highest were kept.")
     count = len(pieces) + 1
@@ -285,11 +287,11 @@ def _left_out(name: str, values: Any, why: str, notes: list[str]) -> None:
 
 
 def _pictures(row: Row, where: Where, notes: list[str]) -> list[Picture]:
-    held = row.get("image_paths") if isinstance(row.get("image_paths"), list) else row.get("images_base64")
-    if not isinstance(held, list):
+    sources = row.get("image_paths") if isinstance(row.get("image_paths"), list) else row.get("images_base64")
+    if not isinstance(sources, list):
         return []
-    found = [picture(source, where, notes) for source in held[:256] if source is not None]
-    return [each for each in found if each is not None]
+    pictures = [picture(source, where, notes) for source in sources[:256] if source is not None]
+    return [image for image in pictures if image is not None]
 
 
 # --- Rollbook -------------------------------------------------------------------------------------------------------
@@ -345,26 +347,28 @@ def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
         "notes": notes,
         "evaluation": where.evaluation,
     }
-    made = from_ids(
+    trajectory = from_ids(
         ids,
         prompt,
         where,
         mask=row.get("mask"),
         versions=row.get("policy_versions"),
         arrays={ours: row.get(theirs) for theirs, ours in _LENSES.items()},
-        known=(text, row.get("token_ends")),
+        decoded=(text, row.get("token_ends")),
         recorded=row.get("segments"),
         **fields,
     )
-    made.pictures = _pictures(row, where, made.notes)
+    trajectory.pictures = _pictures(row, where, trajectory.notes)
     other = _dict(row.get("rejected"))
     if other:
         shown = (_text(other.get("text")), other.get("token_ends"))
-        made.rejected = from_ids(other.get("token_ids") or [], prompt, where, known=shown, **fields)
-    made.uid = _text(row.get("uid"))
+        trajectory.rejected = from_ids(other.get("token_ids") or [], prompt, where, decoded=shown, **fields)
+    trajectory.uid = _text(row.get("uid"))
     # Samples whose ids name no batch are of the step in which they were saved.
-    made.gid = _text(row.get("gid")) if row.get("batch") not in (None, "") else EID(step or 0, made.task).tid
-    yield made
+    trajectory.gid = (
+        _text(row.get("gid")) if row.get("batch") not in (None, "") else EID(step or 0, trajectory.task).tid
+    )
+    yield trajectory
 
 
 # --- conversations --------------------------------------------------------------------------------------------------
@@ -377,22 +381,22 @@ _MESSAGES_FIELDS = {
 
 def messages(row: Row, where: Where) -> Iterator[Trajectory]:
     """A row with a conversation, and what stands beside it."""
-    found = row.get("messages")
+    turns = row.get("messages")
     if isinstance(row.get("conversations"), list):
-        found = [
+        turns = [
             {"role": turn["from"], "content": turn.get("value")} if isinstance(turn, dict) and "from" in turn else turn
             for turn in row["conversations"]
         ]
-    found = without_nulls(found)
-    if not is_messages(found):
+    turns = without_nulls(turns)
+    if not is_messages(turns):
         raise WireError("messages: expected a list of objects with a role")
     key = next((row[n] for n in ("group_id", "group", "prompt_id", "problem_id") if _is_id(row.get(n))), None)
     reason = row.get("finish_reason")
     reward = number(row.get("reward"))
     rest = {name: value for name, value in row.items() if name not in _MESSAGES_FIELDS}
     parts = {**numbers(row.get("metrics")), **numbers({n: v for n, v in rest.items() if isinstance(v, (int, float))})}
-    made = chat(
-        found,
+    trajectory = chat(
+        turns,
         where,
         step=whole(row.get("step", row.get("global_step"))),
         task="" if key is None else str(key),
@@ -409,8 +413,8 @@ def messages(row: Row, where: Where) -> Iterator[Trajectory]:
         evaluation=where.evaluation,
     )
     if _is_id(row.get("id")):
-        made.uid = str(row["id"])
-    yield made
+        trajectory.uid = str(row["id"])
+    yield trajectory
 
 
 def _is_id(value: Any) -> bool:
@@ -426,13 +430,15 @@ _INSPECT_TRUNCATED = ("max_tokens", "model_length", "length")
 
 def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
     """A sample of an inspect log."""
-    held = row.get("attachments")
-    held = held if isinstance(held, dict) else {}
-    found = _attached(without_nulls(row.get("messages")), held)
-    if not is_messages(found):
-        given = _attached(without_nulls(row.get("input")), held)
-        found = given if is_messages(given) else [{"role": "user", "content": given if isinstance(given, str) else ""}]
-    written = [message.get("source") == "generate" for message in found]
+    attachments = row.get("attachments")
+    attachments = attachments if isinstance(attachments, dict) else {}
+    turns = _attached(without_nulls(row.get("messages")), attachments)
+    if not is_messages(turns):
+        prompt = _attached(without_nulls(row.get("input")), attachments)
+        turns = (
+            prompt if is_messages(prompt) else [{"role": "user", "content": prompt if isinstance(prompt, str) else ""}]
+        )
+    written = [message.get("source") == "generate" for message in turns]
     spec = _dict(where.log.get("eval"))
     parts = _scores(_dict(row.get("scores")))
     choices = _dict(row.get("output")).get("choices")
@@ -449,8 +455,8 @@ def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
         "scores": {name: _without_history(score) for name, score in _dict(row.get("scores")).items()},
         **({"error": error} if error else {}),
     }
-    made = chat(
-        found,
+    trajectory = chat(
+        turns,
         where,
         (lambda i: written[i]) if any(written) else None,
         task=str(row.get("id", "")),
@@ -471,36 +477,36 @@ def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
         info=json_safe(info),
         notes=notes,
     )
-    made.uid = str(row.get("uuid") or "")
-    yield made
+    trajectory.uid = str(row.get("uuid") or "")
+    yield trajectory
 
 
 def _without_history(score: Any) -> Any:
     return {name: value for name, value in score.items() if name != "history"} if isinstance(score, dict) else score
 
 
-def _attached(value: Any, held: dict[str, Any]) -> Any:
+def _attached(value: Any, attachments: dict[str, Any]) -> Any:
     """The same with what stands beside put in its place."""
     if isinstance(value, str):
-        found = held.get(value.removeprefix("attachment://")) if value.startswith("attachment://") else None
-        return found if isinstance(found, str) else value
+        attachment = attachments.get(value.removeprefix("attachment://")) if value.startswith("attachment://") else None
+        return attachment if isinstance(attachment, str) else value
     if isinstance(value, list):
-        return [_attached(item, held) for item in value]
-    return {key: _attached(item, held) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_attached(item, attachments) for item in value]
+    return {key: _attached(item, attachments) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _scores(scores: dict[str, Any]) -> dict[str, float]:
     """Every number that the scorers gave, by scorer, or by scorer and name."""
-    found: dict[str, float | None] = {}
+    grades: dict[str, float | None] = {}
     for name, score in scores.items():
         value = _dict(score).get("value")
         if isinstance(value, dict):
-            found |= {f"{name}.{key}": _grade(item) for key, item in value.items()}
+            grades |= {f"{name}.{key}": _grade(item) for key, item in value.items()}
         elif isinstance(value, list):
-            found |= {f"{name}.{i}": _grade(item) for i, item in enumerate(value)}
+            grades |= {f"{name}.{i}": _grade(item) for i, item in enumerate(value)}
         else:
-            found[str(name)] = _grade(value)
-    return numbers(found)
+            grades[str(name)] = _grade(value)
+    return numbers(grades)
 
 
 def _grade(value: Any) -> float | None:
@@ -577,7 +583,7 @@ def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
     messages = [*prompt, *completion] if is_messages(prompt) and isinstance(completion, list) else None
     first = int(np.argmax(mask)) if mask.any() else len(ids)
     words = conversation(prompt if prompt is not None else "", completion, where)
-    made = from_ids(
+    trajectory = from_ids(
         ids,
         first,
         where,
@@ -592,19 +598,21 @@ def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
         kind=words.kind,
         **fields,
     )
-    yield made
+    yield trajectory
 
 
 def _turn_tokens(turns: list[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[Any] | None, list[str]] | None:
     """Ids, mask and log-probs of a rollout whose turns each have the ids of all that came before."""
-    known = [_dict(_dict(turn).get("tokens")) for turn in turns]
-    known = [turn for turn in known if _list(turn.get("prompt_ids")) and isinstance(turn.get("completion_ids"), list)]
-    if not known:
+    recorded = [_dict(_dict(turn).get("tokens")) for turn in turns]
+    recorded = [
+        turn for turn in recorded if _list(turn.get("prompt_ids")) and isinstance(turn.get("completion_ids"), list)
+    ]
+    if not recorded:
         return None
-    ids = np.array([*known[-1]["prompt_ids"], *known[-1]["completion_ids"]], dtype=np.int64)
+    ids = np.array([*recorded[-1]["prompt_ids"], *recorded[-1]["completion_ids"]], dtype=np.int64)
     mask, logprobs = np.zeros(len(ids), dtype=np.bool_), np.full(len(ids), np.nan)
     lost = bare = 0
-    for turn in known:
+    for turn in recorded:
         whole_turn = np.array([*turn["prompt_ids"], *turn["completion_ids"]], dtype=np.int64)
         start, stop = len(turn["prompt_ids"]), len(whole_turn)
         if not np.array_equal(ids[:stop], whole_turn):
@@ -620,10 +628,10 @@ def _turn_tokens(turns: list[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDA
     notes = []
     if lost:
         notes.append(
-            f"{lost} of {len(known)} turns were sampled behind other tokens than the last one, and not marked."
+            f"{lost} of {len(recorded)} turns were sampled behind other tokens than the last one, and not marked."
         )
     if bare:
-        notes.append(f"The log-probs are left out: {bare} of {len(known)} turns have none for each token.")
+        notes.append(f"The log-probs are left out: {bare} of {len(recorded)} turns have none for each token.")
     return ids, mask, None if bare else logprobs, notes
 
 
@@ -635,13 +643,13 @@ def trace(row: Row, where: Where) -> Iterator[Trajectory]:
     if "traces" not in row:
         yield from _of_trace(row, row, where)
         return
-    found = False
-    for each in _list(row["traces"]):
-        if isinstance(each, dict):
-            for made in _of_trace(each, row, where):
-                found = True
-                yield made
-    if not found:
+    any_trace = False
+    for entry in _list(row["traces"]):
+        if isinstance(entry, dict):
+            for trajectory in _of_trace(entry, row, where):
+                any_trace = True
+                yield trajectory
+    if not any_trace:
         # An episode that failed before a model was asked.
         data = _dict(_dict(row.get("task")).get("data"))
         prompt = data.get("prompt")
@@ -670,9 +678,9 @@ def _common(trace: Row, episode: Row, where: Where) -> dict[str, Any]:
     done = bool(trace.get("is_completed"))
     status = "error" if errors and not trace.get("ok") else "truncated" if cut else "finished" if done else "unfinished"
     policy = _dict(work.get("policy"))
-    kept = {name: trace[name] for name in ("stop_condition", "errors", "timing", "agent") if trace.get(name)}
+    extras = {name: trace[name] for name in ("stop_condition", "errors", "timing", "agent") if trace.get(name)}
     if policy:
-        kept["policy"] = policy
+        extras["policy"] = policy
     kind = work.get("type") or info.get("kind")
     return {
         "step": whole(work.get("step", stamped.get("step"))),
@@ -688,7 +696,7 @@ def _common(trace: Row, episode: Row, where: Where) -> dict[str, Any]:
         "label": json_safe(data.get("answer")),
         "tools": _list(trace.get("tools")) or None,
         "sampling": _dict(calls[-1].get("sampling")) or None if calls else None,
-        "info": {**json_safe(info), **json_safe(kept), "task": json_safe(data), "env": env},
+        "info": {**json_safe(info), **json_safe(extras), "task": json_safe(data), "env": env},
         "evaluation": (kind == "eval" and run.get("type") == "train") or where.evaluation,
     }
 
@@ -702,10 +710,10 @@ def _of_trace(trace: Row, episode: Row, where: Where) -> Iterator[Trajectory]:
     versions = (whole(work.get("start")), whole(work.get("end")))
     for number_of, path in enumerate(_paths(nodes)):
         here = [nodes[i] for i in path]
-        made = _branch(here, where, {**fields, "turn": number_of}, versions)
-        made.uid = str(trace.get("id") or "")
-        made.tools = _list(here[0].get("tools")) or made.tools
-        yield made
+        trajectory = _branch(here, where, {**fields, "turn": number_of}, versions)
+        trajectory.uid = str(trace.get("id") or "")
+        trajectory.tools = _list(here[0].get("tools")) or trajectory.tools
+        yield trajectory
 
 
 def _paths(nodes: list[Row]) -> list[list[int]]:
@@ -714,15 +722,15 @@ def _paths(nodes: list[Row]) -> list[list[int]]:
     for i, parent in enumerate(parents):
         if parent is not None and (type(parent) is not int or not 0 <= parent < i):
             raise WireError(f"node {i} of the trace has the parent {parent!r}, expected one before it")
-    found = []
+    paths = []
     for leaf in sorted(set(range(len(nodes))) - {parent for parent in parents if parent is not None}):
         path: list[int] = []
         at: int | None = leaf
         while at is not None:
             path.append(at)
             at = parents[at]
-        found.append(path[::-1])
-    return found
+        paths.append(path[::-1])
+    return paths
 
 
 _STREAMS = {

@@ -83,7 +83,7 @@ def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
         mask[segment.start : segment.stop] = segment.trained
     prompt = tokens if first is None else first
     text = "".join(texts)
-    made = Trajectory(
+    trajectory = Trajectory(
         uid="",
         text=text,
         ends=np.concatenate(ends) if ends else np.empty(0, dtype=np.int64),
@@ -94,8 +94,8 @@ def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
         pictures=pictures,
         **fields,
     )
-    made.prompt = made.prompt or prompt_hash(None, text[: made.prompt_end])
-    return made
+    trajectory.prompt = trajectory.prompt or prompt_hash(None, text[: trajectory.prompt_end])
+    return trajectory
 
 
 def from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
@@ -138,11 +138,14 @@ def chat(
     notes: list[str] = list(fields.pop("notes", ()))
     seen: dict[str, Picture] = {}
     parts = message_parts(messages, where, notes, seen, spoken)
-    made = from_parts(parts, messages=json_safe(pictured(messages, seen)), notes=notes, **fields)
-    made.prompt_text, made.response_text = made.text[: made.prompt_end], made.text[made.prompt_end :]
+    trajectory = from_parts(parts, messages=json_safe(pictured(messages, seen)), notes=notes, **fields)
+    trajectory.prompt_text, trajectory.response_text = (
+        trajectory.text[: trajectory.prompt_end],
+        trajectory.text[trajectory.prompt_end :],
+    )
     turns = sum(1 for m in messages if isinstance(m, dict) and m.get("role") == "assistant")
-    made.kind = "multi_turn" if turns > 1 else "single_turn"
-    return made
+    trajectory.kind = "multi_turn" if turns > 1 else "single_turn"
+    return trajectory
 
 
 def without_nulls(value: Any) -> Any:
@@ -162,11 +165,11 @@ def from_ids(
     versions: Any = None,
     spans: Sequence[Segment] = (),
     sampled: NDArray[np.bool_] | None = None,
-    known: tuple[str, Any] | None = None,
+    decoded: tuple[str, Any] | None = None,
     recorded: Any = None,
     **fields: Any,
 ) -> Trajectory:
-    """A trajectory of token ids [L]. Its text and ends are `known` or the vocabulary's, and its segments follow from
+    """A trajectory of token ids [L]. Its text and ends are `decoded` or the vocabulary's, and its segments follow from
     them and what was `recorded`; without either, they are `spans`. `mask` and `versions` are [L] or [R]; `arrays` are
     named as a record's fields and [R], or [L] with NaN where there is no value; one of another length is left out, with
     a note."""
@@ -180,16 +183,16 @@ def from_ids(
     notes: list[str] = list(fields.pop("notes", ()))
     trained = np.arange(length) >= prompt_tokens
     if mask is not None:
-        given = _column(mask, length, prompt_tokens, 0)
-        if given is None:
+        trained_column = _column(mask, length, prompt_tokens, 0)
+        if trained_column is None:
             notes.append(f"The mask has {len(mask)} entries for {length} tokens, so all of the response is shown.")
         else:
-            trained = given != 0
-    told: dict[str, NDArray[Any]] = {}
+            trained = trained_column != 0
+    columns: dict[str, NDArray[Any]] = {}
     for name, values in (arrays or {}).items():
         column = None if values is None else _column(values, length, prompt_tokens, np.nan)
         if column is not None:
-            told[name] = column
+            columns[name] = column
         elif values is not None:
             notes.append(
                 f"{name} is left out: it has {_count(values)} entries for {length - prompt_tokens} response tokens."
@@ -197,8 +200,8 @@ def from_ids(
     policy = None if versions is None else _column(versions, length, prompt_tokens, -1)
     exact = True
     special = np.zeros(length, dtype=np.bool_)
-    if known is not None:
-        text, ends = known[0], _ends(known[1], len(known[0]), length)
+    if decoded is not None:
+        text, ends = decoded[0], _ends(decoded[1], len(decoded[0]), length)
         starts = [0, *ends.tolist()]
         special[:] = [_SPECIAL.fullmatch(text, a, b) is not None for a, b in pairwise(starts)]
     elif where.vocabulary is not None:
@@ -208,16 +211,16 @@ def from_ids(
         exact = False
         pieces = [f"⟨{token}⟩" for token in tokens.tolist()]
         text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    found = [s._replace(trained=bool(trained[s.start : s.stop].any())) for s in spans]
+    segments = [s._replace(trained=bool(trained[s.start : s.stop].any())) for s in spans]
     if exact:
-        found = segments_of(text, ends, prompt_tokens, trained, sampled=sampled, spans=recorded)
-    lenses = derive(told, trained)
+        segments = segments_of(text, ends, prompt_tokens, trained, sampled=sampled, spans=recorded)
+    lenses = derive(columns, trained)
     advantage = fields.pop("advantage", None)
     if advantage is None and "advantage" in lenses and trained.any():
         seen = lenses["advantage"][trained]
         seen = seen[~np.isnan(seen)]
         advantage = float(seen.mean()) if len(seen) else None
-    made = Trajectory(
+    trajectory = Trajectory(
         uid="",
         text=text,
         ends=ends.astype(np.int64),
@@ -228,13 +231,13 @@ def from_ids(
         mask=trained,
         versions=None if policy is None else policy.astype(np.int64),
         arrays=lenses,
-        segments=found,
+        segments=segments,
         advantage=advantage,
         notes=notes,
         **fields,
     )
-    made.prompt = made.prompt or prompt_hash(tokens[:prompt_tokens])
-    return made
+    trajectory.prompt = trajectory.prompt or prompt_hash(tokens[:prompt_tokens])
+    return trajectory
 
 
 def _ends(values: Any, characters: int, length: int) -> NDArray[np.int64]:
@@ -255,18 +258,18 @@ def _count(values: Any) -> int:
 def _column(values: Any, length: int, prompt_tokens: int, empty: float) -> NDArray[Any] | None:
     """[L] from [L], from [R] or from one number; `None` if it is neither."""
     try:
-        given = np.asarray(values, dtype=np.float64)
+        numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         return None
-    if given.ndim == 0:
-        given = np.full(length - prompt_tokens, float(given))
-    if given.ndim != 1 or len(given) not in (length, length - prompt_tokens):
+    if numbers.ndim == 0:
+        numbers = np.full(length - prompt_tokens, float(numbers))
+    if numbers.ndim != 1 or len(numbers) not in (length, length - prompt_tokens):
         return None
-    if len(given) == length:
-        return given
-    whole = np.full(length, empty, dtype=np.float64)
-    whole[prompt_tokens:] = given
-    return whole
+    if len(numbers) == length:
+        return numbers
+    padded = np.full(length, empty, dtype=np.float64)
+    padded[prompt_tokens:] = numbers
+    return padded
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -285,11 +288,11 @@ def text_parts(text: str, role: str, spoken: bool = False) -> list[Part]:
     """
     if role != "assistant" or "<think>" not in text:
         return [Part(text, role, spoken=spoken)]
-    made, at = [], 0
+    parts, at = [], 0
     for match in _THINK.finditer(text):
-        made += [Part(text[at : match.start()], role, spoken=spoken), Part(match[0], role, "think", "", spoken)]
+        parts += [Part(text[at : match.start()], role, spoken=spoken), Part(match[0], role, "think", "", spoken)]
         at = match.end()
-    return [part for part in (*made, Part(text[at:], role, spoken=spoken)) if part.text]
+    return [part for part in (*parts, Part(text[at:], role, spoken=spoken)) if part.text]
 
 
 _ROLES = {"developer": "system", "function": "tool", "ipython": "tool", "environment": "tool", "human": "user",
@@ -307,34 +310,34 @@ def message_parts(
     """The parts of a conversation, in OpenAI's form and its relatives: contents of text, pictures, reasoning, calls of
     tools and their results. `spoken` says of a message's number whether the model wrote it (all of the assistant's).
     Pictures are put into `seen` by what stands for them in the messages."""
-    made: list[Part] = []
+    parts: list[Part] = []
     names: dict[str, str] = {}
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             notes.append(f"Message {i} is a {type(message).__name__}, not an object, and left out.")
             continue
         role = _ROLES.get(str(message.get("role")), "text")
-        said = role == "assistant" if spoken is None else spoken(i)
+        by_model = role == "assistant" if spoken is None else spoken(i)
         name = _name(message.get("name")) or _name(message.get("function"))
         if role == "tool":
             name = name or names.get(str(message.get("tool_call_id")), "")
         here: list[Part] = []
         thought = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(thought, str) and thought:
-            here.append(Part(thought, role, "think", "", said))
-        here += _content(message.get("content"), role, name, said, where, notes, seen)
+            here.append(Part(thought, role, "think", "", by_model))
+        here += _content(message.get("content"), role, name, by_model, where, notes, seen)
         calls = message.get("tool_calls")
         if isinstance(message.get("function_call"), dict):
             calls = [*(calls if isinstance(calls, list) else []), {"function": message["function_call"]}]
         for call in calls if isinstance(calls, list) else []:
-            part, key = _call(call, said)
+            part, key = _call(call, by_model)
             names[key] = part.name
             here.append(part)
         # Two messages do not run into each other.
         if here and i + 1 < len(messages) and not here[-1].text.endswith("\n") and here[-1].picture is None:
             here[-1] = here[-1]._replace(text=here[-1].text + "\n")
-        made += here
-    return made
+        parts += here
+    return parts
 
 
 def _name(value: Any) -> str:
@@ -342,43 +345,43 @@ def _name(value: Any) -> str:
 
 
 def _content(
-    content: Any, role: str, name: str, said: bool, where: Where, notes: list[str], seen: dict[str, Picture]
+    content: Any, role: str, name: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
 ) -> list[Part]:
     if content is None:
         return []
     if isinstance(content, str):
         if role == "tool":
-            return [Part(content, role, "tool_result", name, said)]
-        return text_parts(content, role, said)
-    made: list[Part] = []
+            return [Part(content, role, "tool_result", name, by_model)]
+        return text_parts(content, role, by_model)
+    parts: list[Part] = []
     for item in content if isinstance(content, list) else [content]:
         if isinstance(item, str):
-            made += _content(item, role, name, said, where, notes, seen)
+            parts += _content(item, role, name, by_model, where, notes, seen)
             continue
         kind = str(item.get("type", "")) if isinstance(item, dict) else ""
         if isinstance(item, dict) and isinstance(item.get("text"), str):
-            made += _content(item["text"], role, name, said, where, notes, seen)
+            parts += _content(item["text"], role, name, by_model, where, notes, seen)
         elif kind in ("reasoning", "thinking") and isinstance(item.get(kind), str):
-            made.append(Part(item[kind], role, "think", "", said))
+            parts.append(Part(item[kind], role, "think", "", by_model))
         elif kind in ("image", "image_url", "input_image") or (isinstance(item, dict) and "image_url" in item):
             source = item.get("image_url", item.get("image", item.get("source")))
-            made.append(_picture_part(source, role, said, where, notes, seen))
+            parts.append(_picture_part(source, role, by_model, where, notes, seen))
         else:
             shown = json.dumps(json_safe(item if isinstance(item, dict) else {"content": item}), ensure_ascii=False)
-            made.append(Part(shown, role, "text", name, said))
-    return made
+            parts.append(Part(shown, role, "text", name, by_model))
+    return parts
 
 
-def _call(call: Any, said: bool) -> tuple[Part, str]:
+def _call(call: Any, by_model: bool) -> tuple[Part, str]:
     """A call of a tool as JSON, and its id."""
     if isinstance(call, str):
         # Some writers keep each call as a text of JSON.
         try:
             call = json.loads(call)
         except (ValueError, RecursionError):
-            return Part(call, "assistant", "tool_call", "", said), ""
+            return Part(call, "assistant", "tool_call", "", by_model), ""
     if not isinstance(call, dict):
-        return Part(json.dumps(call, default=str), "assistant", "tool_call", "", said), ""
+        return Part(json.dumps(call, default=str), "assistant", "tool_call", "", by_model), ""
     inner = call.get("function")
     inner = inner if isinstance(inner, dict) else {**call, "name": call.get("name", inner)}
     name, arguments = _name(inner.get("name")), inner.get("arguments")
@@ -386,13 +389,15 @@ def _call(call: Any, said: bool) -> tuple[Part, str]:
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     shown = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False, default=str)
-    return Part(shown, "assistant", "tool_call", name, said), str(call.get("id", ""))
+    return Part(shown, "assistant", "tool_call", name, by_model), str(call.get("id", ""))
 
 
-def _picture_part(source: Any, role: str, said: bool, where: Where, notes: list[str], seen: dict[str, Picture]) -> Part:
+def _picture_part(
+    source: Any, role: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
+) -> Part:
     if isinstance(source, dict):
         source = source.get("url") or source.get("data") or source.get("path")
-    found = picture(source, where, notes)
-    if found is not None and isinstance(source, str):
-        seen[source] = found
-    return Part("⟨image⟩", role, "image", "", said, found)
+    image = picture(source, where, notes)
+    if image is not None and isinstance(source, str):
+        seen[source] = image
+    return Part("⟨image⟩", role, "image", "", by_model, image)

@@ -147,8 +147,8 @@ def _dataset(path: str) -> tuple[str, Store]:
     except (pa.ArrowException, OSError) as error:
         raise UnknownFormatError(f"an Arrow file that cannot be read: {error}") from None
     family = of_keys(dict.fromkeys(names), "parquet")
-    own = family == "parquet"
-    return "hf" if own else family, records.Arrow(path, records.of_batch if own else dicts)
+    is_parquet = family == "parquet"
+    return "hf" if is_parquet else family, records.Arrow(path, records.of_batch if is_parquet else dicts)
 
 
 def _archive(path: str, name: str) -> tuple[str, Store]:
@@ -212,7 +212,7 @@ def _is_inspect(row: Row) -> bool:
     return isinstance(row.get("eval"), dict) and ("samples" in row or "status" in row)
 
 
-def of_keys(row: dict[str, Any], own: str) -> str:
+def of_keys(row: dict[str, Any], default: str) -> str:
     """The family of a row's keys (of a Parquet file, with no values); `UnknownFormatError` names them.
 
     >>> of_keys({"input": "2 + 2", "output": "4", "score": 1.0, "step": 3}, "jsonl")
@@ -230,11 +230,11 @@ def of_keys(row: dict[str, Any], own: str) -> str:
     if {"prompt", "completion", "reward"} <= keys and keys & {"metrics", "is_completed", "stop_condition", "timing"}:
         return "verifiers"
     if is_messages(row.get("messages")) or isinstance(row.get("conversations"), list):
-        return "messages" if "tokens" not in keys else own
-    if own == "parquet" and "messages" in keys and "tokens" not in keys:
+        return "messages" if "tokens" not in keys else default
+    if default == "parquet" and "messages" in keys and "tokens" not in keys:
         return "messages"
     try:
-        return formats._of_keys("", row, own, "")
+        return formats._of_keys("", row, default, "")
     except ValueError:
         shown = ", ".join(sorted(keys)[:20])
         raise UnknownFormatError(f"rows with the keys {shown}") from None
@@ -282,9 +282,9 @@ def step_in(name: str) -> int | None:
     >>> [step_in(each) for each in ("trajectories_step_20.json", "rollouts/step_3/train.jsonl", "17.jsonl", "a5.jsonl")]
     [20, 3, 17, None]
     """
-    found = _STEP.findall(os.path.splitext(name)[0])
-    if found:
-        return int(found[-1])
+    numbers = _STEP.findall(os.path.splitext(name)[0])
+    if numbers:
+        return int(numbers[-1])
     plain_number = _NUMBER.search(name)
     return int(plain_number[1]) if plain_number else None
 
@@ -293,13 +293,13 @@ class FileSource:
     """Rollouts in files as the pages read them; see `rollbook.inspect.sources.Source`."""
 
     def __init__(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
-        given = os.path.abspath(os.fspath(path))
-        if not os.path.exists(given):
+        address = os.path.abspath(os.fspath(path))
+        if not os.path.exists(address):
             raise FileNotFoundError(f"path: {os.fspath(path)!r} does not exist")
-        self.folder = os.path.isdir(given)
-        self.path = os.path.realpath(given)
+        self.folder = os.path.isdir(address)
+        self.path = os.path.realpath(address)
         self.root = self.path if self.folder else os.path.dirname(self.path)
-        self.name = shown(os.path.basename(given.rstrip("/")) or given)
+        self.name = shown(os.path.basename(address.rstrip("/")) or address)
         self.vocabulary = _vocabulary(tokenizer)
         self._lock = threading.Lock()
         """Of the cache: pages ask while a refresh goes on, which takes as long as there is to read."""
@@ -406,13 +406,13 @@ class FileSource:
     @property
     def problems(self) -> list[str]:
         """What a reader should know of the files: what was left out, and why."""
-        found = [f"{shown(name)}: not read: {why}" for name, why in list(self._troubles.items())[:_LISTED]]
-        found += [
+        problems = [f"{shown(name)}: not read: {why}" for name, why in list(self._troubles.items())[:_LISTED]]
+        problems += [
             f"{shown(file.name)}: {file.damaged} rows cannot be read; the first: {file.trouble[0]}"
             for file in self._in_order
             if file.damaged
         ]
-        return found[:_LISTED]
+        return problems[:_LISTED]
 
     @property
     def damaged(self) -> int:
@@ -433,19 +433,19 @@ class FileSource:
                 self._look()
                 self._work = self._all_news(index)
             end = time.monotonic() + _SECONDS
-            held: list[Trajectory] = []
-            for made in self._work:
-                held.append(made)
-                self._changed.add(made.step or 0)
-                if len(held) >= _BATCH:
-                    index.add(held)
-                    held = []
+            pending: list[Trajectory] = []
+            for trajectory in self._work:
+                pending.append(trajectory)
+                self._changed.add(trajectory.step or 0)
+                if len(pending) >= _BATCH:
+                    index.add(pending)
+                    pending = []
                 if time.monotonic() > end:
                     break
             else:
                 self._work = None
-            if held:
-                index.add(held)
+            if pending:
+                index.add(pending)
             changed, self._changed = self._changed | index.settle(), set()
             return changed or None
 
@@ -489,56 +489,56 @@ class FileSource:
             except _WRONG as error:
                 self._damaged(file, error)
                 continue
-            for sub, made in enumerate(documents):
+            for sub, trajectory in enumerate(documents):
                 number = len(self._places) // 4
-                self._identify(made)
+                self._identify(trajectory)
                 self._places.extend((file.number, a, b, sub))
-                self._uids[made.uid] = number
+                self._uids[trajectory.uid] = number
                 file.places.append(number)
-                for sha256 in (picture.sha256 for picture in made.pictures):
+                for sha256 in (picture.sha256 for picture in trajectory.pictures):
                     self._media.setdefault(sha256, number)
-                yield made
+                yield trajectory
 
-    def _documents_of(self, file: _File, row: Row, wanted: dict[str, Any]) -> Iterator[Trajectory]:
+    def _documents_of(self, file: _File, row: Row, images: dict[str, Any]) -> Iterator[Trajectory]:
         """The samples of a row; of the pictures that are `wanted`, their bytes are put there."""
 
         def keep(sha256: str, data: bytes, mime: str) -> None:
-            if sha256 in wanted:
-                wanted[sha256] = (data, mime)
+            if sha256 in images:
+                images[sha256] = (data, mime)
 
         log = file.store.log if file.store is not None else {}
         evaluation = self.folder and bool(_EVALUATION.search(file.name))
         where = Where(os.path.dirname(file.path), evaluation, self.vocabulary, keep, log)
-        for made in FAMILIES[file.family].read(row, where):
-            if made.step is None:
-                made.step = file.step or 0
-            made.evaluation = made.evaluation or evaluation
-            yield made
+        for trajectory in FAMILIES[file.family].read(row, where):
+            if trajectory.step is None:
+                trajectory.step = file.step or 0
+            trajectory.evaluation = trajectory.evaluation or evaluation
+            yield trajectory
 
-    def _identify(self, made: Trajectory) -> None:
+    def _identify(self, trajectory: Trajectory) -> None:
         """Give a sample its ids: the writer's own where it has some, and else by what it says."""
-        own = made.uid[:128]
+        own = trajectory.uid[:128]
         try:
             eid = EID.parse(own)
-            made.gid = made.gid or eid.tid
-            made.run, made.turn = eid.run, eid.step
+            trajectory.gid = trajectory.gid or eid.tid
+            trajectory.run, trajectory.turn = eid.run, eid.step
         except ValueError:
-            task, step = made.task or made.prompt, made.step or 0
-            run = made.run
+            task, step = trajectory.task or trajectory.prompt, trajectory.step or 0
+            run = trajectory.run
             if run < 0:
                 # Counted by the group's order; a graph's further branches are of the same run.
-                run = self._runs.get((step, task), 0) - (1 if made.turn and own else 0)
+                run = self._runs.get((step, task), 0) - (1 if trajectory.turn and own else 0)
                 self._runs[step, task] = max(run + 1, 0)
                 run = max(run, 0)
-            suffix = own or blake2b(made.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-            eid = EID(step, task, run, made.turn, suffix)
-            made.task, made.run, made.gid = task, run, made.gid or eid.tid
+            suffix = own or blake2b(trajectory.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+            eid = EID(step, task, run, trajectory.turn, suffix)
+            trajectory.task, trajectory.run, trajectory.gid = task, run, trajectory.gid or eid.tid
         uid = eid.uid
         again = 1
         while uid in self._uids:
             again += 1
             uid = eid.replace(suffix=f"{eid.suffix}-{again}").uid
-        made.uid = uid
+        trajectory.uid = uid
 
     def _forget(self, file: _File, index: Index) -> None:
         """A file that was replaced: what was read of it goes."""
@@ -565,28 +565,28 @@ class FileSource:
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
         """The samples of these ids, in that order; `KeyError` names one that is not known."""
-        found: dict[str, Trajectory] = {}
-        wanted: dict[int, list[tuple[str, Place, int]]] = {}
+        trajectories: dict[str, Trajectory] = {}
+        by_file: dict[int, list[tuple[str, Place, int]]] = {}
         with self._lock:
             for uid in uids:
                 number = self._uids[uid]
                 if uid in self._cache:
                     self._cache.move_to_end(uid)
-                    found[uid] = self._cache[uid]
-                elif uid not in found:
+                    trajectories[uid] = self._cache[uid]
+                elif uid not in trajectories:
                     at, a, b, sub = self._place(number)
-                    wanted.setdefault(at, []).append((uid, (a, b), sub))
-        for at, places in wanted.items():
+                    by_file.setdefault(at, []).append((uid, (a, b), sub))
+        for at, places in by_file.items():
             file = self._in_order[at]
             rows = self._fetched(file, [place for _, place, _ in places])
             for uid, place, sub in places:
-                found[uid] = self._again(file, rows[place], sub, uid)
+                trajectories[uid] = self._again(file, rows[place], sub, uid)
         with self._lock:
-            for places in wanted.values():
-                self._cache.update({uid: found[uid] for uid, _, _ in places if uid in self._uids})
+            for places in by_file.values():
+                self._cache.update({uid: trajectories[uid] for uid, _, _ in places if uid in self._uids})
             while len(self._cache) > _KEPT:
                 self._cache.popitem(last=False)
-        return [found[uid] for uid in uids]
+        return [trajectories[uid] for uid in uids]
 
     def _place(self, number: int) -> tuple[int, int, int, int]:
         file, a, b, sub = self._places[4 * number : 4 * number + 4]
@@ -601,20 +601,20 @@ class FileSource:
         raise WireError(f"{shown(file.name)}: the file is not read")
 
     def _again(self, file: _File, row: Row, sub: int, uid: str) -> Trajectory:
-        made = list(self._documents_of(file, row, {}))[sub]
+        trajectory = list(self._documents_of(file, row, {}))[sub]
         eid = EID.parse(uid)
-        made.uid, made.run, made.turn = uid, eid.run, eid.step
-        made.gid = made.gid or eid.tid
-        made.task = made.task or str(eid.task)
-        return made
+        trajectory.uid, trajectory.run, trajectory.turn = uid, eid.run, eid.step
+        trajectory.gid = trajectory.gid or eid.tid
+        trajectory.task = trajectory.task or str(eid.task)
+        return trajectory
 
     def record(self, uid: str) -> dict[str, Any]:
         """The row that a sample stands in, as it was written, in values that strict JSON has."""
         at, a, b, sub = self._place(self._uids[uid])
         file = self._in_order[at]
         row = self._fetched(file, [(a, b)])[a, b]
-        held = record_json(row["record"]) if isinstance(row.get("record"), Experiences) else json_safe(row)
-        return {"file": shown(file.name), "uid": uid, **({"part": sub} if sub else {}), "row": held}
+        content = record_json(row["record"]) if isinstance(row.get("record"), Experiences) else json_safe(row)
+        return {"file": shown(file.name), "uid": uid, **({"part": sub} if sub else {}), "row": content}
 
     def media(self, sha256: str) -> tuple[bytes, str] | None:
         """A picture's bytes and type."""
@@ -623,13 +623,13 @@ class FileSource:
             return None
         at, a, b, _ = self._place(number)
         file = self._in_order[at]
-        wanted: dict[str, Any] = {sha256: None}
+        images: dict[str, Any] = {sha256: None}
         # Building the row's samples again passes by all of its pictures.
-        for _ in self._documents_of(file, self._fetched(file, [(a, b)])[a, b], wanted):
-            if wanted[sha256] is not None:
+        for _ in self._documents_of(file, self._fetched(file, [(a, b)])[a, b], images):
+            if images[sha256] is not None:
                 break
-        found: tuple[bytes, str] | None = wanted[sha256]
-        return found
+        image: tuple[bytes, str] | None = images[sha256]
+        return image
 
     def history(self, uid: str) -> list[dict[str, Any]] | None:
         """Files have no ledger."""

@@ -49,24 +49,24 @@ MAX_FOLDERS = 6
 _DIGITS = re.compile(r"(\d{1,18})")
 
 
-def parse(data: bytes | memoryview, what: str = "the row") -> Any:
+def parse(data: bytes | memoryview, label: str = "the row") -> Any:
     """A JSON value, NaN and Infinity as Python's json writes them.
 
     >>> parse(b'{"reward": NaN}')
     {'reward': nan}
     """
     if len(data) > MAX_ROW:
-        raise WireError(f"{what} has {len(data)} bytes, over the limit of {MAX_ROW}")
+        raise WireError(f"{label} has {len(data)} bytes, over the limit of {MAX_ROW}")
     try:
         value = orjson.loads(data)
     except ValueError as error:
         text = bytes(data)
         if b"NaN" not in text and b"Infinity" not in text and b"\\ud" not in text.lower():
-            raise WireError(f"{what} is no JSON: {error}") from None
+            raise WireError(f"{label} is no JSON: {error}") from None
         try:
             value = json.loads(text.decode("utf-8", "replace"))
         except (ValueError, RecursionError) as other:
-            raise WireError(f"{what} is no JSON: {other}") from None
+            raise WireError(f"{label} is no JSON: {other}") from None
         check_depth([value], MAX_DEPTH + 1)
         return _sound(value)
     if type(value) is dict or type(value) is list:
@@ -125,8 +125,8 @@ def numbers(values: Any) -> dict[str, float]:
     """
     if not isinstance(values, dict):
         return {}
-    found = {str(name): number(value) for name, value in values.items()}
-    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    parsed = {str(name): number(value) for name, value in values.items()}
+    return {name: value for name, value in parsed.items() if value is not None and math.isfinite(value)}
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def inside(root: str, path: str) -> bool:
 def listed(root: str) -> tuple[list[str], list[str]]:
     """The files in a folder and in those below it, relative, in order; and those that are links which leave it."""
     real = os.path.realpath(root)
-    found: list[str] = []
+    files: list[str] = []
     strangers: list[str] = []
     for folder, folders, names in os.walk(real):
         below = os.path.relpath(folder, real)
@@ -165,10 +165,10 @@ def listed(root: str) -> tuple[list[str], list[str]]:
             if name.startswith(".") or not os.path.isfile(whole_name):
                 continue
             leaves = os.path.islink(whole_name) and not inside(real, whole_name)
-            (strangers if leaves else found).append(name if below == "." else os.path.join(below, name))
-            if len(found) > MAX_FILES:
+            (strangers if leaves else files).append(name if below == "." else os.path.join(below, name))
+            if len(files) > MAX_FILES:
                 raise WireError(f"{root}: more than {MAX_FILES} files, expected the folder of one run")
-    return sorted(found, key=in_order), strangers
+    return sorted(files, key=in_order), strangers
 
 
 def beside(root: str, name: Any) -> str | None:
@@ -205,8 +205,8 @@ class Store(Protocol):
 
 def stamp(path: str) -> tuple[int, ...]:
     """Size, time of the last change and inode of a file."""
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 class Whole:
@@ -286,12 +286,12 @@ class Lines(Growing):
         self.remember()
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
-        found = {}
+        rows = {}
         with open(self.path, "rb") as file:
             for at, length in places:
                 file.seek(at)
-                found[at, length] = row_of(file.read(min(length, MAX_ROW + 2)).strip())
-        return found
+                rows[at, length] = row_of(file.read(min(length, MAX_ROW + 2)).strip())
+        return rows
 
 
 def unpack(path: str, into: str) -> None:
@@ -412,19 +412,19 @@ class Elements(Whole):
         begin = len(data[:4096]) - len(data[:4096].lstrip())
         if self.key is None:
             return begin
-        found = None
+        first = None
         try:
             for a, b in elements(data, begin):
                 name = self._name(data, a)
                 if name == self.key:
-                    found = a
+                    first = a
                 elif b - a <= 1 << 20:
                     self.log[name] = parse(data[a:b])
         except WireError:
             # Cut short inside of the array itself, most likely: what is whole in it is read.
             for match in re.finditer(rb'"' + re.escape(self.key.encode()) + rb'"\s*:\s*\[', data):
                 return match.end() - 1
-        return found
+        return first
 
     def _name(self, data: mmap.mmap, at: int) -> str:
         match = _KEY.search(data[max(0, at - 128) : at])
@@ -458,25 +458,25 @@ class Table(Whole):
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
         import pyarrow.parquet as pq
 
-        found: dict[Place, Row] = {}
-        wanted = sorted({at for at, _ in places})
+        rows: dict[Place, Row] = {}
+        indices = sorted({at for at, _ in places})
         with pq.ParquetFile(self.path) as file:
             first = 0
             for group in range(file.metadata.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
-                here = [at - first for at in wanted if first <= at < first + count]
+                here = [at - first for at in indices if first <= at < first + count]
                 if here:
                     passed = 0
                     for batch in parquet.batches(self.path, 32, max_row_bytes=MAX_ROW, row_groups=[group]):
                         for at in here:
                             if passed <= at < passed + len(batch):
                                 (row,) = self.decode(batch.slice(at - passed, 1))
-                                found[first + at, 0] = row
+                                rows[first + at, 0] = row
                         passed += len(batch)
                         if passed > here[-1]:
                             break
                 first += count
-        return found
+        return rows
 
 
 def dicts(batch: pa.RecordBatch) -> list[Row]:
