@@ -97,8 +97,8 @@ class Snapshots:
                         self._kept[snapshot] = cached
                         while len(self._kept) > KEPT:
                             self._kept.popitem(last=False)
-                wanted = cached[1][offset : offset + limit].tolist()
-                rows = (samples if view == "samples" else groups)(read, wanted)
+                chosen = cached[1][offset : offset + limit].tolist()
+                rows = (samples if view == "samples" else groups)(read, chosen)
         except sqlite3.OperationalError as error:
             if "interrupt" not in str(error):
                 raise

@@ -145,7 +145,7 @@ _GZIP_FROM = 4 << 10
 class _Route:
     """A question that is answered with JSON: its parameters, which of them it needs, and what answers it."""
 
-    known: Mapping[str, Reader]
+    readers: Mapping[str, Reader]
     needed: tuple[str, ...]
     answer: Callable[[Api, dict[str, Any]], Any]
 
@@ -296,7 +296,7 @@ class Api:
             return self._frame(request)
         if route is None:
             return self._media(request, path.rpartition("/")[2])
-        parameters = arguments(request.query, route.known, route.needed)
+        parameters = arguments(request.query, route.readers, route.needed)
         answer = self._within(lambda: route.answer(self, parameters))
         return self._json(request, answer)
 
@@ -352,7 +352,7 @@ class Api:
     ) -> Response:
         """An answer that a browser may keep and ask about: `tag` says which it is."""
         more = (("ETag", f'"{tag}"'), ("Cache-Control", keep))
-        tags = {each.strip().removeprefix("W/") for line in request.all("if-none-match") for each in line.split(",")}
+        tags = {entry.strip().removeprefix("W/") for line in request.all("if-none-match") for entry in line.split(",")}
         if f'"{tag}"' in tags:
             return respond(304, b"", kind, *more, policy=policy)
         return respond(200, body, kind, *more, policy=policy)
@@ -427,12 +427,12 @@ class Api:
         return done
 
     def _sql(self, request: Request) -> Response:
-        given = fields(request, {"query": str, "rows": int, "format": str}, ("query",))
-        kind = given.pop("format", "json")
+        request_body = fields(request, {"query": str, "rows": int, "format": str}, ("query",))
+        kind = request_body.pop("format", "json")
         if kind not in ("json", "csv"):
             raise ValueError(f"format: got {kind[:40]!r}, expected json or csv")
         begun = time.perf_counter()
-        answer = self.workers.sql(given["query"], seconds=self.seconds, rows=given.get("rows", 1000))
+        answer = self.workers.sql(request_body["query"], seconds=self.seconds, rows=request_body.get("rows", 1000))
         if kind == "csv":
             body = as_csv(answer["columns"], answer["rows"])
             return respond(200, body, "text/csv; charset=utf-8", attachment("rollbook.csv"))

@@ -106,8 +106,13 @@ def without_pages(main: str, pages: Collection[str]) -> str:
     import { b } from "./pages/b.js";
     registerPage("b", b);
     """
-    gone = [f"pages/{name}.js" for name in pages]
-    names = {each for file, imported in _Module("main.js", main).imports if file in gone for each in imported}
+    removed = [f"pages/{name}.js" for name in pages]
+    names = {
+        imported_name
+        for file, imported in _Module("main.js", main).imports
+        if file in removed
+        for imported_name in imported
+    }
     return "\n".join(line for line in main.splitlines() if names.isdisjoint(re.findall(r"[\w$]+", line)))
 
 

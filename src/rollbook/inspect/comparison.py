@@ -278,8 +278,8 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
     sizes = [max(1, len(side)) for side in sides]
     scored = []
     for phrase in documents[0].keys() | documents[1].keys():
-        many = documents[0][phrase] + documents[1][phrase]
-        if many < 3 or (phrase.replace(" ", "").isdigit()):
+        occurrences = documents[0][phrase] + documents[1][phrase]
+        if occurrences < 3 or (phrase.replace(" ", "").isdigit()):
             continue
         score = _odds(documents[0][phrase], sizes[0], documents[1][phrase], sizes[1])
         if abs(score) >= _CLEAR:
@@ -300,12 +300,12 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
         home = {i for i, entry in enumerate(every) if phrase in entry}
         # What is found in the same texts as a phrase that stands already, or in it, says nothing new.
         if not any(
-            len(home & known) > 0.8 * len(home | known) or f" {phrase} " in f" {other} "
-            for known, (_, other) in zip(homes, chosen, strict=True)
+            len(home & earlier) > 0.8 * len(home | earlier) or f" {phrase} " in f" {other} "
+            for earlier, (_, other) in zip(homes, chosen, strict=True)
         ):
             chosen.append((score, phrase))
             homes.append(home)
-    found = []
+    entries = []
     for score, phrase in chosen:
         rewards: list[float] = []
         there: list[float] = []
@@ -317,7 +317,7 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
                 if sample.reward is not None and math.isfinite(sample.reward):
                     rewards.append(sample.reward)
                     there.append(float(phrase in entry))
-        found.append(
+        entries.append(
             {
                 "phrase": phrase,
                 "a": totals[0][phrase] / sizes[0],
@@ -329,7 +329,7 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
                 "uids": uids[-8:],
             }
         )
-    return found, {"a": len(sides[0]), "b": len(sides[1])}
+    return entries, {"a": len(sides[0]), "b": len(sides[1])}
 
 
 def _odds(hits: int, ones: int, other: int, others: int) -> float:

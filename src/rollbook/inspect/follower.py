@@ -187,9 +187,9 @@ class Bulk:
         for i, row in enumerate(rows):
             prompt, response = row.pop("ids")
             turns, calls, images = measures.spoken_in(messages[i] or "")
-            said = responses[i]
-            if said is None:
-                said = self._decoded(response[-_CLOSING_TOKENS:])
+            response_text = responses[i]
+            if response_text is None:
+                response_text = self._decoded(response[-_CLOSING_TOKENS:])
             if not turns:
                 turns = mask.turns(i) if kinds[i] == "multi_turn" else 1
             row.update(
@@ -197,7 +197,7 @@ class Bulk:
                 tool_calls=calls or (responses[i] or "").count("<tool_call>"),
                 images=images or grids[i],
                 opening=self._opening(row["prompt"], prompt, prompts[i], messages[i]),
-                closing=measures.closing_of(said),
+                closing=measures.closing_of(response_text),
                 kept=_entry(infos[i], "kept", str),
                 parts=_parts(metrics[i]),
                 measured=1,

@@ -169,7 +169,7 @@ def attachment(name: str) -> tuple[str, str]:
     return "Content-Disposition", f'attachment; filename="{name}"'
 
 
-def fields(request: Request, known: Mapping[str, Any], needed: tuple[str, ...]) -> dict[str, Any]:
+def fields(request: Request, allowed: Mapping[str, Any], needed: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a posted JSON object."""
     try:
         body = orjson.loads(request.body)
@@ -179,9 +179,9 @@ def fields(request: Request, known: Mapping[str, Any], needed: tuple[str, ...]) 
         raise ValueError("the body is expected to be a JSON object")
     body = {name: value for name, value in body.items() if value is not None}
     for name, value in body.items():
-        if name not in known:
-            raise ValueError(f"field {name[:40]!r} is not known here; expected {', '.join(known)}")
-        kinds = known[name] if isinstance(known[name], tuple) else (known[name],)
+        if name not in allowed:
+            raise ValueError(f"field {name[:40]!r} is not known here; expected {', '.join(allowed)}")
+        kinds = allowed[name] if isinstance(allowed[name], tuple) else (allowed[name],)
         if type(value) not in kinds:
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(f"{name}: got {type(value).__name__}, expected {expected}")

@@ -254,7 +254,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
     trained = document.mask & (np.arange(length) >= start)
     share, loop, digest = own_tokens(response, document.mask[start:])
     prompt_text = document.text[: document.prompt_end] if document.prompt_text is None else document.prompt_text
-    said = document.text[document.prompt_end :] if document.response_text is None else document.response_text
+    response_text = document.text[document.prompt_end :] if document.response_text is None else document.response_text
     versions = None if document.versions is None else document.versions[trained & (document.versions >= 0)]
     if document.versions is not None and versions is not None and not len(versions):
         versions = document.versions[document.versions >= 0]
@@ -307,7 +307,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
         "images": len(document.pictures),
         "digest": digest,
         "opening": asked_in(document.messages) or opening_of(prompt_text),
-        "closing": closing_of(said),
+        "closing": closing_of(response_text),
         "kept": document.kept,
         "state": "evaluation" if document.evaluation else "",
         "measured": 1,

@@ -320,7 +320,7 @@ class Search:
                 (match, *values, limit),
             ).fetchall()
             hits.sort(key=lambda hit: (-hit[0], hit[2] == "prompt", hit[1]))
-            found = []
+            matches = []
             for _, n, field in hits[:limit]:
                 sql = (
                     "SELECT body FROM bodies WHERE n = ?"
@@ -335,8 +335,8 @@ class Search:
                     "match": text[start:stop],
                     "after": text[stop : stop + CONTEXT],
                 }
-                found.append({"n": n, "field": field, **shown})
-        return total, found
+                matches.append({"n": n, "field": field, **shown})
+        return total, matches
 
     def _matches(
         self, pattern: str, also: list[str], flags: int, limit: int, step: int | None, seconds: float

@@ -220,11 +220,11 @@ class BookSource:
         """The prompt and the response of some records, as texts: those that were recorded, else by the vocabulary; ""
         where there is neither, or the bytes are gone."""
         seqs = numbers_of(self.book, uids_of(uids))
-        found: dict[int, tuple[str, str]] = {}
+        texts_by_number: dict[int, tuple[str, str]] = {}
         vocabulary = self.reader.vocabulary
-        wanted = sorted(set(seqs))
-        for at in range(0, len(wanted), 500):
-            for batch in self.book.scan(("seq", *_TEXTS), ("seq", "in", wanted[at : at + 500])):
+        ordered = sorted(set(seqs))
+        for at in range(0, len(ordered), 500):
+            for batch in self.book.scan(("seq", *_TEXTS), ("seq", "in", ordered[at : at + 500])):
                 columns = columns_of(batch)
                 numbers = columns["seq"].to_pylist()
                 nothing: list[Any] = [None] * len(numbers)
@@ -239,8 +239,8 @@ class BookSource:
                         for at_, (text, part) in enumerate(zip(texts, parts, strict=True)):
                             if text is None:
                                 texts[at_] = vocabulary.text_and_ends(part)[0]
-                    found[seq] = (texts[0] or "", texts[1] or "")
-        return [found.get(seq, ("", "")) for seq in seqs]
+                    texts_by_number[seq] = (texts[0] or "", texts[1] or "")
+        return [texts_by_number.get(seq, ("", "")) for seq in seqs]
 
     def close(self) -> None:
         """See `Source`."""

@@ -75,7 +75,7 @@ def histograms(first: NDArray[np.float64], other: NDArray[np.float64]) -> dict[s
     return {"edges": at, "counts_a": counts[0], "counts_b": counts[1]}
 
 
-def kolmogorov(one: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
+def kolmogorov(left: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
     """The largest distance of two samples' distribution functions (Kolmogorov and Smirnov's), and how likely one as
     large is by chance, by its limit for many values; ties make that too large, never too small.
 
@@ -85,7 +85,7 @@ def kolmogorov(one: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[fl
     >>> distance, chance < 1e-9
     (0.5, True)
     """
-    first, second = np.sort(one), np.sort(other)
+    first, second = np.sort(left), np.sort(other)
     every = np.concatenate([first, second])
     gaps = np.searchsorted(first, every, "right") / len(first) - np.searchsorted(second, every, "right") / len(second)
     distance = float(np.abs(gaps).max())
@@ -127,7 +127,7 @@ def mean_interval(values: NDArray[np.float64], groups: NDArray[Any]) -> tuple[fl
     return mean, t * error
 
 
-def group_test(one: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
+def group_test(left: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
     """The Kolmogorov-Smirnov distance of two sets of group means, and how likely one as large is by chance: by
     permuting which groups are on which side.
 
@@ -137,18 +137,18 @@ def group_test(one: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[fl
     >>> distance, chance < 0.001
     (1.0, True)
     """
-    if len(one) + len(other) > _PERMUTED_GROUPS:
-        return kolmogorov(one, other)
-    pooled = np.concatenate([one, other])
+    if len(left) + len(other) > _PERMUTED_GROUPS:
+        return kolmogorov(left, other)
+    pooled = np.concatenate([left, other])
     order = np.argsort(pooled, kind="stable")
     ordered = pooled[order]
     ends = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
-    first = order < len(one)
+    first = order < len(left)
 
     def distances(sides: NDArray[np.bool_]) -> NDArray[np.int64]:
         # Whole numbers, so that equal distances are equal.
         below = np.cumsum(sides, axis=-1, dtype=np.int64)[..., ends]
-        gaps = np.abs(below * len(other) - (ends + 1 - below) * len(one))
+        gaps = np.abs(below * len(other) - (ends + 1 - below) * len(left))
         most: NDArray[np.int64] = gaps.max(axis=-1)
         return most
 
@@ -156,7 +156,7 @@ def group_test(one: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[fl
     dice = np.random.default_rng(0)
     permuted = dice.permuted(np.broadcast_to(first, (PERMUTATIONS, len(first))), axis=1)
     chance = (1 + int((distances(permuted) >= measured).sum())) / (1 + PERMUTATIONS)
-    return measured / (len(one) * len(other)), chance
+    return measured / (len(left) * len(other)), chance
 
 
 Floats: TypeAlias = NDArray[np.float64]

@@ -375,7 +375,7 @@ class _Mark(NamedTuple):
     """Something in the text that changes who speaks or what it is: action, role or kind, and where."""
 
     action: str
-    what: str
+    label: str
     start: int
     stop: int
     first: int
@@ -433,8 +433,8 @@ def segments_of(
     starts = _forced(episode, sampled, prompt_tokens, length)
     if not marks and len(starts) < 2:
         return plain_segments(length, prompt_tokens, mask)
-    found = _Walk(text, ends, sampled, prompt_tokens).run(marks, starts)
-    return _finished(text, ends, found, mask)
+    segments = _Walk(text, ends, sampled, prompt_tokens).run(marks, starts)
+    return _finished(text, ends, segments, mask)
 
 
 def _recorded(spans: Any, length: int) -> list[tuple[str, int, int]]:
@@ -579,7 +579,7 @@ class _Walk:
         by_model = self.sampled is not None and mark.first < len(self.sampled) and bool(self.sampled[mark.first])
         if mark.action == "role":
             if not by_model:
-                self.speaker(mark.what, "text", mark.first, mark.start, True)
+                self.speaker(mark.label, "text", mark.first, mark.start, True)
             elif self.now.blank:
                 self.now.blank = False
         elif mark.action == "end":
@@ -589,7 +589,7 @@ class _Walk:
             self.begin(role, "image", mark.first, mark.start)
             self.now.blank = False
             self.begin(role, kind, mark.behind, mark.stop)
-        elif mark.what == "tool_result":
+        elif mark.label == "tool_result":
             self.result(mark, by_model)
         elif role == "assistant":
             self.assistants(mark)
@@ -612,15 +612,15 @@ class _Walk:
 
     def assistants(self, mark: _Mark) -> None:
         kind = self.now.kind
-        if mark.action == "open" and kind != mark.what and not (kind == "tool_call" and mark.what == "think"):
+        if mark.action == "open" and kind != mark.label and not (kind == "tool_call" and mark.label == "think"):
             self.back = kind if kind == "think" else "text"
-            self.begin("assistant", mark.what, mark.first, mark.start)
+            self.begin("assistant", mark.label, mark.first, mark.start)
             self.now.blank = False
-            self.thought = self.thought or mark.what == "think"
-        elif mark.action == "close" and kind == mark.what:
+            self.thought = self.thought or mark.label == "think"
+        elif mark.action == "close" and kind == mark.label:
             self.begin("assistant", self.back if kind == "tool_call" else "text", mark.behind, mark.stop)
             self.back = "text"
-        elif mark.action == "close" and mark.what == "think" and not self.thought and kind == "text":
+        elif mark.action == "close" and mark.label == "think" and not self.thought and kind == "text":
             # Its beginning was in a template, or cut away: all that the turn said so far was thought.
             self.thought = True
             for span in self.spans[self.turn :]:
@@ -676,4 +676,4 @@ def _turns(spans: Sequence[_Span]) -> list[int]:
         speaking = span.role == "assistant"
         turns.append(turn if speaking else turn + 1)
     last = max(turn, 0)
-    return [min(one, last) for one in turns]
+    return [min(number, last) for number in turns]

@@ -125,8 +125,8 @@ class Diagnosis:
             "steps": None if self.steps is None else list(self.steps),
             "evaluation": self.evaluation,
             "left_out": self.left_out,
-            "findings": [each.as_dict() for each in self.findings],
-            "checks": [each._asdict() for each in self.checks],
+            "findings": [finding.as_dict() for finding in self.findings],
+            "checks": [check._asdict() for check in self.checks],
         }
 
 

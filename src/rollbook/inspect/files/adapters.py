@@ -759,17 +759,17 @@ def _branch(
     notes: list[str] = []
     starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
     for theirs, ours in _STREAMS.items():
-        column, known = np.full(len(ids), np.nan), 0
+        column, filled = np.full(len(ids), np.nan), 0
         for node, start, stop in zip(nodes, starts, starts[1:], strict=False):
             values, at = _list(node.get(theirs)), start + np.flatnonzero(mask[start:stop])
             if values and len(values) == len(at):
                 column[at] = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-                known += len(at)
+                filled += len(at)
         # A token without a number would look like one whose number is NaN.
-        if known == mask.sum() > 0:
+        if filled == mask.sum() > 0:
             arrays[ours] = column
         elif any(node.get(theirs) for node in nodes):
-            notes.append(f"{theirs} are left out: they are there for {known} of {mask.sum()} sampled tokens.")
+            notes.append(f"{theirs} are left out: they are there for {filled} of {mask.sum()} sampled tokens.")
     spans, turn = [], 0
     for node, start, stop in zip(nodes, starts, starts[1:], strict=False):
         role = str(node["message"].get("role"))

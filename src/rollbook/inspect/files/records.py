@@ -56,23 +56,23 @@ def of_batch(batch: pa.RecordBatch) -> Iterator[Row]:
 
 def of_values(values: Row) -> Row:
     """A record of plain values and arrays by the names of its fields; free-form ones are JSON with tags, or values."""
-    made: dict[str, pa.Array] = {}
+    arrays: dict[str, pa.Array] = {}
     for name, value in values.items():
         field = FIELDS.get(name)
         if field is None or value is None:
             continue
         if name in _TENSORS:
             broadcast = field.broadcast and type(value) is int
-            made[f"{name}__one" if broadcast else name] = pa.array([value if broadcast else np.asarray(value)])
+            arrays[f"{name}__one" if broadcast else name] = pa.array([value if broadcast else np.asarray(value)])
         elif field.kind == "json" and isinstance(value, _Json):
-            made[name] = pa.array([str(value)], pa.large_string())
+            arrays[name] = pa.array([str(value)], pa.large_string())
         elif field.kind == "eid":
             parts = {part: value[part] for part in _EID if value.get(part) is not None}
-            made.update(columns.encode(field, [EID(**{"suffix": "", **parts})]))
+            arrays.update(columns.encode(field, [EID(**{"suffix": "", **parts})]))
         elif field.kind in ("number", "integer", "text", "json"):
-            made.update(columns.encode(field, [value]))
+            arrays.update(columns.encode(field, [value]))
     try:
-        return {"record": arrow.from_table(pa.table(made))}
+        return {"record": arrow.from_table(pa.table(arrays))}
     except (pa.ArrowException, TypeError) as error:
         raise WireError(f"the record cannot be read: {error}") from None
 
@@ -144,7 +144,7 @@ class Frames(Growing):
                 yield at, i, row
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
-        found: dict[Place, Row] = {}
+        fetched: dict[Place, Row] = {}
         by_frame: dict[int, list[int]] = {}
         for at, i in places:
             by_frame.setdefault(at, []).append(i)
@@ -154,8 +154,8 @@ class Frames(Growing):
                 if records is None:
                     raise WireError(f"{self.path}: the frame at byte {at} is gone")
                 for i in rows:
-                    (found[at, i],) = of_columns(records[i : i + 1])
-        return found
+                    (fetched[at, i],) = of_columns(records[i : i + 1])
+        return fetched
 
 
 class Arrow(Whole):

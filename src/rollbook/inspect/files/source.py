@@ -157,7 +157,7 @@ def _archive(path: str, name: str) -> tuple[str, Store]:
             names = set(archive.namelist())
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
         raise UnknownFormatError(f"a zip archive that cannot be read: {error}") from None
-    if any(each.endswith((".pkl", "/data.pkl")) for each in names):
+    if any(member_name.endswith((".pkl", "/data.pkl")) for member_name in names):
         raise UnknownFormatError(
             "a file of torch.save (.pt), a pickle that runs whatever its writer wants, is not read"
         )
@@ -517,9 +517,9 @@ class FileSource:
 
     def _identify(self, trajectory: Trajectory) -> None:
         """Give a sample its ids: the writer's own where it has some, and else by what it says."""
-        own = trajectory.uid[:128]
+        short_uid = trajectory.uid[:128]
         try:
-            eid = EID.parse(own)
+            eid = EID.parse(short_uid)
             trajectory.gid = trajectory.gid or eid.tid
             trajectory.run, trajectory.turn = eid.run, eid.step
         except ValueError:
@@ -527,10 +527,10 @@ class FileSource:
             run = trajectory.run
             if run < 0:
                 # Counted by the group's order; a graph's further branches are of the same run.
-                run = self._runs.get((step, task), 0) - (1 if trajectory.turn and own else 0)
+                run = self._runs.get((step, task), 0) - (1 if trajectory.turn and short_uid else 0)
                 self._runs[step, task] = max(run + 1, 0)
                 run = max(run, 0)
-            suffix = own or blake2b(trajectory.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+            suffix = short_uid or blake2b(trajectory.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
             eid = EID(step, task, run, trajectory.turn, suffix)
             trajectory.task, trajectory.run, trajectory.gid = task, run, trajectory.gid or eid.tid
         uid = eid.uid
