@@ -22,9 +22,9 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Comparison, Options, Report, Times
-from rollbook.inspect import frames
+from rollbook.inspect import serialization
 from rollbook.inspect.assets import manifest
-from rollbook.inspect.documents import Segment, Trajectory
+from rollbook.inspect.trajectory import Segment, Trajectory
 from tests.browser.chrome import Chrome, Page
 
 SAMPLES = 16
@@ -155,7 +155,7 @@ def served(made: list[Trajectory]) -> Iterator[str]:
     held: dict[str, tuple[bytes, str]] = {
         f"/static/{name}": (file.content, file.type) for name, file in manifest().items()
     }
-    frame = frames.encode(made)
+    frame = serialization.encode(made)
     held |= {
         "/": held["/static/index.html"],
         "/bench.html": (PAGE.encode(), "text/html"),

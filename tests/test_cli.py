@@ -188,7 +188,7 @@ def test_check_and_repair(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     status, out, _ = run(capsys, "check", folder, "--repair")
     assert status == 1, "something was found, and mended"
     assert out.splitlines()[-1].startswith("ok: ")
-    assert "as it was before: " in out
+    assert "copy of what was there before: " in out
     assert run(capsys, "check", folder, "--repair")[0] == 0
     status, _, err = run(capsys, "check", folder, "--repair", "--quick")
     assert (status, "one of them" in err) == (2, True)

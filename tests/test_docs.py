@@ -212,7 +212,7 @@ def test_seeing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's code runs, and every command and every lens with a key is named on it."""
     from rollbook.cli.parser import COMMANDS
     from rollbook.inspect import filters
-    from rollbook.inspect.documents import LENSES
+    from rollbook.inspect.trajectory import LENSES
 
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "seeing.md"
@@ -231,11 +231,11 @@ def test_seeing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_page() -> None:
     """The page's code runs and finds something, and its list is the code's own."""
-    from rollbook.inspect.doctor import page
+    from rollbook.inspect.doctor import render_markdown
 
     text = (ROOT / "docs" / "doctor.md").read_text()
-    assert text.endswith(page().strip() + "\n"), (
-        "docs/doctor.md: the illnesses are not those of rollbook.inspect.doctor.page()"
+    assert text.endswith(render_markdown().strip() + "\n"), (
+        "docs/doctor.md: the checks are not those of rollbook.inspect.doctor.render_markdown()"
     )
     scope: dict[str, Any] = {}
     for code in blocks(ROOT / "docs" / "doctor.md"):

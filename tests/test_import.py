@@ -199,7 +199,7 @@ with Server("book") as server:
     assert urlopen(Request(f"http://127.0.0.1:{{server.port}}/api/run", headers=headers)).status == 200
 assert main(["import", "copy", "verl.jsonl", "--format", "verl"]) == main(["train"]) == 2
 import rollbook
-assert rollbook.train.__name__ == "rollbook.train" and rollbook.inspect.doctor.ILLNESSES
+assert rollbook.train.__name__ == "rollbook.train" and rollbook.inspect.doctor.CHECKS
 for name in ("rollbook.Experience", "rollbook.trajectory_saver", "rollbook.train.Trainer"):
     try:
         eval(name)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.cli.parser import COMMANDS, build, main
+from rollbook.cli.parser import COMMANDS, build_parser, main
 from rollbook.inspect.server import Server
 from rollbook.train.asking import prompts_of
 from rollbook.train.config import effective
@@ -65,7 +65,7 @@ PRINTED = {path: printed for path in sorted([*PAGES, *EXAMPLES]) if (printed := 
 
 
 def helps() -> dict[str, argparse.ArgumentParser]:
-    (action,) = (action for action in build()._actions if action.dest == "command")
+    (action,) = (action for action in build_parser()._actions if action.dest == "command")
     assert isinstance(action.choices, dict)
     return action.choices
 
@@ -129,7 +129,7 @@ def test_printed_commands(
         seen.add(tuple(words))
         words, file = (words[:-2], words[-1]) if ">" in words else (words, None)
         if words[0] == "view":
-            options = build().parse_args(words)
+            options = build_parser().parse_args(words)
             with Server(options.path, tokenizer=options.tokenizer, annotate=options.annotate) as server:
                 assert urllib.request.urlopen(server.url).status == 200
             continue

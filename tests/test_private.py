@@ -12,7 +12,7 @@ import rollbook
 from rollbook.book.repairing import repair
 from rollbook.cli.parser import main
 from rollbook.compat.lightrft.saver import TrajectorySaver
-from rollbook.inspect.annotations import Annotations
+from rollbook.inspect.api import Annotations
 from rollbook.train.config import effective
 from rollbook.train.running import Run
 from rollbook.train.tracking import Jsonl

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollbook.core import __version__
 from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience as Experience
     from rollbook.core.experiences import Experiences as Experiences
     from rollbook.core.ids import EID as EID
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "EID": "rollbook.core.ids",

@@ -16,7 +16,7 @@ import rollbook
 from rollbook.book import Book, ReadOnly, repair
 from rollbook.book.errors import Damaged
 from rollbook.book.measurements import numbers, plain
-from rollbook.inspect.following import Follower
+from rollbook.inspect.follower import Follower
 from rollbook.inspect.index import Index
 from rollbook.inspect.records import Reader
 from tests.book.records import record, records

@@ -10,8 +10,8 @@ from urllib.parse import quote
 import pytest
 
 import rollbook
+from rollbook.inspect.html_export import write_html
 from rollbook.inspect.server import Server
-from rollbook.inspect.single import write_html
 from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import measured
 from tests.browser.hostile import go, record

@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import pytest
 
+from rollbook.inspect.html_export import write_html
 from rollbook.inspect.server import Server
-from rollbook.inspect.single import write_html
 from tests.browser.chrome import Chrome, Page
 from tests.browser.conftest import RUNS
 from tests.viewer import story

@@ -11,8 +11,8 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
-from rollbook.inspect.documents import Trajectory
 from rollbook.inspect.server import Server
+from rollbook.inspect.trajectory import Trajectory
 from tests.browser.chrome import Page
 from tests.browser.conftest import RUNS
 from tests.browser.test_tokens import document

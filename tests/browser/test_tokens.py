@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.inspect import frames
-from rollbook.inspect.documents import Trajectory
+from rollbook.inspect import serialization
 from rollbook.inspect.server import Server
+from rollbook.inspect.trajectory import Trajectory
 from tests.browser.chrome import Page
 
 STRANGE = "5/2/1/0/s"
@@ -227,7 +227,7 @@ def test_frames_decode_to_the_same_numbers(page: Page, server: Server) -> None:
     one.text = "\ufeff" + one.text
     one.ends = one.ends + 1
     for dtype in ("f4", "f2"):
-        packed = base64.b64encode(frames.encode([one], dtype)).decode()
+        packed = base64.b64encode(serialization.encode([one], dtype)).decode()
         found = page.eval(
             "import('/static/frame.js').then(({ decodeFrame }) => {"
             f"const one = decodeFrame(Uint8Array.from(atob('{packed}'), c => c.charCodeAt(0)).buffer)[0];"
@@ -237,7 +237,7 @@ def test_frames_decode_to_the_same_numbers(page: Page, server: Server) -> None:
         assert found["text"] == one.text and found["uid"] == one.uid
         assert found["ids"] == one.ids.tolist()  # type: ignore[union-attr]
         assert found["flags"] == (one.mask * 1 + one.special * 2).tolist()
-        assert found["ends"] == frames.utf16_ends(one.text, one.ends).tolist()
+        assert found["ends"] == serialization.utf16_ends(one.text, one.ends).tolist()
         expected = one.arrays["entropy"].astype(dtype.replace("f", "<f")).astype(float)
         assert found["entropy"] == [None if math.isnan(value) else value for value in expected]
 

@@ -1,4 +1,4 @@
-"""Books for the doctor: a healthy run of any size, and one function for each illness that plants it, and it alone.
+"""Books for the doctor: a healthy run of any size, and one function for each check that plants it, and it alone.
 
 `Run(seed)` has columns over samples that a plant changes; `write()` makes a real book of them: records come in step by
 step, versions are announced, some records are dropped and the rest leased and trained on. `planted` says which samples
@@ -170,14 +170,14 @@ _K3 = np.exp(_STEPS) - 1 - _STEPS
 
 Plant = Callable[[Run, float], None]
 PLANTS: dict[str, tuple[Plant, float, float, dict[str, Any]]] = {}
-"""By illness: how to plant it, a dose that is ill, one that is not, and what run it needs."""
+"""By check: how to plant it, a dose that is ill, one that is not, and what run it needs."""
 
 
-def plant(illness: str, ill: float, well: float, **needs: Any) -> Callable[[Plant], Plant]:
+def plant(check: str, ill: float, well: float, **needs: Any) -> Callable[[Plant], Plant]:
     """Enter a function in the table."""
 
     def put(function: Plant) -> Plant:
-        PLANTS[illness] = (function, ill, well, needs)
+        PLANTS[check] = (function, ill, well, needs)
         return function
 
     return put

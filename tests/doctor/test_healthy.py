@@ -9,8 +9,8 @@ import pytest
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.inspect.doctor import ILLNESSES, Thresholds, examine
-from rollbook.inspect.doctor.examining import diagnose
+from rollbook.inspect.doctor import CHECKS, Thresholds, examine
+from rollbook.inspect.doctor.diagnosis import diagnose
 from rollbook.inspect.doctor.samples import Samples
 from tests.doctor.books import Run
 
@@ -24,7 +24,7 @@ def test_a_healthy_book(seed: int) -> None:
     run = Run(100 + seed, steps=steps, groups=groups, runs=runs, kind=KINDS[seed % len(KINDS)])
     diagnosis = examine(run.write())
     assert diagnosis.healthy, [(each.title, each.detail) for each in diagnosis.findings]
-    assert [each.illness for each in diagnosis.examined] == list(ILLNESSES)
+    assert [each.check for each in diagnosis.checks] == list(CHECKS)
     assert diagnosis.status("low") == 0
 
 
@@ -85,7 +85,7 @@ def test_demonstrations() -> None:
     book.append([Experience(tokens=dice.integers(0, 999, 60).astype(np.int32), prompt_length=10) for _ in range(200)])
     diagnosis = examine(book)
     assert diagnosis.healthy
-    said = {each.illness: each for each in diagnosis.examined}
+    said = {each.check: each for each in diagnosis.checks}
     assert said["duplicates"].status == "ok"
     assert said["zero-variance"] == ("zero-variance", "not judged", "no group has two scored samples")
 
@@ -112,9 +112,9 @@ def test_no_log_probs() -> None:
     run.measured = False
     diagnosis = examine(run.write())
     assert diagnosis.healthy
-    said = {each.illness: each.status for each in diagnosis.examined}
-    for illness in ("entropy-collapse", "logprob-mismatch", "kl-blowup", "advantage-mean", "stale-data"):
-        assert said[illness] == "not judged"
+    said = {each.check: each.status for each in diagnosis.checks}
+    for check in ("entropy-collapse", "logprob-mismatch", "kl-blowup", "advantage-mean", "stale-data"):
+        assert said[check] == "not judged"
 
 
 def test_evaluation_alone() -> None:
@@ -125,7 +125,7 @@ def test_evaluation_alone() -> None:
     diagnosis = examine(book, evaluation=True)
     assert diagnosis.healthy
     assert diagnosis.records == run.n
-    said = {each.illness: each.status for each in diagnosis.examined}
+    said = {each.check: each.status for each in diagnosis.checks}
     assert said["zero-variance"] == "not judged"
     assert said["truncation-rewarded"] == "ok"
 

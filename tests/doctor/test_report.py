@@ -6,18 +6,18 @@ import json
 
 import pytest
 
-from rollbook.inspect.doctor import Diagnosis, Examined, Finding, lines
+from rollbook.inspect.doctor import CheckStatus, Diagnosis, Finding, format_report
 
 HOSTILE = "a\x1b[31m\x07/\u202ex\n/0/0/\ud800"
 
 
 def finding(severity: str, **changes: object) -> Finding:
     values: dict[str, object] = {
-        "illness": "duplicates",
+        "check": "duplicates",
         "severity": severity,
         "title": f"titled {HOSTILE}",
         "detail": f"detailed {HOSTILE}",
-        "advice": "do something " * 20,
+        "recommendation": "do something " * 20,
         "steps": (3, 9),
         "uids": tuple(f"{HOSTILE}{i}" for i in range(9)),
         "count": 1234,
@@ -29,16 +29,16 @@ def finding(severity: str, **changes: object) -> Finding:
 
 def diagnosis(*severities: str) -> Diagnosis:
     examined = (
-        Examined("duplicates", "found", "titled"),
-        Examined("nans", "ok", "0 records have NaNs"),
-        Examined("zero-variance", "explained", f"follows from duplicates: {HOSTILE}"),
-        Examined("stale-data", "not judged", "no record says which policy version made it"),
+        CheckStatus("duplicates", "found", "titled"),
+        CheckStatus("nans", "ok", "0 records have NaNs"),
+        CheckStatus("zero-variance", "explained", f"follows from duplicates: {HOSTILE}"),
+        CheckStatus("stale-data", "not judged", "no record says which policy version made it"),
     )
     return Diagnosis(f"run {HOSTILE}", tuple(finding(each) for each in severities), examined, 5000, (0, 9))
 
 
 def test_nothing_from_the_records_reaches_the_terminal_raw() -> None:
-    text = "\n".join(lines(diagnosis("high"), verbose=True))
+    text = "\n".join(format_report(diagnosis("high"), verbose=True))
     assert all(each.isprintable() or each == "\n" for each in text)
     assert "\\x1b[31m" in text
     assert "\\u202e" in text
@@ -46,8 +46,8 @@ def test_nothing_from_the_records_reaches_the_terminal_raw() -> None:
 
 
 def test_what_is_printed() -> None:
-    text = lines(diagnosis("high", "low"), width=60)
-    assert text[0].endswith("5,000 records, steps 0 to 9; 3 of 4 checks could be made")
+    text = format_report(diagnosis("high", "low"), width=60)
+    assert text[0].endswith("5,000 records, steps 0 to 9; 3 of 4 checks could run")
     first = [line for line in text if line.startswith(("high ", "low "))]
     assert len(first) == 2
     assert first[0].endswith("[duplicates]")
@@ -55,12 +55,12 @@ def test_what_is_printed() -> None:
     assert any("and 3 more" in line for line in text)
     assert "Could not be judged:" in text
     assert "  stale-data: no record says which policy version made it" in text
-    assert "Well:" not in text
+    assert "Passed:" not in text
     assert all(len(line) <= 60 for line in text if line.startswith("  What") or "do something" in line)
 
 
 def test_a_healthy_run_says_so() -> None:
-    text = lines(diagnosis(), verbose=True)
+    text = format_report(diagnosis(), verbose=True)
     assert "No problem found by 3 of 4 checks." in text
     assert "  nans: 0 records have NaNs" in text
 
@@ -69,8 +69,8 @@ def test_strict_json() -> None:
     found = diagnosis("high").as_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["findings"][0]["steps"] == [3, 9]
-    assert found["examined"][3] == {
-        "illness": "stale-data",
+    assert found["checks"][3] == {
+        "check": "stale-data",
         "status": "not judged",
         "why": "no record says which policy version made it",
     }

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from rollbook.inspect import filters
-from rollbook.inspect.doctor import Thresholds, lines
-from rollbook.inspect.doctor.examining import diagnose
+from rollbook.inspect.doctor import Thresholds, format_report
+from rollbook.inspect.doctor.diagnosis import diagnose
 from rollbook.inspect.doctor.samples import NUMBERS, Samples
-from rollbook.inspect.doctor.thresholds import LOOK
+from rollbook.inspect.doctor.thresholds import TRIAGE
 
 EAGER = Thresholds(samples=1, groups=2, certainty=0.0, trend=0.0, trend_steps=3)
 ODD = [0.0, 1.0, 1e300, -1e300, math.inf, -math.inf, 1e-300]
@@ -56,7 +56,7 @@ def anything(seed: int) -> dict[str, Any]:
         "scored": dice.integers(0, 3, n).tolist(),
         "status": pick("truncated", "finished", "error", ""),
         "state": pick("trained", "dropped", "waiting", ""),
-        "gone": pick(None, None, None, "failed"),
+        "removed_reason": pick(None, None, None, "failed"),
         "kept": pick("random", "worst", "all") if seed % 3 == 0 else [None] * n,
         "parent": pick(None, None, None, "u0"),
         "digest": pick(None, *range(20)),
@@ -68,13 +68,13 @@ def anything(seed: int) -> dict[str, Any]:
 def test_anything(part: int) -> None:
     for seed in range(part * 15, part * 15 + 15):
         samples = Samples(anything(seed))
-        for thresholds in (Thresholds(), LOOK, EAGER):
+        for thresholds in (Thresholds(), TRIAGE, EAGER):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 diagnosis = diagnose(samples, thresholds, evaluation=seed % 2 == 1)
             json.dumps(diagnosis.as_dict(), allow_nan=False)
-            assert lines(diagnosis, verbose=True)
+            assert format_report(diagnosis, verbose=True)
             for finding in diagnosis.findings:
                 filters.parse(finding.filter)
-                assert 0 < len(finding.uids) <= min(finding.count, 24), (seed, finding.illness)
+                assert 0 < len(finding.uids) <= min(finding.count, 24), (seed, finding.check)
                 assert finding.steps[0] <= finding.steps[1]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rollbook.inspect.doctor.statistics import at_least, block_medians, by_step, order, pairs, parts_of, trend
+from rollbook.inspect.statistics import at_least, block_medians, by_step, fit_weights, order, pairs, trend
 
 numbers = hnp.arrays(np.float64, st.integers(0, 40), elements=st.integers(-5, 5).map(float))
 
@@ -110,13 +110,13 @@ def test_a_step_that_has_only_begun_is_left_out() -> None:
 def test_parts_that_add_up() -> None:
     dice = np.random.default_rng(0)
     a, b, c, d = dice.normal(size=(4, 200))
-    found = parts_of(a + 0.01 * b, {"a": a, "b": b, "c": c, "total": a + 0.01 * b})
+    found = fit_weights(a + 0.01 * b, {"a": a, "b": b, "c": c, "total": a + 0.01 * b})
     assert found is not None
     assert set(found) == {"a", "b"}
     assert np.allclose([found["a"], found["b"]], [1, 0.01])
-    assert parts_of(a * b, {"a": a, "b": b}) is None
-    assert parts_of(np.ones(200), {"a": a, "b": b}) is None
-    assert parts_of(a + d, {"a": a, "b": b}) is None
-    rounded = parts_of(np.round(a + 0.1 * b, 4), {"a": a, "b": b, "c": c})
+    assert fit_weights(a * b, {"a": a, "b": b}) is None
+    assert fit_weights(np.ones(200), {"a": a, "b": b}) is None
+    assert fit_weights(a + d, {"a": a, "b": b}) is None
+    rounded = fit_weights(np.round(a + 0.1 * b, 4), {"a": a, "b": b, "c": c})
     assert rounded is not None
     assert set(rounded) == {"a", "b"}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.inspect.doctor import ILLNESSES, Thresholds, page, table
-from rollbook.inspect.doctor.report import meanings
+from rollbook.inspect.doctor import CHECKS, Thresholds, describe_checks, render_markdown
+from rollbook.inspect.doctor.checks import threshold_docs
 
 NAMES = [each.name for each in fields(Thresholds)]
 
@@ -59,10 +59,10 @@ def test_what_is_wrong_is_named(given: Any, said: str) -> None:
 
 
 def test_each_has_a_meaning_and_the_table_has_what_decides() -> None:
-    assert list(meanings()) == NAMES
-    assert all(text.endswith(".") for text in meanings().values())
-    rows = list(table())
-    assert [row["id"] for row in rows] == list(ILLNESSES)
+    assert list(threshold_docs()) == NAMES
+    assert all(text.endswith(".") for text in threshold_docs().values())
+    rows = list(describe_checks())
+    assert [row["id"] for row in rows] == list(CHECKS)
     for row in rows:
         assert row["thresholds"], row["id"]
         for each in row["thresholds"]:
@@ -70,6 +70,6 @@ def test_each_has_a_meaning_and_the_table_has_what_decides() -> None:
 
 
 def test_the_page_has_every_illness_and_threshold() -> None:
-    text = page()
-    assert all(f"(`{name}`)" in text for name in ILLNESSES)
+    text = render_markdown()
+    assert all(f"(`{name}`)" in text for name in CHECKS)
     assert all(f"| `{name}` |" in text for name in NAMES)

@@ -85,7 +85,7 @@ class Lineage:
             cursor = {name: value for name, value in one.told().items() if name != "book"}
             kept[one.step] = {"weights": weights(one), "state": saving.load_state(one), "told": cursor}
         found = examine(folder / "book").findings
-        findings = [(each.illness, each.severity, each.count, each.steps, each.uids) for each in found]
+        findings = [(each.check, each.severity, each.count, each.steps, each.uids) for each in found]
         return cls(told, [(line["step"], timeless(line["metrics"])) for line in lines], kept, findings)
 
     def differences(self, other: Lineage) -> list[str]:

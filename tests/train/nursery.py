@@ -125,7 +125,7 @@ def serve() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import rollbook.cli.training  # noqa: F401
+    import rollbook.cli.train  # noqa: F401
     from rollbook.train.config import effective
     from rollbook.train.running import run
     from tests.train.lineage import SMALL

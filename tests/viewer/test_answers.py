@@ -15,9 +15,8 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.book import Book
-from rollbook.inspect.answers import Answers
+from rollbook.inspect.answers import KEPT, Answers
 from rollbook.inspect.index import SHOWN, Index
-from rollbook.inspect.listing import KEPT
 from rollbook.inspect.sources import BookSource, load, open_source
 from tests.viewer import story
 
@@ -119,7 +118,7 @@ def test_every_answer_about_the_story_is_strict_json(told: Answers) -> None:
     strict(told.prompt(group["prompt"]))
     strict(told.search("let me"))
     items = strict(told.look())["items"]
-    assert items and {"id", "severity", "title", "detail", "advice", "steps", "uids", "count", "filter"} <= set(
+    assert items and {"id", "severity", "title", "detail", "recommendation", "steps", "uids", "count", "filter"} <= set(
         items[0]
     )
     for item in items:
@@ -272,7 +271,7 @@ def test_deleted_records_leave_every_answer_and_infinities_are_null(run: Run) ->
         run.answers.group("1/5")
     assert run.answers.list(step=1)["total"] == 2
     assert run.answers.run()["records"] == 12
-    assert run.answers.neighbours("1/5/0/0/s")["row"]["gone"] == "deleted"  # a link that was kept still says why
+    assert run.answers.neighbours("1/5/0/0/s")["row"]["removed_reason"] == "deleted"  # a kept link says why
 
 
 def test_a_run_that_is_empty_has_answers(tmp_path: Path) -> None:
@@ -337,7 +336,7 @@ def test_only_what_the_reward_is_made_of_counts_as_its_parts() -> None:
 
 
 def test_filters_look_in_whole_prompts_and_responses(told: Answers) -> None:
-    every = told.list(limit=10_000, filter="not gone")["rows"]
+    every = told.list(limit=10_000, filter="not removed")["rows"]
     texts = {one.uid: one for one in told.source.documents([row["uid"] for row in every])}
     for filter, where in (
         ("prompt ~ 'IVO buys'", lambda one: "Ivo buys" in one.text[: one.prompt_end]),
@@ -346,7 +345,7 @@ def test_filters_look_in_whole_prompts_and_responses(told: Answers) -> None:
     ):
         expected = {uid for uid, one in texts.items() if where(one)}
         assert 0 < len(expected) < len(texts)
-        assert {row["uid"] for row in told.list(limit=10_000, filter=f"not gone and {filter}")["rows"]} == expected
+        assert {row["uid"] for row in told.list(limit=10_000, filter=f"not removed and {filter}")["rows"]} == expected
     prompt = every[0]["prompt"]
     assert {row["prompt"] for row in told.list(filter=f"prompt = {prompt}")["rows"]} == {prompt}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollbook.inspect.asgi import AsgiViewer, asgi_app
-from rollbook.inspect.frames import decode
+from rollbook.inspect.serialization import decode
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, Got
 

@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.inspect.assets import TYPES, manifest
-from rollbook.inspect.bundle import RUN_PAGES, BundleError, join_modules, join_styles, page_script, page_style
+from rollbook.inspect.assets import (
+    RUN_PAGES,
+    TYPES,
+    BundleError,
+    join_modules,
+    join_styles,
+    manifest,
+    page_script,
+    page_style,
+)
 
 STATIC = Path(str(resources.files("rollbook.inspect") / "static"))
 

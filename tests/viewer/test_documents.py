@@ -22,11 +22,10 @@ from rollbook import EID, Experience, Experiences
 from rollbook.core import freeform
 from rollbook.core.ids import step_of
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.documents import LENSES, Trajectory, derive, prompt_hash
-from rollbook.inspect.frames import decode, encode
-from rollbook.inspect.pictures import Album, Looked
-from rollbook.inspect.plain import plain
+from rollbook.inspect.images import Album, Looked
 from rollbook.inspect.records import Reader, documents_from, documents_of, record_json, untagged
+from rollbook.inspect.serialization import decode, encode, json_safe
+from rollbook.inspect.trajectory import LENSES, Trajectory, derive, prompt_hash
 from rollbook.rollout import Prompt, Sample
 from tests.tiny import bytes_
 
@@ -519,8 +518,8 @@ VALUES = st.recursive(
 def test_free_form_values_are_what_freeform_says(value: dict[Any, Any]) -> None:
     text = freeform.dumps(value)
     found = untagged(json.loads(text))
-    assert plain(found) == plain(freeform.loads(text))
-    json.dumps(plain(found), allow_nan=False).encode()
+    assert json_safe(found) == json_safe(freeform.loads(text))
+    json.dumps(json_safe(found), allow_nan=False).encode()
 
 
 def test_damaged_free_form_values_are_one_error() -> None:

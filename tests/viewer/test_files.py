@@ -27,13 +27,20 @@ from hypothesis import strategies as st
 
 from rollbook import Experience
 from rollbook.compat.lightrft.saver import TrajectorySaver
-from rollbook.inspect.documents import Trajectory
-from rollbook.inspect.files import FAMILIES, FileSource, Unknown, limits, making, open_file_source, recognise, stores
+from rollbook.inspect.files import (
+    FAMILIES,
+    FileSource,
+    UnknownFormatError,
+    builder,
+    open_file_source,
+    recognise,
+    stores,
+)
 from rollbook.inspect.files.source import step_in
-from rollbook.inspect.frames import decode, encode
 from rollbook.inspect.index import Index
-from rollbook.inspect.plain import plain
+from rollbook.inspect.serialization import decode, encode, json_safe
 from rollbook.inspect.sources import load, open_source
+from rollbook.inspect.trajectory import Trajectory
 from tests import tiny
 from tests.viewer import files_made as made
 from tests.viewer.files_made import EVIL, MAKERS, lines
@@ -448,7 +455,7 @@ def test_own_exports_keep_every_number(name: str, tmp_path: Path) -> None:
             np.testing.assert_array_equal(one.arrays["logprob"][2:], row.logprobs.numpy())
             np.testing.assert_allclose(one.arrays["mismatch"][2:], [0, -0.05, 0], atol=1e-6)
             assert one.versions.tolist() == [-1, -1, 3, 3, 3] and one.parts == {"acc": row.reward}
-        assert found[1].info["note"] == EVIL and plain(found[1].info["odd"]) == [1, [0, 1, 2]]
+        assert found[1].info["note"] == EVIL and json_safe(found[1].info["odd"]) == [1, [0, 1, 2]]
 
 
 def test_trinity_databases(tmp_path: Path) -> None:
@@ -461,7 +468,7 @@ def test_trinity_databases(tmp_path: Path) -> None:
         ]
     old = tmp_path / "old.db"
     old.write_bytes(gzip.decompress((made.TRINITY / "trinity_0.5.1.db.gz").read_bytes()))
-    with pytest.raises(Unknown, match="pickles, of an older Trinity, .* `rollbook import BOOK FILE`"):
+    with pytest.raises(UnknownFormatError, match="pickles, of an older Trinity, .* `rollbook import BOOK FILE`"):
         open_file_source(old)
 
 
@@ -579,7 +586,7 @@ def test_files_that_are_cut_short(name: str, tmp_path: Path) -> None:
             with opened(path) as (source, index):
                 for one in documents(source, index):
                     check(one)
-        except (Unknown, ValueError) as error:
+        except (UnknownFormatError, ValueError) as error:
             assert str(error)
 
 
@@ -664,7 +671,7 @@ def test_limits_of_lines_and_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     array = tmp_path / "trajectories_step_1.json"
     array.write_text(json.dumps([made.lightrft_row(1, 1.0)]))
     monkeypatch.setattr(stores, "MAX_JSON", 100)
-    with pytest.raises(Unknown, match="over the limit of 100"):
+    with pytest.raises(UnknownFormatError, match="over the limit of 100"):
         open_file_source(array)
 
 
@@ -691,11 +698,11 @@ def test_compressed_lines(suffix: str, tmp_path: Path, monkeypatch: pytest.Monke
     try:
         with opened(path) as (source, index):
             assert len(rows(index)) <= 500
-    except Unknown:
+    except UnknownFormatError:
         pass
     monkeypatch.setattr(stores, "FREE_BYTES", 1 << 16)
     path.write_bytes(packed(bytes(1 << 24)))
-    with pytest.raises(Unknown, match="over the limit"):
+    with pytest.raises(UnknownFormatError, match="over the limit"):
         open_file_source(path)
 
 
@@ -735,7 +742,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     for name, data in (("x.pkl", pickle.dumps(Evil())), ("x.pt", buffer.getvalue()), ("y.pt", b"anything")):
         path = tmp_path / name
         path.write_bytes(data)
-        with pytest.raises(Unknown, match="pickle"):
+        with pytest.raises(UnknownFormatError, match="pickle"):
             open_file_source(path)
     assert not (tmp_path / "pwned").exists()
 
@@ -807,7 +814,7 @@ def test_what_is_unknown_is_refused_with_what_was_found(name: str, content: byte
     for each in (path, tmp_path):
         if path.suffix == ".txt" and each is tmp_path:
             continue
-        with pytest.raises(Unknown) as error:
+        with pytest.raises(UnknownFormatError) as error:
             recognise(each)
         assert words in str(error.value) and all(family in str(error.value) for family in FAMILIES)
 
@@ -823,7 +830,7 @@ def test_a_path_that_is_not_there() -> None:
 @given(st.text(alphabet=st.characters(exclude_categories=())))
 @settings(max_examples=60)
 def test_words_joined_are_the_text(text: str) -> None:
-    ends = making.words(text).tolist()
+    ends = builder.words(text).tolist()
     pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     assert "".join(pieces) == text and all(pieces)
 
@@ -862,4 +869,4 @@ def test_steps_in_names() -> None:
 
 
 def test_numbers() -> None:
-    assert limits.number(2**70) is None and limits.whole(float("nan")) is None and limits.whole("12") == 12
+    assert stores.number(2**70) is None and stores.whole(float("nan")) is None and stores.whole("12") == 12

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.core.errors import WireError
-from rollbook.inspect.documents import KINDS, LENSES, ROLES, Picture, Segment, Trajectory
-from rollbook.inspect.frames import decode, encode
+from rollbook.inspect.serialization import decode, encode
+from rollbook.inspect.trajectory import KINDS, LENSES, ROLES, Picture, Segment, Trajectory
 
 CHARACTERS = st.text(st.characters(categories=["L", "N", "P", "S", "Z", "Cc", "Cf", "Cs"]), max_size=12)
 JSON = st.recursive(

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.inspect.documents import Trajectory
 from rollbook.inspect.index import COLUMNS, SHOWN, Index
-from rollbook.inspect.summaries import summarise
+from rollbook.inspect.measures import summarise
+from rollbook.inspect.trajectory import Trajectory
 
 
 def row(n: int, **given: Any) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_a_step_is_summed_up() -> None:
                 rewarded(1, 1.0, response_tokens=20, trained_tokens=20, digest=5, status="finished", version_min=3),
                 rewarded(2, 0.0, response_tokens=20, trained_tokens=5, digest=5, status="truncated", repetition=0.8),
                 row(3, response_tokens=30, trained_tokens=30, digest=9, scored=2, nans=1, lag=2, version_max=4),
-                row(4, response_tokens=0, digest=None, status="error", gone="failed", length=0),
+                row(4, response_tokens=0, digest=None, status="error", removed_reason="failed", length=0),
             ]
         )
         index.put({"n": n, "parts": json.dumps(parts)} for n, parts in ((1, {"a": 1.0, "b": 2.0}), (2, {"a": 0.0})))
@@ -101,7 +101,7 @@ def test_duplicates_are_of_other_runs_of_the_group() -> None:
         index.settle()
         assert index.query("SELECT n FROM samples WHERE duplicate") == [(1,), (2,)]
         assert summary(index)["duplicates"] == 1 / 7  # of a set one is none
-        index.put([{"n": 1, "gone": "deleted"}])
+        index.put([{"n": 1, "removed_reason": "deleted"}])
         index.settle()
         assert index.query("SELECT n FROM samples WHERE duplicate AND n <> 1") == []
 
@@ -138,10 +138,10 @@ def test_deleted_samples_count_nowhere_and_an_empty_step_says_so() -> None:
     with Index() as index:
         index.put([rewarded(1, 1.0), rewarded(2, 0.0)])
         index.settle()
-        index.put([{"n": 1, "gone": "deleted"}])
+        index.put([{"n": 1, "removed_reason": "deleted"}])
         index.settle()
         assert (summary(index)["n"], summary(index)["reward"]["mean"]) == (1, 0.0)
-        index.put([{"n": 2, "gone": "rewound"}])
+        index.put([{"n": 2, "removed_reason": "rewound"}])
         index.settle()
         assert (summary(index)["n"], summary(index)["reward"]) == (0, None)
         assert index.query("SELECT * FROM groups") == []

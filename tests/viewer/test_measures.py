@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect import measures
-from rollbook.inspect.documents import derive
-from rollbook.inspect.index import Index
+from rollbook.inspect.index import ENOUGH, Index, Scales
 from rollbook.inspect.records import documents_of
-from rollbook.inspect.scales import ENOUGH, Scales
 from rollbook.inspect.sources import BookSource, load
+from rollbook.inspect.trajectory import derive
 
 NATURAL = """The area of a triangle is half of the product of a side and the height on it. Here the side is seven and
 the height is twelve, so that the product is eighty-four and the area is forty-two. Let me check that with the other

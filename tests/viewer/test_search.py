@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect import search as searching
-from rollbook.inspect.documents import Trajectory
 from rollbook.inspect.index import Index
-from rollbook.inspect.queries import TooLate
 from rollbook.inspect.search import Search, phrases
 from rollbook.inspect.sources import BookSource, load
+from rollbook.inspect.trajectory import Trajectory
+from rollbook.inspect.workers import QueryTimeoutError
 
 SAID = {
     "1/1/0/0/s": "First I add the sides. Wait, let me verify: 3 + 4 = 7.",
@@ -129,7 +129,7 @@ def test_regular_expressions(still: Run) -> None:
 
 def test_a_catastrophic_expression_is_stopped_and_the_next_one_answered(still: Run) -> None:
     begun = time.monotonic()
-    with pytest.raises(TooLate, match="longer than 0.5 seconds"):
+    with pytest.raises(QueryTimeoutError, match="longer than 0.5 seconds"):
         still.search.search("(a+)+$", "regex", seconds=0.5)
     assert time.monotonic() - begun < 30
     assert still.uids("a!", "regex") == ["2/1/0/0/s"]

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.inspect.documents import KINDS, ROLES, Segment
-from rollbook.inspect.segments import _FIXED, segments_of
+from rollbook.inspect.trajectory import _FIXED, KINDS, ROLES, Segment, segments_of
 
 BAR = "\uff5c"
 PIECES = [

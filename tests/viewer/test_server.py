@@ -29,12 +29,12 @@ import pytest
 
 import rollbook
 from rollbook.inspect import api as apis
-from rollbook.inspect import assets, listening, queries, server
-from rollbook.inspect.annotations import Annotations
-from rollbook.inspect.api import ROUTES
-from rollbook.inspect.frames import decode
-from rollbook.inspect.messages import Request, image_type
+from rollbook.inspect import assets, server
+from rollbook.inspect.api import ROUTES, Annotations
+from rollbook.inspect.http import Request, image_type
+from rollbook.inspect.serialization import decode
 from rollbook.inspect.server import Server
+from rollbook.inspect.workers import Workers
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, Got, ask, connect, parsed, post, receive, send
 
@@ -811,7 +811,7 @@ def test_point_13_a_body_that_is_announced_is_asked_for(viewer: Server) -> None:
 
 
 def test_point_13_slow_clients_are_not_waited_for(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "_REQUEST_SECONDS", 0.6)
+    monkeypatch.setattr(server, "_REQUEST_SECONDS", 0.6)
     with Server(book) as running:
         with connect(running) as idle, connect(running) as slow, connect(running) as stuck:
             slow.sendall(b"GET / HTTP/1.1\r\nHost: ")
@@ -831,7 +831,7 @@ def test_point_13_slow_clients_are_not_waited_for(book: str, monkeypatch: pytest
 
 
 def test_point_13_connections_are_counted(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "_CONNECTIONS", 4)
+    monkeypatch.setattr(server, "_CONNECTIONS", 4)
     with Server(book) as running, contextlib.ExitStack() as stack:
         held = [stack.enter_context(connect(running)) for _ in range(4)]
         until = time.monotonic() + SECONDS
@@ -853,14 +853,14 @@ def test_point_13_connections_are_counted(book: str, monkeypatch: pytest.MonkeyP
 def test_point_13_a_connection_that_finds_no_thread_keeps_no_place(
     book: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(listening, "_CONNECTIONS", 1)
+    monkeypatch.setattr(server, "_CONNECTIONS", 1)
 
     def none_left(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     with Server(book) as running:
         with monkeypatch.context() as patched:
-            patched.setattr(listening.socketserver.ThreadingMixIn, "process_request", none_left)
+            patched.setattr(server.socketserver.ThreadingMixIn, "process_request", none_left)
             for _ in range(3):
                 with contextlib.suppress(OSError):
                     send(running, b"GET / HTTP/1.1\r\n\r\n")
@@ -882,7 +882,7 @@ def test_point_13_a_process_with_many_files_serves_as_any_other(viewer: Server) 
             with pytest.raises(TimeoutError):
                 stream.recv(1)  # it goes on
         assert viewer.api is not None
-        with queries.Workers() as workers:
+        with Workers() as workers:
             assert workers.mask(["abc"], ["b"]) == ["a█c"]
     finally:
         for each in held:

@@ -78,7 +78,7 @@ def test_a_book_is_followed_while_it_is_written(url: str) -> None:
     assert rows(index, "reward, advantage, parts")[3] == (0.25, 2.0, '{"late": 3.0}')
     book.delete(["1/5/0/0/s"], author="ana")
     assert source.refresh(index) == {1}
-    assert rows(index, "gone, opening, closing")[0] == ("deleted", "", "")
+    assert rows(index, "removed_reason, opening, closing")[0] == ("deleted", "", "")
     assert index.query("SELECT n FROM groups WHERE gid = '1/5'") == [(1,)]
     index.close()
     source.close()
@@ -97,11 +97,11 @@ def test_a_rewind_gives_back_what_was_trained_and_takes_what_came_later(tmp_path
     assert rows(index, "state, trained_step") == [("trained", 1)] * 2 + [("waiting", None)] * 2
     book.rewind(saved, later="drop")
     load(source, index)
-    assert rows(index, "state, trained_step, gone")[:2] == [("waiting", None, None)] * 2
+    assert rows(index, "state, trained_step, removed_reason")[:2] == [("waiting", None, None)] * 2
     assert index.query("SELECT step FROM groups") == [(1,)]
     book.append(group(2, 5, reward=0.5))  # the same ids again
     load(source, index)
-    found = rows(index, "uid, gone, reward, lag")
+    found = rows(index, "uid, removed_reason, reward, lag")
     assert [row[0] for row in found[2:]] == ["2/5/0/0/s~3", "2/5/1/0/s~4", "2/5/0/0/s", "2/5/1/0/s"]
     # Version 9 was taken back with the rest: what comes now is fresh.
     assert [row[1:] for row in found[4:]] == [(None, 0.5, 0)] * 2
@@ -142,7 +142,7 @@ def test_failed_runs_are_errors_that_complete_their_group(tmp_path: Path) -> Non
     book.append([sample(1, 5, 0), sample(2, 5, 0, group_size=1, info={"error": "timeout"})])
     source, index = BookSource(book), Index()
     load(source, index)
-    assert rows(index, "status, gone, measured", "step, run") == [
+    assert rows(index, "status, removed_reason, measured", "step, run") == [
         ("finished", None, 1),
         ("error", "crashed", 1),
         ("error", None, 1),
@@ -164,7 +164,9 @@ def test_redacted_and_removed_bytes_leave_the_index_too(tmp_path: Path) -> None:
     book.announce(5)  # both are dropped as stale, and compaction takes their bytes
     book.compact()
     load(source, index)
-    assert rows(index, "state, reason, gone, reward") == [("dropped", "stale", "stale", float(run)) for run in (0, 1)]
+    assert rows(index, "state, reason, removed_reason, reward") == [
+        ("dropped", "stale", "stale", float(run)) for run in (0, 1)
+    ]
     index.close()
     source.close()
 

@@ -1,1 +1,1 @@
-"""The viewer: what the model did, at a glance and down to the token; nothing here imports torch."""
+"""Inspection of a run: its index, the doctor, the web viewer and HTML export. Nothing here imports torch."""

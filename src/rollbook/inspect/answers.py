@@ -1,15 +1,21 @@
-"""`Answers`: what the pages ask of a run, as dicts that strict JSON can say.
+"""`Answers`: the data behind each page of the viewer, as dicts of strict JSON.
 
-Invariant: every number is finite or `None`; an answer reads one state of the index, and asks the source only for what
-the index has not (the label of a group, a text to search in).
+Invariant: every number is finite or `None`. An answer reads one state of the index, and reads the source only for what
+the index does not hold (the label of a group, a text to search in). The pages of a list hold each row of its snapshot
+once, whatever is added meanwhile; a row shows its current state.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import secrets
+import sqlite3
 import threading
 import time
+from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +24,207 @@ from numpy.typing import NDArray
 
 from rollbook.book import measurements
 from rollbook.book.errors import BookError
-from rollbook.core.checks import check_int
-from rollbook.inspect import filters, listing
-from rollbook.inspect.documents import LENSES
-from rollbook.inspect.index import COUNTS, named
-from rollbook.inspect.plain import plain
-from rollbook.inspect.reward_parts import reward_parts
+from rollbook.core import __version__
+from rollbook.core.checks import check_choice, check_int
+from rollbook.inspect import filters
+from rollbook.inspect.index import COUNTS, SHOWN, named
+from rollbook.inspect.measures import MISMATCH, newest_steps, reward_parts, summarise
 from rollbook.inspect.search import Search
+from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.statistics import edges, group_means, group_test
-from rollbook.inspect.summaries import newest_steps, summarise
+from rollbook.inspect.trajectory import LENSES
+from rollbook.inspect.workers import QueryTimeoutError
 
 if TYPE_CHECKING:
     import sqlite3
 
     from rollbook.inspect.index import Index
     from rollbook.inspect.sources import Source
+
+
+# --- lists of samples and groups ------------------------------------------------------------------------------------
+
+VIEWS = ("samples", "groups")
+KEPT = 32
+"""Snapshots that are kept; an older one is made anew when it is asked for."""
+MOST = 10_000
+"""Rows of one page, at most."""
+SECONDS = 20.0
+_COLUMNS = ", ".join(SHOWN)
+_IN_ONE = 500
+
+
+class Snapshots:
+    """Lists that were asked for, as the numbers of their rows in order."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self._kept: OrderedDict[str, tuple[str, array[int]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def page(
+        self,
+        view: str,
+        *,
+        step: int | None,
+        gid: str | None,
+        prompt: str | None,
+        filter: str,
+        sort: str,
+        offset: int,
+        limit: int,
+        snapshot: str | None,
+        evaluation: bool | None,
+        parts: Sequence[str],
+    ) -> dict[str, Any]:
+        """See `Answers.list`."""
+        check_choice("view", view, VIEWS)
+        check_int("offset", offset)
+        limit = min(check_int("limit", limit, 1), MOST)
+        begun = time.perf_counter()
+        with self._lock:
+            cached = self._kept.get(snapshot or "")
+            if cached is not None and snapshot is not None and cached[0] == view:
+                self._kept.move_to_end(snapshot)
+            else:
+                cached = None
+        try:
+            with self.index.reading(SECONDS) as read:
+                if cached is None:
+                    numbers = _numbers(read, view, step, gid, prompt, filter, sort, evaluation, parts)
+                    snapshot, cached = secrets.token_hex(8), (view, numbers)
+                    with self._lock:
+                        self._kept[snapshot] = cached
+                        while len(self._kept) > KEPT:
+                            self._kept.popitem(last=False)
+                chosen = cached[1][offset : offset + limit].tolist()
+                rows = (samples if view == "samples" else groups)(read, chosen)
+        except sqlite3.OperationalError as error:
+            if "interrupt" not in str(error):
+                raise
+            raise QueryTimeoutError(f"filter: it took longer than {SECONDS:g} seconds") from None
+        return {
+            "snapshot": snapshot,
+            "total": len(cached[1]),
+            "offset": offset,
+            "milliseconds": round((time.perf_counter() - begun) * 1000, 1),
+            "rows": rows,
+        }
+
+
+def _numbers(
+    read: sqlite3.Connection,
+    view: str,
+    step: int | None,
+    gid: str | None,
+    prompt: str | None,
+    filter: str,
+    sort: str,
+    evaluation: bool | None,
+    parts: Sequence[str],
+) -> array[int]:
+    """The rows of a list in order, by their numbers: `n` of samples, `g` of groups."""
+    where: list[str] = []
+    values: list[Any] = []
+    for name, number in (("step", step), ("gid", gid), ("prompt", prompt)):
+        if number is not None:
+            where.append(f"{name} = ?")
+            values.append(number)
+    if evaluation is None and step is not None:
+        evaluation = False  # A step is one of training, unless somebody asks for evaluation.
+    if evaluation is not None:
+        where.append("evaluation = ?")
+        values.append(int(evaluation))
+    condition = filters.parse(filter, parts)
+    default = "-step,gid,run,turn" if view == "samples" else "-step"
+    ordered, more = filters.order(sort or default, view, parts)
+    if view == "samples":
+        where += [COUNTS, condition.sql]
+        values += condition.values
+    elif condition.sql != "1":
+        where.append(f"(gid, evaluation) IN (SELECT gid, evaluation FROM samples WHERE {COUNTS} AND {condition.sql})")
+        values += condition.values
+    key = "n" if view == "samples" else "g"
+    sql = f"SELECT {key} FROM {view} WHERE {' AND '.join(where) or '1'} ORDER BY {ordered}"
+    return array("q", (row[0] for row in read.execute(sql, [*values, *more])))
+
+
+def tidy(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as strict JSON can say it: parts as a dict, numbers that are not finite as `None`."""
+    for name, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            row[name] = None
+    if "parts" in row:
+        row["parts"] = json.loads(row["parts"])
+    return row
+
+
+def samples(read: sqlite3.Connection, ns: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of samples by number, in this order."""
+    rows_by_number: dict[int, dict[str, Any]] = {}
+    for start in range(0, len(ns), _IN_ONE):
+        part = ns[start : start + _IN_ONE]
+        marks = ",".join("?" * len(part))
+        for row in named(read.execute(f"SELECT n, {_COLUMNS} FROM samples WHERE n IN ({marks})", part)):
+            rows_by_number[row.pop("n")] = tidy(row)
+    return [rows_by_number[n] for n in ns if n in rows_by_number]
+
+
+def groups(read: sqlite3.Connection, gs: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of groups by number, in this order: {gid, step, ..., rewards, uids, flags}."""
+    newest = newest_steps(read)
+    bars = dict(read.execute("SELECT evaluation, bar FROM tops WHERE solves").fetchall())
+    rows_by_number: dict[int, dict[str, Any]] = {}
+    for start in range(0, len(gs), _IN_ONE):
+        part = gs[start : start + _IN_ONE]
+        marks = ",".join("?" * len(part))
+        rows = named(read.execute(f"SELECT * FROM groups WHERE g IN ({marks})", part))
+        places = {(row["gid"], row["evaluation"]): row for row in rows}
+        for row in rows:
+            row.update(rewards=[], uids=[], opening="")
+        for gid, evaluation, uid, reward, opening in read.execute(
+            "SELECT gid, evaluation, uid, reward, opening FROM samples "
+            f"WHERE gid IN (SELECT gid FROM groups WHERE g IN ({marks})) AND {COUNTS} "
+            "ORDER BY reward IS NULL, reward DESC, run, turn, n",
+            part,
+        ):
+            mine = places.get((gid, evaluation))
+            if mine is not None:
+                mine["rewards"].append(reward if reward is None or math.isfinite(reward) else None)
+                mine["uids"].append(uid)
+                mine["opening"] = mine["opening"] or opening
+        for row in rows:
+            rows_by_number[row["g"]] = _group(row, newest.get(row["evaluation"]), bars.get(row["evaluation"]))
+    return [rows_by_number[g] for g in gs if g in rows_by_number]
+
+
+_SHOWN_OF_GROUP = (
+    *("gid", "step", "task", "prompt", "opening", "evaluation", "images", "n", "expected", "rewards", "uids", "mean"),
+    *("std", "length", "entropy", "kl_max", "mismatch_max"),
+)
+
+
+def _group(row: dict[str, Any], newest: int | None, bar: float | None) -> dict[str, Any]:
+    scored = bar is not None and row["high"] is not None
+    most, least = (scored and row[name] >= bar for name in ("high", "low"))
+    flags = {
+        "zero-variance": row["zero_variance"],
+        "truncated": row["truncated"],
+        "loop": row["loops"],
+        "duplicates": row["duplicates"],
+        "incomplete": row["expected"] and newest is not None and row["runs"] < row["expected"] and row["step"] < newest,
+        "nan": row["nans"],
+        "mismatch": row["mismatch_max"] is not None and row["mismatch_max"] >= MISMATCH,
+        "stale": row["stale"],
+        "none-solved": scored and not most,
+        "some-solved": most and not least,
+        "all-solved": least,
+    }
+    shown = tidy({name: row[name] for name in _SHOWN_OF_GROUP})
+    return {**shown, "flags": [name for name, true in flags.items() if true]}
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
 
 SCATTER = 2000
 """Points of a scatter plot, at most."""
@@ -72,7 +264,7 @@ class Answers:
         self.source = source
         self.index = index
         self.searching = Search(source, index)
-        self._snapshots = listing.Snapshots(index)
+        self._snapshots = Snapshots(index)
         self._looked: dict[bool, tuple[int, float, list[dict[str, Any]]]] = {}
         self._looking = threading.Lock()
         self._compared: dict[tuple[int, tuple[int, int], tuple[int, int]], dict[str, Any]] = {}
@@ -89,24 +281,22 @@ class Answers:
             total, evaluation, measured = _counts(read)
             unread = read.execute("SELECT COUNT(*) FROM samples WHERE searchable = 0").fetchone()[0]
             groups = read.execute("SELECT COUNT(*) FROM groups").fetchone()[0]
-            found = dict.fromkeys((0, 1), (None, None, 0))
+            spans = dict.fromkeys((0, 1), (None, None, 0))
             for flag, *span in read.execute(
                 "SELECT evaluation, MIN(step), MAX(step), COUNT(*) FROM steps WHERE n > 0 GROUP BY evaluation"
             ):
-                found[flag] = tuple(span)
+                spans[flag] = tuple(span)
             versions = read.execute(
                 "SELECT MIN(json_extract(summary, '$.versions[0]')), MAX(json_extract(summary, '$.versions[1]')) "
                 "FROM steps"
             ).fetchone()
             rewards = read.execute("SELECT MIN(low), MAX(top) FROM tops").fetchone()
             parts, metrics = self._numbers(read)
-        first, last, count = found[0] if found[0][2] else found[1]
+        first, last, count = spans[0] if spans[0][2] else spans[1]
         tokenized = self.index.fact("tokenized", [])
         book = self.source.kind == "book"
         changed = self.source.changed
         idle = None if changed is None else max(0.0, time.time() - changed)
-        from rollbook import __version__
-
         return {
             "name": self.source.name,
             "kind": self.source.kind,
@@ -205,7 +395,9 @@ class Answers:
             )
             summary = _summary(read, step, flag)
             earlier = None if before is None else _summary(read, before[0], flag)
-            now, then = (_values(read, each, flag) if each is not None else {} for each in (step, before and before[0]))
+            now, then = (
+                _values(read, number, flag) if number is not None else {} for number in (step, before and before[0])
+            )
             rows = read.execute(
                 "SELECT response_tokens, reward, status, n, uid FROM samples "
                 f"WHERE step = ? AND evaluation = ? AND {COUNTS} ORDER BY n",
@@ -227,7 +419,7 @@ class Answers:
                 if len(now[name][0])
             },
             "histograms": {name: _histogram(values) for name, (values, _) in now.items()},
-            "scatter": plain([row[:4] for row in rows]),
+            "scatter": json_safe([row[:4] for row in rows]),
             "uids": {str(row[3]): row[4] for row in rows},
         }
 
@@ -275,13 +467,13 @@ class Answers:
         """One group: its samples, best reward first, its neighbours in the step, and its prompt at other steps."""
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
-            found = read.execute(
+            match = read.execute(
                 "SELECT g, evaluation FROM groups WHERE gid = ? ORDER BY evaluation", (gid,)
             ).fetchone()
-            if found is None:
+            if match is None:
                 raise KeyError(f"group: got {gid!r}, which is not here")
-            (summary,) = listing.groups(read, [found[0]])
-            evaluation = found[1]
+            (summary,) = groups(read, [match[0]])
+            evaluation = match[1]
             ns = [
                 row[0]
                 for row in read.execute(
@@ -290,10 +482,10 @@ class Answers:
                     (gid, evaluation),
                 )
             ]
-            rows = listing.samples(read, ns)
-            previous, following = _beside(read, found[0])
+            rows = samples(read, ns)
+            previous, following = _beside(read, match[0])
             timeline = [
-                {"step": row[0], "gid": row[1], "n": row[2], "mean": plain(row[3])}
+                {"step": row[0], "gid": row[1], "n": row[2], "mean": json_safe(row[3])}
                 for row in read.execute(
                     "SELECT step, gid, n, mean FROM groups WHERE prompt = ? AND evaluation = ? ORDER BY step, first",
                     (summary["prompt"], evaluation),
@@ -317,30 +509,31 @@ class Answers:
     def _expected(self, rows: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
         """The label and the reference answer of a group, which its samples share."""
         for row in rows:
-            if row["gone"] is None:
+            if row["removed_reason"] is None:
                 try:
-                    (one,) = self.source.documents([row["uid"]])
+                    (document,) = self.source.documents([row["uid"]])
                 except (BookError, KeyError, OSError, ValueError):
                     continue
-                return plain(one.label), plain(one.reference)
+                return json_safe(document.label), json_safe(document.reference)
         return None, None
 
     def neighbours(self, uid: str) -> dict[str, Any]:
         """One sample's row, and those beside it: in its group, in its step, and of its prompt."""
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
-            found = read.execute(
+            match = read.execute(
                 "SELECT n, gid, evaluation, step, prompt FROM samples WHERE uid = ?", (uid,)
             ).fetchone()
-            if found is None:
+            if match is None:
                 raise KeyError(f"uid: got {uid!r}, which is not here")
-            n, gid, evaluation, step, prompt = found
+            n, gid, evaluation, step, prompt = match
             members = [row[0] for row in read.execute(_MEMBERS, (gid, evaluation))]
             at = members.index(uid) if uid in members else None
             group = read.execute("SELECT g FROM groups WHERE gid = ? AND evaluation = ?", (gid, evaluation)).fetchone()
             beside = (None, None) if group is None else _beside(read, group[0])
             firsts = [
-                None if each is None else read.execute(_MEMBERS, (each[1], evaluation)).fetchone() for each in beside
+                None if neighbor is None else read.execute(_MEMBERS, (neighbor[1], evaluation)).fetchone()
+                for neighbor in beside
             ]
             steps = [
                 row[0]
@@ -349,7 +542,7 @@ class Answers:
                     (prompt,),
                 )
             ]
-            (row,) = listing.samples(read, [n])
+            (row,) = samples(read, [n])
         return {
             "row": row,
             "gid": gid,
@@ -365,7 +558,7 @@ class Answers:
         """Every sample of one prompt, by step."""
         with self.index.reading() as read:
             rows = [
-                listing.tidy(row)
+                tidy(row)
                 for row in named(
                     read.execute(
                         "SELECT step, gid, uid, reward, response_tokens AS length, status, version_max, evaluation, "
@@ -383,38 +576,38 @@ class Answers:
 
     def search(self, q: str, mode: str = "phrase", limit: int = 50, step: int | None = None) -> dict[str, Any]:
         """Samples whose texts have something in them; see `Search.search`."""
-        return plain_answer(self.searching.search(q, mode, limit, step))
+        return json_answer(self.searching.search(q, mode, limit, step))
 
     def compare(self, a: tuple[int, int], b: tuple[int, int]) -> dict[str, Any]:
-        """Steps from first to last against others; see `rollbook.inspect.comparing`."""
-        from rollbook.inspect.comparing import Side, compare
+        """Steps from first to last against others; see `rollbook.inspect.comparison`."""
+        from rollbook.inspect.comparison import Side, compare
 
         self.index.settle(_PATIENCE)
         # Phrases of many texts take a second: what was worked out stands until the run changes.
-        asked = (self.index.cursor, a, b)
+        key = (self.index.cursor, a, b)
         with self._comparing:
-            found = self._compared.get(asked)
-            if found is None:
-                found = compare(Side(self.source, self.index, *a), Side(self.source, self.index, *b))
+            comparison = self._compared.get(key)
+            if comparison is None:
+                comparison = compare(Side(self.source, self.index, *a), Side(self.source, self.index, *b))
                 while len(self._compared) >= _MOST_COMPARED:
                     del self._compared[next(iter(self._compared))]
-                self._compared[asked] = found
-        return found
+                self._compared[key] = comparison
+        return comparison
 
     def look(self, evaluation: bool = False) -> dict[str, Any]:
         """What is worth a look, as the doctor ranks it; worked out again when something changed, now and then."""
-        from rollbook.inspect.doctor import examine, look
+        from rollbook.inspect.doctor import examine, triage
 
         with self._looking:
             cursor, now = self.index.cursor, time.monotonic()
-            kept = self._looked.get(evaluation)
-            if kept is None or (kept[0] != cursor and now > kept[1]):
-                findings = examine(self.index, evaluation=True).findings if evaluation else look(self.index)
-                items = [{"id": each["illness"], **each} for each in (finding.as_dict() for finding in findings)]
+            cached = self._looked.get(evaluation)
+            if cached is None or (cached[0] != cursor and now > cached[1]):
+                findings = examine(self.index, evaluation=True).findings if evaluation else triage(self.index)
+                items = [{"id": entry["check"], **entry} for entry in (finding.as_dict() for finding in findings)]
                 # Of a large run it takes seconds: it is not to be all that the viewer does.
                 after = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
-                kept = self._looked[evaluation] = (cursor, after, plain(items))
-            return {"items": kept[2]}
+                cached = self._looked[evaluation] = (cursor, after, json_safe(items))
+            return {"items": cached[2]}
 
     def metrics(self, since: int = 0) -> dict[str, Any]:
         """The numbers that the trainer logged: {steps: [[step, {name: number}]]}, from step `since` on.
@@ -437,19 +630,19 @@ class Answers:
 
 def _counts(read: sqlite3.Connection) -> tuple[int, int, int]:
     """How many records count, how many of them are for evaluation, and how many were measured."""
-    found = dict(read.execute("SELECT evaluation, SUM(n) FROM steps GROUP BY evaluation").fetchall())
+    totals = dict(read.execute("SELECT evaluation, SUM(n) FROM steps GROUP BY evaluation").fetchall())
     waiting = read.execute("SELECT COUNT(*) FROM samples WHERE measured = 0").fetchone()[0]
-    total = sum(found.values())
-    return total, found.get(1, 0), max(0, total - waiting)
+    total = sum(totals.values())
+    return total, totals.get(1, 0), max(0, total - waiting)
 
 
 _MEMBERS = f"SELECT uid FROM samples WHERE gid = ? AND evaluation = ? AND {COUNTS} ORDER BY run, turn, n"
 
 
-def plain_answer(found: dict[str, Any]) -> dict[str, Any]:
+def json_answer(answer: dict[str, Any]) -> dict[str, Any]:
     """An answer with texts that came from records, as strict JSON can say it."""
-    made: dict[str, Any] = plain(found)
-    return made
+    safe: dict[str, Any] = json_safe(answer)
+    return safe
 
 
 def _beside(read: sqlite3.Connection, g: int) -> tuple[Any, ...]:
@@ -468,8 +661,8 @@ def _beside(read: sqlite3.Connection, g: int) -> tuple[Any, ...]:
 def _summary(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, Any]:
     row = read.execute("SELECT summary FROM steps WHERE step = ? AND evaluation = ?", (step, evaluation)).fetchone()
     if row is not None:
-        found: dict[str, Any] = json.loads(row[0])
-        return found
+        summary: dict[str, Any] = json.loads(row[0])
+        return summary
     return summarise(read, step, evaluation, newest_steps(read).get(evaluation))
 
 
@@ -481,7 +674,7 @@ def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _
     """The finite numbers of each metric in a step."""
     rows = read.execute(
         f"SELECT gid, {', '.join(COMPARED.values())} FROM samples WHERE step = ? AND evaluation = ? AND {COUNTS} "
-        "AND (gone IS NULL OR length > 0)",
+        "AND (removed_reason IS NULL OR length > 0)",
         (step, evaluation),
     ).fetchall()
     groups = np.array([row[0] for row in rows])
@@ -494,8 +687,10 @@ def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _
 
 def _versus(then: _Grouped, now: _Grouped) -> dict[str, Any]:
     distance, chance = group_test(group_means(*then), group_means(*now))
-    found: dict[str, Any] = plain({"ks": distance, "p": chance, "shift": float(now[0].mean() - then[0].mean())})
-    return found
+    difference: dict[str, Any] = json_safe(
+        {"ks": distance, "p": chance, "shift": float(now[0].mean() - then[0].mean())}
+    )
+    return difference
 
 
 def _histogram(values: NDArray[np.float64]) -> dict[str, Any]:

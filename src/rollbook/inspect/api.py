@@ -1,30 +1,36 @@
-"""What the viewer answers: a request in, a response out, whichever server carries them.
+"""`Api`: requests in, responses out, independent of the server that carries them; and the notes of readers.
 
-Invariant: every answer has the headers that keep a page from running what it shows; nothing but a POST changes
-anything; a bad question is a sentence, never a traceback; what the run's records hold is served as text, JSON, a frame
-or an image whose first bytes say what it is, and never as a page.
+Invariant: every response has the headers that keep a page from running what it shows. Only a POST changes anything. A
+bad request gets a one-line error, never a traceback. What the records hold is served as text, JSON, a frame or an image
+whose first bytes confirm its type, never as HTML. The annotations file is append-only, and each line is on disk before
+it is acknowledged.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import os
 import re
 import sqlite3
+import stat
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollbook.core.addresses import redacted
+from rollbook.core.files import private_opener
 from rollbook.inspect import assets
-from rollbook.inspect.guard import Guard
-from rollbook.inspect.messages import (
+from rollbook.inspect.http import (
     MEDIA_POLICY,
     PAGE_POLICY,
+    Guard,
     Reader,
     Request,
     Response,
@@ -40,12 +46,89 @@ from rollbook.inspect.messages import (
     whole,
     word,
 )
-from rollbook.inspect.queries import Busy, TooLate, Workers, as_csv
+from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError, Workers, as_csv
 
 if TYPE_CHECKING:
-    from rollbook.inspect.annotations import Annotations
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.sources import Source, Watcher
+
+
+# --- annotations ----------------------------------------------------------------------------------------------------
+
+LONGEST_NOTE = 10_000
+_LONGEST_LINE = 1 << 20
+
+
+class Annotations:
+    """What `path` has been annotated with: in a folder `annotations.jsonl`, beside a file `NAME.annotations.jsonl`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     kept = Annotations(folder).set("4/7/0/0/a", star=True, note="reads the answer from the prompt")
+    ...     Annotations(folder).all()["4/7/0/0/a"]["star"]
+    True
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        place = Path(path)
+        if not place.exists():
+            raise ValueError(
+                f"annotate: {redacted(path)} is no file or folder here, so there is no place for notes beside it"
+            )
+        self.path = (
+            place / "annotations.jsonl" if place.is_dir() else place.with_name(place.name + ".annotations.jsonl")
+        )
+        if os.path.lexists(self.path) and not stat.S_ISREG(os.lstat(self.path).st_mode):
+            raise ValueError(f"annotate: {self.path} is a link, which could lead anywhere, or no file")
+        self._lock = threading.Lock()
+        self._kept: dict[str, dict[str, Any]] = {}
+        if self.path.exists():
+            with open(self.path, "rb", opener=_private) as file:
+                for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
+                    self._read(line)
+
+    def _read(self, line: bytes) -> None:
+        # The file may be a stranger's, as the run is.
+        try:
+            entry = json.loads(line)
+            uid, note = str(entry["uid"]), str(entry["note"])[:LONGEST_NOTE]
+            self._kept[uid] = {"star": bool(entry["star"]), "note": note, "time": float(entry["time"])}
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return
+
+    def all(self) -> dict[str, dict[str, Any]]:
+        """{uid: {"star", "note", "time"}} of the samples that have either."""
+        with self._lock:
+            return {
+                uid: annotation for uid, annotation in self._kept.items() if annotation["star"] or annotation["note"]
+            }
+
+    def set(self, uid: str, *, star: bool | None = None, note: str | None = None) -> dict[str, Any]:
+        """Star a sample or take the star away, write a note or, with an empty one, remove it; how it is then."""
+        if note is not None and len(note) > LONGEST_NOTE:
+            raise ValueError(f"note: got {len(note)} characters, expected at most {LONGEST_NOTE}")
+        with self._lock:
+            before = self._kept.get(uid, {"star": False, "note": ""})
+            annotation = {
+                "star": before["star"] if star is None else star,
+                "note": before["note"] if note is None else note,
+                "time": time.time(),
+            }
+            line = json.dumps({"uid": uid, **annotation}).encode()
+            # A newline on either side: what a crash cut before it stays a line of its own.
+            with open(self.path, "ab", opener=_private) as file:
+                file.write(b"\n" + line + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self._kept[uid] = annotation
+            return annotation
+
+
+def _private(path: str, flags: int) -> int:
+    return private_opener(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
 
 MAX_BODY = 1 << 20
 MOST_UIDS = 64
@@ -62,18 +145,18 @@ _GZIP_FROM = 4 << 10
 class _Route:
     """A question that is answered with JSON: its parameters, which of them it needs, and what answers it."""
 
-    known: Mapping[str, Reader]
+    readers: Mapping[str, Reader]
     needed: tuple[str, ...]
     answer: Callable[[Api, dict[str, Any]], Any]
 
 
 _UID = {"uid": word}
 ROUTES: dict[str, _Route] = {
-    "/api/run": _Route({}, (), lambda api, given: api.run()),
-    "/api/steps": _Route({"since": whole, "evaluation": flag}, (), lambda api, given: api.answers.steps(**given)),
-    "/api/look": _Route({"evaluation": flag}, (), lambda api, given: api.answers.look(**given)),
-    "/api/metrics": _Route({"since": whole}, (), lambda api, given: api.answers.metrics(**given)),
-    "/api/step": _Route({"step": whole, "evaluation": flag}, ("step",), lambda api, given: api.answers.step(**given)),
+    "/api/run": _Route({}, (), lambda api, query: api.run()),
+    "/api/steps": _Route({"since": whole, "evaluation": flag}, (), lambda api, query: api.answers.steps(**query)),
+    "/api/look": _Route({"evaluation": flag}, (), lambda api, query: api.answers.look(**query)),
+    "/api/metrics": _Route({"since": whole}, (), lambda api, query: api.answers.metrics(**query)),
+    "/api/step": _Route({"step": whole, "evaluation": flag}, ("step",), lambda api, query: api.answers.step(**query)),
     "/api/list": _Route(
         {
             "view": word,
@@ -88,22 +171,22 @@ ROUTES: dict[str, _Route] = {
             "evaluation": flag,
         },
         (),
-        lambda api, given: api.answers.list(**given),
+        lambda api, query: api.answers.list(**query),
     ),
-    "/api/group": _Route({"gid": word}, ("gid",), lambda api, given: api.answers.group(**given)),
-    "/api/neighbours": _Route(_UID, ("uid",), lambda api, given: api.answers.neighbours(**given)),
-    "/api/record": _Route(_UID, ("uid",), lambda api, given: api.source.record(given["uid"])),
-    "/api/history": _Route(_UID, ("uid",), lambda api, given: api.history(given["uid"])),
-    "/api/prompt": _Route({"prompt": word}, ("prompt",), lambda api, given: api.answers.prompt(**given)),
+    "/api/group": _Route({"gid": word}, ("gid",), lambda api, query: api.answers.group(**query)),
+    "/api/neighbours": _Route(_UID, ("uid",), lambda api, query: api.answers.neighbours(**query)),
+    "/api/record": _Route(_UID, ("uid",), lambda api, query: api.source.record(query["uid"])),
+    "/api/history": _Route(_UID, ("uid",), lambda api, query: api.history(query["uid"])),
+    "/api/prompt": _Route({"prompt": word}, ("prompt",), lambda api, query: api.answers.prompt(**query)),
     "/api/compare": _Route(
-        {"a": step_range, "b": step_range}, ("a", "b"), lambda api, given: api.answers.compare(**given)
+        {"a": step_range, "b": step_range}, ("a", "b"), lambda api, query: api.answers.compare(**query)
     ),
     "/api/search": _Route(
         {"q": word, "mode": word, "limit": whole, "step": whole},
         ("q",),
-        lambda api, given: api.answers.search(**given),
+        lambda api, query: api.answers.search(**query),
     ),
-    "/api/annotations": _Route({}, (), lambda api, given: api.notes()),
+    "/api/annotations": _Route({}, (), lambda api, query: api.notes()),
 }
 """GET routes whose answer is JSON; a single file holds recorded answers of some of them."""
 
@@ -166,9 +249,9 @@ class Api:
             return refused
         try:
             return self._route(request)
-        except Busy as error:
+        except ServerBusyError as error:
             return failure(429, str(error))
-        except (TooLate, TimeoutError) as error:
+        except (QueryTimeoutError, TimeoutError) as error:
             # Not 408, which says that the request was slow to come: browsers ask again then, many times over.
             return failure(504, str(error))
         except KeyError as error:
@@ -188,8 +271,10 @@ class Api:
 
     def report_error(self) -> None:
         """Tell the terminal of an error; what the error says may be a record's text, so nothing in it is obeyed."""
-        said = "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in traceback.format_exc())
-        print(said, file=sys.stderr, flush=True)
+        report = "".join(
+            letter if letter.isprintable() or letter in "\n\t" else "�" for letter in traceback.format_exc()
+        )
+        print(report, file=sys.stderr, flush=True)
 
     def _route(self, request: Request) -> Response:
         path = request.path
@@ -211,8 +296,8 @@ class Api:
             return self._frame(request)
         if route is None:
             return self._media(request, path.rpartition("/")[2])
-        given = arguments(request.query, route.known, route.needed)
-        answer = self._within(lambda: route.answer(self, given))
+        parameters = arguments(request.query, route.readers, route.needed)
+        answer = self._within(lambda: route.answer(self, parameters))
         return self._json(request, answer)
 
     def _wrong_method(self, allowed: str) -> Response:
@@ -223,17 +308,17 @@ class Api:
     def _within(self, work: Callable[[], Any]) -> Any:
         """What `work` gives, if it does so in time. What is late goes on alone, in few threads: more are refused."""
         if not self._overdue.acquire(blocking=False):
-            raise Busy("earlier questions are still being worked on; ask again in a while")
+            raise ServerBusyError("earlier questions are still being worked on; ask again in a while")
         self._overdue.release()
-        found: list[Any] = []
+        answers: list[Any] = []
         late = threading.Event()
         done = threading.Event()
 
         def run() -> None:
             try:
-                found.append((work(), None))
+                answers.append((work(), None))
             except BaseException as error:
-                found.append((None, error))
+                answers.append((None, error))
             with lock:
                 done.set()
                 if late.is_set():
@@ -245,8 +330,8 @@ class Api:
             with lock:
                 if not done.is_set() and self._overdue.acquire(blocking=False):
                     late.set()
-            raise TooLate(f"the question took longer than {self.seconds:g} seconds")
-        value, error = found[0]
+            raise QueryTimeoutError(f"the question took longer than {self.seconds:g} seconds")
+        value, error = answers[0]
         if error is not None:
             raise error
         return value
@@ -267,8 +352,8 @@ class Api:
     ) -> Response:
         """An answer that a browser may keep and ask about: `tag` says which it is."""
         more = (("ETag", f'"{tag}"'), ("Cache-Control", keep))
-        known = {each.strip().removeprefix("W/") for line in request.all("if-none-match") for each in line.split(",")}
-        if f'"{tag}"' in known:
+        tags = {entry.strip().removeprefix("W/") for line in request.all("if-none-match") for entry in line.split(",")}
+        if f'"{tag}"' in tags:
             return respond(304, b"", kind, *more, policy=policy)
         return respond(200, body, kind, *more, policy=policy)
 
@@ -285,7 +370,7 @@ class Api:
             raise ValueError("uid: got one of them twice")
 
         def make() -> bytes:
-            from rollbook.inspect.frames import encode
+            from rollbook.inspect.serialization import encode
 
             return encode(self.source.documents(uids))
 
@@ -295,10 +380,10 @@ class Api:
         return self._cached(request, frame, "application/octet-stream", tag, "private, no-cache")
 
     def _media(self, request: Request, sha256: str) -> Response:
-        found = self._within(lambda: self.source.media(sha256))
-        if found is None:
+        image = self._within(lambda: self.source.media(sha256))
+        if image is None:
             raise KeyError("there is no such image here")
-        content, _ = found
+        content, _ = image
         kind = image_type(content)
         keep = "private, max-age=86400, immutable"
         if kind is None:
@@ -311,16 +396,16 @@ class Api:
         since = [value for value in request.all("last-event-id") if re.fullmatch("[0-9]{1,18}", value)]
         cursor = int(since[0]) if since else self.answers.index.cursor
         if not self._streams.acquire(blocking=False):
-            raise Busy(f"{_STREAMS} pages are listening already; close one")
+            raise ServerBusyError(f"{_STREAMS} pages are listening already; close one")
         return respond(200, Stream(self, cursor, self._streams.release), "text/event-stream")
 
     # --- answers that are not the index's -----------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """What is known of the whole, and what this server does."""
-        found = dict(self.answers.run())
-        found["features"] = {**found["features"], "export": True, "annotate": self.annotations is not None}
-        return found
+        summary = dict(self.answers.run())
+        summary["features"] = {**summary["features"], "export": True, "annotate": self.annotations is not None}
+        return summary
 
     def history(self, uid: str) -> dict[str, Any]:
         """The ledger's entries of one record."""
@@ -342,21 +427,21 @@ class Api:
         return done
 
     def _sql(self, request: Request) -> Response:
-        given = fields(request, {"query": str, "rows": int, "format": str}, ("query",))
-        kind = given.pop("format", "json")
+        request_body = fields(request, {"query": str, "rows": int, "format": str}, ("query",))
+        kind = request_body.pop("format", "json")
         if kind not in ("json", "csv"):
             raise ValueError(f"format: got {kind[:40]!r}, expected json or csv")
         begun = time.perf_counter()
-        found = self.workers.sql(given["query"], seconds=self.seconds, rows=given.get("rows", 1000))
+        answer = self.workers.sql(request_body["query"], seconds=self.seconds, rows=request_body.get("rows", 1000))
         if kind == "csv":
-            body = as_csv(found["columns"], found["rows"])
+            body = as_csv(answer["columns"], answer["rows"])
             return respond(200, body, "text/csv; charset=utf-8", attachment("rollbook.csv"))
-        return self._json(request, {**found, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
+        return self._json(request, {**answer, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
 
     def _export(self, request: Request) -> Response:
-        from rollbook.inspect.single import export_html
+        from rollbook.inspect.html_export import export_html
 
-        known = {
+        kinds = {
             "uids": list,
             "gid": str,
             "filter": str,
@@ -365,17 +450,17 @@ class Api:
             "images": bool,
             "theme": str,
         }
-        given = fields(request, known, ())
-        made = self._within(lambda: export_html(self.source, self.answers, workers=self.workers, **given))
+        body = fields(request, kinds, ())
+        page = self._within(lambda: export_html(self.source, self.answers, workers=self.workers, **body))
         kind = "text/html; charset=utf-8"
-        return respond(200, made.content, kind, attachment(made.name), policy=MEDIA_POLICY)
+        return respond(200, page.content, kind, attachment(page.name), policy=MEDIA_POLICY)
 
     def _annotate(self, request: Request) -> Response:
         if self.annotations is None:
             return failure(403, "this viewer only reads; start it with --annotate to keep stars and notes")
-        given = fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
-        self.answers.neighbours(given["uid"])  # KeyError: there is no such record
-        return self._json(request, self.annotations.set(**given))
+        body = fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
+        self.answers.neighbours(body["uid"])  # KeyError: there is no such record
+        return self._json(request, self.annotations.set(**body))
 
 
 class Stream:
@@ -432,14 +517,13 @@ _POSTS: dict[str, Callable[[Api, Request], Response]] = {
 
 def open_api(path: str | os.PathLike[str], guard: Guard, *, tokenizer: Any = None, annotate: bool = False) -> Api:
     """The viewer of what lies at `path`, followed in the background from now on."""
-    from rollbook.inspect.annotations import Annotations
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.index import Index
     from rollbook.inspect.sources import Watcher, open_source
 
-    kept = Annotations(path) if annotate else None
+    annotations = Annotations(path) if annotate else None
     source = open_source(path, tokenizer=tokenizer, starting=True)
     index = Index()
     watcher = Watcher(source, index).start()
     workers = Workers(os.fspath(path))
-    return Api(source, Answers(source, index), watcher, guard, workers=workers, annotations=kept)
+    return Api(source, Answers(source, index), watcher, guard, workers=workers, annotations=annotations)

@@ -1,7 +1,7 @@
-"""The viewer as an ASGI application: for uvicorn, or mounted in an application of one's own.
+"""The viewer as an ASGI application, for uvicorn or to mount in another application.
 
-Invariant: the same `Api` answers as behind the viewer's own server, with the same rules; it works in threads, so the
-event loop never waits for a file, and what a request began ends with it.
+Invariant: requests are answered by the same `Api`, with the same rules, as behind the viewer's own server. It works in
+threads, so the event loop never waits for a file; everything that a request started ends with it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote
 
 from rollbook.inspect.api import MAX_BODY, Api, open_api
-from rollbook.inspect.guard import Guard, authorities, checked_token
-from rollbook.inspect.messages import Request, Response, failure, respond
+from rollbook.inspect.http import Guard, Request, Response, authorities, checked_token, failure, respond
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from rollbook.core.checks import suggest
 from rollbook.inspect.index import COLUMNS
-from rollbook.inspect.summaries import DUPLICATE_TOKENS, LOOP, STALE
+from rollbook.inspect.measures import DUPLICATE_TOKENS, LOOP, STALE
 
 MOST_LETTERS = 4000
 MOST_NESTING = 50
@@ -93,7 +93,7 @@ FLAGS: dict[str, Flag] = {
     "waiting": Flag("state = 'waiting'", "Waiting", "It waits to be trained on."),
     "leased": Flag("state = 'leased'", "Leased", "A trainer has it just now."),
     "evaluation": Flag("evaluation = 1", "Evaluation", "It is kept beside, never trained on."),
-    "gone": Flag("gone IS NOT NULL", "Gone", "Its bytes are no more there."),
+    "removed": Flag("removed_reason IS NOT NULL", "Removed", "Its bytes were removed."),
     "measured": Flag("measured = 1", "Measured", "Its tokens were looked at."),
     "tool": Flag("COALESCE(tool_calls > 0, 0)", "Tool", "It calls tools."),
     "image": Flag("COALESCE(images > 0, 0)", "Image", "It shows images."),
@@ -169,12 +169,12 @@ def parse(text: str, parts: Sequence[str] = ()) -> Condition:
     if not text.strip():
         return Condition("1", ())
     reader = _Reader(text, parts)
-    made = reader.either(0)
+    node = reader.either(0)
     left = reader.peek()
     if left is not None:
         raise reader.wrong(left, "and, or, or the end")
     values: list[Any] = []
-    sql = made.sql(values, False)
+    sql = node.sql(values, False)
     return Condition(sql, tuple(values), reader.texts)
 
 
@@ -195,7 +195,7 @@ class _Node(NamedTuple):
             return self.inner[0].sql(values, not negated)
         if self.word:
             word = self.word if not negated else {"AND": "OR", "OR": "AND"}[self.word]
-            return f"({f' {word} '.join(each.sql(values, negated) for each in self.inner)})"
+            return f"({f' {word} '.join(node.sql(values, negated) for node in self.inner)})"
         values += self.values
         if not negated:
             return self.test
@@ -213,15 +213,15 @@ class _Reader:
         self.at = 0
         place = 0
         while text[place:].strip():
-            found = _TOKEN.match(text, place)
-            if found is None or found.lastgroup is None:
+            match = _TOKEN.match(text, place)
+            if match is None or match.lastgroup is None:
                 start = place + len(text[place:]) - len(text[place:].lstrip())
                 raise self._error(start, text[start], "a column, a value, or and, or, not")
-            self.tokens.append(_Token(found.lastgroup, found[found.lastgroup], found.start(found.lastgroup)))
-            place = found.end()
+            self.tokens.append(_Token(match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)))
+            place = match.end()
 
-    def _error(self, at: int, got: str | None, expected: str, hint: str = "") -> ValueError:
-        shown = "the end" if got is None else repr(got[:40])
+    def _error(self, at: int, actual: str | None, expected: str, hint: str = "") -> ValueError:
+        shown = "the end" if actual is None else repr(actual[:40])
         return ValueError(f"filter, letter {at + 1}: got {shown}, expected {expected}{hint}")
 
     def wrong(self, token: _Token | None, expected: str, hint: str = "") -> ValueError:
@@ -300,8 +300,8 @@ class _Reader:
             return self._number(name)
         if name in _TEXTS:
             return self._words(name)
-        known = [*COLUMNS, *ALIASES, *FLAGS, *_TEXT_TESTS, "part.NAME"]
-        hint = suggest(name, known).split("(")[0].strip() if suggest(name, known).startswith("; did") else ""
+        names = [*COLUMNS, *ALIASES, *FLAGS, *_TEXT_TESTS, "part.NAME"]
+        hint = suggest(name, names).split("(")[0].strip() if suggest(name, names).startswith("; did") else ""
         raise self.wrong(token, "a column or a word such as truncated", hint)
 
     def _text(self, name: str) -> _Node:
@@ -323,7 +323,7 @@ class _Reader:
     def _part(self, token: _Token) -> str:
         name = token.text.split(".", 1)[1]
         if self.parts and name not in self.parts:
-            same = [each for each in self.parts if each.lower() == name.lower()]
+            same = [part for part in self.parts if part.lower() == name.lower()]
             if not same:
                 hint = suggest(name, list(self.parts))
                 raise self.wrong(token, "the name of a part of the reward or of a metric", hint)
@@ -360,14 +360,14 @@ class _Reader:
             return None
         if not self.met("("):
             raise self.wrong(self.peek(), "'(' and values")
-        found = [self._value("a value")]
+        values = [self._value("a value")]
         while self.met(","):
-            found.append(self._value("a value"))
+            values.append(self._value("a value"))
         if not self.met(")"):
             raise self.wrong(self.peek(), "',' or ')'")
-        if len(found) > MOST_VALUES:
-            raise self.wrong(found[MOST_VALUES], f"at most {MOST_VALUES} values")
-        return negated, found
+        if len(values) > MOST_VALUES:
+            raise self.wrong(values[MOST_VALUES], f"at most {MOST_VALUES} values")
+        return negated, values
 
     def _value(self, expected: str) -> _Token:
         token = self.take(expected)
@@ -402,9 +402,9 @@ class _Reader:
         text = token.text.lower()
         if token.kind == "number":
             unit = _UNITS.get(text[-1], 1.0)
-            found = float(text.rstrip("km")) * unit
-            if math.isfinite(found):
-                return found
+            number = float(text.rstrip("km")) * unit
+            if math.isfinite(number):
+                return number
         elif token.kind == "word" and text in _TRUTH:
             return float(_TRUTH[text])
         raise self.wrong(token, "a number such as 12, .5, 1e-3 or 2k")
@@ -462,28 +462,28 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
     """
     if not isinstance(text, str) or len(text) > MOST_LETTERS:
         raise ValueError(f"sort: got {str(text)[:40]!r}, expected columns, with a comma between them")
-    found: list[str] = []
+    clauses: list[str] = []
     values: list[Any] = []
-    for word in filter(None, (each.strip() for each in text.split(","))):
+    for word in filter(None, (part.strip() for part in text.split(","))):
         falling = word.startswith("-")
         name = word.lstrip("+-").strip()
         lower = name.lower()
         if view == "groups":
-            column, known = _GROUP_ALIASES.get(lower, lower), list(GROUP_COLUMNS)
+            column, columns = _GROUP_ALIASES.get(lower, lower), list(GROUP_COLUMNS)
         else:
-            column, known = ALIASES.get(lower, lower), [*COLUMNS, *ALIASES, *FLAGS, "part.NAME"]
+            column, columns = ALIASES.get(lower, lower), [*COLUMNS, *ALIASES, *FLAGS, "part.NAME"]
         if view == "samples" and lower.startswith(_NAMED):
             column = "(SELECT value FROM json_each(samples.parts) WHERE key = ?)"
             values += [name.split(".", 1)[1]] * 2
         elif view == "samples" and column in FLAGS and column not in COLUMNS:
             column = f"({FLAGS[column].sql})"
-        elif column not in known:
-            raise ValueError(f"sort: got {name[:40]!r}, expected a column{suggest(name, known)}")
+        elif column not in columns:
+            raise ValueError(f"sort: got {name[:40]!r}, expected a column{suggest(name, columns)}")
         if column in COLUMNS and "NOT NULL" in COLUMNS[column].sql:
-            found.append(f"{column}{' DESC' if falling else ''}")
+            clauses.append(f"{column}{' DESC' if falling else ''}")
         else:
-            found += [f"{column} IS NULL", f"{column}{' DESC' if falling else ''}"]
-    return ", ".join([*found, "first" if view == "groups" else "n"]), tuple(values)
+            clauses += [f"{column} IS NULL", f"{column}{' DESC' if falling else ''}"]
+    return ", ".join([*clauses, "first" if view == "groups" else "n"]), tuple(values)
 
 
 _SHOWN_AS = {"length": "tokens", "response_tokens": "length"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import queue
 import shutil
 import sqlite3
@@ -19,14 +20,110 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.inspect import search, summaries
-from rollbook.inspect.plain import text as plain_text
-from rollbook.inspect.scales import Scales
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.inspect import measures, search
+from rollbook.inspect.serialization import text as plain_text
+from rollbook.inspect.trajectory import LENSES
 
 if TYPE_CHECKING:
-    from rollbook.inspect.documents import Trajectory
+    from rollbook.inspect.trajectory import Trajectory
+
+
+# --- scales of the lenses -------------------------------------------------------------------------------------------
+
+ENOUGH = 50_000
+"""How many tokens are enough to know a range for good."""
+AT_ONCE = 2048
+"""How many are taken of one piece of a run at most, so that a run's first pieces are not all that is seen."""
+_LEAST = 8
+
+
+class Scales:
+    """The first and last percentile of each lens over a random sample of tokens that are trained on.
+
+    Sequential ranges begin at 0 where the lens cannot be less (entropy, KL, weight); diverging ones reach as far to
+    both sides of their middle (of the ratio, whose middle is 1, in factors).
+
+    >>> scales = Scales()
+    >>> scales.offer({"entropy": np.linspace(0, 2, 101), "advantage": np.linspace(-1, 3, 101)}, np.ones(101, bool))
+    True
+    >>> scales.ranges["entropy"], scales.ranges["advantage"]
+    ((0.0, 1.98), (-2.96, 2.96))
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._dice = np.random.default_rng(seed)
+        self._seen: dict[str, list[NDArray[np.float64]]] = {}
+        self._counts: dict[str, int] = {}
+        self._used: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.ranges: dict[str, tuple[float, float]] = {}
+        self.quantiles: dict[str, list[float]] = {}
+        """Of each lens that was met, 101 values from the least to the greatest in the sample its range is from."""
+
+    @property
+    def full(self) -> bool:
+        """Whether every lens that was met is known for good."""
+        return bool(self._counts) and min(self._counts.values()) >= ENOUGH
+
+    def offer(self, lenses: Mapping[str, NDArray[Any]], keep: NDArray[np.bool_]) -> bool:
+        """Take some of these tokens: arrays [T] by lens, of which those count where `keep` [T] is true; whether a range
+        changed."""
+        with self._lock:
+            names = [name for name in lenses if name in LENSES and self._counts.get(name, 0) < ENOUGH]
+            if not names:
+                return False
+            places = np.flatnonzero(keep)
+            if len(places) > AT_ONCE:
+                places = places[self._dice.integers(0, len(places), AT_ONCE)]
+            changed = False
+            for name in names:
+                values = np.asarray(lenses[name])[places].astype(np.float64)
+                values = values[np.isfinite(values)]
+                if not len(values):
+                    continue
+                self._seen.setdefault(name, []).append(values)
+                count = self._counts[name] = self._counts.get(name, 0) + len(values)
+                if count >= min(ENOUGH, max(_LEAST, 2 * self._used.get(name, 0))) or name not in self.ranges:
+                    self._used[name] = count
+                    seen = np.concatenate(self._seen[name])
+                    self.ranges[name] = _range(name, seen)
+                    self.quantiles[name] = np.quantile(seen, np.linspace(0, 1, 101)).round(6).tolist()
+                    changed = True
+                if count >= ENOUGH:
+                    self._seen[name].clear()
+            return changed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ranges and quantiles, as JSON can hold them."""
+        with self._lock:
+            return {
+                name: {"low": low, "high": high, "quantiles": self.quantiles[name]}
+                for name, (low, high) in self.ranges.items()
+            }
+
+
+def _range(name: str, values: NDArray[np.float64]) -> tuple[float, float]:
+    lens = LENSES[name]
+    low, high = (round(float(bound), 6) for bound in np.quantile(values, (0.01, 0.99)))
+    if lens.middle is None:
+        if low >= 0:
+            low = 0.0
+        elif high <= 0:
+            high = 0.0
+        return (low, high) if high > low else (low, low + 1.0)
+    if name == "ratio":
+        far = max(abs(math.log(max(bound, 1e-6))) for bound in (low, high)) or math.log(2)
+        return round(math.exp(-far), 6), round(math.exp(far), 6)
+    far = max(abs(low - lens.middle), abs(high - lens.middle)) or 1.0
+    return lens.middle - far, lens.middle + far
+
 
 Values = Sequence[Any] | Mapping[str, Any]
+# --- the index ------------------------------------------------------------------------------------------------------
+
 _KEPT_READERS = 8
 _IN_ONE = 500
 
@@ -97,7 +194,7 @@ _ALL = (
     Column("state", "text", "TEXT NOT NULL DEFAULT ''", "State", "waiting, leased, trained, dropped, evaluation."),
     Column("reason", "text", "TEXT", "Reason", "Why it was dropped."),
     Column("trained_step", "number", "INTEGER", "Trained in", "The optimizer step that trained on it last."),
-    Column("gone", "text", "TEXT", "Gone", "Why it has no bytes any more."),
+    Column("removed_reason", "text", "TEXT", "Removed", "Why its bytes were removed."),
     Column("measured", "flag", "INTEGER NOT NULL DEFAULT 0", "Measured", "Whether its tokens were looked at yet."),
     Column("searchable", "", "INTEGER NOT NULL DEFAULT 0", "Searchable", "Whether its texts are in the index."),
     Column("moment", "", "INTEGER", "Moment", "The ledger's event at which its lag is judged."),
@@ -113,12 +210,13 @@ INTERNAL = ("n", "admitted", "batch", "digest", "searchable", "moment")
 SHOWN = tuple(name for name in COLUMNS if name not in INTERNAL)
 
 VOID = ("deleted", "rewound")
-"""Why a record is `gone` that counts nowhere: it was taken out of the run."""
-COUNTS = "(gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+"""Values of `removed_reason` of records that count nowhere: they were taken out of the run."""
+COUNTS = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
 """The condition for a sample that summaries count."""
 
 _SCANNED = (
-    *("step", "gid", "evaluation", "gone", "reward", "scored", "response_tokens", "trained_tokens", "advantage"),
+    *("step", "gid", "evaluation", "removed_reason", "reward", "scored", "response_tokens"),
+    *("trained_tokens", "advantage"),
     *("entropy", "kl", "kl_max", "mismatch", "mismatch_max", "lag", "status", "state", "repetition", "nans"),
     *("duplicate", "tool_calls", "images", "run", "turn"),
 )
@@ -132,7 +230,7 @@ _SCHEMA = (
     "CREATE INDEX samples_unmeasured ON samples (n) WHERE measured = 0",
     "CREATE INDEX samples_unjudged ON samples (n) WHERE lag IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL",
     "CREATE INDEX samples_unsearched ON samples (step, n) WHERE searchable = 0",
-    *summaries.TABLES,
+    *measures.TABLES,
     "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
 )
 
@@ -155,9 +253,9 @@ class Index:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        made = tempfile.mkdtemp(prefix="rollbook-view-", dir=folder)
-        self._remove = weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
-        self.path = Path(made) / "index.sqlite"
+        temporary = tempfile.mkdtemp(prefix="rollbook-view-", dir=folder)
+        self._remove = weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+        self.path = Path(temporary) / "index.sqlite"
         self._lock = threading.RLock()
         self._changed = threading.Condition()
         self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
@@ -172,7 +270,7 @@ class Index:
         self._writer = self._connect("rwc")
         self._writer.execute("PRAGMA journal_mode=WAL")
         self._writer.execute("PRAGMA synchronous=OFF")
-        summaries.prepare(self._writer)
+        measures.prepare(self._writer)
         with self.writing() as write:
             for sql in _SCHEMA:
                 write.execute(sql)
@@ -240,8 +338,8 @@ class Index:
 
     def fact(self, key: str, default: Any = None) -> Any:
         """What was kept under a key."""
-        found = self.query("SELECT value FROM facts WHERE key = ?", (key,))
-        return json.loads(found[0][0]) if found else default
+        rows = self.query("SELECT value FROM facts WHERE key = ?", (key,))
+        return json.loads(rows[0][0]) if rows else default
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -278,10 +376,10 @@ class Index:
 
     def declare(self, names: Iterable[str]) -> None:
         """Add names to those that reward sources declared as parts of the reward."""
-        known = self.fact("reward_parts", [])
-        new = [name for name in dict.fromkeys(names) if name not in known]
+        declared = self.fact("reward_parts", [])
+        new = [name for name in dict.fromkeys(names) if name not in declared]
         if new:
-            self.keep("reward_parts", [*known, *new])
+            self.keep("reward_parts", [*declared, *new])
 
     def put(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of `samples` by column, new ones (with `uid`, `gid` and `step`) or parts of rows that are there.
@@ -323,11 +421,11 @@ class Index:
                 self._note(write, ns)
 
     def _free(self, write: sqlite3.Connection, ids: Sequence[tuple[str, int]]) -> None:
-        wanted = dict(ids)
-        for part in _pieces(list(wanted)):
+        numbers = dict(ids)
+        for part in _pieces(list(numbers)):
             marks = ",".join("?" * len(part))
             for uid, n in write.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall():
-                if wanted[uid] != n:
+                if numbers[uid] != n:
                     write.execute("UPDATE samples SET uid = ? WHERE n = ?", (f"{uid}~{n}", n))
 
     def remove(self, ns: Sequence[int]) -> None:
@@ -354,25 +452,23 @@ class Index:
 
     def add(self, documents: Sequence[Trajectory]) -> None:
         """Add, or measure anew, samples that a source has as `Trajectory`s, in the order of their coming."""
-        from rollbook.inspect import measures
-
-        seen = {*self.fact("tokenized", ()), *(one.tokenized for one in documents)}
+        seen = {*self.fact("tokenized", ()), *(document.tokenized for document in documents)}
         self.keep("tokenized", sorted(seen))
-        self.declare(name for one in documents for name in one.declared)
+        self.declare(name for document in documents for name in document.declared)
         with self._lock:
-            known: dict[str, int] = {}
-            for part in _pieces([one.uid for one in documents]):
+            numbers: dict[str, int] = {}
+            for part in _pieces([document.uid for document in documents]):
                 marks = ",".join("?" * len(part))
-                known.update(
+                numbers.update(
                     self._writer.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall()
                 )
             (last,) = self._writer.execute("SELECT COALESCE(MAX(n), 0) FROM samples").fetchone()
             rows = []
-            for one in documents:
-                if one.uid not in known:
+            for document in documents:
+                if document.uid not in numbers:
                     last += 1
-                    known[one.uid] = last
-                rows.append({"n": known[one.uid], **measures.row_of(one)})
+                    numbers[document.uid] = last
+                rows.append({"n": numbers[document.uid], **measures.row_of(document)})
             self.put(rows)
         measures.sample_documents(self, documents)
 
@@ -391,7 +487,7 @@ class Index:
             self._gids, self._steps = set(), set()
             try:
                 with self.writing() as write:
-                    changed = summaries.settle(write, gids, steps, self._cursor + 1)
+                    changed = measures.settle(write, gids, steps, self._cursor + 1)
             except BaseException:
                 self._gids |= gids
                 self._steps |= steps
@@ -441,7 +537,7 @@ class Index:
 
 def named(answer: sqlite3.Cursor) -> list[dict[str, Any]]:
     """A statement's rows by the names of their columns."""
-    names = [each[0] for each in answer.description]
+    names = [column[0] for column in answer.description]
     return [dict(zip(names, row, strict=True)) for row in answer]
 
 

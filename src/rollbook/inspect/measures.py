@@ -1,7 +1,9 @@
-"""What is measured of a sample's tokens: repetition, entropy, mismatch and the other columns of the index.
+"""Columns of the index: measures of each sample, and summaries of groups and steps.
 
 Invariant: a row is the same whether it comes from a book's columns, many records at once, or from one `Trajectory`.
-Means and extremes are over tokens that are trained on and numbers that are finite; what was not recorded is `None`.
+Means and extremes are over tokens that are trained on and finite numbers; what was not recorded is `None`. A summary is
+a function of the samples that are present, the run's top reward and its newest step; only what changed is recomputed.
+Deleted or rewound samples count nowhere.
 """
 
 from __future__ import annotations
@@ -9,17 +11,21 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from rollbook.inspect.documents import Trajectory
+from rollbook.inspect.doctor.thresholds import Thresholds
+from rollbook.inspect.statistics import fit_weights, quantiles
+from rollbook.inspect.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from rollbook.inspect.index import Index
+
 
 SHOWN_LETTERS = 240
 GRAM = 8
@@ -55,10 +61,10 @@ def repetition(ids: NDArray[Any]) -> tuple[float, int | None]:
     if not again:
         return 0.0, None
     share = again / len(grams)
-    found = _loop(ids, grams)
-    if found is None:
+    loop = _loop(ids, grams)
+    if loop is None:
         return share, None
-    start, stop = found
+    start, stop = loop
     return max(share, (stop - start) / count), start
 
 
@@ -107,9 +113,9 @@ def own_tokens(response: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[float, 
     if not len(chosen) or len(chosen) == len(response):
         share, loop = repetition(response)
         return share, loop, digest_of(response)
-    own = response[chosen]
-    share, loop = repetition(own)
-    return share, None if loop is None else int(chosen[loop]), digest_of(own)
+    sampled = response[chosen]
+    share, loop = repetition(sampled)
+    return share, None if loop is None else int(chosen[loop]), digest_of(sampled)
 
 
 def digest_of(ids: NDArray[Any]) -> int | None:
@@ -140,12 +146,12 @@ def opening_of(text: str) -> str:
     'What is 2+2?'
     """
     text = text[:_READ_LETTERS]
-    found = _USER.search(text)
-    if found is not None:
-        end = _USER_ENDS.search(text, found.end())
-        asked = _short(text[found.end() : end.start() if end else len(text)])
-        if asked:
-            return asked
+    match = _USER.search(text)
+    if match is not None:
+        end = _USER_ENDS.search(text, match.end())
+        question = _short(text[match.end() : end.start() if end else len(text)])
+        if question:
+            return question
     return _short(text)
 
 
@@ -191,8 +197,8 @@ def spoken_in(text: str) -> tuple[int, int, int]:
             messages = json.loads(text)
         except (RecursionError, ValueError):
             messages = []
-        listed = [one.get("tool_calls") for one in messages if isinstance(one, Mapping)]
-        calls = max(calls, sum(len(each) for each in listed if isinstance(each, list)))
+        listed = [message.get("tool_calls") for message in messages if isinstance(message, Mapping)]
+        calls = max(calls, sum(len(entries) for entries in listed if isinstance(entries, list)))
     return text.count('"role":"assistant"'), calls, sum(text.count(mark) for mark in _IMAGES)
 
 
@@ -202,7 +208,7 @@ def parts_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     >>> parts_of({"accuracy": True, "length": -0.5, "note": "x", "bad": float("nan")})
     {'accuracy': 1.0, 'length': -0.5}
     """
-    found = {}
+    parts = {}
     for name, value in metrics.items():
         if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
             try:
@@ -210,8 +216,8 @@ def parts_of(metrics: Mapping[str, Any]) -> dict[str, float]:
             except OverflowError:
                 continue
             if math.isfinite(number):
-                found[str(name)] = number
-    return found
+                parts[str(name)] = number
+    return parts
 
 
 def declared_in(info: Any) -> tuple[str, ...]:
@@ -248,7 +254,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
     trained = document.mask & (np.arange(length) >= start)
     share, loop, digest = own_tokens(response, document.mask[start:])
     prompt_text = document.text[: document.prompt_end] if document.prompt_text is None else document.prompt_text
-    said = document.text[document.prompt_end :] if document.response_text is None else document.response_text
+    response_text = document.text[document.prompt_end :] if document.response_text is None else document.response_text
     versions = None if document.versions is None else document.versions[trained & (document.versions >= 0)]
     if document.versions is not None and versions is not None and not len(versions):
         versions = document.versions[document.versions >= 0]
@@ -257,11 +263,11 @@ def row_of(document: Trajectory) -> dict[str, Any]:
     answered = sum(segment.kind == "tool_result" for segment in document.segments)
     called = sum(segment.kind == "tool_call" for segment in document.segments)
     # LightRFT's files, which know words, have the highest entropies alone: no mean is made of them, and no NaNs.
-    known = document.arrays.get("entropy")
-    some = document.tokenized == "words" and known is not None and not np.isfinite(known[trained]).all()
+    entropies = document.arrays.get("entropy")
+    some = document.tokenized == "words" and entropies is not None and not np.isfinite(entropies[trained]).all()
     lenses = {n: v for n, v in document.arrays.items() if n != "entropy" or not some}
     bad = np.zeros(length, dtype=np.bool_)
-    for name in (each for each in _RECORDED if each in lenses):
+    for name in (lens for lens in _RECORDED if lens in lenses):
         bad |= ~np.isfinite(lenses[name])
     if "kl" in lenses:
         bad |= np.isnan(lenses["kl"])
@@ -280,7 +286,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
         "reward": reward,
         "scored": scored,
         "parts": json.dumps(parts_of(document.parts)),
-        "advantage": plain(advantage),
+        "advantage": finite_or_none(advantage),
         "length": length,
         "prompt_tokens": start,
         "response_tokens": length - start,
@@ -301,14 +307,14 @@ def row_of(document: Trajectory) -> dict[str, Any]:
         "images": len(document.pictures),
         "digest": digest,
         "opening": asked_in(document.messages) or opening_of(prompt_text),
-        "closing": closing_of(said),
+        "closing": closing_of(response_text),
         "kept": document.kept,
         "state": "evaluation" if document.evaluation else "",
         "measured": 1,
     }
 
 
-METRICS = (
+TOKEN_METRICS = (
     ("entropy", "entropy", "mean"),
     ("entropy_max", "entropy", "max"),
     ("logprob", "logprob", "mean"),
@@ -323,14 +329,14 @@ _RECORDED = ("entropy", "logprob", "mismatch", "advantage", "value", "reward", "
 
 
 def _metrics(trained: Mapping[str, NDArray[Any]]) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    for column, lens, how in METRICS:
+    metrics: dict[str, float | None] = {}
+    for column, lens, statistic in TOKEN_METRICS:
         values = trained.get(lens, _NOTHING)
         values = values[np.isfinite(values)].astype(np.float64)
         if lens == "mismatch":
             values = np.abs(values)
-        found[column] = None if not len(values) else float(values.mean() if how == "mean" else values.max())
-    return found
+        metrics[column] = None if not len(values) else float(values.mean() if statistic == "mean" else values.max())
+    return metrics
 
 
 _NOTHING: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
@@ -365,7 +371,7 @@ def scored_as(reward: float | None) -> tuple[float | None, int]:
     return (None, 2) if math.isnan(reward) else (float(reward), 1)
 
 
-def plain(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """A finite number, or `None`."""
     return None if value is None or not math.isfinite(value) else float(value)
 
@@ -375,7 +381,336 @@ def sample_documents(index: Index, documents: Sequence[Trajectory]) -> None:
     if index.scales.full:
         return
     changed = False
-    for one in documents:
-        changed |= index.scales.offer(one.arrays, one.mask)
+    for document in documents:
+        changed |= index.scales.offer(document.arrays, document.mask)
     if changed:
         index.keep("scales", index.scales.as_dict())
+
+
+# --- groups and steps ------------------------------------------------------------------------------------------------
+
+LOOP = 0.5
+"""From which share of repetition on a response counts as a loop."""
+STALE = 1
+"""Beyond which lag a sample counts as stale."""
+_NEAR_TOP = 0.2
+MISMATCH = 1.0
+"""From which distance of the trainer's log-prob to the engine's on, at any token, a group is marked."""
+STEP_METRICS = ("reward", "length", "entropy", "kl", "mismatch", "lag", "advantage")
+"""What a step's summary has quantiles of; `length` is that of responses."""
+DUPLICATE_TOKENS = Thresholds().duplicate_tokens
+"""A shorter response is not counted as a duplicate: right answers of a few tokens are the same."""
+SHARES = ("truncated", "duplicates", "stale", "loops", "masked", "errors", "nans")
+
+_COUNTS = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
+_GROUP = {
+    "first": ("INTEGER NOT NULL", "MIN(n)"),
+    "step": ("INTEGER NOT NULL", "MIN(step)"),
+    "task": ("TEXT NOT NULL", "MIN(task)"),
+    "prompt": ("TEXT NOT NULL", "MAX(prompt)"),
+    "n": ("INTEGER NOT NULL", "COUNT(*)"),
+    "runs": ("INTEGER NOT NULL", "COUNT(DISTINCT run)"),
+    "expected": ("INTEGER", "MAX(group_size)"),
+    "images": ("INTEGER NOT NULL", "COALESCE(MAX(images), 0)"),
+    "mean": ("REAL", "AVG(reward)"),
+    "std": ("REAL", "spread(reward)"),
+    "low": ("REAL", "MIN(reward)"),
+    "high": ("REAL", "MAX(reward)"),
+    "length": ("REAL", "AVG(NULLIF(response_tokens, 0))"),
+    "entropy": ("REAL", "AVG(entropy)"),
+    "kl_max": ("REAL", "MAX(kl_max)"),
+    "mismatch_max": ("REAL", "MAX(mismatch_max)"),
+    "zero_variance": ("INTEGER", "COUNT(*) >= 2 AND COUNT(reward) = COUNT(*) AND MIN(reward) = MAX(reward)"),
+    "truncated": ("INTEGER", "SUM(status = 'truncated')"),
+    "loops": ("INTEGER", f"COALESCE(SUM(repetition >= {LOOP}), 0)"),
+    "duplicates": ("INTEGER", "SUM(duplicate)"),
+    "nans": ("INTEGER", "SUM(COALESCE(nans, 0) > 0 OR scored = 2)"),
+    "stale": ("INTEGER", f"COALESCE(SUM(lag > {STALE}), 0)"),
+}
+"""The columns of `groups`: their types, and what each is of a group's samples."""
+TABLES = (
+    "CREATE TABLE groups (g INTEGER PRIMARY KEY, gid TEXT NOT NULL, evaluation INTEGER NOT NULL, "
+    f"{', '.join(f'{name} {kind}' for name, (kind, _) in _GROUP.items())}, UNIQUE (gid, evaluation))",
+    "CREATE INDEX groups_step ON groups (step, first)",
+    "CREATE INDEX groups_newest ON groups (evaluation, step)",
+    "CREATE INDEX groups_prompt ON groups (prompt, step)",
+    "CREATE TABLE steps (step INTEGER NOT NULL, evaluation INTEGER NOT NULL, cursor INTEGER NOT NULL, "
+    "n INTEGER NOT NULL, summary TEXT NOT NULL, PRIMARY KEY (step, evaluation))",
+    "CREATE TABLE tops (evaluation INTEGER PRIMARY KEY, low REAL NOT NULL, top REAL NOT NULL, bar REAL NOT NULL, "
+    "solves INTEGER NOT NULL, groups INTEGER NOT NULL)",
+)
+"""`groups`: one row a group, in the order of their `first` samples; `expected` runs it was to have, of which `runs` are
+there. `tops`: the lowest and highest reward, that from which on a sample counts as solved, and whether it tells solved
+ones from others."""
+
+_GROUPS = (
+    f"INSERT INTO groups (gid, evaluation, {', '.join(_GROUP)}) "
+    f"SELECT gid, evaluation, {', '.join(sql for _, sql in _GROUP.values())} FROM samples "
+    f"WHERE gid IN (SELECT gid FROM dirty) AND {_COUNTS} GROUP BY gid, evaluation "
+    f"ON CONFLICT (gid, evaluation) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in _GROUP)}"
+)
+_DUPLICATES = f"""
+    UPDATE samples SET duplicate = 1 - duplicate
+    WHERE gid IN (SELECT gid FROM dirty) AND duplicate <> (response_tokens >= {DUPLICATE_TOKENS} AND EXISTS (
+        SELECT 1 FROM samples AS other WHERE other.gid = samples.gid AND other.digest = samples.digest
+        AND other.run <> samples.run AND other.turn = samples.turn AND other.evaluation = samples.evaluation
+        AND {_COUNTS.replace("removed_reason", "other.removed_reason")}))"""
+"""Parts of one run may be alike: a duplicate is another run's."""
+
+
+class _Spread:
+    """The standard deviation of a population, for SQL; nothing for no number that is finite."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def step(self, value: float | None) -> None:
+        if value is not None and math.isfinite(value):
+            self.values.append(value)
+
+    def finalize(self) -> float | None:
+        if not self.values:
+            return None
+        first = self.values[0]
+        if all(value == first for value in self.values):
+            return 0.0
+        return float(np.std(self.values))
+
+
+def prepare(connection: sqlite3.Connection) -> None:
+    """Have what `settle` needs on a connection."""
+    connection.create_aggregate("spread", 1, _Spread)  # type: ignore[arg-type]
+    connection.execute("CREATE TEMP TABLE dirty (gid TEXT PRIMARY KEY)")
+
+
+def settle(
+    write: sqlite3.Connection, gids: Iterable[str], steps: Iterable[tuple[int, int]], cursor: int
+) -> set[tuple[int, int]]:
+    """Sum up these groups, and the steps that they or their samples are in; (step, evaluation) of each that changed."""
+    touched = set(steps)
+    write.execute("DELETE FROM dirty")
+    write.executemany("INSERT INTO dirty VALUES (?)", [(gid,) for gid in gids])
+    places = "SELECT DISTINCT step, evaluation FROM groups WHERE gid IN (SELECT gid FROM dirty)"
+    touched.update(write.execute(places).fetchall())
+    write.execute(_DUPLICATES)
+    write.execute(_GROUPS)
+    write.execute(
+        "DELETE FROM groups WHERE gid IN (SELECT gid FROM dirty) AND NOT EXISTS (SELECT 1 FROM samples "
+        f"WHERE samples.gid = groups.gid AND samples.evaluation = groups.evaluation AND {_COUNTS})"
+    )
+    touched.update(write.execute(places).fetchall())
+    newest = newest_steps(write)
+    looked = set(touched)
+    for evaluation in (0, 1):
+        if _top(write, evaluation):
+            looked.update(write.execute("SELECT step, evaluation FROM steps WHERE evaluation = ?", (evaluation,)))
+        # What was the newest step may have groups that are now known to be incomplete.
+        before = write.execute("SELECT MAX(step) FROM steps WHERE evaluation = ? AND n > 0", (evaluation,)).fetchone()
+        if before[0] is not None and before[0] != newest.get(evaluation):
+            looked.add((before[0], evaluation))
+    summaries = dict[tuple[int, int], str]()
+    for step, evaluation, text in write.execute("SELECT step, evaluation, summary FROM steps"):
+        if (step, evaluation) in looked:
+            summaries[step, evaluation] = text
+    rows = []
+    for step, evaluation in sorted(looked):
+        summary = summarise(write, step, evaluation, newest.get(evaluation))
+        text = json.dumps(summary, allow_nan=False)
+        # A sample's state is not in the summary, but a page that shows the step's samples has to know.
+        if (step, evaluation) in touched or text != summaries.get((step, evaluation)):
+            rows.append((step, evaluation, cursor, summary["n"], text))
+    write.executemany("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", rows)
+    return {row[:2] for row in rows}
+
+
+def newest_steps(read: sqlite3.Connection) -> dict[int, int]:
+    """The newest step that has groups, for training (0) and evaluation (1)."""
+    return dict(read.execute("SELECT evaluation, MAX(step) FROM groups GROUP BY evaluation").fetchall())
+
+
+def _top(write: sqlite3.Connection, evaluation: int) -> bool:
+    """Look again from which reward on a sample counts as solved; whether that changed.
+
+    It is the highest of the run, less a fifth of what lies between it and the lowest tenth of all rewards: a bonus for
+    short answers must not leave one solved prompt. It is worked out when the highest changes and when the run has
+    doubled, so that it stays where it is.
+    """
+    count, least, top = write.execute(
+        "SELECT COUNT(*), MIN(low), MAX(high) FROM groups WHERE evaluation = ? AND low > -9e999 AND high < 9e999",
+        (evaluation,),
+    ).fetchone()
+    before = write.execute("SELECT top, bar, solves, groups FROM tops WHERE evaluation = ?", (evaluation,)).fetchone()
+    write.execute("UPDATE tops SET low = ? WHERE evaluation = ? AND low <> ?", (least, evaluation, least))
+    if top is None:
+        write.execute("DELETE FROM tops WHERE evaluation = ?", (evaluation,))
+        return before is not None
+    if before is not None and before[0] == top and before[3] <= count < 2 * before[3]:
+        return False
+    where = f"evaluation = ? AND reward > -9e999 AND reward < 9e999 AND {_COUNTS}"
+    scored = write.execute(f"SELECT COUNT(*) FROM samples WHERE {where}", (evaluation,)).fetchone()[0]
+    low = write.execute(
+        f"SELECT reward FROM samples WHERE {where} ORDER BY reward LIMIT 1 OFFSET ?", (evaluation, scored // 10)
+    ).fetchone()[0]
+    bar = top - _NEAR_TOP * (top - low)
+    entry = (top, bar, int(top > low or top > 0), count)
+    write.execute("INSERT OR REPLACE INTO tops VALUES (?, ?, ?, ?, ?, ?)", (evaluation, least, *entry))
+    return before is not None and before[1:3] != entry[1:3]
+
+
+def solved_bar(read: sqlite3.Connection, evaluation: int = 0) -> float | None:
+    """The reward from which on a sample counts as solved; `None` where rewards do not tell solved ones from others."""
+    row = read.execute("SELECT bar FROM tops WHERE evaluation = ? AND solves", (evaluation,)).fetchone()
+    return None if row is None else float(row[0])
+
+
+SOLVED = ("none", "some", "all")
+"""How many of a prompt's samples are solved, fewest first."""
+
+
+def solved_tag(solved: int, total: int) -> str:
+    """The one of `SOLVED` for so many solved samples.
+
+    >>> solved_tag(0, 8), solved_tag(3, 8), solved_tag(8, 8)
+    ('none', 'some', 'all')
+    """
+    return SOLVED[0 if not solved else 2 if solved == total else 1]
+
+
+def incomplete(newest: int | None) -> str:
+    """The condition for a group that has fewer runs than it was to have, and will get no more of them."""
+    return f"(runs < expected AND step < {int(newest)})" if newest is not None else "0"
+
+
+def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int | None) -> dict[str, Any]:
+    """The summary of one step, as `/api/steps` gives it; every number is finite or `None`."""
+    rows = read.execute(
+        "SELECT reward, response_tokens, entropy, kl, mismatch, lag, advantage, status, duplicate, repetition, "
+        "trained_tokens, nans, scored, parts, version_min, version_max, removed_reason FROM samples "
+        f"WHERE step = ? AND evaluation = ? AND {_COUNTS}",
+        (step, evaluation),
+    ).fetchall()
+    count = len(rows)
+    bar = solved_bar(read, evaluation)
+    groups, flat, missing, solved, all_solved = read.execute(
+        f"SELECT COUNT(*), SUM(zero_variance), SUM({incomplete(newest)}), SUM(high >= ?), SUM(low >= ?) "
+        "FROM groups WHERE step = ? AND evaluation = ?",
+        (bar, bar, step, evaluation),
+    ).fetchone()
+    copied = read.execute(
+        "SELECT COUNT(*) FROM (SELECT DISTINCT gid, turn, digest FROM samples "
+        f"WHERE step = ? AND evaluation = ? AND duplicate AND {_COUNTS})",
+        (step, evaluation),
+    ).fetchone()[0]
+    columns = list(zip(*rows, strict=True)) if rows else [()] * 17
+    (reward, response, entropy, kl, mismatch, lag, advantage) = columns[:7]
+    status, duplicate, repetition, trained, nans, scored, parts, low, high, removed = columns[7:]
+    lengths = [r if r or why is None else None for r, why in zip(response, removed, strict=True)]
+    measured = (reward, lengths, entropy, kl, mismatch, lag, advantage)
+    tokens = sum(response)
+    shares = {
+        "truncated": status.count("truncated"),
+        # One of each set is no duplicate: this is the share that could be left out.
+        "duplicates": sum(duplicate) - copied,
+        "stale": sum(number is not None and number > STALE for number in lag),
+        "loops": sum(number is not None and number >= LOOP for number in repetition),
+        "errors": status.count("error"),
+        "nans": sum(bool(number) or score == 2 for number, score in zip(nans, scored, strict=True)),
+    }
+    oldest = [version for version in low if version is not None]
+    latest = [version for version in high if version is not None]
+    return {
+        "step": step,
+        "n": count,
+        "groups": groups,
+        **{name: spread_of(column) for name, column in zip(STEP_METRICS, measured, strict=True)},
+        **{name: hits / count if count else 0.0 for name, hits in shares.items()},
+        "masked": 1 - sum(trained) / tokens if tokens else 0.0,
+        "zero_variance": (flat or 0) / groups if groups else 0.0,
+        "incomplete": (missing or 0) / groups if groups else 0.0,
+        "solved": (solved or 0) / groups if groups else 0.0,
+        "all_solved": (all_solved or 0) / groups if groups else 0.0,
+        "parts": means_of(parts),
+        "versions": [min(oldest), max(latest)] if oldest and latest else None,
+    }
+
+
+def spread_of(values: Sequence[float | None]) -> dict[str, float | None] | None:
+    """Quantiles and mean of the finite numbers among some; `None` if there are none.
+
+    >>> spread_of([1.0, None, 3.0, float("inf")])
+    {'p5': 1.1, 'p25': 1.5, 'p50': 2.0, 'p75': 2.5, 'p95': 2.9, 'mean': 2.0}
+    """
+    with np.errstate(all="ignore"):
+        spread = quantiles(np.array([math.nan if value is None else value for value in values], dtype=np.float64))
+    if spread is None:
+        return None
+    return {name: value if math.isfinite(value) else None for name, value in spread.items()}
+
+
+def means_of(parts: Sequence[str]) -> dict[str, float]:
+    """The mean of each named number over those samples that have it."""
+    sums: dict[str, list[float]] = {}
+    for text in parts:
+        if text != "{}":
+            for name, value in json.loads(text).items():
+                entry = sums.setdefault(name, [0.0, 0.0])
+                entry[0] += value
+                entry[1] += 1
+    means = {name: total / count for name, (total, count) in sums.items()}
+    return {name: value for name, value in means.items() if math.isfinite(value)}
+
+
+# --- parts of the reward ---------------------------------------------------------------------------------------------
+
+DECLARED = "reward_parts"
+"""The entry of a record's `info`, and the fact of the index, that names the parts a reward source declared."""
+FITTED = 2000
+"""Samples that the weights are fitted on, at most, spread evenly over the run."""
+_PRESENT = 0.9
+_ROWS_PER_COLUMN = 4
+
+
+def reward_parts(index: Index) -> list[str]:
+    """Names of the parts of the reward.
+
+    Parts are what the reward source declared. Where it declared nothing, they are the numbers whose weighted sum is
+    the reward: in every sample, up to rounding, with the same weights.
+
+    >>> from rollbook.inspect.index import Index
+    >>> index = Index()
+    >>> index.put({"n": i, "uid": str(i), "gid": "g", "step": 0, "reward": i % 2 + 0.1 * (i % 3), "scored": 1,
+    ...            "parts": json.dumps({"right": i % 2, "form": i % 3, "tool_errors": i % 7})} for i in range(40))
+    >>> reward_parts(index)
+    ['form', 'right']
+    >>> index.close()
+    """
+    declared = index.fact(DECLARED, [])
+    if declared:
+        return list(declared)
+    total = index.query("SELECT COUNT(*) FROM samples WHERE reward IS NOT NULL AND parts <> '{}'")[0][0]
+    rows = index.query(
+        "SELECT reward, parts FROM samples WHERE reward > -9e999 AND reward < 9e999 AND parts <> '{}' AND n % ? = 0",
+        (max(1, total // FITTED),),
+    )
+    return _summands(np.array([row[0] for row in rows], np.float64), [json.loads(row[1]) for row in rows])
+
+
+def _summands(reward: NDArray[np.float64], numbers: list[dict[str, float]]) -> list[str]:
+    """Names of the columns whose weighted sum is `reward` [N]; none if no columns are."""
+    counts: dict[str, int] = {}
+    for row in numbers:
+        for name in row:
+            counts[name] = counts.get(name, 0) + 1
+    names = sorted(name for name, count in counts.items() if count >= _PRESENT * len(numbers))
+    use = [i for i, row in enumerate(numbers) if all(name in row for name in names)]
+    reward = reward[use]
+    if len(reward) < 2 or reward.min() == reward.max():
+        return []
+    columns = {name: np.array([numbers[i][name] for i in use], np.float64) for name in names}
+    equal = [name for name, column in columns.items() if np.abs(column - reward).max() <= 1e-6 * np.abs(reward).max()]
+    others = {name: column for name, column in columns.items() if name not in equal}
+    if others and len(reward) >= _ROWS_PER_COLUMN * (len(others) + 1):
+        weights = fit_weights(reward, others)
+        if weights:
+            return sorted(weights)
+    return equal

@@ -26,11 +26,10 @@ from rollbook.core.fields import DTYPES, FIELDS, owner
 from rollbook.core.ids import EID, step_of
 from rollbook.core.ragged import Ragged, check_shape
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.documents import Trajectory, derive, prompt_hash
+from rollbook.inspect.images import Album, Looked, Reference, place
 from rollbook.inspect.measures import declared_in, parts_of, status_of
-from rollbook.inspect.pictures import Album, Looked, Reference, place
-from rollbook.inspect.plain import plain
-from rollbook.inspect.segments import segments_of
+from rollbook.inspect.serialization import json_safe
+from rollbook.inspect.trajectory import Trajectory, derive, prompt_hash, segments_of
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -77,11 +76,11 @@ class Reader:
         meanwhile are left out; of one, `BookError` says so."""
         numbers = numbers_of(self.book, list(uids))
         if len(numbers) > 1:
-            numbers, many = fetch_present(self.book, numbers, media=False)
+            numbers, records = fetch_present(self.book, numbers, media=False)
             if not numbers:
                 return []
         else:
-            many = fetch(self.book, numbers, media=False)
+            records = fetch(self.book, numbers, media=False)
         evaluation: dict[int, bool] = {}
         versions: dict[int, int | None] = {}
         with self.book.ledger.read() as tx:
@@ -90,11 +89,11 @@ class Reader:
                     f"SELECT seq, evaluation, version_min FROM records WHERE seq IN ({marks})", part
                 ):
                     evaluation[seq], versions[seq] = bool(flag), version
-        made = documents_from(many, self.vocabulary, self.album)
-        for one, number, eid in zip(made, numbers, many.eids(), strict=True):
-            one.evaluation = evaluation[number]
-            one.step = step_of(eid.batch, versions[number])
-        return made
+        trajectories = documents_from(records, self.vocabulary, self.album)
+        for trajectory, number, eid in zip(trajectories, numbers, records.eids(), strict=True):
+            trajectory.evaluation = evaluation[number]
+            trajectory.step = step_of(eid.batch, versions[number])
+        return trajectories
 
     def record(self, uid: str) -> dict[str, Any]:
         """The whole record as strict JSON can say it."""
@@ -124,20 +123,20 @@ def documents_of(book: Book, uids: Sequence[str], vocabulary: Vocabulary | None 
 
 
 def documents_from(
-    many: Experiences, vocabulary: Vocabulary | None = None, album: Album | None = None
+    records: Experiences, vocabulary: Vocabulary | None = None, album: Album | None = None
 ) -> list[Trajectory]:
     """Records as trajectories; their pictures are then in `album`."""
-    table = _Table(many)
-    return [_Maker(table, i, vocabulary, album or Album()).made() for i in range(len(many))]
+    table = _Table(records)
+    return [_Maker(table, i, vocabulary, album or Album()).made() for i in range(len(records))]
 
 
 class _Table:
     """Columns of records by field, each decoded once."""
 
-    def __init__(self, many: Experiences) -> None:
-        self.many = many
-        self.columns = many.columns
-        self.references = references(many)
+    def __init__(self, records: Experiences) -> None:
+        self.many = records
+        self.columns = records.columns
+        self.references = references(records)
         self._values: dict[str, list[Any]] = {}
 
     def value(self, name: str, index: int) -> Any:
@@ -156,10 +155,10 @@ class _Table:
         if text is None:
             return None
         try:
-            found = orjson.loads(text)
+            content = orjson.loads(text)
         except orjson.JSONDecodeError as error:
             raise WireError(f"record {index}: {name}: a free-form value is no JSON: {error}") from None
-        return untagged(found, self.references[index]) if '"$' in text or "\\u0024" in text else found
+        return untagged(content, self.references[index]) if '"$' in text or "\\u0024" in text else content
 
     def array(self, name: str, index: int) -> NDArray[Any] | int | None:
         """A record's tensor as an array, or the one number that stands for all of it."""
@@ -171,8 +170,8 @@ class _Table:
         if other is not None and other[index].is_valid:
             item = other[index].as_py()
             return _array(item["dtype"], item["shape"], item["data"], f"{name}__other")
-        one = self.columns.get(f"{name}__one")
-        return None if one is None else one[index].as_py()
+        broadcast = self.columns.get(f"{name}__one")
+        return None if broadcast is None else broadcast[index].as_py()
 
 
 def _numbers(values: NDArray[Any], dtype: str) -> NDArray[Any]:
@@ -190,7 +189,7 @@ def _array(dtype: Any, shape: Any, data: Any, where: str) -> NDArray[Any] | None
     return _numbers(np.frombuffer(data, dtype=DTYPES[dtype].storage).reshape(sizes), dtype)
 
 
-def untagged(value: Any, known: Collection[str] = (), depth: int = freeform.MAX_DEPTH) -> Any:
+def untagged(value: Any, references: Collection[str] = (), depth: int = freeform.MAX_DEPTH) -> Any:
     """What `rollbook.core.freeform` keeps as tagged JSON, as plain values, arrays, bytes and references to bytes.
 
     >>> untagged({"a": {"$float": "nan"}, "b": {"$bytes": "AAE="}, "c": {"$tuple": [1]}})
@@ -201,28 +200,35 @@ def untagged(value: Any, known: Collection[str] = (), depth: int = freeform.MAX_
     if depth <= 0:
         raise WireError("a free-form value is nested too deeply")
     if isinstance(value, list):
-        return [untagged(item, known, depth - 1) for item in value]
+        return [untagged(item, references, depth - 1) for item in value]
     if len(value) != 1 or not next(iter(value)).startswith("$"):
-        return {name: untagged(item, known, depth - 1) for name, item in value.items()}
-    tag, held = next(iter(value.items()))
-    if tag == "$dict" and isinstance(held, dict):
-        return {name: untagged(item, known, depth - 1) for name, item in held.items()}
-    if tag == "$tuple" and isinstance(held, list):
-        return [untagged(item, known, depth - 1) for item in held]
-    if tag == "$map" and isinstance(held, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in held):
-        return {str(plain(untagged(key, known, depth - 1))): untagged(item, known, depth - 1) for key, item in held}
-    data = held.get("data") if isinstance(held, dict) else held
+        return {name: untagged(item, references, depth - 1) for name, item in value.items()}
+    tag, content = next(iter(value.items()))
+    if tag == "$dict" and isinstance(content, dict):
+        return {name: untagged(item, references, depth - 1) for name, item in content.items()}
+    if tag == "$tuple" and isinstance(content, list):
+        return [untagged(item, references, depth - 1) for item in content]
+    if (
+        tag == "$map"
+        and isinstance(content, list)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in content)
+    ):
+        return {
+            str(json_safe(untagged(key, references, depth - 1))): untagged(item, references, depth - 1)
+            for key, item in content
+        }
+    data = content.get("data") if isinstance(content, dict) else content
     if isinstance(data, str) and data.startswith("sha256:"):
-        if data[7:] not in known:
+        if data[7:] not in references:
             raise WireError(f"the tag {tag} refers to bytes that its record has not")
-        return Reference(data) if tag == "$bytes" else f"⟨{tag[1:]} {held.get('dtype')} {held.get('shape')}⟩"
-    if tag == "$tensor" and isinstance(held, dict):
+        return Reference(data) if tag == "$bytes" else f"⟨{tag[1:]} {content.get('dtype')} {content.get('shape')}⟩"
+    if tag == "$tensor" and isinstance(content, dict):
         try:
-            raw = binascii.a2b_base64(held["data"], strict_mode=True)
-            found = _array(held["dtype"], held["shape"], raw, tag)
+            raw = binascii.a2b_base64(content["data"], strict_mode=True)
+            array = _array(content["dtype"], content["shape"], raw, tag)
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"the tag {tag} holds what it cannot: {error}") from None
-        return f"⟨tensor {held['dtype']} {held['shape']}⟩" if found is None else found
+        return f"⟨tensor {content['dtype']} {content['shape']}⟩" if array is None else array
     return freeform.loads(orjson.dumps(value).decode())
 
 
@@ -247,10 +253,10 @@ class _Maker:
         return self.table.array(name, self.index)
 
     def ids(self, name: str) -> NDArray[np.int64]:
-        found = self.array(name)
-        if not isinstance(found, np.ndarray) or found.ndim != 1:
+        column = self.array(name)
+        if not isinstance(column, np.ndarray) or column.ndim != 1:
             return np.empty(0, dtype=np.int64)
-        return found.astype(np.int64)
+        return column.astype(np.int64)
 
     def made(self) -> Trajectory:
         tokens = self.ids("tokens")
@@ -270,72 +276,72 @@ class _Maker:
 
     def mask(self, length: int, start: int) -> NDArray[np.bool_]:
         """[L] What is trained on; without a mask, all of the response."""
-        found = self.array("action_mask")
-        made = np.arange(length) >= start
-        if isinstance(found, np.ndarray) and found.shape == (length - start,):
-            made[start:] = found != 0
+        column = self.array("action_mask")
+        mask = np.arange(length) >= start
+        if isinstance(column, np.ndarray) and column.shape == (length - start,):
+            mask[start:] = column != 0
         elif self.fields["truncate_status"] == "prompt_truncated":
-            made[:] = False
-        elif found is not None:
-            self.odd("action_mask", found, length - start)
-        return made
+            mask[:] = False
+        elif column is not None:
+            self.odd("action_mask", column, length - start)
+        return mask
 
-    def odd(self, name: str, found: Any, expected: int) -> None:
-        shape = list(found.shape) if isinstance(found, np.ndarray) else type(found).__name__
+    def odd(self, name: str, column: Any, expected: int) -> None:
+        shape = list(column.shape) if isinstance(column, np.ndarray) else type(column).__name__
         self.notes.append(f"{name}: got {shape}, expected {expected}, one for each token of the response; left out.")
 
     def response(self, name: str, length: int, start: int) -> NDArray[np.float64] | None:
         """[L] A response-axis field at the tokens it speaks of, NaN on the prompt."""
-        found = self.array(name)
-        if found is None:
+        column = self.array(name)
+        if column is None:
             return None
-        if not isinstance(found, np.ndarray) or found.shape != (length - start,):
-            self.odd(name, found, length - start)
+        if not isinstance(column, np.ndarray) or column.shape != (length - start,):
+            self.odd(name, column, length - start)
             return None
-        made = np.full(length, np.nan)
-        made[start:] = found
-        wrong = int((~np.isfinite(made[start:])).sum())
+        values = np.full(length, np.nan)
+        values[start:] = column
+        wrong = int((~np.isfinite(values[start:])).sum())
         if wrong:
             self.notes.append(f"{name}: {wrong} of its {length - start} numbers are not finite.")
-        return made
+        return values
 
     def sampled(self, length: int, start: int, mask: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
         """[L] Which tokens the model wrote, as far as the record says so."""
         spans = self.info.get("segments")
         if isinstance(spans, list) and all(isinstance(span, dict) for span in spans):
-            made = np.zeros(length, dtype=np.bool_)
+            sampled = np.zeros(length, dtype=np.bool_)
             for span in spans:
                 if span.get("kind") == "model" and type(span.get("start")) is type(span.get("stop")) is int:
-                    made[max(span["start"], start) : max(span["stop"], 0)] = True
-            if made.any():
-                return made
+                    sampled[max(span["start"], start) : max(span["stop"], 0)] = True
+            if sampled.any():
+                return sampled
         if self.fields["experience_type"] == "single_turn":
             return np.arange(length) >= start
         return mask if mask.any() else None
 
     def versions(self, length: int, start: int, sampled: NDArray[np.bool_] | None) -> NDArray[np.int64] | None:
-        found = self.array("policy_versions")
-        if found is None:
+        column = self.array("policy_versions")
+        if column is None:
             return None
-        if isinstance(found, np.ndarray) and found.shape != (length - start,):
-            self.odd("policy_versions", found, length - start)
+        if isinstance(column, np.ndarray) and column.shape != (length - start,):
+            self.odd("policy_versions", column, length - start)
             return None
-        made = np.full(length, -1, dtype=np.int64)
-        made[start:] = found
+        versions = np.full(length, -1, dtype=np.int64)
+        versions[start:] = column
         if sampled is not None:
-            made[~sampled] = -1
-        return made
+            versions[~sampled] = -1
+        return versions
 
     def arrays(
         self, length: int, start: int, mask: NDArray[np.bool_], sampled: NDArray[np.bool_] | None
     ) -> dict[str, NDArray[np.float32]]:
-        given = {name: self.response(name, length, start) for name in _NUMBERS}
-        behaviour = given["logprobs"]
+        fields = {name: self.response(name, length, start) for name in _NUMBERS}
+        behaviour = fields["logprobs"]
         if behaviour is not None:
             # What nobody sampled has no log-prob of an engine; engines' records fill it with zeros.
             silent = ~mask & (behaviour == 0)
             behaviour[silent if sampled is None else ~sampled & silent] = np.nan
-        return derive(given, mask)
+        return derive(fields, mask)
 
     def trajectory(self, ids: NDArray[np.int64], start: int, mask: NDArray[np.bool_], messages: str) -> Trajectory:
         fields, length = self.fields, len(ids)
@@ -362,10 +368,10 @@ class _Maker:
         metrics = self.table.free("metrics", self.index) or {}
         failed = self.info.get("error") is not None
         status = "error" if failed else status_of(fields["finish_reason"], fields["truncate_status"])
-        whole = eid.tid
+        tid = eid.tid
         return Trajectory(
             uid=eid.uid,
-            gid=eid.uid if whole == "/" else whole,
+            gid=eid.uid if tid == "/" else tid,
             step=step_of(eid.batch, None if versions is None else _oldest(versions, mask)),
             task=str(eid.task),
             run=eid.run,
@@ -409,19 +415,19 @@ class _Maker:
 
     def said(self, pictures: Sequence[Any]) -> list[str]:
         """What a reader should know of the whole."""
-        found = []
+        texts = []
         reward = self.fields["reward"]
         if reward is not None and reward != reward:
-            found.append("The reward is NaN: this sample could not be scored.")
+            texts.append("The reward is NaN: this sample could not be scored.")
         if self.looked.elsewhere:
-            found.append(
+            texts.append(
                 f"{self.looked.elsewhere} pictures are not in the record, only their addresses; none is fetched."
             )
         media = self.table.columns.get("multi_modal_inputs")
         if media is not None and media[self.index].is_valid and not pictures:
             names = ", ".join(str(item["key"]) for item in media[self.index].as_py())
-            found.append(f"Media are recorded as tensors ({names}), which are not shown.")
-        return found
+            texts.append(f"Media are recorded as tensors ({names}), which are not shown.")
+        return texts
 
 
 def _mean(values: NDArray[np.float32] | None, mask: NDArray[np.bool_]) -> float | None:
@@ -436,7 +442,7 @@ def _oldest(versions: NDArray[np.int64], mask: NDArray[np.bool_]) -> int | None:
     return int(counted.min()) if counted.size else None
 
 
-def record_json(many: Experiences, index: int = 0) -> dict[str, Any]:
+def record_json(records: Experiences, index: int = 0) -> dict[str, Any]:
     """One record as values of strict JSON: tensors as lists, what is no number as `null`, media by type and shape.
 
     >>> from rollbook import Experience
@@ -444,23 +450,23 @@ def record_json(many: Experiences, index: int = 0) -> dict[str, Any]:
     >>> made["uid"], made["tokens"], made["reward"], made["action_mask"]
     ('//0/0/a', [1, 2, 3], None, [True, True])
     """
-    table = _Table(many)
+    table = _Table(records)
     eid: EID = table.value("eid", index)
-    found: dict[str, Any] = {"uid": eid.uid, "eid": eid.to_dict()}
+    fields: dict[str, Any] = {"uid": eid.uid, "eid": eid.to_dict()}
     for name, field in FIELDS.items():
         if field.kind == "eid":
             continue
         if field.kind == "tensor":
-            found[name] = plain(table.array(name, index))
+            fields[name] = json_safe(table.array(name, index))
         elif field.kind == "media":
             column = table.columns.get(name)
             items = None if column is None else column[index].as_py()
-            found[name] = items and {str(i["key"]): {"dtype": i["dtype"], "shape": i["shape"]} for i in items}
+            fields[name] = items and {str(i["key"]): {"dtype": i["dtype"], "shape": i["shape"]} for i in items}
         elif field.kind in ("json", "custom_fields"):
-            found[name] = plain(table.free(name, index))
+            fields[name] = json_safe(table.free(name, index))
         else:
-            found[name] = plain(table.value(name, index))
+            fields[name] = json_safe(table.value(name, index))
     for name, column in table.columns.items():
         if owner(name) is None and name not in OWN and not isinstance(column, Ragged):
-            found[name] = plain(column[index].as_py())
-    return {name: value for name, value in found.items() if value is not None or name == "reward"}
+            fields[name] = json_safe(column[index].as_py())
+    return {name: value for name, value in fields.items() if value is not None or name == "reward"}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollbook.core.checks import check_choice, check_float, check_int
-from rollbook.inspect.queries import Busy, TooLate
+from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError
 
 if TYPE_CHECKING:
     from rollbook.inspect.index import Index
@@ -48,7 +48,7 @@ _FULL_TEXT = (
     "CREATE VIRTUAL TABLE texts USING fts5(response, content='', tokenize='unicode61 remove_diacritics 0')",
     "CREATE VIRTUAL TABLE prompt_texts USING fts5(prompt, content='', tokenize='unicode61 remove_diacritics 0')",
 )
-_COUNTS = "(samples.gone IS NULL OR samples.gone NOT IN ('deleted', 'rewound'))"
+_COUNTS = "(samples.removed_reason IS NULL OR samples.removed_reason NOT IN ('deleted', 'rewound'))"
 _WORD = re.compile(r"[^\W_]+")
 _QUOTED = re.compile(r'"([^"]*)"')
 _EAST = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
@@ -120,7 +120,7 @@ def phrases(text: str) -> list[str]:
     >>> phrases('wait, "let me" check'), phrases("let me check")
     (['let me', 'wait', 'check'], ['let me check'])
     """
-    quoted = [each for each in _QUOTED.findall(text) if _WORD.search(each)]
+    quoted = [phrase for phrase in _QUOTED.findall(text) if _WORD.search(phrase)]
     if not quoted:
         return [text] if _WORD.search(text) else []
     return [*quoted, *_WORD.findall(_QUOTED.sub(" ", text))]
@@ -179,55 +179,57 @@ class Search:
         """Read the texts of one piece of the run; how many records."""
         if self._letters >= MOST_TEXT:
             return 0
-        asked = "samples.step = ? DESC, " if self._first is not None else ""
+        first_step = "samples.step = ? DESC, " if self._first is not None else ""
         values = [] if self._first is None else [self._first]
-        found = self.index.query(
-            "SELECT n, uid, prompt, gone FROM samples WHERE searchable = 0 AND measured = 1 "
-            f"ORDER BY {asked}step DESC, n LIMIT {PIECE}",
+        pending = self.index.query(
+            "SELECT n, uid, prompt, removed_reason FROM samples WHERE searchable = 0 AND measured = 1 "
+            f"ORDER BY {first_step}step DESC, n LIMIT {PIECE}",
             values,
         )
-        if not found:
+        if not pending:
             return 0
         self._idle.clear()
-        there = [row for row in found if row[3] is None]
+        there = [row for row in pending if row[3] is None]
         texts = dict(zip([row[0] for row in there], texts_of(self.source, [row[1] for row in there]), strict=True))
         with self.index.writing(quiet=True) as write:
-            for n, _, prompt, _ in found:
-                asked_text, said = texts.get(n, ("", ""))
-                self._letters += len(said)
-                if said:
-                    write.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (n, packed(said)))
+            for n, _, prompt, _ in pending:
+                asked_text, response = texts.get(n, ("", ""))
+                self._letters += len(response)
+                if response:
+                    write.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (n, packed(response)))
                     if self.index.full_text:
                         write.execute(
-                            "INSERT INTO texts (rowid, response) VALUES (?, ?)", (n, _indexed(said[:MOST_OF_ONE]))
+                            "INSERT INTO texts (rowid, response) VALUES (?, ?)", (n, _indexed(response[:MOST_OF_ONE]))
                         )
                 if asked_text and prompt:
-                    made = write.execute(
+                    cursor = write.execute(
                         "INSERT INTO prompt_bodies (prompt, body) VALUES (?, ?) ON CONFLICT DO NOTHING",
                         (prompt, packed(asked_text)),
                     )
-                    if made.rowcount == 1:
+                    if cursor.rowcount == 1:
                         self._letters += len(asked_text)
                         if self.index.full_text:
                             write.execute(
                                 "INSERT INTO prompt_texts (rowid, prompt) VALUES (?, ?)",
-                                (made.lastrowid, _indexed(asked_text[:MOST_OF_ONE])),
+                                (cursor.lastrowid, _indexed(asked_text[:MOST_OF_ONE])),
                             )
-            write.executemany("UPDATE samples SET searchable = 1 WHERE n = ?", [(row[0],) for row in found])
-        return len(found)
+            write.executemany("UPDATE samples SET searchable = 1 WHERE n = ?", [(row[0],) for row in pending])
+        return len(pending)
 
     def complete(self) -> bool:
         """Whether every text there is can be found."""
         return not self.index.query("SELECT 1 FROM samples WHERE searchable = 0 LIMIT 1")
 
     def finish(self) -> None:
-        """Wait until the texts of all measured records are there; `TooLate` if `patience` ends before."""
+        """Wait until the texts of all measured records are there; `QueryTimeoutError` if `patience` ends before."""
         self.start(self._first)
         end = math.inf if self.patience is None else time.monotonic() + self.patience
         while not self.complete():
             if time.monotonic() > end:
                 done, total = self.index.query("SELECT SUM(searchable), COUNT(*) FROM samples")[0]
-                raise TooLate(f"filter: {done / total:.0%} of the texts are read so far; ask again in a while")
+                raise QueryTimeoutError(
+                    f"filter: {done / total:.0%} of the texts are read so far; ask again in a while"
+                )
             if self._idle.wait(0.05):
                 break  # what is left is not measured yet, or beyond what is kept
         if self.error is not None:
@@ -250,53 +252,53 @@ class Search:
         check_float("seconds", seconds, 0.0)
         if not isinstance(q, str) or not q.strip() or len(q) > LONGEST_QUERY:
             raise ValueError(f"q: got {str(q)[:40]!r}, expected 1 to {LONGEST_QUERY} letters")
-        wanted = phrases(q) if mode == "phrase" else []
+        terms = phrases(q) if mode == "phrase" else []
         if mode == "phrase" and _EAST.search(q):
             mode = "substring"
-        elif mode == "phrase" and not wanted:
+        elif mode == "phrase" and not terms:
             raise ValueError(f"q: got {q!r}, which has no word in it; mode=substring finds signs")
         pattern, also, flags = q, list[str](), re.MULTILINE
         if mode == "substring":
             pattern, flags = re.escape(q), re.IGNORECASE
         elif mode == "phrase":
-            (pattern, *also), flags = map(_expression, wanted), re.IGNORECASE
+            (pattern, *also), flags = map(_expression, terms), re.IGNORECASE
         begun = time.monotonic()
         total: int | None
         self.start(step)
         if not self.complete():
             self._idle.wait(_PATIENCE)
         if mode == "phrase" and self.index.full_text:
-            total, found = self._phrases(wanted, limit, step)
+            total, hits = self._phrases(terms, limit, step)
         else:
-            total, found = self._matches(pattern, also, flags, limit, step, seconds)
+            total, hits = self._matches(pattern, also, flags, limit, step, seconds)
         return {
             "total": total,
             "complete": self.complete(),
             "milliseconds": round((time.monotonic() - begun) * 1000, 1),
             "mode": mode,
-            "rows": self._told(found),
+            "rows": self._told(hits),
         }
 
-    def _told(self, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        known = {}
-        ns = [each["n"] for each in found]
+    def _told(self, hits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        rows = {}
+        ns = [hit["n"] for hit in hits]
         for start in range(0, len(ns), 500):
             part = ns[start : start + 500]
             marks = ",".join("?" * len(part))
             for row in self.index.query(f"SELECT n, uid, gid, step, reward FROM samples WHERE n IN ({marks})", part):
-                known[row[0]] = row
+                rows[row[0]] = row
         return [
             {
-                **dict(zip(("uid", "gid", "step", "reward"), known[each["n"]][1:], strict=True)),
-                "field": each["field"],
-                "snippet": {name: each[name] for name in ("before", "match", "after")},
+                **dict(zip(("uid", "gid", "step", "reward"), rows[hit["n"]][1:], strict=True)),
+                "field": hit["field"],
+                "snippet": {name: hit[name] for name in ("before", "match", "after")},
             }
-            for each in found
-            if each["n"] in known
+            for hit in hits
+            if hit["n"] in rows
         ]
 
-    def _phrases(self, wanted: Sequence[str], limit: int, step: int | None) -> tuple[int, list[dict[str, Any]]]:
-        match = " AND ".join('"' + _indexed(phrase).replace('"', '""') + '"' for phrase in wanted)
+    def _phrases(self, terms: Sequence[str], limit: int, step: int | None) -> tuple[int, list[dict[str, Any]]]:
+        match = " AND ".join('"' + _indexed(phrase).replace('"', '""') + '"' for phrase in terms)
         where, values = ("AND samples.step = ?", (step,)) if step is not None else ("", ())
         where += f" AND {_COUNTS}"
         responses = f"FROM texts JOIN samples ON samples.n = texts.rowid WHERE texts MATCH ? {where}"
@@ -304,7 +306,7 @@ class Search:
             "FROM prompt_texts JOIN prompt_bodies ON prompt_bodies.p = prompt_texts.rowid "
             f"JOIN samples ON samples.prompt = prompt_bodies.prompt WHERE prompt_texts MATCH ? {where}"
         )
-        pattern = re.compile(_expression(wanted[0]), re.IGNORECASE)
+        pattern = re.compile(_expression(terms[0]), re.IGNORECASE)
         with self.index.reading() as read:
             total = read.execute(f"SELECT COUNT(*) {responses}", (match, *values)).fetchone()[0]
             total += read.execute(f"SELECT COUNT(DISTINCT samples.gid) {prompts}", (match, *values)).fetchone()[0]
@@ -318,7 +320,7 @@ class Search:
                 (match, *values, limit),
             ).fetchall()
             hits.sort(key=lambda hit: (-hit[0], hit[2] == "prompt", hit[1]))
-            found = []
+            matches = []
             for _, n, field in hits[:limit]:
                 sql = (
                     "SELECT body FROM bodies WHERE n = ?"
@@ -333,8 +335,8 @@ class Search:
                     "match": text[start:stop],
                     "after": text[stop : stop + CONTEXT],
                 }
-                found.append({"n": n, "field": field, **shown})
-        return total, found
+                matches.append({"n": n, "field": field, **shown})
+        return total, matches
 
     def _matches(
         self, pattern: str, also: list[str], flags: int, limit: int, step: int | None, seconds: float
@@ -350,10 +352,10 @@ class Search:
             "seconds": seconds / 2,
         }
         if not self._children.acquire(blocking=False):
-            raise Busy(f"{_CHILDREN} searches are running already; ask again in a while")
+            raise ServerBusyError(f"{_CHILDREN} searches are running already; ask again in a while")
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-S", str(Path(__file__).with_name("matching.py"))],
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("regex_worker.py"))],
                 input=json.dumps(job) + "\n",
                 capture_output=True,
                 text=True,
@@ -361,7 +363,7 @@ class Search:
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
-            raise TooLate(
+            raise QueryTimeoutError(
                 f"q: {pattern[:80]!r} took longer than {seconds:g} seconds; try a simpler one, or look in one step"
             ) from None
         finally:
@@ -370,10 +372,10 @@ class Search:
             raise ValueError(
                 f"q: the search ended by itself: {done.stderr.strip().splitlines()[-1:] or done.returncode}"
             )
-        found = [json.loads(line) for line in done.stdout.split("\n") if line]
-        if "error" in found[-1]:
-            raise ValueError(f"q: got {pattern[:80]!r}, which is no regular expression: {found[-1]['error']}")
-        return found[-1]["total"], found[:-1]
+        lines = [json.loads(line) for line in done.stdout.split("\n") if line]
+        if "error" in lines[-1]:
+            raise ValueError(f"q: got {pattern[:80]!r}, which is no regular expression: {lines[-1]['error']}")
+        return lines[-1]["total"], lines[:-1]
 
     def close(self) -> None:
         """End the background work."""
@@ -391,9 +393,9 @@ def texts_of(source: Source, uids: Sequence[str]) -> list[tuple[str, str]]:
 
     if isinstance(source, BookSource):
         return source.texts(uids)
-    found = []
-    for one in source.documents(uids):
-        prompt = one.text[: one.prompt_end] if one.prompt_text is None else one.prompt_text
-        said = one.text[one.prompt_end :] if one.response_text is None else one.response_text
-        found.append((prompt, said))
-    return found
+    texts = []
+    for document in source.documents(uids):
+        prompt = document.text[: document.prompt_end] if document.prompt_text is None else document.prompt_text
+        response = document.text[document.prompt_end :] if document.response_text is None else document.response_text
+        texts.append((prompt, response))
+    return texts

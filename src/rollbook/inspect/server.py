@@ -1,7 +1,8 @@
-"""The viewer's own server: where it listens, with which secret, and what it tells whoever starts it.
+"""The viewer's own HTTP/1.1 server, on the standard library, for one user and a few tabs.
 
-Invariant: it listens where it says and nowhere else, and nobody but this machine reaches it unless the user chose so.
-`close` ends every thread, stream and file that `start` began.
+Invariant: it listens where it says and nowhere else, and only this machine reaches it unless the user chose otherwise.
+A request is bounded in bytes and time, connections in number; what is not strictly HTTP is rejected; access is decided
+before a body is read. `close` ends every thread, stream and file that `start` began.
 """
 
 from __future__ import annotations
@@ -9,26 +10,322 @@ from __future__ import annotations
 import contextlib
 import errno
 import getpass
+import io
 import ipaddress
 import os
+import re
+import selectors
 import shutil
 import signal
 import socket as sockets
+import socketserver
 import stat
 import sys
 import tempfile
 import threading
+import time
 import webbrowser
 from collections.abc import Iterator, Sequence
+from email.utils import formatdate
 from html import escape
+from http import HTTPStatus
 from json import dumps
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, cast
+from urllib.parse import parse_qsl
 
-from rollbook.inspect.api import Api, open_api
-from rollbook.inspect.guard import Guard, authorities, checked_token, new_token
-from rollbook.inspect.listening import Listener
+from rollbook.core.errors import RollbookError
+from rollbook.inspect.api import MAX_BODY, Api, open_api
+from rollbook.inspect.http import Guard, Request, Response, authorities, checked_token, failure, new_token
+
+_CONNECTIONS = 96
+_LINE = 32 << 10
+_HEADERS = 32 << 10
+_REQUEST_SECONDS = 30.0
+"""From the moment a connection waits for a request until all of it is there: idle connections end after it too."""
+_SEND_SECONDS = 30.0
+_PIECE = 256 << 10
+_LINGER_SECONDS = 2.0
+"""How long the other side has to read what was sent before the connection is let go."""
+_TURNED_AWAY = 8
+"""Connections beyond those that are counted that are told so at a time; more are closed without a word."""
+_FIRST = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.([01])\r\n")
+# A name and a value by two patterns that never try a letter twice: one for the line, with spaces about the value, takes
+# time that grows with the cube of their number, before anybody has shown a token.
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
+
+
+class _BadRequestError(RollbookError):
+    """Raised for a request that is not HTTP or exceeds a limit: it is answered, and the connection ends."""
+
+    def __init__(self, status: int, error: str) -> None:
+        super().__init__(error)
+        self.status = status
+
+
+def parse_target(target: str) -> tuple[str, list[tuple[str, str]]]:
+    """A path, taken as it stands (nothing here has a name that needs escapes), and its parameters in order.
+
+    >>> parse_target("/api/frame?uid=a%2F0&uid=b&x=")
+    ('/api/frame', [('uid', 'a/0'), ('uid', 'b'), ('x', '')])
+    """
+    path, _, query = target.partition("?")
+    return path, parse_qsl(query, keep_blank_values=True, max_num_fields=256, errors="strict")
+
+
+class _Timed(io.RawIOBase):
+    """A socket's bytes, until a time: a client that sends one byte now and then gets no longer than others."""
+
+    def __init__(self, connection: sockets.socket) -> None:
+        self.connection = connection
+        self.until = 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.connection.settimeout(left)
+        return self.connection.recv_into(buffer)
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    """One connection: requests one after the other."""
+
+    server: Listener
+
+    def handle(self) -> None:
+        connection: sockets.socket = self.request
+        if connection.family != getattr(sockets, "AF_UNIX", None):
+            # With Nagle's algorithm a small answer waits 40 ms for the other side's acknowledgement.
+            connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
+        raw = _Timed(connection)
+        reader = cast(BinaryIO, io.BufferedReader(raw))
+        with contextlib.suppress(OSError):
+            while not self.server.api.closing.is_set():
+                raw.until = time.monotonic() + _REQUEST_SECONDS
+                try:
+                    keep = self._one(reader)
+                except _BadRequestError as refused:
+                    self._send(failure(refused.status, str(refused)), close=True)
+                    keep = False
+                if not keep:
+                    _linger(connection)
+                    return
+
+    def _one(self, reader: BinaryIO) -> bool:
+        """Answer one request; whether another may follow."""
+        try:
+            head = self._head(reader)
+            if head is None:
+                return False
+            request, persistent, length = head
+            refusal = self.server.api.refuse(request)
+            if refusal is not None:
+                self._send(refusal, close=not persistent or length > 0)
+                return persistent and not length
+            if length > MAX_BODY:
+                raise _BadRequestError(413, f"the request has {length} bytes, expected at most {MAX_BODY}")
+            if length and "100-continue" in (value.lower() for value in request.all("expect")):
+                self.request.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.body = reader.read(length)
+            if len(request.body) != length:
+                return False
+        except TimeoutError:
+            raise _BadRequestError(408, "the request took too long to arrive") from None
+        answer = self.server.api.handle(request)
+        streams = not isinstance(answer.body, bytes)
+        self._send(answer, close=streams or not persistent, head_only=request.method == "HEAD")
+        return persistent and not streams
+
+    def _head(self, reader: BinaryIO) -> tuple[Request, bool, int] | None:
+        """The request but for its body, whether the connection stays open, and the body's length."""
+        try:
+            line = reader.readline(_LINE + 1)
+        except TimeoutError:
+            return None  # nobody asked
+        if not line:
+            return None
+        if len(line) > _LINE:
+            raise _BadRequestError(414, f"the request line is longer than {_LINE} bytes")
+        match = _FIRST.fullmatch(line)
+        if match is None:
+            raise _BadRequestError(400, "this is no request line of HTTP/1.1 with a path")
+        try:
+            path, query = parse_target(match[2].decode("ascii"))
+        except ValueError:
+            raise _BadRequestError(400, "the address has parameters that are not UTF-8, or too many of them") from None
+        headers: list[tuple[str, str]] = []
+        size = 0
+        while True:
+            line = reader.readline(_HEADERS + 1)
+            size += len(line)
+            if size > _HEADERS:
+                raise _BadRequestError(431, f"the headers are longer than {_HEADERS} bytes")
+            if line == b"\r\n":
+                break
+            if not line:
+                return None
+            name, colon, value = line.partition(b":")
+            value = value.removesuffix(b"\r\n").strip(b" \t")
+            # A line that ends in LF alone has it in its value, and is refused: a proxy before us may read it as another
+            # header, or another request.
+            if not (colon and _NAME.fullmatch(name) and _VALUE.fullmatch(value)):
+                raise _BadRequestError(400, "a header line is not 'name: value'")
+            headers.append((name.decode("ascii").lower(), value.decode("latin-1")))
+        client = self.client_address[0] if isinstance(self.client_address, tuple) else "unix"
+        request = Request(match[1].decode(), path, query, headers, peer=client, local=self._local())
+        if request.all("transfer-encoding"):
+            raise _BadRequestError(501, "a body is expected with its Content-Length")
+        lengths = request.all("content-length")
+        if len(lengths) > 1 or not all(re.fullmatch("[0-9]{1,12}", value) for value in lengths):
+            raise _BadRequestError(400, "the Content-Length is not one number")
+        options = {word.strip().lower() for value in request.all("connection") for word in value.split(",")}
+        return request, match[3] == b"1" and "close" not in options, int(lengths[0]) if lengths else 0
+
+    def _local(self) -> str:
+        name = self.request.getsockname()
+        if not isinstance(name, tuple):
+            return ""
+        return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+
+    def _send(self, answer: Response, *, close: bool, head_only: bool = False) -> None:
+        connection: sockets.socket = self.request
+        connection.settimeout(_SEND_SECONDS)
+        body = answer.body
+        head = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", f"Date: {formatdate(usegmt=True)}"]
+        head += [f"{name}: {value}" for name, value in answer.headers]
+        if isinstance(body, bytes) and answer.status not in (204, 304):
+            head.append(f"Content-Length: {len(body)}")
+        if close:
+            head.append("Connection: close")
+        start = "\r\n".join([*head, "", ""]).encode("latin-1")
+        if head_only:
+            body = b"" if isinstance(body, bytes) else body
+        if isinstance(body, bytes):
+            if len(body) <= _PIECE:
+                connection.sendall(start + body)  # one packet where it fits
+                return
+            connection.sendall(start)
+            for place in range(0, len(body), _PIECE):
+                # Each piece has its own time, so that a slow line may take what it needs while it moves.
+                connection.sendall(memoryview(body)[place : place + _PIECE])
+            return
+        try:
+            connection.sendall(start)
+            for piece in () if head_only else body:
+                if piece:
+                    connection.sendall(piece)
+                elif _gone(connection):
+                    return
+        finally:
+            body.close()
+
+
+def _linger(connection: sockets.socket) -> None:
+    """End a connection so that what was sent arrives: closing it over unread bytes would take that back."""
+    connection.shutdown(sockets.SHUT_WR)
+    until = time.monotonic() + _LINGER_SECONDS
+    for _ in range(64):
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        if not connection.recv(64 << 10):
+            return
+
+
+def _gone(connection: sockets.socket) -> bool:
+    """Whether the other side has hung up; it is not expected to say anything while it listens."""
+    # Not select(), which fails for the 1024th file of a process.
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        return bool(selector.select(0)) and not connection.recv(1, sockets.MSG_PEEK)
+
+
+class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """A listening socket and the threads of its connections."""
+
+    daemon_threads = True
+    block_on_close = False
+    api: Api
+
+    def __init__(self, listening: sockets.socket) -> None:
+        self.address_family = listening.family
+        super().__init__(listening.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.slots = threading.BoundedSemaphore(_CONNECTIONS)
+        self.refusing = threading.BoundedSemaphore(_TURNED_AWAY)
+        self.lock = threading.Lock()
+        self.open: set[sockets.socket] = set()
+        self.loop: threading.Thread | None = None
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self.slots.acquire(blocking=False):
+            if self.refusing.acquire(blocking=False):
+                # In a thread: who does not read it must not keep others from being heard.
+                threading.Thread(target=self._turn_away, args=(request,), daemon=True).start()
+            else:
+                self.shutdown_request(request)
+            return
+        with self.lock:
+            self.open.add(request)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            # A machine that has no thread left may have one later: the place is not lost.
+            self._let_go(request)
+            raise
+
+    def _turn_away(self, connection: sockets.socket) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                connection.settimeout(_LINGER_SECONDS)
+                connection.sendall(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                _linger(connection)
+        finally:
+            self.shutdown_request(connection)
+            self.refusing.release()
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._let_go(request)
+
+    def _let_go(self, connection: sockets.socket) -> None:
+        with self.lock:
+            self.open.discard(connection)
+        self.slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        self.api.report_error()
+
+    def start(self, api: Api) -> None:
+        """Answer for `api`, in the background."""
+        self.api = api
+        self.loop = threading.Thread(target=self.serve_forever, args=(0.2,), name="rollbook-viewer", daemon=True)
+        self.loop.start()
+
+    def stop(self) -> None:
+        """Listen no more; what is being answered is, and every connection ends."""
+        if self.loop is not None:
+            self.shutdown()
+            self.loop.join()
+        self.server_close()
+        with self.lock:
+            left = list(self.open)
+        for connection in left:
+            with contextlib.suppress(OSError):
+                connection.shutdown(sockets.SHUT_RD)  # who waits for a request sees its end; answers still go out
+        until = time.monotonic() + 3
+        while self.open and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
 
 PORT = 8420
 _PORTS = 32
@@ -89,7 +386,7 @@ class Server:
         if self.api is not None:
             raise ValueError("server: it was started already")
         listening = self._bind()
-        self.listeners = [Listener(each) for each in listening]
+        self.listeners = [Listener(bound) for bound in listening]
         hosts = authorities(self.port, self.host, self._trusted)
         if self.socket_path is not None:
             hosts |= {name.rpartition(":")[0] for name in hosts if name.endswith(f":{self.port}")}
@@ -99,8 +396,8 @@ class Server:
         except BaseException:
             self.close()
             raise
-        for each in self.listeners:
-            each.start(self.api)
+        for bound in self.listeners:
+            bound.start(self.api)
         return self
 
     def _bind(self) -> list[sockets.socket]:
@@ -108,19 +405,19 @@ class Server:
             self.port = self.port or PORT
             return [_bind_unix(self.socket_path)]
         try:
-            made = _bind_both(self.host, self.port)
+            bound = _bind_both(self.host, self.port)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
-            made = None
+            bound = None
         tries = 0
-        while made is None:
+        while bound is None:
             tries += 1
             if tries > _PORTS:
                 raise OSError(errno.EADDRINUSE, f"host: no port of {self.host} is free")
-            made = _bind_both(self.host, 0)
-        self.port = made[0].getsockname()[1]
-        return made
+            bound = _bind_both(self.host, 0)
+        self.port = bound[0].getsockname()[1]
+        return bound
 
     @property
     def address(self) -> str:
@@ -141,8 +438,8 @@ class Server:
         """Stop listening, end streams and threads, close the source and remove the index."""
         if self.api is not None:
             self.api.closing.set()
-        for each in self.listeners:
-            each.stop() if self.api is not None else each.server_close()
+        for listener in self.listeners:
+            listener.stop() if self.api is not None else listener.server_close()
         if self.listeners and self.socket_path is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.socket_path)
@@ -190,29 +487,29 @@ def _bind_both(host: str, port: int) -> list[sockets.socket] | None:
 
 def _bind_unix(path: str) -> sockets.socket:
     """A socket that its owner alone can open; one that a viewer left behind is replaced, anything else is not."""
-    made = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    bound = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
                 raise ValueError(f"socket: {path} is there and is no socket")
             try:
-                made.connect(path)
+                bound.connect(path)
             except ConnectionRefusedError:
                 os.unlink(path)
             else:
                 raise ValueError(f"socket: somebody listens at {path}")
-            made.close()
-            made = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+            bound.close()
+            bound = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
         before = os.umask(0o177)
         try:
-            made.bind(path)
+            bound.bind(path)
         finally:
             os.umask(before)
-        made.listen(64)
+        bound.listen(64)
     except BaseException:
-        made.close()
+        bound.close()
         raise
-    return made
+    return bound
 
 
 def serve(
@@ -246,19 +543,19 @@ def serve(
         unsafe_allow_unauthenticated=unsafe_allow_unauthenticated,
         socket=socket,
     )
-    with _until_told() as told, server:
+    with _until_told() as stop, server:
         if json:
-            found = {"url": server.url, "host": server.host, "port": server.port}
-            print(dumps({**found, "socket": server.socket_path, "token": server.token}), flush=True)
+            address = {"url": server.url, "host": server.host, "port": server.port}
+            print(dumps({**address, "socket": server.socket_path, "token": server.token}), flush=True)
         else:
             print(server.url if quiet else "\n".join(_greeting(server, port)), flush=True)
         with _browser(server.url) if open_browser else contextlib.nullcontext():
-            told.wait()
+            stop.wait()
         if not quiet and not json:
             print("closing", file=sys.stderr, flush=True)
 
 
-def _greeting(server: Server, wanted: int) -> Iterator[str]:
+def _greeting(server: Server, requested_port: int) -> Iterator[str]:
     try:
         user = f"{getpass.getuser()}@{sockets.gethostname()}"
     except (KeyError, OSError):
@@ -268,8 +565,8 @@ def _greeting(server: Server, wanted: int) -> Iterator[str]:
         yield f"  {server.url}"
         yield f"  ssh -L {server.port}:{server.socket_path} {user}"
         return
-    if wanted not in (0, server.port):
-        yield f"port {wanted} is taken"
+    if requested_port not in (0, server.port):
+        yield f"port {requested_port} is taken"
     yield f"  {server.url}"
     if _is_loopback(server.host):
         yield f"from another machine: ssh -L {server.port}:127.0.0.1:{server.port} {user}, then the same address"
@@ -283,17 +580,17 @@ def _greeting(server: Server, wanted: int) -> Iterator[str]:
 @contextlib.contextmanager
 def _until_told() -> Iterator[threading.Event]:
     """An event that Ctrl-C or SIGTERM sets; the second Ctrl-C works as ever."""
-    told = threading.Event()
+    stop = threading.Event()
     before: dict[int, Any] = {}
 
     def tell(number: int, frame: Any) -> None:
-        told.set()
+        stop.set()
         signal.signal(number, before[number])
 
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield told
+        yield stop
     finally:
         for number, action in before.items():
             signal.signal(number, action)

@@ -28,13 +28,12 @@ from rollbook.core.ids import step_of
 from rollbook.core.metrics import Progress
 from rollbook.core.ragged import Ragged
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.bulk import columns_of
-from rollbook.inspect.following import Follower
+from rollbook.inspect.follower import Follower, columns_of
 from rollbook.inspect.records import Reader
 
 if TYPE_CHECKING:
-    from rollbook.inspect.documents import Trajectory
     from rollbook.inspect.index import Index
+    from rollbook.inspect.trajectory import Trajectory
 
 BOOK, CONFIG = "book", "config.yaml"
 """What a run's folder has, as `rollbook.train.running` makes it."""
@@ -135,23 +134,23 @@ class BookSource:
                     gids[name] = None
                     continue
                 for start in (f"{name}/", name):
-                    found = tx.all(
+                    rows = tx.all(
                         "SELECT gid FROM records WHERE uid >= ? AND uid < ? ORDER BY uid LIMIT 9",
                         (start, f"{start}\U0010ffff"),
                     )
-                    gids |= dict.fromkeys(gid for (gid,) in found)
-                    if found:
+                    gids |= dict.fromkeys(gid for (gid,) in rows)
+                    if rows:
                         break
             return _seqs(tx, "gid", list(gids))
 
     def steps(self) -> list[int]:
         """The training steps that there are records for training of."""
         with self.book.ledger.read() as tx:
-            found = tx.all(
+            rows = tx.all(
                 "SELECT DISTINCT batch, version_min FROM records "
                 "WHERE evaluation = 0 AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
             )
-        return sorted({step_of(batch, version) for batch, version in found})
+        return sorted({step_of(batch, version) for batch, version in rows})
 
     def seqs_in(self, spans: Sequence[tuple[int | None, int | None]]) -> list[int]:
         """The records of the training steps in some spans, from the first to the last; `None`: without an end."""
@@ -212,20 +211,20 @@ class BookSource:
         from rollbook.book import tables
 
         try:
-            found = querying.run(query, tables.sources(self.book), seconds=seconds, max_rows=rows)
+            table = querying.run(query, tables.sources(self.book), seconds=seconds, max_rows=rows)
         except ImportError as error:
             raise ValueError(str(error)) from None
-        return {"columns": found.columns, "rows": [list(row) for row in found], "truncated": found.more}
+        return {"columns": table.columns, "rows": [list(row) for row in table], "truncated": table.more}
 
     def texts(self, uids: Sequence[str]) -> list[tuple[str, str]]:
         """The prompt and the response of some records, as texts: those that were recorded, else by the vocabulary; ""
         where there is neither, or the bytes are gone."""
         seqs = numbers_of(self.book, uids_of(uids))
-        found: dict[int, tuple[str, str]] = {}
+        texts_by_number: dict[int, tuple[str, str]] = {}
         vocabulary = self.reader.vocabulary
-        wanted = sorted(set(seqs))
-        for at in range(0, len(wanted), 500):
-            for batch in self.book.scan(("seq", *_TEXTS), ("seq", "in", wanted[at : at + 500])):
+        ordered = sorted(set(seqs))
+        for at in range(0, len(ordered), 500):
+            for batch in self.book.scan(("seq", *_TEXTS), ("seq", "in", ordered[at : at + 500])):
                 columns = columns_of(batch)
                 numbers = columns["seq"].to_pylist()
                 nothing: list[Any] = [None] * len(numbers)
@@ -240,8 +239,8 @@ class BookSource:
                         for at_, (text, part) in enumerate(zip(texts, parts, strict=True)):
                             if text is None:
                                 texts[at_] = vocabulary.text_and_ends(part)[0]
-                    found[seq] = (texts[0] or "", texts[1] or "")
-        return [found.get(seq, ("", "")) for seq in seqs]
+                    texts_by_number[seq] = (texts[0] or "", texts[1] or "")
+        return [texts_by_number.get(seq, ("", "")) for seq in seqs]
 
     def close(self) -> None:
         """See `Source`."""
@@ -352,36 +351,38 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None, s
         shown = ", ".join(str(book) for book in books[:_LISTED])
         more = f" and {len(books) - _LISTED} more" if len(books) > _LISTED else ""
         raise ValueError(f"path: {address!r} holds {len(books)} books; open one of them: {shown}{more}")
-    from rollbook.inspect.files import Unknown, open_file_source
+    from rollbook.inspect.files import UnknownFormatError, open_file_source
 
     try:
         return open_file_source(place, tokenizer=tokenizer)
-    except Unknown as error:
+    except UnknownFormatError as error:
         if (place / CONFIG).is_file():
             if starting:
                 return StartingSource(place, vocabulary=vocabulary_of(tokenizer))
-            raise Unknown(
+            raise UnknownFormatError(
                 f"path: {address!r} is a run without a book yet: it is starting or warming up; "
                 "`rollbook view` follows it"
             ) from None
-        raise Unknown(f"path: {address!r} is no book (a folder with {LEDGER}), and no rollouts: {error}") from None
+        raise UnknownFormatError(
+            f"path: {address!r} is no book (a folder with {LEDGER}), and no rollouts: {error}"
+        ) from None
 
 
 def books_in(folder: Path, depth: int = _DEPTH) -> list[Path]:
     """The books in a folder and a few levels below it, by name; links are not followed."""
-    found: list[Path] = []
+    books: list[Path] = []
     try:
         inside = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
-        return found
+        return books
     for entry in inside:
         if not entry.is_dir(follow_symlinks=False) or entry.name.startswith("."):
             continue
         if os.path.isfile(os.path.join(entry.path, LEDGER)):
-            found.append(Path(entry.path))
+            books.append(Path(entry.path))
         elif depth > 1:
-            found += books_in(Path(entry.path), depth - 1)
-    return found
+            books += books_in(Path(entry.path), depth - 1)
+    return books
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
@@ -451,17 +452,17 @@ class Watcher:
         while not self._closing.is_set() and not self.index.closed:
             error = None
             try:
-                found = self.source.refresh(self.index)
+                changed = self.source.refresh(self.index)
                 self.index.settle()
             except Exception as raised:  # Whatever a source raises is shown; the pages go on with what there is.
                 error = str(raised) if isinstance(raised, BookError) else f"{type(raised).__name__}: {raised}"
-                found = None
+                changed = None
             if error != self.error:
                 with contextlib.suppress(ValueError):  # closed meanwhile
                     self.index.keep("error", error)
                 self.error = error
             self._looked.set()
-            if found:
+            if changed:
                 pause = self.seconds
                 continue
             self._loaded.set()

@@ -1,15 +1,16 @@
-"""Numbers that describe many: quantiles, histograms on common edges, and how far apart two samples are.
+"""Statistics of samples and columns: quantiles, histograms, tests, trends, shares and orders.
 
-Samples of one group share a prompt, so they are not independent: intervals and tests treat the group as the unit.
+Samples of one group share a prompt and are not independent: intervals and tests use the group as the unit.
 
-Invariant: everything that goes out is finite or `None`; what is not finite coming in is left out.
+Invariant: pure functions of numpy arrays. Values that are not finite are ignored.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +33,9 @@ def quantiles(values: NDArray[np.float64]) -> dict[str, float] | None:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None
-    found = np.quantile(finite, list(QUANTILES.values()))
+    levels = np.quantile(finite, list(QUANTILES.values()))
     return {
-        **{name: float(value) for name, value in zip(QUANTILES, found, strict=True)},
+        **{name: float(value) for name, value in zip(QUANTILES, levels, strict=True)},
         "mean": float(finite.mean()),
     }
 
@@ -47,7 +48,7 @@ def edges(*samples: NDArray[np.float64], bins: int = BINS) -> list[float]:
     >>> edges(np.array([]))
     []
     """
-    finite = np.concatenate([each[np.isfinite(each)] for each in samples]) if samples else np.zeros(0)
+    finite = np.concatenate([sample[np.isfinite(sample)] for sample in samples]) if samples else np.zeros(0)
     if not len(finite):
         return []
     low, high = float(finite.min()), float(finite.max())
@@ -57,24 +58,24 @@ def edges(*samples: NDArray[np.float64], bins: int = BINS) -> list[float]:
         width = max(abs(low), 1.0) / 2
         return [low - width, low + width]
     step = high / bins - low / bins
-    made = [low + step * i for i in range(bins)] + [high]
-    return made if all(b > a for a, b in pairwise(made)) else [low, high]
+    bounds = [low + step * i for i in range(bins)] + [high]
+    return bounds if all(b > a for a, b in pairwise(bounds)) else [low, high]
 
 
-def histograms(one: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
+def histograms(first: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
     """Two samples counted between the same edges.
 
     >>> histograms(np.array([0.0, 1.0, 1.0]), np.array([0.0]))
     {'edges': [-0.5, 0.5, 1.5], 'counts_a': [1, 2], 'counts_b': [1, 0]}
     """
-    at = edges(one, other)
+    at = edges(first, other)
     if not at:
         return {"edges": [], "counts_a": [], "counts_b": []}
-    counts = [np.histogram(each[np.isfinite(each)], at)[0].tolist() for each in (one, other)]
+    counts = [np.histogram(sample[np.isfinite(sample)], at)[0].tolist() for sample in (first, other)]
     return {"edges": at, "counts_a": counts[0], "counts_b": counts[1]}
 
 
-def kolmogorov(one: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
+def kolmogorov(left: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
     """The largest distance of two samples' distribution functions (Kolmogorov and Smirnov's), and how likely one as
     large is by chance, by its limit for many values; ties make that too large, never too small.
 
@@ -84,7 +85,7 @@ def kolmogorov(one: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[fl
     >>> distance, chance < 1e-9
     (0.5, True)
     """
-    first, second = np.sort(one), np.sort(other)
+    first, second = np.sort(left), np.sort(other)
     every = np.concatenate([first, second])
     gaps = np.searchsorted(first, every, "right") / len(first) - np.searchsorted(second, every, "right") / len(second)
     distance = float(np.abs(gaps).max())
@@ -126,7 +127,7 @@ def mean_interval(values: NDArray[np.float64], groups: NDArray[Any]) -> tuple[fl
     return mean, t * error
 
 
-def group_test(one: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
+def group_test(left: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
     """The Kolmogorov-Smirnov distance of two sets of group means, and how likely one as large is by chance: by
     permuting which groups are on which side.
 
@@ -136,18 +137,18 @@ def group_test(one: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[fl
     >>> distance, chance < 0.001
     (1.0, True)
     """
-    if len(one) + len(other) > _PERMUTED_GROUPS:
-        return kolmogorov(one, other)
-    pooled = np.concatenate([one, other])
+    if len(left) + len(other) > _PERMUTED_GROUPS:
+        return kolmogorov(left, other)
+    pooled = np.concatenate([left, other])
     order = np.argsort(pooled, kind="stable")
     ordered = pooled[order]
     ends = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
-    first = order < len(one)
+    first = order < len(left)
 
     def distances(sides: NDArray[np.bool_]) -> NDArray[np.int64]:
         # Whole numbers, so that equal distances are equal.
         below = np.cumsum(sides, axis=-1, dtype=np.int64)[..., ends]
-        gaps = np.abs(below * len(other) - (ends + 1 - below) * len(one))
+        gaps = np.abs(below * len(other) - (ends + 1 - below) * len(left))
         most: NDArray[np.int64] = gaps.max(axis=-1)
         return most
 
@@ -155,4 +156,227 @@ def group_test(one: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[fl
     dice = np.random.default_rng(0)
     permuted = dice.permuted(np.broadcast_to(first, (PERMUTATIONS, len(first))), axis=1)
     chance = (1 + int((distances(permuted) >= measured).sum())) / (1 + PERMUTATIONS)
-    return measured / (len(one) * len(other)), chance
+    return measured / (len(left) * len(other)), chance
+
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+Mask: TypeAlias = NDArray[np.bool_]
+
+# --- columns --------------------------------------------------------------------------------------------------------
+
+OFFSETS = 32
+"""Each sample is compared with this many others of its block: 100,000 samples are 3 million pairs, not 5 billion."""
+POINTS = 512
+"""A longer series is thinned to so many medians before a test that compares every two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A number for each step."""
+
+    steps: Ints
+    """[T] rising"""
+    values: Floats
+    """[T] finite"""
+    counts: Ints
+    """[T] samples behind each value"""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+def by_step(steps: Ints, values: Floats, *, median: bool = False, least: int = 4) -> Series:
+    """The mean (or median) of `values` at each step.
+
+    A step with fewer than `least` values, or a tenth of what steps usually have, is left out: it has only begun, or is
+    what is left of one.
+
+    >>> by_step(np.array([0, 0, 0, 1, 1, 1]), np.array([1.0, 3.0, np.nan, 2.0, 2.0, 8.0]), least=2).values.tolist()
+    [2.0, 4.0]
+    """
+    finite = np.isfinite(values)
+    steps, values = steps[finite], values[finite]
+    present, place, counts = np.unique(steps, return_inverse=True, return_counts=True)
+    if median:
+        centers = block_medians(place, values, len(present))
+    else:
+        centers = np.bincount(place, values, minlength=len(present)) / np.maximum(counts, 1)
+    enough = (counts >= least) & (counts >= 0.1 * np.median(counts) if len(counts) else True)
+    return Series(present[enough], centers[enough], counts[enough])
+
+
+def block_medians(place: Ints, values: Floats, blocks: int) -> Floats:
+    """[blocks] The median of the values of each block; `place` says which block a value is of.
+
+    >>> block_medians(np.array([0, 0, 1, 1, 1]), np.array([1.0, 3.0, 9.0, 7.0, 8.0]), 2).tolist()
+    [2.0, 8.0]
+    """
+    order = np.lexsort((values, place))
+    ordered = values[order]
+    counts = np.bincount(place, minlength=blocks)
+    starts = np.cumsum(counts) - counts
+    medians = np.full(blocks, np.nan)
+    some = counts > 0
+    low, high = starts + (counts - 1) // 2, starts + counts // 2
+    medians[some] = (ordered[low[some]] + ordered[high[some]]) / 2
+    return medians
+
+
+def trend(values: Floats) -> float:
+    """The z of the Mann-Kendall test: above 0 rising, below 0 falling; 0 for a series of equal values.
+
+    It compares every two values by their order alone, so that one outlier cannot make a trend.
+
+    >>> round(trend(np.array([1.0, 2.0, 3.0, 40.0, 5.0, 6.0])), 2), trend(np.ones(9))
+    (1.88, 0.0)
+    """
+    if len(values) > POINTS:
+        values = np.array([np.median(part) for part in np.array_split(values, POINTS)])
+    t = len(values)
+    if t < 3:
+        return 0.0
+    score = float(np.sign(values[None, :] - values[:, None])[np.triu_indices(t, 1)].sum())
+    _, ties = np.unique(values, return_counts=True)
+    spread = (t * (t - 1) * (2 * t + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
+    if spread <= 0 or score == 0:
+        return 0.0
+    return float((score - np.sign(score)) / np.sqrt(spread))
+
+
+def at_least(hits: float, total: float, certainty: float) -> float:
+    """The lower end of Wilson's interval for a share: what it is at least, `certainty` standard errors down.
+
+    >>> round(at_least(8, 8, 2.0), 3), round(at_least(500, 1000, 2.0), 3), at_least(0, 0, 2.0)
+    (0.667, 0.468, 0.0)
+    """
+    if total <= 0 or hits <= 0:
+        return 0.0
+    share, z2 = hits / total, certainty * certainty
+    middle = share + z2 / (2 * total)
+    reach = certainty * float(np.sqrt(share * (1 - share) / total + z2 / (4 * total * total)))
+    return float((middle - reach) / (1 + z2 / total))
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs of samples of one block (a group, or a step), each pair once."""
+
+    left: Ints
+    """[P] indices of samples"""
+    right: Ints
+    """[P]"""
+    blocks: Ints
+    """[P] the block of each pair, counted from 0"""
+
+
+def pairs(blocks: Ints) -> Pairs:
+    """Pairs within blocks: all of those in blocks of up to 64, an even choice of those in larger ones.
+
+    Within a block samples stand in an order that is shuffled in the same way each time, and each is paired with those
+    up to 32 places further, around the end.
+
+    >>> found = pairs(np.array([7, 7, 7, 2]))
+    >>> sorted(map(tuple, np.sort(np.stack([found.left, found.right], 1), 1).tolist()))
+    [(0, 1), (0, 2), (1, 2)]
+    """
+    _, place, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+    order = np.lexsort((np.random.default_rng(0).random(len(blocks)), place))
+    starts = np.cumsum(counts) - counts
+    block = place[order]
+    size, first = counts[block], starts[block]
+    rank = np.arange(len(order)) - first
+    left, right, which = [], [], []
+    for offset in range(1, OFFSETS + 1):
+        # In a block of n, offset n / 2 meets each pair from both sides, and larger ones repeat smaller ones.
+        use = (2 * offset < size) | ((2 * offset == size) & (rank < offset))
+        if not use.any():
+            break
+        left.append(order[use])
+        right.append(order[(first + (rank + offset) % np.maximum(size, 1))[use]])
+        which.append(block[use])
+    if not left:
+        empty = np.zeros(0, np.int64)
+        return Pairs(empty, empty, empty)
+    return Pairs(np.concatenate(left), np.concatenate(right), np.concatenate(which))
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How far the order of rewards is the order of another number, over pairs whose rewards differ."""
+
+    d: float
+    """Somers' d: share of pairs in the same order less share in the opposite one, from -1 to 1."""
+    error: float
+    """Its standard error, with blocks as units."""
+    differs: float
+    """Share of the pairs in which the other number differs at all."""
+    blocks: int
+    """Blocks with at least one such pair."""
+    pairs: int
+    weighted: float = 0.0
+    """The same as `d` with each pair weighed by how far its rewards differ: the order of large differences counts."""
+
+
+def order(pairing: Pairs, reward: Floats, other: Floats) -> Order:
+    """Somers' d of `other` given `reward`, over pairs in which both are known and the rewards differ.
+
+    >>> blocks = np.repeat(np.arange(10), 4)
+    >>> length = np.tile([10.0, 20.0, 30.0, 40.0], 10)
+    >>> order(pairs(blocks), length / 40, length).d, order(pairs(blocks), -length, length).d
+    (1.0, -1.0)
+    """
+    up = reward[pairing.left] - reward[pairing.right]
+    across = other[pairing.left] - other[pairing.right]
+    scale = np.nanmax(np.abs(reward), initial=0.0) * 1e-9
+    use = np.isfinite(up) & np.isfinite(across) & (np.abs(up) > scale)
+    if not use.any():
+        return Order(0.0, float("inf"), 0.0, 0, 0)
+    agree = np.sign(up[use]) * np.sign(across[use])
+    _, place = np.unique(pairing.blocks[use], return_inverse=True)
+    weights = np.bincount(place).astype(np.float64)
+    sums = np.bincount(place, agree)
+    d = float(sums.sum() / weights.sum())
+    k = len(weights)
+    # The error of a ratio of sums over independent blocks.
+    spread = float(((sums - d * weights) ** 2).sum()) * k / max(k - 1, 1)
+    error = float(np.sqrt(spread)) / float(weights.sum()) if k > 1 else float("inf")
+    sizes = np.abs(up[use])
+    weighted = float((agree * sizes).sum() / sizes.sum())
+    return Order(d, error, float((agree != 0).mean()), k, int(use.sum()), weighted)
+
+
+def fit_weights(total: Floats, columns: dict[str, Floats]) -> dict[str, float] | None:
+    """Weights of the columns that add up to `total` (with a constant), or `None` where they do not.
+
+    A column whose weight is 0 within rounding is no part of it: it was logged beside the reward. A column that is the
+    total itself under another name is left out.
+
+    >>> right, form = np.array([0.0, 1, 0, 1, 1, 0]), np.array([1.0, 1, 0, 0, 1, 1])
+    >>> found = fit_weights(0.9 * right + 0.1 * form, {"right": right, "form": form, "seconds": np.arange(6.0)})
+    >>> {name: round(weight, 6) for name, weight in found.items()}
+    {'right': 0.9, 'form': 0.1}
+    """
+    spread = float(np.std(total))
+    if not spread:
+        return None
+    usable = {}
+    for name, column in columns.items():
+        wide = float(np.std(column))
+        same = np.abs(column - total).max() <= 1e-6 * max(1.0, float(np.abs(total).max()))
+        if wide > 0 and not (same and len(columns) > 1):
+            usable[name] = (column - column.mean()) / wide
+    if not usable:
+        return None
+    matrix = np.stack(list(usable.values()), 1)
+    centred = (total - total.mean()) / spread
+    weights, *_ = np.linalg.lstsq(matrix, centred, rcond=1e-10)
+    rest = float(np.sqrt(((matrix @ weights - centred) ** 2).mean()))
+    if rest > 1e-3:
+        return None
+    tiny = max(1e-5, 6 * rest / len(total) ** 0.5)
+    return {
+        name: float(weight * spread / np.std(columns[name]))
+        for name, weight in zip(usable, weights, strict=True)
+        if abs(weight) > tiny
+    }

@@ -1,31 +1,30 @@
-"""The doctor: what is wrong with a run, with evidence and what to do.
+"""The doctor: checks of a run for common RL failure modes, with evidence and recommendations.
 
-Invariant: it reads an index of the run and changes nothing; what separates ill from well is a threshold.
+Invariant: it reads an index of the run and changes nothing; every decision is a threshold.
 
->>> from rollbook.inspect.doctor import ILLNESSES, Thresholds
->>> len(ILLNESSES), Thresholds().zero_variance
+>>> from rollbook.inspect.doctor import CHECKS, Thresholds
+>>> len(CHECKS), Thresholds().zero_variance
 (20, 0.6)
 """
 
 from __future__ import annotations
 
-from rollbook.inspect.doctor.examining import examine, look
-from rollbook.inspect.doctor.findings import SEVERITIES, Diagnosis, Examined, Finding
-from rollbook.inspect.doctor.illnesses import ILLNESSES, Illness
-from rollbook.inspect.doctor.report import lines, page, table
+from rollbook.inspect.doctor.checks import CHECKS, Check, describe_checks, format_report, render_markdown
+from rollbook.inspect.doctor.diagnosis import examine, triage
+from rollbook.inspect.doctor.findings import SEVERITIES, CheckStatus, Diagnosis, Finding
 from rollbook.inspect.doctor.thresholds import Thresholds
 
 __all__ = [
-    "ILLNESSES",
+    "CHECKS",
     "SEVERITIES",
+    "Check",
+    "CheckStatus",
     "Diagnosis",
-    "Examined",
     "Finding",
-    "Illness",
     "Thresholds",
+    "describe_checks",
     "examine",
-    "lines",
-    "look",
-    "page",
-    "table",
+    "format_report",
+    "render_markdown",
+    "triage",
 ]

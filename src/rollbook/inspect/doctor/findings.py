@@ -1,6 +1,6 @@
-"""What the doctor says: findings, judgements on each illness, and the diagnosis that holds them.
+"""Results of the doctor: findings, the result of each check, and the diagnosis that holds them.
 
-Invariant: plain data that is strict JSON when asked for; ids are the only text in it that came with the records.
+Invariant: `as_dict` is strict JSON; ids are the only text in it that came with the records.
 """
 
 from __future__ import annotations
@@ -13,87 +13,87 @@ from rollbook.core.checks import check_choice
 
 Severity = Literal["high", "medium", "low"]
 SEVERITIES: tuple[Severity, ...] = ("high", "medium", "low")
-"""high: training does harm, or none of it does any good. medium: part of it is wasted or bent. low: worth a look."""
+"""high: training does harm or has no effect. medium: part of it is wasted or biased. low: worth a look."""
 EVIDENCE = 24
 """Most ids in a finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, where, and what to do."""
+    """One problem, where it is, and what to do."""
 
-    illness: str
-    """Its id, one of `ILLNESSES`."""
+    check: str
+    """Its id, one of `CHECKS`."""
     severity: Severity
     title: str
     """One line, with the number that matters."""
     detail: str
     """The numbers behind it, and what they were compared with."""
-    advice: str
+    recommendation: str
     steps: tuple[int, int]
     """First and last step it concerns."""
     uids: tuple[str, ...]
     """The most telling records, at most 24, the same ones each time."""
     count: int
-    """How many records it concerns."""
+    """Number of records it concerns."""
     filter: str
     """Opens those records in the viewer's list (and in `rollbook ls --where`); "" where no filter can say it."""
     share: float = 0.0
-    """How large a part of the records that were looked at it concerns: the order among equal severities."""
+    """Share of the examined records that it concerns; orders findings of equal severity."""
 
     def as_dict(self) -> dict[str, Any]:
         """Strict JSON."""
         return asdict(self) | {"steps": list(self.steps), "uids": list(self.uids)}
 
 
-class Examined(NamedTuple):
-    """What was said of one illness."""
+class CheckStatus(NamedTuple):
+    """The status of one check."""
 
-    illness: str
+    check: str
     status: Literal["ok", "found", "explained", "not judged"]
-    """explained: it is there, and follows from another one that was found; curing that one cures it."""
+    """explained: triggered, but follows from another finding; fixing that one fixes it."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What a check says: a finding, or why there is none."""
+class CheckResult:
+    """The result of a check: a finding, or why there is none."""
 
     status: Literal["ok", "found", "not judged"]
     why: str
     finding: Finding | None = None
 
 
-def fine(why: str) -> Judgement:
-    """The illness was looked for and is not there."""
-    return Judgement("ok", why)
+def passed(why: str) -> CheckResult:
+    """Return the result of a check that was not triggered."""
+    return CheckResult("ok", why)
 
 
-def unknown(why: str) -> Judgement:
-    """There is not enough to tell; `why` completes "could not be judged, because ..."."""
-    return Judgement("not judged", why)
+def skipped(why: str) -> CheckResult:
+    """Return the result of a check that could not run; `why` completes "could not be judged, because ..."."""
+    return CheckResult("not judged", why)
 
 
-def found(finding: Finding) -> Judgement:
-    """The illness is there."""
-    return Judgement("found", finding.title, finding)
+def triggered(finding: Finding) -> CheckResult:
+    """Return the result of a triggered check."""
+    return CheckResult("found", finding.title, finding)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What the doctor says of a run."""
+    """The result of examining a run."""
 
     source: str
     findings: tuple[Finding, ...]
     """By severity, then by how many of the records each concerns."""
-    examined: tuple[Examined, ...]
-    """Every illness, in the order of `ILLNESSES`."""
+    checks: tuple[CheckStatus, ...]
+    """Every check, in the order of `CHECKS`."""
     records: int
     steps: tuple[int, int] | None
-    """First and last step that was examined; `None` where there was nothing."""
+    """First and last examined step; `None` without records."""
     evaluation: bool = False
     left_out: int = 0
-    """Records that a saver kept for what they show: shares are not judged on them."""
+    """Records that a saver selected for their content: shares are not judged on them."""
 
     @property
     def healthy(self) -> bool:
@@ -102,17 +102,19 @@ class Diagnosis:
 
     @property
     def judged(self) -> int:
-        """How many illnesses could be judged."""
-        return sum(each.status != "not judged" for each in self.examined)
+        """Number of checks that could run."""
+        return sum(check.status != "not judged" for check in self.checks)
 
     def status(self, fail_on: str = "medium") -> int:
-        """A command's exit status: 1 where something of this severity or a higher one was found, else 0. `fail_on` may
-        be "never". (2 is for what could not be read.)"""
+        """Return the exit status of the command: 1 for a finding of severity `fail_on` or higher, else 0.
+
+        `fail_on` may be "never". (Status 2 is for input that could not be read.)
+        """
         check_choice("fail_on", fail_on, (*SEVERITIES, "never"))
         if fail_on == "never":
             return 0
         bad = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
-        return int(any(each.severity in bad for each in self.findings))
+        return int(any(finding.severity in bad for finding in self.findings))
 
     def as_dict(self) -> dict[str, Any]:
         """Strict JSON."""
@@ -123,8 +125,8 @@ class Diagnosis:
             "steps": None if self.steps is None else list(self.steps),
             "evaluation": self.evaluation,
             "left_out": self.left_out,
-            "findings": [each.as_dict() for each in self.findings],
-            "examined": [each._asdict() for each in self.examined],
+            "findings": [finding.as_dict() for finding in self.findings],
+            "checks": [check._asdict() for check in self.checks],
         }
 
 
@@ -158,6 +160,8 @@ def exact(value: float) -> str:
     return repr(float(value)).removesuffix(".0")
 
 
-def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The worst first."""
-    return tuple(sorted(findings, key=lambda each: (SEVERITIES.index(each.severity), -each.share, each.illness)))
+def rank_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Sort findings, the worst first."""
+    return tuple(
+        sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), -finding.share, finding.check))
+    )

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from rollbook.inspect.doctor.findings import EVIDENCE
-from rollbook.inspect.doctor.statistics import Floats, Ints, Mask, Series, by_step
 from rollbook.inspect.doctor.thresholds import Thresholds
+from rollbook.inspect.statistics import Floats, Ints, Mask, Series, by_step
 
 NUMBERS = (
     *("reward", "advantage", "length", "response_tokens", "trained_tokens", "lag", "version_max", "group_size"),
     *("entropy", "logprob", "kl", "mismatch", "nans", "repetition", "loop_at"),
 )
 WHOLE = ("step", "run", "scored")
-TEXTS = ("uid", "gid", "status", "state", "gone", "kept", "parent", "parts", "digest", "prompt")
+TEXTS = ("uid", "gid", "status", "state", "removed_reason", "kept", "parent", "parts", "digest", "prompt")
 COLUMNS = (*TEXTS, *WHOLE, *NUMBERS)
 """The columns of the index's table `samples` that the doctor reads."""
 
@@ -74,20 +74,22 @@ class Samples:
         self.uid: Sequence[str] = texts["uid"]
         self.step: Ints = np.array(columns["step"], np.int64)
         self.run: Ints = np.array(columns["run"], np.int64)
-        self.group, self.gids = coded(texts["gid"])
-        self.digest, _ = coded(texts["digest"])
-        self.prompt, _ = coded(texts["prompt"])
+        self.group, self.gids = encode_texts(texts["gid"])
+        self.digest, _ = encode_texts(texts["digest"])
+        self.prompt, _ = encode_texts(texts["prompt"])
         """[N] the same number for the same prompt, in whatever step"""
         # What was removed to save room has its numbers still; what failed never had any.
-        self.there: Mask = np.array([not gone for gone in texts["gone"]], bool) | (numbers["length"] > 0)
+        self.there: Mask = np.array([not reason for reason in texts["removed_reason"]], bool) | (numbers["length"] > 0)
         # What a saver kept for what it shows says nothing about shares.
-        self.chosen: Mask = np.array([bool(kept) and not kept.startswith(_BY_CHANCE) for kept in texts["kept"]], bool)
-        self.partial = any(kept and not kept.startswith("all") for kept in texts["kept"])
+        self.chosen: Mask = np.array(
+            [bool(policy) and not policy.startswith(_BY_CHANCE) for policy in texts["kept"]], bool
+        )
+        self.partial = any(policy and not policy.startswith("all") for policy in texts["kept"])
         """Whether a saver kept some of the records only."""
         self.there &= ~self.chosen
-        self.status = np.array([each or "" for each in texts["status"]], "U12")
-        self.state = np.array([each or "" for each in texts["state"]], "U12")
-        self.made: Mask = np.array([each is not None for each in texts["parent"]], bool)
+        self.status = np.array([text or "" for text in texts["status"]], "U12")
+        self.state = np.array([text or "" for text in texts["state"]], "U12")
+        self.derived: Mask = np.array([text is not None for text in texts["parent"]], bool)
         """[N] made from another record, so that it may well equal it"""
         self.unscorable: Mask = np.array(columns.get("scored", empty), np.float64) == 2
         self.unscorable |= beyond
@@ -171,7 +173,7 @@ class Samples:
         np.maximum.at(high, code, reward)
         step = np.full(k, np.iinfo(np.int64).min, np.int64)
         np.maximum.at(step, code, self.step[use])
-        runs = distinct(code, self.run[use], k)
+        runs = count_distinct(code, self.run[use], k)
         counts = np.bincount(code, minlength=k)
         mean = np.bincount(code, reward, minlength=k) / np.maximum(counts, 1)
         some = np.flatnonzero(runs >= 2)
@@ -186,17 +188,17 @@ class Samples:
 
     def parts(self, places: Ints) -> dict[str, Floats]:
         """[places] each, by name: the numbers that came with the rewards of some records; NaN where one has none."""
-        made: dict[str, Floats] = {}
+        parts: dict[str, Floats] = {}
         for row, i in enumerate(places.tolist()):
             text = self._parts[i]
             if not text or text == "{}":
                 continue
             for name, value in json.loads(text).items():
                 if isinstance(value, (int, float)) and abs(value) <= _LARGEST:
-                    if name not in made:
-                        made[name] = np.full(len(places), np.nan)
-                    made[name][row] = value
-        return dict(sorted(made.items()))
+                    if name not in parts:
+                        parts[name] = np.full(len(places), np.nan)
+                    parts[name][row] = value
+        return dict(sorted(parts.items()))
 
     def evidence(self, mask: Mask, by: Floats, *, apart: bool = False) -> tuple[str, ...]:
         """The ids of up to 24 records of `mask` that have most of `by`; later ones first where they are equal.
@@ -227,22 +229,22 @@ class Samples:
         return int(self.step[mask].min()), int(self.step[mask].max())
 
 
-def coded(texts: Sequence[Any]) -> tuple[Ints, list[Any]]:
+def encode_texts(texts: Sequence[Any]) -> tuple[Ints, list[Any]]:
     """A number for each text, counted in the order in which they come, -1 for `None`; and the texts by number.
 
-    >>> numbers, names = coded(["b", None, "a", "b"])
+    >>> numbers, names = encode_texts(["b", None, "a", "b"])
     >>> numbers.tolist(), names
     ([0, -1, 1, 0], ['b', 'a'])
     """
-    known: dict[Any, int] = {}
-    numbers = [-1 if each is None else known.setdefault(each, len(known)) for each in texts]
-    return np.array(numbers, np.int64), list(known)
+    codes: dict[Any, int] = {}
+    numbers = [-1 if text is None else codes.setdefault(text, len(codes)) for text in texts]
+    return np.array(numbers, np.int64), list(codes)
 
 
-def distinct(block: Ints, value: Ints, blocks: int) -> Ints:
+def count_distinct(block: Ints, value: Ints, blocks: int) -> Ints:
     """[blocks] How many different values each block has.
 
-    >>> distinct(np.array([0, 0, 0, 2]), np.array([5, 5, 6, 5]), 3).tolist()
+    >>> count_distinct(np.array([0, 0, 0, 2]), np.array([5, 5, 6, 5]), 3).tolist()
     [2, 0, 1]
     """
     order = np.lexsort((value, block))

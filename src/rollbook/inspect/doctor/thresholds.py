@@ -1,6 +1,6 @@
 """Thresholds: every number the doctor compares with, what it means, and why it has its default.
 
-Invariant: a number that separates ill from well stands here under a name; the checks hold only guards against chance
+Invariant: every number that a check compares with has a name here; the checks hold only guards against chance
 and the bounds between severities. A threshold that is out of its range or has an unknown name is refused, with the
 nearest name that is known.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """When something counts as ill.
+    """When a check is triggered.
 
     >>> Thresholds.of("zero_variance=0.8", "groups=4") == Thresholds(zero_variance=0.8, groups=4)
     True
@@ -98,7 +98,7 @@ class Thresholds:
     mismatch: float = 0.05
     """Mean |log-prob of the trainer - log-prob of the engine| per token, in nats; bf16 engines have 0.005 to 0.03."""
     mismatch_share: float = 0.1
-    """Share of samples above `mismatch` that makes a step ill."""
+    """Share of samples above `mismatch` at which a step triggers the check."""
     mismatch_lag: int = 1
     """Samples up to this many versions old are compared: older ones differ because the policy has moved."""
     kl: float = 1.0
@@ -119,7 +119,7 @@ class Thresholds:
     duplicate_tokens: int = 16
     """Responses shorter than this are alike by chance, and are not counted."""
     nan_records: float = 0.0
-    """Share of records with a NaN or infinity in a per-token field; more than this is ill."""
+    """Share of records with a NaN or infinity in a per-token field; more than this triggers the check."""
     nan_rewards: float = 0.01
     """Share of records whose reward is NaN ("could not be scored"); a sandbox that fails now and then stays below."""
 
@@ -138,43 +138,43 @@ class Thresholds:
     """Steps that must have come after a group's own before it counts as one that will not be complete."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            low, high = _RANGES.get(each.name, (0.0, 1.0))
-            whole = isinstance(each.default, int)
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-                expected = "a whole number" if whole else "a number"
-                raise ValueError(f"threshold {each.name!r}: got {value!r}, expected {expected}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low, high = _RANGES.get(field.name, (0.0, 1.0))
+            is_int = isinstance(field.default, int)
+            if isinstance(value, bool) or not isinstance(value, int if is_int else (int, float)):
+                expected = "a whole number" if is_int else "a number"
+                raise ValueError(f"threshold {field.name!r}: got {value!r}, expected {expected}")
             if not low <= value <= high:
                 limit = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
-                raise ValueError(f"threshold {each.name!r}: got {value!r}, expected a number {limit}")
+                raise ValueError(f"threshold {field.name!r}: got {value!r}, expected a number {limit}")
 
     @classmethod
-    def of(cls, *given: Thresholds | Mapping[str, Any] | str | None, **named: Any) -> Thresholds:
+    def of(cls, *sources: Thresholds | Mapping[str, Any] | str | None, **named: Any) -> Thresholds:
         """Thresholds from others, from mappings, from texts "name=value" (several may be joined by commas) and from
         keywords; what is given later wins, `None` gives nothing."""
-        made = cls()
-        for each in (*given, named):
-            if isinstance(each, Thresholds):
-                made = each
-            elif isinstance(each, str):
-                made = made.but(dict(_parsed(part) for part in each.split(",") if part.strip()))
-            elif isinstance(each, Mapping):
-                made = made.but(each)
-            elif each is not None:
+        thresholds = cls()
+        for source in (*sources, named):
+            if isinstance(source, Thresholds):
+                thresholds = source
+            elif isinstance(source, str):
+                thresholds = thresholds.but(dict(_parsed(part) for part in source.split(",") if part.strip()))
+            elif isinstance(source, Mapping):
+                thresholds = thresholds.but(source)
+            elif source is not None:
                 raise ValueError(
-                    f"thresholds: got {type(each).__name__}, expected Thresholds, a mapping or text 'name=value'"
+                    f"thresholds: got {type(source).__name__}, expected Thresholds, a mapping or text 'name=value'"
                 )
-        return made
+        return thresholds
 
     def but(self, changes: Mapping[str, Any]) -> Thresholds:
         """These, with some of them changed; numbers may come as texts."""
-        known = {each.name: each.default for each in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
         values: dict[str, Any] = {}
         for name, value in changes.items():
-            if name not in known:
-                raise ValueError(f"threshold {name!r} is not known{_near(name, known)}")
-            values[name] = _number(name, value, isinstance(known[name], int)) if isinstance(value, str) else value
+            if name not in defaults:
+                raise ValueError(f"threshold {name!r} is not known{_near(name, defaults)}")
+            values[name] = _number(name, value, isinstance(defaults[name], int)) if isinstance(value, str) else value
         return replace(self, **values)
 
 
@@ -200,20 +200,20 @@ def _parsed(text: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _number(name: str, text: str, whole: bool) -> float:
+def _number(name: str, text: str, is_int: bool) -> float:
     try:
-        return int(text) if whole else float(text)
+        return int(text) if is_int else float(text)
     except ValueError:
-        expected = "a whole number" if whole else "a number"
+        expected = "a whole number" if is_int else "a number"
         raise ValueError(f"threshold {name!r}: got {text!r}, expected {expected}") from None
 
 
-def _near(name: object, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+def _near(name: object, names: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(str(name), list(names), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-LOOK = Thresholds(
+TRIAGE = Thresholds(
     samples=8,
     groups=4,
     zero_variance=0.25,
@@ -224,4 +224,4 @@ LOOK = Thresholds(
     stale=0.05,
     incomplete=0.0,
 )
-"""What is worth a look although it is no illness yet: the queue of the viewer's overview."""
+"""Lower thresholds for what is worth a look: the queue of the viewer's overview."""

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.inspect.files.families import FAMILIES as FAMILIES
-    from rollbook.inspect.files.families import Family as Family
-    from rollbook.inspect.files.families import Unknown as Unknown
+    from rollbook.inspect.files.source import FAMILIES as FAMILIES
+    from rollbook.inspect.files.source import Family as Family
     from rollbook.inspect.files.source import FileSource as FileSource
+    from rollbook.inspect.files.source import UnknownFormatError as UnknownFormatError
 
 
 def open_file_source(path: str | os.PathLike[str], *, tokenizer: Any = None) -> FileSource:
-    """The rollouts of a file, or of a folder of files, as a source; `Unknown` (a `ValueError`) if they are none.
+    """Open the rollouts of a file, or of a folder of files, as a source; otherwise raise `UnknownFormatError`.
 
     `tokenizer`: a tokenizer, a `Vocabulary`, or the path of a folder with a tokenizer.json, for the text of files that
     have token ids; what has text alone is shown in words, and needs none.
@@ -38,16 +38,16 @@ def open_file_source(path: str | os.PathLike[str], *, tokenizer: Any = None) -> 
 
 
 def recognise(path: str | os.PathLike[str]) -> str:
-    """The name, in `FAMILIES`, of what a file or a folder holds; `Unknown` says what was found instead."""
+    """Return the name, in `FAMILIES`, of the format of a file or a folder."""
     with open_file_source(path) as source:
         return source.kind
 
 
 # Other modules of the viewer use the small ones of this package, which must not bring the large ones.
 _HOMES = {
-    "FAMILIES": "rollbook.inspect.files.families",
-    "Family": "rollbook.inspect.files.families",
-    "Unknown": "rollbook.inspect.files.families",
+    "FAMILIES": "rollbook.inspect.files.source",
+    "Family": "rollbook.inspect.files.source",
+    "UnknownFormatError": "rollbook.inspect.files.source",
     "FileSource": "rollbook.inspect.files.source",
 }
 __all__ = sorted((*_HOMES, "open_file_source", "recognise"))

@@ -22,12 +22,10 @@ from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS
 from rollbook.core.ids import EID
-from rollbook.inspect.documents import Trajectory
-from rollbook.inspect.files.images import Where
-from rollbook.inspect.files.limits import MAX_ROW, row_of
-from rollbook.inspect.files.stores import Found, Growing, Place, Row, Whole, stamp
-from rollbook.inspect.pictures import Album
+from rollbook.inspect.files.stores import MAX_ROW, Found, Growing, Place, Row, Whole, row_of, stamp
+from rollbook.inspect.images import Album, Where
 from rollbook.inspect.records import documents_from
+from rollbook.inspect.trajectory import Trajectory
 from rollbook.io import arrow, trinity_sqlite
 
 _TENSORS = {name: field for name, field in FIELDS.items() if field.kind == "tensor" and not field.trailing}
@@ -36,18 +34,18 @@ _TENSORS = {name: field for name, field in FIELDS.items() if field.kind == "tens
 def record(row: Row, where: Where) -> Iterator[Trajectory]:
     """The one record that stands in `row`."""
     album = Album()
-    for made in documents_from(row["record"], where.vocabulary, album):
-        for picture in made.pictures:
-            found = album.media(picture.sha256)
-            if found is not None:
-                where.keep(picture.sha256, *found)
-        yield made
+    for trajectory in documents_from(row["record"], where.vocabulary, album):
+        for picture in trajectory.pictures:
+            image = album.media(picture.sha256)
+            if image is not None:
+                where.keep(picture.sha256, *image)
+        yield trajectory
 
 
-def of_columns(many: Experiences) -> Iterator[Row]:
+def of_columns(records: Experiences) -> Iterator[Row]:
     """Each of the records, alone."""
-    for i in range(len(many)):
-        yield {"record": many[i : i + 1]}
+    for i in range(len(records)):
+        yield {"record": records[i : i + 1]}
 
 
 def of_batch(batch: pa.RecordBatch) -> Iterator[Row]:
@@ -58,23 +56,23 @@ def of_batch(batch: pa.RecordBatch) -> Iterator[Row]:
 
 def of_values(values: Row) -> Row:
     """A record of plain values and arrays by the names of its fields; free-form ones are JSON with tags, or values."""
-    made: dict[str, pa.Array] = {}
+    arrays: dict[str, pa.Array] = {}
     for name, value in values.items():
         field = FIELDS.get(name)
         if field is None or value is None:
             continue
         if name in _TENSORS:
-            one = field.broadcast and type(value) is int
-            made[f"{name}__one" if one else name] = pa.array([value if one else np.asarray(value)])
+            broadcast = field.broadcast and type(value) is int
+            arrays[f"{name}__one" if broadcast else name] = pa.array([value if broadcast else np.asarray(value)])
         elif field.kind == "json" and isinstance(value, _Json):
-            made[name] = pa.array([str(value)], pa.large_string())
+            arrays[name] = pa.array([str(value)], pa.large_string())
         elif field.kind == "eid":
             parts = {part: value[part] for part in _EID if value.get(part) is not None}
-            made.update(columns.encode(field, [EID(**{"suffix": "", **parts})]))
+            arrays.update(columns.encode(field, [EID(**{"suffix": "", **parts})]))
         elif field.kind in ("number", "integer", "text", "json"):
-            made.update(columns.encode(field, [value]))
+            arrays.update(columns.encode(field, [value]))
     try:
-        return {"record": arrow.from_table(pa.table(made))}
+        return {"record": arrow.from_table(pa.table(arrays))}
     except (pa.ArrowException, TypeError) as error:
         raise WireError(f"the record cannot be read: {error}") from None
 
@@ -138,26 +136,26 @@ class Frames(Growing):
         return wire.decode(data, limits=wire.DEFAULT_LIMITS, private=True), at + stop
 
     def scan(self, more: bool) -> Iterator[Found]:
-        for at, many in _pieces(self, more, self._frame):
-            if isinstance(many, WireError):
-                yield at, 0, many
+        for at, records in _pieces(self, more, self._frame):
+            if isinstance(records, WireError):
+                yield at, 0, records
                 continue
-            for i, row in enumerate(of_columns(many)):
+            for i, row in enumerate(of_columns(records)):
                 yield at, i, row
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
-        found: dict[Place, Row] = {}
-        wanted: dict[int, list[int]] = {}
+        fetched: dict[Place, Row] = {}
+        by_frame: dict[int, list[int]] = {}
         for at, i in places:
-            wanted.setdefault(at, []).append(i)
+            by_frame.setdefault(at, []).append(i)
         with open(self.path, "rb") as file:
-            for at, rows in wanted.items():
-                many, _ = self._frame(file, at)
-                if many is None:
+            for at, rows in by_frame.items():
+                records, _ = self._frame(file, at)
+                if records is None:
                     raise WireError(f"{self.path}: the frame at byte {at} is gone")
                 for i in rows:
-                    (found[at, i],) = of_columns(many[i : i + 1])
-        return found
+                    (fetched[at, i],) = of_columns(records[i : i + 1])
+        return fetched
 
 
 class Arrow(Whole):
@@ -186,15 +184,15 @@ class Arrow(Whole):
             yield 0, 0, error
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
-        wanted = sorted(places)
-        found: dict[Place, Row] = {}
+        sorted_places = sorted(places)
+        rows: dict[Place, Row] = {}
         for number, batch in enumerate(self._batches()):
-            for place in wanted:
+            for place in sorted_places:
                 if place[0] == number:
-                    (found[place],) = self.decode(batch.slice(place[1], 1))
-            if number >= wanted[-1][0]:
+                    (rows[place],) = self.decode(batch.slice(place[1], 1))
+            if number >= sorted_places[-1][0]:
                 break
-        return found
+        return rows
 
 
 # --- JSONL ----------------------------------------------------------------------------------------------------------
@@ -209,20 +207,20 @@ def line(row: Row, where: Where) -> Iterator[Trajectory]:
 
 def of_line(row: Row) -> Row:
     """The record that a line of Rollbook's own JSONL holds."""
-    held: Row = {}
+    fields: Row = {}
     for name, value in row.items():
         field = FIELDS.get(name)
         if field is None or value is None:
             continue
         if name in _TENSORS:
-            held[name] = value if type(value) is int and field.broadcast else _listed(name, value)
+            fields[name] = value if type(value) is int and field.broadcast else _listed(name, value)
         elif field.kind == "json":
-            held[name] = _Json(json.dumps(value))
+            fields[name] = _Json(json.dumps(value))
         elif field.kind == "eid":
-            held[name] = freeform.loads(json.dumps(value)) if isinstance(value, dict) else {}
+            fields[name] = freeform.loads(json.dumps(value)) if isinstance(value, dict) else {}
         elif field.kind in ("number", "integer", "text"):
-            held[name] = freeform.loads(json.dumps(value)) if isinstance(value, dict) else value
-    return of_values(held)
+            fields[name] = freeform.loads(json.dumps(value)) if isinstance(value, dict) else value
+    return of_values(fields)
 
 
 def _listed(name: str, value: Any) -> NDArray[Any]:
@@ -231,7 +229,7 @@ def _listed(name: str, value: Any) -> NDArray[Any]:
     if type(value) is not list:
         raise WireError(f"{name}: got a {type(value).__name__}, expected a list")
     try:
-        return np.array([_NOT_FINITE.get(each, each) if type(each) is str else each for each in value])
+        return np.array([_NOT_FINITE.get(element, element) if type(element) is str else element for element in value])
     except ValueError as error:
         raise WireError(f"{name}: {error}") from None
 
@@ -256,8 +254,8 @@ def payload(data: bytes) -> list[Row]:
     split = trxp._HEADER.size + meta
     if version != 1 or split + tensors != len(view):
         raise WireError(f"TRXP of version {version} and {split + tensors} bytes, of which {len(view)} are there")
-    held = trxp._unpickled(view[trxp._HEADER.size : split], trxp._HEADER.size, wire.DEFAULT_LIMITS)
-    items = held.get("items") if isinstance(held, dict) else None
+    content = trxp._unpickled(view[trxp._HEADER.size : split], trxp._HEADER.size, wire.DEFAULT_LIMITS)
+    items = content.get("items") if isinstance(content, dict) else None
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise WireError("the TRXP payload holds no list of items")
     extra = [item.pop(trxp._EXTRA, None) or {} for item in items]
@@ -279,7 +277,7 @@ def _safetensors(view: memoryview) -> dict[str, NDArray[Any]]:
         raise WireError(f"the tensors state a header of {size} bytes, {len(view) - 8} are there")
     header = row_of(bytes(view[8 : 8 + size]))
     data = view[8 + size :]
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -292,8 +290,8 @@ def _safetensors(view: memoryview) -> dict[str, NDArray[Any]]:
             values = np.frombuffer(data[start:stop], dtype=storage).reshape(entry["shape"])
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"tensor {name!r} cannot be read: {error}") from None
-        found[name] = _numpy(values, dtype)
-    return found
+        tensors[name] = _numpy(values, dtype)
+    return tensors
 
 
 class Payloads(Growing):
@@ -325,14 +323,14 @@ class Payloads(Growing):
                     yield at, i, WireError(str(error))
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
-        found: dict[Place, Row] = {}
-        held: dict[int, list[Row]] = {}
+        rows: dict[Place, Row] = {}
+        payloads: dict[int, list[Row]] = {}
         with open(self.path, "rb") as file:
             for at, i in places:
-                if at not in held:
-                    held[at] = self._rows(file, at)[0] or []
-                found[at, i] = of_values(held[at][i])
-        return found
+                if at not in payloads:
+                    payloads[at] = self._rows(file, at)[0] or []
+                rows[at, i] = of_values(payloads[at][i])
+        return rows
 
 
 class Database:
@@ -367,7 +365,7 @@ class Database:
                         yield number, at, error
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
-        found: dict[Place, Row] = {}
+        rows: dict[Place, Row] = {}
         with trinity_sqlite._opened(self.path) as connection:
             tables = list(trinity_sqlite._tables(connection, self.path).values())
             for number, at in places:
@@ -375,8 +373,8 @@ class Database:
                 # The query names the table as t, and orders by its id.
                 query = trinity_sqlite._query(table).replace(" ORDER BY t.id", " WHERE t.id = ?")
                 for row in connection.execute(query, (MAX_ROW, MAX_ROW, at)):
-                    found[number, at] = _database_row(row, table)
-        return found
+                    rows[number, at] = _database_row(row, table)
+        return rows
 
 
 def _database_row(row: tuple[Any, ...], table: trinity_sqlite.Table) -> Row:
@@ -386,16 +384,16 @@ def _database_row(row: tuple[Any, ...], table: trinity_sqlite.Table) -> Row:
     records = payload(data)
     if len(records) != 1:
         raise WireError(f"the bytes hold {len(records)} records, expected 1")
-    held = records[0]
+    record_row = records[0]
     column = {
         name: value.decode("utf-8", "replace") if isinstance(value, bytes) else value
         for name, value in zip(table.columns, row[5:], strict=True)
     }
-    eid = dict(held.get("eid") or {})
+    eid = dict(record_row.get("eid") or {})
     for name, part in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
         if column.get(name) is not None:
             eid[part] = int(column[name]) if part == "run" and str(column[name]).isdecimal() else column[name]
-    held["eid"] = eid
+    record_row["eid"] = eid
     if isinstance(column.get("reward"), (int, float)):
-        held["reward"] = float(column["reward"])
-    return of_values(held)
+        record_row["reward"] = float(column["reward"])
+    return of_values(record_row)

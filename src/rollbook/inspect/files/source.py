@@ -1,8 +1,9 @@
-"""`FileSource`: files of rollouts, or a folder of them, as one run.
+"""`FileSource`: files of rollouts, or a folder of them, as one run; and detection of the tool that wrote a file.
 
-Invariant: of a sample the source holds where it stands, not what it says; the same files give the same ids, however
-often they are read. A row that is damaged is counted and said in `notes`, and costs nothing else; what a file or a
-folder gains is there at the next refresh.
+Invariant: content decides, never a name alone; a file that fits nothing is rejected with what was found, and a pickle
+is rejected whatever it holds. The source holds where a sample is, not its contents; the same files give the same ids,
+however often they are read. A damaged row is counted and reported in `notes`. Rows that a file or folder gains appear
+at the next refresh.
 """
 
 from __future__ import annotations
@@ -15,27 +16,231 @@ import tempfile
 import threading
 import time
 import weakref
+import zipfile
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.core.errors import WireError
+import pyarrow as pa
+
+from rollbook.core.errors import RollbookError, WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
+from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.documents import Trajectory
-from rollbook.inspect.files.families import FAMILIES, Unknown, family_of
-from rollbook.inspect.files.images import Where
-from rollbook.inspect.files.limits import in_order, listed, shown
-from rollbook.inspect.files.stores import Place, Row, Store, stamp, unpack
-from rollbook.inspect.plain import plain
+from rollbook.core.wire import MAGIC as FRAME
+from rollbook.inspect.files import adapters, records
+from rollbook.inspect.files.builder import is_messages
+from rollbook.inspect.files.stores import (
+    MAX_JSON,
+    MAX_ROW,
+    Elements,
+    Lines,
+    Members,
+    Place,
+    Row,
+    Store,
+    Table,
+    dicts,
+    elements,
+    in_order,
+    listed,
+    parse,
+    shown,
+    stamp,
+    unpack,
+)
+from rollbook.inspect.images import Where
 from rollbook.inspect.records import record_json
+from rollbook.inspect.serialization import json_safe
+from rollbook.inspect.trajectory import Trajectory
+from rollbook.io import formats, trinity_sqlite
+from rollbook.io.formats import _columns
 
 if TYPE_CHECKING:
     from rollbook.inspect.index import Index
+
+
+# --- formats --------------------------------------------------------------------------------------------------------
+
+
+class UnknownFormatError(RollbookError, ValueError):
+    """Raised for a file or folder in none of the known formats."""
+
+
+class Family(NamedTuple):
+    """What reads the rows of a tool, and what it is."""
+
+    read: Callable[[Row, Where], Iterator[Trajectory]]
+    words: str
+    counted: bool = False
+    """Whether files without a step in their names are steps by their order."""
+
+
+FAMILIES: dict[str, Family] = {
+    "rollbook-json": Family(adapters.rollbook, "what Rollbook's TrajectorySaver wrote: PREFIX_step_N.json"),
+    "lightrft": Family(adapters.lightrft, "what LightRFT's trajectory saver wrote: PREFIX_step_N.json"),
+    "verl": Family(adapters.verl, "verl's rollouts: N.jsonl, or Parquet"),
+    "trl": Family(adapters.trl, "TRL's completions: Parquet or JSONL"),
+    "openrlhf": Family(adapters.openrlhf, "OpenRLHF's samples: JSONL or Parquet"),
+    "verifiers": Family(adapters.rollout, "verifiers' results.jsonl, and prime-rl's rollouts of that form", True),
+    "traces": Family(adapters.trace, "traces of verifiers and prime-rl: traces.jsonl, *_rollouts.jsonl", True),
+    "messages": Family(adapters.messages, "conversations as OpenAI's API has them: JSONL"),
+    "inspect": Family(adapters.inspect, "logs of inspect: .eval, .json", True),
+    "parquet": Family(records.record, "Rollbook's Parquet"),
+    "jsonl": Family(records.line, "Rollbook's JSONL"),
+    "frames": Family(records.record, "Rollbook's frames"),
+    "hf": Family(records.record, "a saved Hugging Face dataset that Rollbook wrote"),
+    "trxp": Family(records.record, "Trinity-RFT's TRXP payloads"),
+    "trinity-sqlite": Family(records.record, "Trinity-RFT's SQLite buffers"),
+}
+"""What is read, by name."""
+
+_PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib")
+
+
+def family_of(path: str, name: str) -> tuple[str, Store]:
+    """The family of a file and the store that reads it; `name` is how a person knows it."""
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    if head[:2] == b"PK":
+        return _archive(path, name)
+    if (head[:1] == b"\x80" and len(head) > 1 and head[1] < 6) or name.lower().endswith(_PICKLES):
+        raise UnknownFormatError("a pickle (.pt, .pkl) runs whatever its writer wants when it is read, and is not read")
+    if head.startswith(FRAME):
+        return "frames", records.Frames(path)
+    if head.startswith(TRXP):
+        return "trxp", records.Payloads(path)
+    if head.startswith(b"SQLite format 3\0"):
+        if not trinity_sqlite.tables(path):
+            raise UnknownFormatError("an SQLite database without a table of Trinity's")
+        return "trinity-sqlite", _database(path)
+    if head.startswith(b"PAR1"):
+        family = of_keys(_columns(path), "parquet")
+        return family, Table(path, records.of_batch if family == "parquet" else dicts)
+    if head.startswith(b"\xff\xff\xff\xff") and name.endswith(".arrow"):
+        return _dataset(path)
+    first = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if first == b"[":
+        return _array(path)
+    if first == b"{":
+        return _objects(path)
+    raise UnknownFormatError(f"bytes that begin {head[:16]!r}")
+
+
+def _database(path: str) -> Store:
+    store = records.Database(path)
+    for _, _, row in store.scan(False):
+        if isinstance(row, records.OldPickle):
+            raise UnknownFormatError(str(row))
+        break
+    return records.Database(path)
+
+
+def _dataset(path: str) -> tuple[str, Store]:
+    try:
+        with pa.memory_map(path) as file, pa.ipc.open_stream(file) as stream:
+            names = stream.schema.names
+    except (pa.ArrowException, OSError) as error:
+        raise UnknownFormatError(f"an Arrow file that cannot be read: {error}") from None
+    family = of_keys(dict.fromkeys(names), "parquet")
+    is_parquet = family == "parquet"
+    return "hf" if is_parquet else family, records.Arrow(path, records.of_batch if is_parquet else dicts)
+
+
+def _archive(path: str, name: str) -> tuple[str, Store]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = set(archive.namelist())
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise UnknownFormatError(f"a zip archive that cannot be read: {error}") from None
+    if any(member_name.endswith((".pkl", "/data.pkl")) for member_name in names):
+        raise UnknownFormatError(
+            "a file of torch.save (.pt), a pickle that runs whatever its writer wants, is not read"
+        )
+    if "header.json" in names or "_journal/start.json" in names:
+        return "inspect", Members(path, r"samples/[^/]+\.json", ("header.json", "_journal/start.json"))
+    raise UnknownFormatError("a zip archive without the header.json of an inspect log")
+
+
+def _array(path: str) -> tuple[str, Store]:
+    """A JSON array: its first object tells."""
+    store = Elements(path)
+    with store._mapped() as data:
+        begin = len(data[:4096]) - len(data[:4096].lstrip())
+        try:
+            span = next(elements(data, begin), None)
+        except WireError:
+            raise UnknownFormatError("a JSON array whose first object is not complete") from None
+        if span is None:
+            raise UnknownFormatError("a JSON array without objects")
+        row = parse(data[span[0] : span[1]])
+    if not isinstance(row, dict):
+        raise UnknownFormatError("a JSON array, not of objects")
+    return of_keys(row, "jsonl"), store
+
+
+def _objects(path: str) -> tuple[str, Store]:
+    """JSON lines, or one object that is written over several."""
+    with open(path, "rb") as file:
+        line = file.readline(MAX_ROW + 1)
+        # A line that is blank, or cut by the limit, is no first row.
+        while line and not line.strip():
+            line = file.readline(MAX_ROW + 1)
+    try:
+        row = parse(line.strip())
+    except WireError as error:
+        row = None
+        why = str(error)
+    if isinstance(row, dict) and not _is_inspect(row):
+        return of_keys(row, "jsonl"), Lines(path)
+    if os.path.getsize(path) > MAX_JSON:
+        raise UnknownFormatError(f"JSON of more than {MAX_JSON} bytes that is not one object a line")
+    with open(path, "rb") as file:
+        head = file.read(1 << 20)
+    if b'"eval"' in head and (b'"samples"' in head or b'"status"' in head or isinstance(row, dict)):
+        return "inspect", Elements(path, "samples")
+    if row is None:
+        raise UnknownFormatError(f"JSON whose first line is no object: {why}")
+    raise UnknownFormatError(f"a JSON object with the keys {', '.join(sorted(map(str, row))[:20])}")
+
+
+def _is_inspect(row: Row) -> bool:
+    return isinstance(row.get("eval"), dict) and ("samples" in row or "status" in row)
+
+
+def of_keys(row: dict[str, Any], default: str) -> str:
+    """The family of a row's keys (of a Parquet file, with no values); `UnknownFormatError` names them.
+
+    >>> of_keys({"input": "2 + 2", "output": "4", "score": 1.0, "step": 3}, "jsonl")
+    'verl'
+    """
+    keys = {str(key) for key in row}
+    if "token_ends" in keys or ({"uid", "global_step", "mask"} <= keys and "full_sequence" in keys):
+        return "rollbook-json"
+    if {"global_step", "full_sequence", "generated_text"} <= keys:
+        return "lightrft"
+    if ("traces" in keys and ("env" in keys or "task" in keys)) or {"nodes", "task"} <= keys:
+        return "traces"
+    if "example_id" in keys and {"prompt", "completion"} <= keys:
+        return "verifiers"
+    if {"prompt", "completion", "reward"} <= keys and keys & {"metrics", "is_completed", "stop_condition", "timing"}:
+        return "verifiers"
+    if is_messages(row.get("messages")) or isinstance(row.get("conversations"), list):
+        return "messages" if "tokens" not in keys else default
+    if default == "parquet" and "messages" in keys and "tokens" not in keys:
+        return "messages"
+    try:
+        return formats._of_keys("", row, default, "")
+    except ValueError:
+        shown = ", ".join(sorted(keys)[:20])
+        raise UnknownFormatError(f"rows with the keys {shown}") from None
+
+
+# --- the source -----------------------------------------------------------------------------------------------------
 
 _BATCH = 256
 _SECONDS = 0.5
@@ -77,9 +282,9 @@ def step_in(name: str) -> int | None:
     >>> [step_in(each) for each in ("trajectories_step_20.json", "rollouts/step_3/train.jsonl", "17.jsonl", "a5.jsonl")]
     [20, 3, 17, None]
     """
-    found = _STEP.findall(os.path.splitext(name)[0])
-    if found:
-        return int(found[-1])
+    numbers = _STEP.findall(os.path.splitext(name)[0])
+    if numbers:
+        return int(numbers[-1])
     plain_number = _NUMBER.search(name)
     return int(plain_number[1]) if plain_number else None
 
@@ -88,13 +293,13 @@ class FileSource:
     """Rollouts in files as the pages read them; see `rollbook.inspect.sources.Source`."""
 
     def __init__(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
-        given = os.path.abspath(os.fspath(path))
-        if not os.path.exists(given):
+        address = os.path.abspath(os.fspath(path))
+        if not os.path.exists(address):
             raise FileNotFoundError(f"path: {os.fspath(path)!r} does not exist")
-        self.folder = os.path.isdir(given)
-        self.path = os.path.realpath(given)
+        self.folder = os.path.isdir(address)
+        self.path = os.path.realpath(address)
         self.root = self.path if self.folder else os.path.dirname(self.path)
-        self.name = shown(os.path.basename(given.rstrip("/")) or given)
+        self.name = shown(os.path.basename(address.rstrip("/")) or address)
         self.vocabulary = _vocabulary(tokenizer)
         self._lock = threading.Lock()
         """Of the cache: pages ask while a refresh goes on, which takes as long as there is to read."""
@@ -105,7 +310,7 @@ class FileSource:
         families = [file.family for file in self._files.values() if file.family]
         if not families:
             self.close()
-            raise Unknown(self._nothing())
+            raise UnknownFormatError(self._nothing())
         self.kind = max(dict.fromkeys(families), key=families.count)
 
     def _begin(self) -> None:
@@ -167,7 +372,7 @@ class FileSource:
             file.family, file.store = family_of(path, file.name)
             file.stamp = ()
             self._troubles.pop(file.name, None)
-        except Unknown as error:
+        except UnknownFormatError as error:
             self._troubles[file.name] = str(error)
             return
         except (WireError, OSError) as error:
@@ -201,13 +406,13 @@ class FileSource:
     @property
     def problems(self) -> list[str]:
         """What a reader should know of the files: what was left out, and why."""
-        found = [f"{shown(name)}: not read: {why}" for name, why in list(self._troubles.items())[:_LISTED]]
-        found += [
+        problems = [f"{shown(name)}: not read: {why}" for name, why in list(self._troubles.items())[:_LISTED]]
+        problems += [
             f"{shown(file.name)}: {file.damaged} rows cannot be read; the first: {file.trouble[0]}"
             for file in self._in_order
             if file.damaged
         ]
-        return found[:_LISTED]
+        return problems[:_LISTED]
 
     @property
     def damaged(self) -> int:
@@ -228,19 +433,19 @@ class FileSource:
                 self._look()
                 self._work = self._all_news(index)
             end = time.monotonic() + _SECONDS
-            held: list[Trajectory] = []
-            for made in self._work:
-                held.append(made)
-                self._changed.add(made.step or 0)
-                if len(held) >= _BATCH:
-                    index.add(held)
-                    held = []
+            pending: list[Trajectory] = []
+            for trajectory in self._work:
+                pending.append(trajectory)
+                self._changed.add(trajectory.step or 0)
+                if len(pending) >= _BATCH:
+                    index.add(pending)
+                    pending = []
                 if time.monotonic() > end:
                     break
             else:
                 self._work = None
-            if held:
-                index.add(held)
+            if pending:
+                index.add(pending)
             changed, self._changed = self._changed | index.settle(), set()
             return changed or None
 
@@ -284,56 +489,56 @@ class FileSource:
             except _WRONG as error:
                 self._damaged(file, error)
                 continue
-            for sub, made in enumerate(documents):
+            for sub, trajectory in enumerate(documents):
                 number = len(self._places) // 4
-                self._identify(made)
+                self._identify(trajectory)
                 self._places.extend((file.number, a, b, sub))
-                self._uids[made.uid] = number
+                self._uids[trajectory.uid] = number
                 file.places.append(number)
-                for sha256 in (picture.sha256 for picture in made.pictures):
+                for sha256 in (picture.sha256 for picture in trajectory.pictures):
                     self._media.setdefault(sha256, number)
-                yield made
+                yield trajectory
 
-    def _documents_of(self, file: _File, row: Row, wanted: dict[str, Any]) -> Iterator[Trajectory]:
+    def _documents_of(self, file: _File, row: Row, images: dict[str, Any]) -> Iterator[Trajectory]:
         """The samples of a row; of the pictures that are `wanted`, their bytes are put there."""
 
         def keep(sha256: str, data: bytes, mime: str) -> None:
-            if sha256 in wanted:
-                wanted[sha256] = (data, mime)
+            if sha256 in images:
+                images[sha256] = (data, mime)
 
         log = file.store.log if file.store is not None else {}
         evaluation = self.folder and bool(_EVALUATION.search(file.name))
         where = Where(os.path.dirname(file.path), evaluation, self.vocabulary, keep, log)
-        for made in FAMILIES[file.family].read(row, where):
-            if made.step is None:
-                made.step = file.step or 0
-            made.evaluation = made.evaluation or evaluation
-            yield made
+        for trajectory in FAMILIES[file.family].read(row, where):
+            if trajectory.step is None:
+                trajectory.step = file.step or 0
+            trajectory.evaluation = trajectory.evaluation or evaluation
+            yield trajectory
 
-    def _identify(self, made: Trajectory) -> None:
+    def _identify(self, trajectory: Trajectory) -> None:
         """Give a sample its ids: the writer's own where it has some, and else by what it says."""
-        own = made.uid[:128]
+        short_uid = trajectory.uid[:128]
         try:
-            eid = EID.parse(own)
-            made.gid = made.gid or eid.tid
-            made.run, made.turn = eid.run, eid.step
+            eid = EID.parse(short_uid)
+            trajectory.gid = trajectory.gid or eid.tid
+            trajectory.run, trajectory.turn = eid.run, eid.step
         except ValueError:
-            task, step = made.task or made.prompt, made.step or 0
-            run = made.run
+            task, step = trajectory.task or trajectory.prompt, trajectory.step or 0
+            run = trajectory.run
             if run < 0:
                 # Counted by the group's order; a graph's further branches are of the same run.
-                run = self._runs.get((step, task), 0) - (1 if made.turn and own else 0)
+                run = self._runs.get((step, task), 0) - (1 if trajectory.turn and short_uid else 0)
                 self._runs[step, task] = max(run + 1, 0)
                 run = max(run, 0)
-            suffix = own or blake2b(made.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-            eid = EID(step, task, run, made.turn, suffix)
-            made.task, made.run, made.gid = task, run, made.gid or eid.tid
+            suffix = short_uid or blake2b(trajectory.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+            eid = EID(step, task, run, trajectory.turn, suffix)
+            trajectory.task, trajectory.run, trajectory.gid = task, run, trajectory.gid or eid.tid
         uid = eid.uid
         again = 1
         while uid in self._uids:
             again += 1
             uid = eid.replace(suffix=f"{eid.suffix}-{again}").uid
-        made.uid = uid
+        trajectory.uid = uid
 
     def _forget(self, file: _File, index: Index) -> None:
         """A file that was replaced: what was read of it goes."""
@@ -360,28 +565,28 @@ class FileSource:
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
         """The samples of these ids, in that order; `KeyError` names one that is not known."""
-        found: dict[str, Trajectory] = {}
-        wanted: dict[int, list[tuple[str, Place, int]]] = {}
+        trajectories: dict[str, Trajectory] = {}
+        by_file: dict[int, list[tuple[str, Place, int]]] = {}
         with self._lock:
             for uid in uids:
                 number = self._uids[uid]
                 if uid in self._cache:
                     self._cache.move_to_end(uid)
-                    found[uid] = self._cache[uid]
-                elif uid not in found:
+                    trajectories[uid] = self._cache[uid]
+                elif uid not in trajectories:
                     at, a, b, sub = self._place(number)
-                    wanted.setdefault(at, []).append((uid, (a, b), sub))
-        for at, places in wanted.items():
+                    by_file.setdefault(at, []).append((uid, (a, b), sub))
+        for at, places in by_file.items():
             file = self._in_order[at]
             rows = self._fetched(file, [place for _, place, _ in places])
             for uid, place, sub in places:
-                found[uid] = self._again(file, rows[place], sub, uid)
+                trajectories[uid] = self._again(file, rows[place], sub, uid)
         with self._lock:
-            for places in wanted.values():
-                self._cache.update({uid: found[uid] for uid, _, _ in places if uid in self._uids})
+            for places in by_file.values():
+                self._cache.update({uid: trajectories[uid] for uid, _, _ in places if uid in self._uids})
             while len(self._cache) > _KEPT:
                 self._cache.popitem(last=False)
-        return [found[uid] for uid in uids]
+        return [trajectories[uid] for uid in uids]
 
     def _place(self, number: int) -> tuple[int, int, int, int]:
         file, a, b, sub = self._places[4 * number : 4 * number + 4]
@@ -396,20 +601,20 @@ class FileSource:
         raise WireError(f"{shown(file.name)}: the file is not read")
 
     def _again(self, file: _File, row: Row, sub: int, uid: str) -> Trajectory:
-        made = list(self._documents_of(file, row, {}))[sub]
+        trajectory = list(self._documents_of(file, row, {}))[sub]
         eid = EID.parse(uid)
-        made.uid, made.run, made.turn = uid, eid.run, eid.step
-        made.gid = made.gid or eid.tid
-        made.task = made.task or str(eid.task)
-        return made
+        trajectory.uid, trajectory.run, trajectory.turn = uid, eid.run, eid.step
+        trajectory.gid = trajectory.gid or eid.tid
+        trajectory.task = trajectory.task or str(eid.task)
+        return trajectory
 
     def record(self, uid: str) -> dict[str, Any]:
         """The row that a sample stands in, as it was written, in values that strict JSON has."""
         at, a, b, sub = self._place(self._uids[uid])
         file = self._in_order[at]
         row = self._fetched(file, [(a, b)])[a, b]
-        held = record_json(row["record"]) if isinstance(row.get("record"), Experiences) else plain(row)
-        return {"file": shown(file.name), "uid": uid, **({"part": sub} if sub else {}), "row": held}
+        content = record_json(row["record"]) if isinstance(row.get("record"), Experiences) else json_safe(row)
+        return {"file": shown(file.name), "uid": uid, **({"part": sub} if sub else {}), "row": content}
 
     def media(self, sha256: str) -> tuple[bytes, str] | None:
         """A picture's bytes and type."""
@@ -418,13 +623,13 @@ class FileSource:
             return None
         at, a, b, _ = self._place(number)
         file = self._in_order[at]
-        wanted: dict[str, Any] = {sha256: None}
+        images: dict[str, Any] = {sha256: None}
         # Building the row's samples again passes by all of its pictures.
-        for _ in self._documents_of(file, self._fetched(file, [(a, b)])[a, b], wanted):
-            if wanted[sha256] is not None:
+        for _ in self._documents_of(file, self._fetched(file, [(a, b)])[a, b], images):
+            if images[sha256] is not None:
                 break
-        found: tuple[bytes, str] | None = wanted[sha256]
-        return found
+        image: tuple[bytes, str] | None = images[sha256]
+        return image
 
     def history(self, uid: str) -> list[dict[str, Any]] | None:
         """Files have no ledger."""

@@ -1,16 +1,19 @@
-"""How rows lie in a file: lines, elements of a JSON array, rows of a table, members of an archive.
+"""Stores: how rows lie in a file (lines, elements of a JSON array, rows of a table, members of an archive), and limits.
 
-Invariant: `scan` gives every row with two numbers that say where it is, and `fetch` gives the same row for them while
-the file is as it was; neither holds more than a row, a batch or a member. A row that cannot be read is given as the
-error, and those behind it are read.
+A store has `grown()`, whether its file only gained rows since it was last read (otherwise it is read again when it has
+changed); `scan(more)`, which yields (a, b, row or `WireError`) of all rows, or of the new ones; `fetch(places)`; `log`,
+what the file says of all its rows; and `stamp()`, which differs when the file has changed.
 
-A store has `grown()`, whether its file only gained rows since it was read last (if not, it is read anew when it has
-changed); `scan(more)`, which yields (a, b, row or `WireError`) of all rows, or of those that are new; `fetch(places)`;
-`log`, what the file says of all its rows; and `stamp()`, which is another when the file has changed.
+Invariant: `scan` yields every row with two numbers that locate it, and `fetch` returns the same row for them while the
+file is unchanged; neither holds more than a row, a batch or a member. A row that cannot be read is returned as the
+error, and reading goes on behind it. No size, depth or name that a file states is trusted before it is checked, and
+nothing of it is run; what exceeds a limit is a `WireError` that names the limit.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import mmap
 import os
 import re
@@ -19,23 +22,171 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import orjson
 import pyarrow as pa
 
 from rollbook.core.errors import WireError
-from rollbook.inspect.files.limits import (
-    FREE_BYTES,
-    MAX_JSON,
-    MAX_RATIO,
-    MAX_ROW,
-    MAX_UNPACKED,
-    parse,
-    row_of,
-)
+from rollbook.core.wire import DEFAULT_LIMITS
+from rollbook.core.wire import FREE_BYTES as FREE_BYTES
 from rollbook.io import parquet
+from rollbook.io.rows import check_depth
+
+MAX_ROW = 256 << 20
+"""Bytes of one line, one element, one member of an archive."""
+MAX_JSON = 512 << 20
+"""Bytes of a file that is one JSON value."""
+MAX_UNPACKED = 4 << 30
+"""Bytes that a compressed file may become."""
+MAX_RATIO = DEFAULT_LIMITS.max_ratio
+"""How many times its size a compressed text may have, from `FREE_BYTES` on."""
+MAX_DEPTH = 128
+MAX_PICTURE = 32 << 20
+MAX_PIXELS = 100_000_000
+MAX_FILES = 100_000
+MAX_FOLDERS = 6
+"""How deep files lie in a folder that is opened."""
+
+_DIGITS = re.compile(r"(\d{1,18})")
+
+
+def parse(data: bytes | memoryview, label: str = "the row") -> Any:
+    """A JSON value, NaN and Infinity as Python's json writes them.
+
+    >>> parse(b'{"reward": NaN}')
+    {'reward': nan}
+    """
+    if len(data) > MAX_ROW:
+        raise WireError(f"{label} has {len(data)} bytes, over the limit of {MAX_ROW}")
+    try:
+        value = orjson.loads(data)
+    except ValueError as error:
+        text = bytes(data)
+        if b"NaN" not in text and b"Infinity" not in text and b"\\ud" not in text.lower():
+            raise WireError(f"{label} is no JSON: {error}") from None
+        try:
+            value = json.loads(text.decode("utf-8", "replace"))
+        except (ValueError, RecursionError) as other:
+            raise WireError(f"{label} is no JSON: {other}") from None
+        check_depth([value], MAX_DEPTH + 1)
+        return _sound(value)
+    if type(value) is dict or type(value) is list:
+        check_depth(value, MAX_DEPTH)
+    return value
+
+
+def _sound(value: Any) -> Any:
+    """The same with U+FFFD for halves of surrogate pairs, which no UTF-8 has."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    if isinstance(value, list):
+        return [_sound(item) for item in value]
+    return {_sound(key): _sound(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def row_of(data: bytes | memoryview) -> dict[str, Any]:
+    """A JSON object, as a row is one."""
+    value = parse(data)
+    if type(value) is not dict:
+        raise WireError(f"the row is a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def number(value: Any) -> float | None:
+    """A number, or the only one of a list; NaN is one.
+
+    >>> number(True), number([2]), number("3"), number(None)
+    (1.0, 2.0, None, None)
+    """
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, int):
+        return float(value) if abs(value) < 2**63 else None
+    return value if isinstance(value, float) else None
+
+
+def whole(value: Any) -> int | None:
+    """A whole number of 64 bits.
+
+    >>> whole(3.0), whole("17"), whole(2.5), whole(True)
+    (3, 17, None, None)
+    """
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value):
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if type(value) is int and abs(value) < 2**63 else None
+
+
+def numbers(values: Any) -> dict[str, float]:
+    """Those entries of a dict that are finite numbers, by name.
+
+    >>> numbers({"acc": True, "note": "x", "len": -0.5, "odd": float("nan")})
+    {'acc': 1.0, 'len': -0.5}
+    """
+    if not isinstance(values, dict):
+        return {}
+    parsed = {str(name): number(value) for name, value in values.items()}
+    return {name: value for name, value in parsed.items() if value is not None and math.isfinite(value)}
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def in_order(path: str) -> list[Any]:
+    """What sorts names by the numbers in them.
+
+    >>> sorted(["10.jsonl", "9.jsonl", "a/2.json"], key=in_order)
+    ['9.jsonl', '10.jsonl', 'a/2.json']
+    """
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _DIGITS.split(path) if part]
+
+
+def shown(name: str) -> str:
+    """A file's name as text, whatever bytes it has."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def inside(root: str, path: str) -> bool:
+    """Whether a path, its links followed, is in the folder `root` (which has none)."""
+    return os.path.realpath(path).startswith(os.path.join(root, ""))
+
+
+def listed(root: str) -> tuple[list[str], list[str]]:
+    """The files in a folder and in those below it, relative, in order; and those that are links which leave it."""
+    real = os.path.realpath(root)
+    files: list[str] = []
+    strangers: list[str] = []
+    for folder, folders, names in os.walk(real):
+        below = os.path.relpath(folder, real)
+        depth = 0 if below == "." else below.count(os.sep) + 1
+        folders[:] = [name for name in folders if not name.startswith(".") and depth + 1 < MAX_FOLDERS]
+        for name in names:
+            whole_name = os.path.join(folder, name)
+            if name.startswith(".") or not os.path.isfile(whole_name):
+                continue
+            leaves = os.path.islink(whole_name) and not inside(real, whole_name)
+            (strangers if leaves else files).append(name if below == "." else os.path.join(below, name))
+            if len(files) > MAX_FILES:
+                raise WireError(f"{root}: more than {MAX_FILES} files, expected the folder of one run")
+    return sorted(files, key=in_order), strangers
+
+
+def beside(root: str, name: Any) -> str | None:
+    """The path of a file that a row names, if it is a plain relative name in the folder `root`."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name or os.path.isabs(name) or ":" in name:
+        return None
+    if ".." in name.split("/"):
+        return None
+    path = os.path.join(root, name)
+    return path if os.path.isfile(path) and inside(os.path.realpath(root), path) else None
+
 
 Row = dict[str, Any]
 Place = tuple[int, int]
 Found = tuple[int, int, Row | WireError]
+
+
+# --- stores ---------------------------------------------------------------------------------------------------------
 
 
 class Store(Protocol):
@@ -54,8 +205,8 @@ class Store(Protocol):
 
 def stamp(path: str) -> tuple[int, ...]:
     """Size, time of the last change and inode of a file."""
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 class Whole:
@@ -135,12 +286,12 @@ class Lines(Growing):
         self.remember()
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
-        found = {}
+        rows = {}
         with open(self.path, "rb") as file:
             for at, length in places:
                 file.seek(at)
-                found[at, length] = row_of(file.read(min(length, MAX_ROW + 2)).strip())
-        return found
+                rows[at, length] = row_of(file.read(min(length, MAX_ROW + 2)).strip())
+        return rows
 
 
 def unpack(path: str, into: str) -> None:
@@ -261,19 +412,19 @@ class Elements(Whole):
         begin = len(data[:4096]) - len(data[:4096].lstrip())
         if self.key is None:
             return begin
-        found = None
+        first = None
         try:
             for a, b in elements(data, begin):
                 name = self._name(data, a)
                 if name == self.key:
-                    found = a
+                    first = a
                 elif b - a <= 1 << 20:
                     self.log[name] = parse(data[a:b])
         except WireError:
             # Cut short inside of the array itself, most likely: what is whole in it is read.
             for match in re.finditer(rb'"' + re.escape(self.key.encode()) + rb'"\s*:\s*\[', data):
                 return match.end() - 1
-        return found
+        return first
 
     def _name(self, data: mmap.mmap, at: int) -> str:
         match = _KEY.search(data[max(0, at - 128) : at])
@@ -307,25 +458,25 @@ class Table(Whole):
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
         import pyarrow.parquet as pq
 
-        found: dict[Place, Row] = {}
-        wanted = sorted({at for at, _ in places})
+        rows: dict[Place, Row] = {}
+        indices = sorted({at for at, _ in places})
         with pq.ParquetFile(self.path) as file:
             first = 0
             for group in range(file.metadata.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
-                here = [at - first for at in wanted if first <= at < first + count]
+                here = [at - first for at in indices if first <= at < first + count]
                 if here:
                     passed = 0
                     for batch in parquet.batches(self.path, 32, max_row_bytes=MAX_ROW, row_groups=[group]):
                         for at in here:
                             if passed <= at < passed + len(batch):
                                 (row,) = self.decode(batch.slice(at - passed, 1))
-                                found[first + at, 0] = row
+                                rows[first + at, 0] = row
                         passed += len(batch)
                         if passed > here[-1]:
                             break
                 first += count
-        return found
+        return rows
 
 
 def dicts(batch: pa.RecordBatch) -> list[Row]:

@@ -78,7 +78,7 @@ function listSampleFlags(row, note = "") {
   if (row.images) add("", plural(row.images, "image"), "the prompt has images");
   if (row.tool_calls) add("", plural(row.tool_calls, "tool call"), "");
   if (row.kept) add("", row.kept, "why the saver kept it");
-  if (row.gone) add("", "gone", row.gone);
+  if (row.removed_reason) add("", "removed", row.removed_reason);
   if (note) add("", "note", note);
   return listChips(chips);
 }

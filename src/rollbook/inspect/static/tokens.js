@@ -1066,7 +1066,7 @@ export function sampleFlags(row, trajectory) {
   if (row?.duplicate) flags.push(["duplicate", "warn", "another sample of the group has the same response"]);
   if (row?.lag > 1) flags.push([`lag ${row.lag}`, "", "versions that the policy had moved on by when it was trained"]);
   if (row?.state === "dropped") flags.push([`dropped${row.reason ? `: ${visible(row.reason)}` : ""}`, "bad", "it was taken out and not trained on"]);
-  if (row?.gone) flags.push(["bytes gone", "warn", visible(row.gone)]);
+  if (row?.removed_reason) flags.push(["bytes removed", "warn", visible(row.removed_reason)]);
   if (row?.evaluation || trajectory?.evaluation) flags.push(["evaluation", "", "not trained on"]);
   return flags;
 }

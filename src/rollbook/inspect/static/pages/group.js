@@ -74,7 +74,7 @@ export async function openGroup(context) {
   const { root, params, run, api } = context;
   const gid = context.path[1] ?? "";
   const group = await api.json("/api/group", { gid });
-  const held = group.rows.filter((row) => !row.gone);
+  const held = group.rows.filter((row) => !row.removed_reason);
   const read = held.slice(0, GROUP_MOST_SAMPLES);
   const trajectories = read.length === 0 ? [] : await api.frame(read.map((row) => row.uid));
   const several = new Set(read.map((row) => row.run)).size < read.length;
@@ -142,7 +142,7 @@ export async function openGroup(context) {
     run.features?.export && !api.isStatic ? el("button", { class: "button small", type: "button", title: "Export the group as one HTML file (e)", on: { click: exportHtml } }, icon("download"), "HTML") : null);
 
   const notices = [];
-  if (held.length < group.rows.length) notices.push(`The bytes of ${plural(group.rows.length - held.length, "sample")} are gone; what the ledger knows of them is in the list of the step.`);
+  if (held.length < group.rows.length) notices.push(`The bytes of ${plural(group.rows.length - held.length, "sample")} were removed; what the ledger knows of them is in the list of the step.`);
   if (read.length < held.length) notices.push(`Of ${count(held.length)} samples the ${count(read.length)} with the best rewards are read.`);
   if (trajectories.some((one) => one.tokenized === "ids")) notices.push("No tokenizer is known for this run, so tokens are shown as their ids: start the viewer with --tokenizer DIR to see text.");
   if (trajectories.length > 0 && trajectories.every((one) => one.tokenized === "words")) notices.push("Only texts were recorded: they are cut into words, which are not the model's tokens.");
@@ -171,7 +171,7 @@ export async function openGroup(context) {
     answer === null ? null : el("span", { class: "gp-answer", title: "the answer that was expected" }, "answer ", el("b", { text: visible(typeof answer === "object" ? JSON.stringify(answer) : String(answer)) }))));
 
   if (samples.length === 0) {
-    empty(root, el("div", { class: "tk-top" }, head, prompt), emptyState("No sample of this group can be shown.", "Their bytes are gone, or they have not been read yet."));
+    empty(root, el("div", { class: "tk-top" }, head, prompt), emptyState("No sample of this group can be shown.", "Their bytes were removed, or they have not been read yet."));
     return { title: `group ${visible(gid)}`, crumbs: groupCrumbs() };
   }
 

@@ -184,7 +184,7 @@ export async function openOverview(context) {
           el("span", { class: tone, role: "img", aria: { label: "severity: " + (item.severity === "high" ? "high" : item.severity === "medium" ? "medium" : "low") } }, icon(item.severity === "high" ? "high" : item.severity === "medium" ? "medium" : "low")),
           el("div", null,
             el("p", { class: "look-title" }, visible(item.title), where ? el("span", { class: "steps", text: where }) : null),
-            el("p", { class: "look-detail", title: visible(item.advice || "") }, visible(item.detail || ""), item.advice ? el("span", { class: "advice", text: " → " + visible(item.advice) }) : null)),
+            el("p", { class: "look-detail", title: visible(item.recommendation || "") }, visible(item.detail || ""), item.recommendation ? el("span", { class: "advice", text: " → " + visible(item.recommendation) }) : null)),
           href ? el("a", { class: "button small", href, aria: { label: "Open: " + visible(item.title) } }, "Open" + (item.count ? " " + count(item.count) : "")) : el("span"));
       }),
       items.length > lookFirst ? el("div", { class: "look-more" }, el("button", { class: "button small", type: "button", text: all ? "Show the first " + lookFirst : "Show all " + items.length, on: { click: () => {

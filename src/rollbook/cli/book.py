@@ -1,0 +1,196 @@
+"""`check`, `export`, `import` and `compact`: check a book, and move records in and out.
+
+Invariant: nothing is changed that the command does not name: `check` only reads, `export` overwrites no file unless
+asked to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from typing import Any
+
+from rollbook.cli.run import LEDGER, book_at
+from rollbook.core.terminal import FOUND, OK, print_json, printable, size, wrapped
+
+
+def check(options: argparse.Namespace) -> int:
+    if options.repair and options.quick:
+        raise ValueError("check: got --repair and --quick, expected one of them: a repair reads every byte")
+    if options.offer and not options.repair:
+        raise ValueError("check: --offer requires --repair")
+    if options.repair:
+        from rollbook.book.repairing import repair
+
+        report = repair(book_at(options.path), offer=options.offer)
+    else:
+        from rollbook.book import open as open_book
+
+        with open_book(book_at(options.path), "r") as book:
+            report = book.check(deep=not options.quick)
+    if options.json:
+        print_json(report.as_dict())
+    else:
+        _print_report(report)
+    return OK if report.ok and not report.repairs else FOUND
+
+
+def _print_report(report: Any) -> None:
+    for finding in report.repaired:
+        print(wrapped(f"repaired  {finding.kind}: {printable(finding.where)}: {printable(finding.what)}", 10))
+    remedies: dict[str, str] = {}
+    for finding in report.findings:
+        print(
+            wrapped(f"{finding.severity:9} {finding.kind}: {printable(finding.where)}: {printable(finding.what)}", 10)
+        )
+        remedies.setdefault(finding.kind, finding.remedy)
+    for title, counts, listed in (
+        ("repaired", report.repairs, report.repaired),
+        ("found", report.counts, report.findings),
+    ):
+        for kind, count in counts.items():
+            rest = count - sum(finding.kind == kind for finding in listed)
+            if rest > 0:
+                print(f"{title}: {rest} more of kind {kind}")
+    for kind, remedy in remedies.items():
+        print(wrapped(f"help for {kind}: {remedy}", 2))
+    if report.aside is not None:
+        print(f"copy of what was there before: {report.aside}")
+    looked = f"{report.records} records, {report.media} media, {report.segments} segments, {size(report.bytes)}"
+    print(f"{'ok' if report.ok else 'problems found'}: {looked}")
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write records to a file, or some of them as a page."""
+    if not options.overwrite and os.path.lexists(options.out):
+        raise FileExistsError(f"{options.out}: already exists; --overwrite replaces it")
+    folder = os.path.dirname(os.path.abspath(options.out))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"{options.out}: no such folder: {folder}")
+    if options.format == "html" or (options.format is None and options.out.endswith((".html", ".htm"))):
+        return _page(options)
+    misplaced = [f"--{name.replace('_', '-')}" for name in _PAGE if getattr(options, name)]
+    misplaced += ["--theme"] * (options.theme != "auto") + ["--max-mb"] * (options.max_mb is not None)
+    if misplaced:
+        raise ValueError(f"{', '.join(misplaced)}: only for HTML pages (OUT ending in .html, or --format html)")
+    from rollbook.book import open as open_book
+
+    with open_book(book_at(options.path), "r") as book:
+        count = book.export(
+            options.out, format=options.format, evaluation=options.evaluation, overwrite=options.overwrite
+        )
+    if options.json:
+        print_json({"exported": count})
+    else:
+        print(f"exported {count} records to {options.out}")
+    return OK
+
+
+_PAGE = ("id", "where", "redact", "no_images", "title", "tokenizer")
+
+
+def _page(options: argparse.Namespace) -> int:
+    from rollbook.cli.run import open_run, resolve_uid
+    from rollbook.inspect.html_export import write_html
+
+    if bool(options.id) == bool(options.where):
+        raise ValueError("export: an HTML page needs trajectories: expected --id ID (one or more) or --where FILTER")
+    with open_run(options.path, options.tokenizer, ids=options.id or None) as run:
+        chosen: dict[str, Any] = {"filter": options.where}
+        if options.id:
+            groups = [i for i in options.id if run.index.query("SELECT 1 FROM samples WHERE gid = ? LIMIT 1", [i])]
+            if groups and len(options.id) > 1:
+                raise ValueError(f"--id: {groups[0]!r} is a group, expected no other ids")
+            chosen = {"gid": groups[0]} if groups else {"uids": [resolve_uid(run.index, uid) for uid in options.id]}
+        done = write_html(
+            options.out,
+            run.source,
+            run.answers,
+            **chosen,
+            title=options.title,
+            redact=options.redact,
+            images=not options.no_images,
+            max_mb=options.max_mb,
+            theme=options.theme,
+        )
+    counts = {name: getattr(done, name) for name in ("trajectories", "images", "redactions", "size")}
+    if options.json:
+        print_json(counts)
+    else:
+        print(
+            f"wrote {options.out}: {done.trajectories} trajectories, {done.images} images, {size(done.size)}"
+            + (f", {done.redactions} blacked out" if options.redact else "")
+        )
+    return OK
+
+
+def import_(options: argparse.Namespace) -> int:
+    if not os.path.lexists(options.source):
+        raise FileNotFoundError(f"{options.source}: no such file")
+    path = book_at(options.path)
+    folder = os.path.abspath(os.path.expanduser(path))
+    if path == "memory:" or "://" in path or os.path.lexists(os.path.join(folder, LEDGER)):
+        done = _import_into(path, options)
+    elif os.path.lexists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
+        raise FileExistsError(f"{path}: exists and is not a book, expected a book or a new folder")
+    else:
+        done = _import_as(folder, options)
+    if options.json:
+        print_json({name: getattr(done, name) for name in done.__slots__})
+    else:
+        print(f"imported {done.admitted} records; {done.known} were known, {done.revised} of them got new fields")
+    return OK
+
+
+def _import_as(folder: str, options: argparse.Namespace) -> Any:
+    """Import into a new book, which appears when all of it is there."""
+    above = os.path.dirname(folder)
+    while not os.path.isdir(above):
+        above = os.path.dirname(above)
+    partial = os.path.join(above, f".{os.path.basename(folder)}.{os.urandom(8).hex()}.importing")
+    try:
+        done = _import_into(partial, options)
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return done
+
+
+def _import_into(path: str, options: argparse.Namespace) -> Any:
+    from rollbook.book import open as open_book
+
+    more = {name: getattr(options, name) for name in ("table", "tokenizer") if getattr(options, name) is not None}
+    with open_book(path) as book:
+        try:
+            return book.import_(
+                options.source,
+                format=options.format,
+                evaluation=options.evaluation,
+                on_error="skip" if options.skip else "raise",
+                **more,
+            )
+        except ValueError as error:
+            if options.tokenizer is None and str(error).startswith("tokenizer: got None"):
+                raise ValueError(f"{error}: --tokenizer PATH") from error
+            raise
+
+
+def compact(options: argparse.Namespace) -> int:
+    from rollbook.book import open as open_book
+
+    with open_book(book_at(options.path), "r+") as book:
+        done = book.compact()
+    if options.json:
+        print_json({name: getattr(done, name) for name in done.__slots__})
+    else:
+        freed = f"{size(done.before)} became {size(done.after)}"
+        print(f"{freed}: {done.removed} segments removed, {done.records} records moved, {done.purged} records purged")
+        for name, damage in done.damaged.items():
+            print(f"damaged: {name}: {printable(damage)}", file=sys.stderr)
+        for name, reason in done.pending.items():
+            print(wrapped(f"pending: {name} holds deleted or redacted bytes; {reason}", 2), file=sys.stderr)
+    return FOUND if done.damaged or done.pending else OK

@@ -1,0 +1,261 @@
+"""`ls`, `sql` and `history`: list what a book holds, query it, and show what happened to a record.
+
+Invariant: `ls` reads only the ledger; it loads neither pyarrow, torch nor duckdb.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from rollbook.cli.run import LEDGER, book_at
+from rollbook.core.addresses import POSTGRES
+from rollbook.core.ids import step_of
+from rollbook.core.terminal import OK, figure, print_json, print_table, printable, size, styled, when, wrapped
+
+
+def ls(options: argparse.Namespace) -> int:
+    """List the contents of a book, the runs of a folder, or the samples that match a filter."""
+    if any(option is not None for option in (options.where, options.sort, options.limit)):
+        return _samples(options)
+    path = options.path if _is_shared(options.path) else book_at(os.path.expanduser(options.path))
+    if _is_shared(path) or os.path.lexists(os.path.join(path, LEDGER)):
+        summary = _summarize(path)
+        if options.json:
+            print_json(summary)
+            return OK
+        for name in (*_SUMMARY, "policy_version", "segments", "bytes", "made"):
+            shown = size(summary[name]) if name == "bytes" and summary[name] is not None else summary[name]
+            if shown is not None:
+                print(f"{name.replace('_', ' '):19}{printable(shown)}")
+        if summary["checkpoints"]:
+            print(wrapped(f"{'checkpoints':19}{printable(', '.join(summary['checkpoints']))}", 19))
+        rows = [[entry[name] for name in STATES] for entry in summary["consumers"]]
+        if rows:
+            print()
+            print_table(STATES, rows)
+        return OK
+    if not os.path.isdir(path):
+        if not os.path.lexists(path):
+            raise FileNotFoundError(f"{path}: no such file or folder")
+        return _rollouts(options)
+    runs = []
+    for name, book in _runs(path):
+        try:
+            runs.append({"name": name, **_summarize(book)})
+        except (ValueError, OSError) as error:
+            denied = isinstance(error, PermissionError)
+            runs.append({"name": name, "error": "permission denied" if denied else str(error)})
+    if not runs and any(os.scandir(path)):
+        try:
+            return _rollouts(options)
+        except (ValueError, OSError):
+            pass  # a folder of something else
+    if options.json:
+        print_json(runs)
+    elif not runs:
+        print("no runs or books here")
+    else:
+        names = ("steps", "records", "reward", "evaluation_reward", "written")
+        rows = [
+            [
+                entry["name"],
+                *(figure(entry.get(name)) for name in names[:-1]),
+                entry.get("error") or entry.get("written"),
+            ]
+            for entry in runs
+        ]
+        print_table(("run", "steps", "records", "last reward", "evaluation", "written"), rows, right=range(1, 5))
+    return OK
+
+
+_DEPTH = 3
+"""Levels below a folder that are searched for runs."""
+_SUMMARY = ("steps", "records", "evaluation", "reward", "evaluation_reward", "written")
+
+
+def _runs(folder: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
+    """Yield the name and the book of each run in a folder, by name; links are not followed."""
+    with os.scandir(folder) as entries:
+        inside = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != ".")
+    for name in inside:
+        path = os.path.join(folder, name)
+        book = book_at(path)
+        if os.path.lexists(os.path.join(book, LEDGER)):
+            yield name, book
+        elif depth > 1:
+            try:
+                yield from ((f"{name}/{below}", below_book) for below, below_book in _runs(path, depth - 1))
+            except PermissionError:
+                yield name, path  # whose ledger cannot be opened either
+
+
+def _rollouts(options: argparse.Namespace) -> int:
+    """Summarize saved rollouts."""
+    from rollbook.cli.run import open_run
+
+    with open_run(options.path) as run:
+        run_info = run.answers.run()
+    counts = {name: run_info[name] for name in ("kind", "records", "evaluation", "groups")}
+    first, last = run_info["steps"]["first"], run_info["steps"]["last"]
+    if options.json:
+        print_json({**counts, "steps": None if first is None else [first, last]})
+        return OK
+    for name, value in {**counts, "steps": None if first is None else f"{first} to {last}"}.items():
+        if value is not None:
+            print(f"{name:15}{printable(value)}")
+    return OK
+
+
+def _samples(options: argparse.Namespace) -> int:
+    from rollbook.cli.run import open_run, sample_table
+
+    with open_run(options.path) as run:
+        order, most = options.sort or "n", options.limit or 50
+        page = run.answers.list(view="samples", filter=options.where, sort=order, limit=most)
+    if options.json:
+        print_json(page["rows"])
+        return OK
+    for line in sample_table(page["rows"], ("step",)):
+        print(line)
+    if page["total"] > len(page["rows"]):
+        print(styled(f"{len(page['rows'])} of {page['total']:,}; --limit N shows more", "dim"))
+    return OK
+
+
+STATES = ("consumer", "waiting", "leased", "trained", "dropped")
+
+
+def _is_shared(path: str) -> bool:
+    return path.startswith(POSTGRES)
+
+
+def _summarize(path: str) -> dict[str, Any]:
+    """Summarize a book from its ledger, loading only the ledger's modules."""
+    if _is_shared(path):
+        from rollbook.book import open as open_book
+
+        with open_book(path, "r") as book:
+            summary = _from_ledger(book.ledger)
+            sizes = book.shelf.segments()
+        return {**summary, "segments": len(sizes), "bytes": sum(sizes.values())}
+    from pathlib import Path
+
+    from rollbook.book.ledger import SQLiteLedger
+
+    ledger = SQLiteLedger(Path(path) / "ledger.sqlite", read_only=True)
+    try:
+        summary = _from_ledger(ledger)
+    finally:
+        ledger.close()
+    parts = os.path.join(path, "segments")
+    sizes = {}
+    if os.path.isdir(parts) and not os.path.islink(parts):
+        with os.scandir(parts) as entries:
+            sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+    return {**summary, "segments": len(sizes), "bytes": sum(sizes.values())}
+
+
+def _from_ledger(ledger: Any) -> dict[str, Any]:
+    import sqlite3
+
+    from rollbook.book.ledger import LAYOUT
+
+    try:
+        with ledger.read() as tx:
+            layout = tx.one("SELECT value FROM meta WHERE key = 'layout'")
+            if layout is not None and layout[0] != str(LAYOUT):
+                raise ValueError(f"the book has layout {layout[0]}, this version reads {LAYOUT}")
+            meta = dict(tx.all("SELECT key, value FROM meta WHERE key IN ('policy_version', 'made') LIMIT 2"))
+            tallies = tx.all("SELECT consumer, state, SUM(n) FROM tallies GROUP BY 1, 2")
+            unseen = dict(tx.all("SELECT consumer, SUM(count) FROM inbox GROUP BY 1"))
+            names = tx.all("SELECT id, name FROM consumers ORDER BY id LIMIT 1000")
+            points = [name for (name,) in tx.all("SELECT name FROM checkpoints ORDER BY event LIMIT 1000")]
+            logged = tx.all("SELECT step FROM events WHERE seq IS NULL AND kind = 'metrics' ORDER BY id DESC LIMIT 1")
+            written = tx.all("SELECT time FROM events ORDER BY id DESC LIMIT 1")
+            rewound: dict[int, int] = {}
+            if tx.all("SELECT 1 FROM events WHERE seq IS NULL AND kind = 'rewound' LIMIT 1"):
+                rewound = dict(
+                    tx.all("SELECT evaluation, COUNT(*) FROM records WHERE gone = 'rewound' GROUP BY evaluation")
+                )
+            step, reward = _last(tx, 0)
+            evaluation_reward = _last(tx, 1)[1]
+    except sqlite3.Error as error:
+        raise ValueError(f"the ledger cannot be read: {error}; `rollbook check` gives details") from None
+    count = {(consumer, state): n for consumer, state, n in tallies}
+    return {
+        "steps": logged[0][0] if logged else step,
+        "records": count.get((0, "admitted"), 0) - rewound.get(0, 0),
+        "evaluation": count.get((0, "evaluation"), 0) - rewound.get(1, 0),
+        "reward": reward,
+        "evaluation_reward": evaluation_reward,
+        "written": when(written[0][0]) if written else None,
+        "policy_version": meta.get("policy_version"),
+        "made": when(meta.get("made")),
+        "checkpoints": [str(name) for name in points],
+        "consumers": [
+            {
+                "consumer": name,
+                "waiting": sum(count.get((number, state), 0) for state in ("waiting", "cooling"))
+                + unseen.get(number, 0),
+                **{state: count.get((number, state), 0) for state in STATES[2:]},
+            }
+            for number, name in names
+        ],
+    }
+
+
+def _last(tx: Any, evaluation: int) -> tuple[int | None, float | None]:
+    """Return the training step and the mean reward of the last records, for training or for evaluation."""
+    present = f"evaluation = {evaluation} AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+    rows = tx.all(f"SELECT batch, version_min FROM records WHERE {present} ORDER BY seq DESC LIMIT 1")
+    if not rows:
+        return None, None
+    mean = tx.one(f"SELECT AVG(reward) FROM records WHERE batch = ? AND {present}", (rows[0][0],))[0]
+    return step_of(*rows[0]), mean
+
+
+def sql(options: argparse.Namespace) -> int:
+    from rollbook.book import open as open_book
+
+    with open_book(book_at(options.path), "r") as book:
+        table = book.sql(options.query, memory=options.memory, seconds=options.seconds).arrow()
+    if options.json:
+        print_json(table.to_pylist())
+    else:
+        print_table(table.column_names, ([*row.values()] for row in table.to_pylist()))
+    return OK
+
+
+def history(options: argparse.Namespace) -> int:
+    from rollbook.book import open as open_book
+
+    with open_book(book_at(options.path), "r") as book:
+        entries = book.history(_resolve_uid(book, options.uid))
+    names = ("time", "kind", "reason", "consumer", "step", "lease", "detail")
+    if options.json:
+        print_json([{name: getattr(entry, name) for name in names} for entry in entries])
+    else:
+        rows = [[when(event.time), *(getattr(event, name) for name in names[1:-1])] for event in entries]
+        details = [json.dumps(event.detail, default=str) if event.detail else None for event in entries]
+        print_table(names, [[*row, detail] for row, detail in zip(rows, details, strict=True)])
+    return OK
+
+
+def _resolve_uid(book: Any, uid: str) -> str:
+    """Return the only uid with this prefix; `3/12/0` is run 0 of a task before it is another prefix."""
+    with book.ledger.read() as tx:
+        for beginning in (uid, f"{uid}/", uid):
+            last = beginning + "\U0010ffff"
+            rows = tx.all("SELECT uid FROM records WHERE uid >= ? AND uid < ? ORDER BY uid LIMIT 9", (beginning, last))
+            uids = [str(candidate) for (candidate,) in rows if str(candidate).startswith(beginning)]
+            if uid in uids:
+                return uid
+            if len(uids) == 1:
+                return uids[0]
+    if uids:
+        raise ValueError(f"uid: {uid!r} is ambiguous: {len(uids)} or more begin with it: {', '.join(uids)}")
+    return uid

@@ -1,0 +1,130 @@
+"""A run opened for a command: its source, its index and its answers; and the table of samples that commands print.
+
+Invariant: a command reports the run as it was when it was opened, and writes nothing to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollbook.core.terminal import columns, figure, printable, table, tail, width
+
+if TYPE_CHECKING:
+    from rollbook.inspect.answers import Answers
+    from rollbook.inspect.index import Index
+    from rollbook.inspect.sources import BookSource, Source
+
+
+LEDGER = "ledger.sqlite"
+"""The file that a book's folder has; `rollbook.book.opening.LEDGER`, without loading the book."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """A run with its index."""
+
+    source: Source
+    index: Index
+    answers: Answers
+
+
+def book_at(path: str) -> str:
+    """Return the address of the book at `path`: for the folder of a run, the book in it.
+
+    >>> book_at("postgresql://host/database"), book_at("some/book")
+    ('postgresql://host/database', 'some/book')
+    """
+    inside = os.path.join(path, "book")
+    run = "://" not in path and not os.path.isfile(os.path.join(path, LEDGER))
+    return inside if run and os.path.isfile(os.path.join(inside, LEDGER)) else path
+
+
+@contextlib.contextmanager
+def open_run(
+    path: str,
+    tokenizer: str | None = None,
+    *,
+    ids: Sequence[str] | None = None,
+    spans: Callable[[BookSource], Sequence[tuple[int | None, int | None]]] | None = None,
+) -> Iterator[OpenRun]:
+    """Open a run and index it.
+
+    Args:
+        path: What `open_source` opens.
+        tokenizer: The path of a tokenizer, for records without text.
+        ids: Index only the groups of these records or groups, where the run is a book.
+        spans: Index only the training steps that it returns, where the run is a book.
+    """
+    from rollbook.inspect.answers import Answers
+    from rollbook.inspect.index import Index
+    from rollbook.inspect.sources import BookSource, load, open_source
+
+    with contextlib.closing(open_source(path, tokenizer=tokenizer)) as source, Index() as index:
+        if isinstance(source, BookSource):
+            if ids is not None:
+                source.seqs = source.seqs_of(ids)
+            elif spans is not None:
+                source.seqs = source.seqs_in(spans(source))
+        load(source, index)
+        yield OpenRun(source, index, Answers(source, index))
+
+
+def resolve_uid(index: Index, prefix: str) -> str:
+    """Return the uid that equals `prefix`, or the only one that begins with it."""
+    if index.query("SELECT 1 FROM samples WHERE uid = ?", [prefix]):
+        return prefix
+    # `42/1089/6` is run 6 of a task before it is a prefix of run 60.
+    for beginning in (f"{prefix}/", prefix):
+        matches = index.query(
+            "SELECT uid FROM samples WHERE substr(uid, 1, ?) = ? ORDER BY n LIMIT 9", [len(beginning), beginning]
+        )
+        if len(matches) == 1:
+            return str(matches[0][0])
+        if matches:
+            listed = ", ".join(uid for (uid,) in matches[:8])
+            raise ValueError(f"id: {prefix!r} is ambiguous: {len(matches)} or more begin with it: {listed}")
+    raise ValueError(
+        f"id: {prefix!r} is not a trajectory or group of this run; `rollbook ls PATH --where ...` lists them"
+    )
+
+
+_NUMBERS = ("reward", "advantage", "tokens", "entropy", "kl")
+_FIRST_TO_GO = ("kl", "entropy", "advantage", "state", "tokens")
+
+
+def sample_table(rows: Sequence[dict[str, Any]], more: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the lines of a table of samples.
+
+    On a terminal that is too narrow, ids are without their last part, which `rollbook show` does not need.
+
+    Args:
+        rows: The samples, as `Answers` lists them.
+        more: Further columns of numbers, which come first.
+    """
+    numbers = (*more, *_NUMBERS)
+    names = ("uid", *numbers, "status", "state", "how it ends")
+    lines = []
+    for row in rows:
+        values = {**row, "tokens": row["response_tokens"]}
+        # The steps of a run are names, not amounts.
+        cells = [str(values[name]) if name == "step" else figure(values[name]) for name in numbers]
+        lines.append(
+            [printable(row["uid"]), *cells, row["status"], row["state"], tail(printable(row["closing"] or ""))]
+        )
+    total_width = sum(max(width(line[i]) for line in (names, *lines)) + 1 for i in range(len(names) - 1)) + len(
+        names[-1]
+    )
+    short = [line[0].rpartition("/")[0] for line in lines]
+    if total_width > columns() and len(set(short)) == len(short):
+        lines = [[name, *line[1:]] for name, line in zip(short, lines, strict=True)]
+    yield from table(
+        names,
+        lines,
+        right=range(1, 1 + len(numbers)),
+        ends=(len(names) - 1,),
+        optional=[names.index(name) for name in _FIRST_TO_GO],
+    )

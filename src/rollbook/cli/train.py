@@ -1,0 +1,168 @@
+"""`rollbook train`, `rollbook eval` and `rollbook replay`.
+
+Invariant: an error in a configuration is one line that names the key, before a model is loaded. Output for programs
+(`--json`) goes to standard output alone, output for people to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rollbook.core.terminal import FOUND, OK, columns, cut, figure, print_json, printable, styled, table
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train a configuration: a file or a recipe, with overrides."""
+    from rollbook.train.config import effective, recipes, shown
+
+    if options.recipes:
+        paths = recipes()
+        if options.json:
+            print(json.dumps(list(paths)))
+        else:
+            width = max(map(len, paths))
+            for recipe, path in paths.items():
+                print(f"{recipe:<{width}}  {path.read_text().partition(chr(10))[0].removeprefix('# ')}")
+        return OK
+    name: str | None = options.config
+    changes = list(options.changes)
+    if name is not None and "=" in name:
+        name, changes = None, [name, *changes]
+    overrides: dict[str, Any] = {"out": options.out, "seed": options.seed, "steps": options.steps}
+    changes += [f"{key}={value}" for key, value in overrides.items() if value is not None]
+    config = effective(name, [*changes, *(["overwrite=true"] if options.overwrite else [])])
+    if options.show_config:
+        print(json.dumps(config.to_dict()) if options.json else shown(config), end="\n" if options.json else "")
+        return OK
+    from rollbook.rewards.types import RewardError
+    from rollbook.train.learner import NotFinite
+    from rollbook.train.running import run
+    from rollbook.train.trainer import Exhausted, Fruitless
+
+    try:
+        outcome = run(config)
+    except (Exhausted, Fruitless, NotFinite, RewardError) as error:
+        raise ValueError(f"{error} (the same command continues from the last checkpoint)") from error
+    if options.json:
+        summary: dict[str, Any] = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
+        for when, evaluation in (("before", outcome.before), ("after", outcome.after)):
+            summary[when] = None if evaluation is None else evaluation.metrics()
+        print(json.dumps(summary))
+    return OK
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Evaluate a model on the held-out prompts of a configuration."""
+    from rollbook.models.loading import transformers_module
+    from rollbook.train import saving
+    from rollbook.train.config import effective
+    from rollbook.train.display import evaluation_line
+    from rollbook.train.running import CONFIG, evaluate_model
+    from rollbook.train.trust import check_trusted
+
+    config, model, step = Path(options.config), options.model, 0
+    if (config / CONFIG).is_file():
+        checkpoints = saving.saved(config)
+        if model is None and checkpoints:
+            model, step = str(checkpoints[-1].model), checkpoints[-1].step
+        if not options.trust:
+            check_trusted(config, effective(config / CONFIG), remote=True)
+        config = config / CONFIG
+    changes = [*options.changes, *([] if model is None else [f"model.path={model}"])]
+    transformers_module().utils.logging.disable_progress_bar()
+    evaluation = evaluate_model(effective(config, changes), step)
+    if options.json:
+        print_json(evaluation.metrics())
+    else:
+        print(f"{printable(model or 'the model of the configuration')}: {evaluation_line(evaluation.metrics())}")
+    return OK
+
+
+_STYLES = {"same": ("green",), "differs by rounding": ("yellow",), "differs": ("bold", "red"), "not compared": ("dim",)}
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Recompute a step of a run, and compare."""
+    import warnings
+
+    from rollbook.models.loading import transformers_module
+    from rollbook.train.replaying import replay as replayed
+
+    transformers_module().utils.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the run has printed these already
+        outcome = replayed(options.path, options.step, options.changes, trust=options.trust)
+    if options.json:
+        print_json(outcome.to_dict())
+        return OK if outcome.agrees else FOUND
+    source = f"{outcome.records:,} records, from {outcome.checkpoint}"
+    print(styled(f"{printable(str(outcome.folder))}, step {outcome.step}", "bold") + f": {source}")
+    rows = [
+        [printable(check.what), *map(_shown, (check.recorded, check.recomputed, check.difference)), check.verdict]
+        for check in outcome.checks
+    ]
+    print()
+    for i, line in enumerate(table(("", "recorded", "computed", "difference", "verdict"), rows, right=(1, 2, 3))):
+        verdict = outcome.checks[i - 1].verdict if i else ""
+        print(line[: -len(verdict)] + styled(verdict, *_STYLES[verdict]) if i and line.endswith(verdict) else line)
+    count = Counter(check.verdict for check in outcome.checks)
+    beside = [f"{count[name]} {name}" for name in ("differs by rounding", "not compared") if count[name]]
+    more = f" ({', '.join(beside)})".replace("differs ", "") if beside else ""
+    notes = [f"{check.what}: {check.note}" for check in outcome.checks if check.note] + outcome.notes
+    print()
+    for text in notes:
+        print(f"- {printable(text)}")
+    print(f"- rounding is: up to {outcome.tolerance}")
+    if outcome.agrees:
+        print(styled(f"All of it agrees{more}.", "bold", "green"))
+    else:
+        print(styled(f"{count['differs']} of {len(rows)} differ{more}.", "bold", "red"))
+    if outcome.changed is not None:
+        _print_changed(outcome.changed)
+    return OK if outcome.agrees else FOUND
+
+
+def _shown(value: Any) -> str:
+    return printable(value) if isinstance(value, str) else figure(value, 6)
+
+
+def _print_changed(changed: Any) -> None:
+    print()
+    for text in changed.changes:
+        print(styled(f"with {printable(text)}", "bold"))
+    print()
+    rows = [
+        [printable(name), _shown(old), _shown(new), _less(old, new)] for name, (old, new) in changed.numbers.items()
+    ]
+    for line in table(("", "trained", "changed", "difference"), rows, right=(1, 2, 3)):
+        print(line)
+    print()
+    if changed.rows:
+        like = "" if changed.correlation is None else f", their correlation {figure(changed.correlation)}"
+        print(f"{changed.signs} of {changed.rows} advantages have another sign{like}")
+    way = "-" if changed.cosine is None else figure(changed.cosine, 4)
+    print(f"cosine between the two updates of the weights: {way}")
+    for text in changed.notes:
+        print(f"- {printable(text)}")
+    if not changed.moved:
+        return
+    print(styled("\nadvantages that change most", "bold"))
+    names = ("", "advantage", "changed", "reward", "changed", "prompt")
+    rows = [
+        [
+            printable(move.uid),
+            *map(figure, (*move.advantage, *move.reward)),
+            cut(printable(move.prompt), max(20, columns() // 3)),
+        ]
+        for move in changed.moved
+    ]
+    for line in table(names, rows, right=(1, 2, 3, 4)):
+        print(line)
+
+
+def _less(old: Any, new: Any) -> str:
+    return "-" if old is None or new is None else figure(new - old, 6)

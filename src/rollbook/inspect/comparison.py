@@ -1,0 +1,389 @@
+"""Comparison of two spans of a run, or of two runs: metrics, phrases and prompts.
+
+Invariant: both sides are measured in the same way, on samples drawn with the same seed. A number that one side does not
+have is `None`, never 0. The result says how much of each side was read.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.inspect.index import COUNTS
+from rollbook.inspect.measures import SOLVED, reward_parts, solved_bar, solved_tag
+from rollbook.inspect.statistics import group_means, group_test, histograms, mean_interval, quantiles
+
+if TYPE_CHECKING:
+    from rollbook.inspect.index import Index
+    from rollbook.inspect.sources import Source
+
+METRICS = {
+    "reward": "reward",
+    "length": "response_tokens",
+    "entropy": "entropy",
+    "kl": "kl",
+    "mismatch": "mismatch",
+    "lag": "lag",
+}
+"""What is compared, and the index's column of it."""
+SHARES = {
+    "truncated": "status = 'truncated'",
+    "errors": "status = 'error'",
+    "loops": "repetition >= 0.5",
+    "trained": "state = 'trained'",
+    "dropped": "state = 'dropped'",
+}
+TEXTS = 400
+"""Of how many responses of a side the phrases are counted, drawn at random, unless more are asked for."""
+LONGEST = 4
+"""Words of a phrase, at most."""
+_CLEAR = 2.5
+"""From which z on a phrase counts as more or less common."""
+_BREAK = " . "
+_MARKUP = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:pad|eos|bos|unk|start_of_turn|end_of_turn)>")
+"""Special tokens in texts of which no tokens are known."""
+_WORD = re.compile(r"[^\W_]+(?:['\u2019][^\W_]+)*|[^\w\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What is compared: all steps of a run, or those from `first` to `last`."""
+
+    source: Source
+    index: Index
+    first: int | None = None
+    last: int | None = None
+    name: str = ""
+
+    @property
+    def where(self) -> tuple[str, list[Any]]:
+        """The condition of its samples, and the condition's values."""
+        conditions, values = ["evaluation = 0", COUNTS], []
+        for bound, sign in ((self.first, ">="), (self.last, "<=")):
+            if bound is not None:
+                conditions.append(f"step {sign} ?")
+                values.append(bound)
+        return " AND ".join(conditions), values
+
+
+def span(text: str) -> tuple[int, int]:
+    """`7` or `3-9` as the first and the last step.
+
+    >>> span("3-9"), span("7")
+    ((3, 9), (7, 7))
+    """
+    match = re.fullmatch(r"\s*(-?\d{1,18})\s*(?:(?:-|\.\.|:)\s*(-?\d{1,18})\s*)?", text)
+    if match is None:
+        raise ValueError(f"steps: got {text!r}, expected a step such as 7, or a span such as 3-9")
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
+    if last < first:
+        raise ValueError(f"steps: got {text!r}, expected the first step before the last")
+    return first, last
+
+
+def compare(a: Side, b: Side, *, texts: int = TEXTS, limit: int = 40, solved: float | None = None) -> dict[str, Any]:
+    """What is different in `b`: distributions, shares, parts of the reward, phrases, prompts solved and broken.
+
+    `texts`: of how many responses of each side phrases are counted (0: none). `solved`: the reward from which a sample
+    counts as solved; as the pages have it (see `summaries`) if it is not given.
+    """
+    comparison: dict[str, Any] = {"a": _told(a), "b": _told(b)}
+    comparison["metrics"] = {name: _metric(a, b, column) for name, column in METRICS.items()}
+    comparison["shares"] = {name: {"a": _share(a, test), "b": _share(b, test)} for name, test in SHARES.items()}
+    comparison["parts"], comparison["logged"] = _numbers(a, b)
+    comparison["prompts"] = _prompts(a, b, limit, solved)
+    comparison["phrases"], comparison["texts"] = _phrases(a, b, texts, limit) if texts else ([], {"a": 0, "b": 0})
+    return comparison
+
+
+def _told(side: Side) -> dict[str, Any]:
+    where, values = side.where
+    n, groups, first, last = side.index.query(
+        f"SELECT COUNT(*), COUNT(DISTINCT gid), MIN(step), MAX(step) FROM samples WHERE {where}", values
+    )[0]
+    return {"name": side.name or side.source.name, "n": n, "groups": groups, "steps": None if n == 0 else [first, last]}
+
+
+def _column(side: Side, column: str) -> tuple[NDArray[np.float64], NDArray[Any]]:
+    """The finite values [N] of a column, and the groups [N] of their samples."""
+    where, values = side.where
+    rows = side.index.query(f"SELECT {column}, gid FROM samples WHERE {where} AND {column} IS NOT NULL", values)
+    numbers = np.array([row[0] for row in rows], dtype=np.float64)
+    finite = np.isfinite(numbers)
+    return numbers[finite], np.array([row[1] for row in rows])[finite]
+
+
+def _metric(a: Side, b: Side, column: str) -> dict[str, Any] | None:
+    """Quantiles, the mean and its 95 % interval (`low`, `high`) of each side, and the change of the mean.
+
+    Samples of one group are not independent, so intervals and the test go by groups.
+    """
+    (first, groups), (other, other_groups) = _column(a, column), _column(b, column)
+    if not len(first) and not len(other):
+        return None
+    result: dict[str, Any] = {**histograms(first, other)}
+    halves = []
+    for which, values, grouped in (("a", first, groups), ("b", other, other_groups)):
+        result[which] = quantiles(values)
+        if len(values):
+            mean, half = mean_interval(values, grouped)
+            halves.append(half)
+            has_interval = math.isfinite(half)
+            result[which] |= {
+                "low": mean - half if has_interval else None,
+                "high": mean + half if has_interval else None,
+            }
+    if len(halves) < 2:
+        return result | dict.fromkeys(("ks", "p", "shift", "shift_low", "shift_high"))
+    distance, chance = group_test(group_means(first, groups), group_means(other, other_groups))
+    shift, half = float(other.mean() - first.mean()), math.hypot(*halves)
+    result |= {"ks": distance, "p": chance, "shift": shift}
+    has_interval = math.isfinite(half)
+    return result | {
+        "shift_low": shift - half if has_interval else None,
+        "shift_high": shift + half if has_interval else None,
+    }
+
+
+def _share(side: Side, test: str) -> float | None:
+    where, values = side.where
+    n, share = side.index.query(f"SELECT COUNT(*), AVG({test}) FROM samples WHERE {where}", values)[0]
+    return None if not n else float(share or 0.0)
+
+
+def _numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The means of each named number on both sides: of the reward's parts, and of what was logged beside it."""
+    means: dict[str, dict[str, float | None]] = {}
+    for which, side in (("a", a), ("b", b)):
+        where, values = side.where
+        rows = side.index.query(
+            "SELECT part.key, AVG(part.value) FROM samples, json_each(samples.parts) part "
+            f"WHERE {where} AND samples.parts IS NOT NULL AND part.type IN ('integer', 'real') GROUP BY 1 LIMIT 200",
+            values,
+        )
+        for name, mean in rows:
+            means.setdefault(str(name), {"a": None, "b": None})[which] = float(mean)
+    parts = {name for side in (a, b) for name in reward_parts(side.index)}
+    named = sorted(means.items())
+    return {n: v for n, v in named if n in parts}, {n: v for n, v in named if n not in parts}
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+def _prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, Any]:
+    """Prompts of both sides whose solved samples became more (none, some, all of them), or fewer."""
+    if solved is None:
+        bars = [bar for side in (a, b) if (bar := _bar(side)) is not None]
+        solved = max(bars, default=None)
+    first, other = (_tagged(side, "prompt", solved) for side in (a, b))
+    both = sorted(first.keys() & other.keys())
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt": prompt,
+            "opening": other[prompt]["opening"] or first[prompt]["opening"],
+            **{f"{name}_a": first[prompt][name] for name in ("gid", "n", "solved")},
+            **{f"{name}_b": other[prompt][name] for name in ("gid", "n", "solved")},
+            "a": first[prompt]["mean"],
+            "b": other[prompt]["mean"],
+        }
+        for prompt in both
+    ]
+
+    def risen(low: str, high: str) -> list[dict[str, Any]]:
+        more = [row for row in rows if SOLVED.index(row[f"solved_{low}"]) < SOLVED.index(row[f"solved_{high}"])]
+        return sorted(more, key=lambda row: (row[low] - row[high], row["prompt"]))
+
+    better, worse = risen("a", "b"), risen("b", "a")
+    return {
+        "solved_from": solved,
+        "common": len(both),
+        "only_a": len(first) - len(both),
+        "only_b": len(other) - len(both),
+        "groups": {"a": _tags(a, solved), "b": _tags(b, solved)},
+        "newly_solved": better[:limit],
+        "newly_broken": worse[:limit],
+        "solved_count": len(better),
+        "broken_count": len(worse),
+    }
+
+
+def _bar(side: Side) -> float | None:
+    with side.index.reading() as read:
+        return solved_bar(read)
+
+
+def _tagged(side: Side, column: str, solved: float | None) -> dict[str, dict[str, Any]]:
+    """The scored samples of each prompt or group (`gid`): their mean reward, and whether none, some or all are
+    solved."""
+    where, values = side.where
+    rows = side.index.query(
+        f"SELECT {column}, AVG(reward), COUNT(*), MAX(gid), MAX(opening), TOTAL(reward >= ?) FROM samples "
+        f"WHERE {where} AND reward IS NOT NULL AND {column} <> '' GROUP BY 1",
+        [solved, *values],
+    )
+    return {
+        key: {"mean": float(mean), "n": n, "gid": gid, "opening": opening or "", "solved": solved_tag(int(right), n)}
+        for key, mean, n, gid, opening, right in rows
+    }
+
+
+def _tags(side: Side, solved: float | None) -> dict[str, int]:
+    """How many groups have none, some or all of their samples solved."""
+    counts = Counter(group["solved"] for group in _tagged(side, "gid", solved).values())
+    return {tag: counts[tag] for tag in SOLVED}
+
+
+# --- phrases --------------------------------------------------------------------------------------------------------
+
+
+def phrases_of(text: str) -> Counter[str]:
+    """How often each phrase of one to four words is in a text; none goes over the end of a sentence.
+
+    >>> phrases_of("Wait, wait. No")["wait"], "wait no" in phrases_of("Wait, wait. No")
+    (2, False)
+    """
+    counts: Counter[str] = Counter()
+    sentence: list[str] = []
+    for word in (*(match.group().casefold() for match in _WORD.finditer(text)), "."):
+        if word[0].isalnum():
+            sentence.append(word)
+            continue
+        if word in '.!?;:"()[]{}<>|/=*#`~':
+            for size in range(1, LONGEST + 1):
+                counts.update(" ".join(sentence[i : i + size]) for i in range(len(sentence) - size + 1))
+            sentence = []
+    return counts
+
+
+def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    sides = [_texts(side, texts) for side in (a, b)]
+    if not all(sides):
+        return [], {"a": len(sides[0]), "b": len(sides[1])}
+    counted = [[phrases_of(entry.text) for entry in side] for side in sides]
+    documents = [Counter(phrase for entry in side for phrase in entry) for side in counted]
+    totals = [Counter[str]() for _ in sides]
+    for total, side in zip(totals, counted, strict=True):
+        for entry in side:
+            total.update(entry)
+    sizes = [max(1, len(side)) for side in sides]
+    scored = []
+    for phrase in documents[0].keys() | documents[1].keys():
+        occurrences = documents[0][phrase] + documents[1][phrase]
+        if occurrences < 3 or (phrase.replace(" ", "").isdigit()):
+            continue
+        score = _odds(documents[0][phrase], sizes[0], documents[1][phrase], sizes[1])
+        if abs(score) >= _CLEAR:
+            errors = [_share_error(side, phrases, phrase) for side, phrases in zip(sides, counted, strict=True)]
+            gap = documents[1][phrase] / sizes[1] - documents[0][phrase] / sizes[0]
+            # A phrase of a few prompts is in all samples of their groups: those are not independent.
+            by_group = abs(gap) / math.hypot(*errors) if any(errors) else math.inf
+            score = math.copysign(min(abs(score), by_group), score)
+        if abs(score) >= _CLEAR:
+            scored.append((score, phrase))
+    scored.sort(key=lambda entry: (-abs(entry[0]), -len(entry[1]), entry[1]))
+    chosen: list[tuple[float, str]] = []
+    homes: list[set[int]] = []
+    every = [entry for side in counted for entry in side]
+    for score, phrase in scored:
+        if len(chosen) >= limit:
+            break
+        home = {i for i, entry in enumerate(every) if phrase in entry}
+        # What is found in the same texts as a phrase that stands already, or in it, says nothing new.
+        if not any(
+            len(home & earlier) > 0.8 * len(home | earlier) or f" {phrase} " in f" {other} "
+            for earlier, (_, other) in zip(homes, chosen, strict=True)
+        ):
+            chosen.append((score, phrase))
+            homes.append(home)
+    entries = []
+    for score, phrase in chosen:
+        rewards: list[float] = []
+        there: list[float] = []
+        uids: list[str] = []
+        for samples, counts in zip(sides, counted, strict=True):
+            for sample, entry in zip(samples, counts, strict=True):
+                if phrase in entry and len(uids) < 200:
+                    uids.append(sample.uid)
+                if sample.reward is not None and math.isfinite(sample.reward):
+                    rewards.append(sample.reward)
+                    there.append(float(phrase in entry))
+        entries.append(
+            {
+                "phrase": phrase,
+                "a": totals[0][phrase] / sizes[0],
+                "b": totals[1][phrase] / sizes[1],
+                "share_a": documents[0][phrase] / sizes[0],
+                "share_b": documents[1][phrase] / sizes[1],
+                "z": score,
+                "reward": _correlation(rewards, there),
+                "uids": uids[-8:],
+            }
+        )
+    return entries, {"a": len(sides[0]), "b": len(sides[1])}
+
+
+def _odds(hits: int, ones: int, other: int, others: int) -> float:
+    """How sure it is that the second share is another: the log of the odds' ratio over its standard error, with half a
+    text added to each cell."""
+    cells = [hits + 0.5, ones - hits + 0.5, other + 0.5, others - other + 0.5]
+    return math.log(cells[2] * cells[1] / (cells[3] * cells[0])) / math.sqrt(sum(1 / cell for cell in cells))
+
+
+def _correlation(first: Sequence[float], other: Sequence[float]) -> float | None:
+    if len(first) < 8 or len(set(first)) < 2 or len(set(other)) < 2:
+        return None
+    return float(np.corrcoef(np.array(first), np.array(other))[0, 1])
+
+
+class _Said(NamedTuple):
+    """A sample whose phrases are counted."""
+
+    uid: str
+    gid: str
+    reward: float | None
+    text: str
+
+
+def _share_error(side: Sequence[_Said], counted: Sequence[Counter[str]], phrase: str) -> float:
+    """The standard error of the share of texts that have a phrase, by the variation between groups."""
+    values = np.array([float(phrase in entry) for entry in counted])
+    _, half = mean_interval(values, np.array([entry.gid for entry in side]))
+    return half / 1.96 if math.isfinite(half) else 0.0
+
+
+def _texts(side: Side, count: int) -> list[_Said]:
+    where, values = side.where
+    rows = side.index.query(
+        f"SELECT uid, gid, reward FROM samples WHERE {where} AND removed_reason IS NULL ORDER BY n", values
+    )
+    if len(rows) > count:
+        rows = random.Random(0).sample(rows, count)
+    rows_by_uid = {uid: (gid, reward) for uid, gid, reward in rows}
+    return [
+        _Said(uid, *rows_by_uid[uid], text) for uid, text in responses(side.source, sorted(rows_by_uid), special=False)
+    ]
+
+
+def responses(source: Source, uids: Sequence[str], piece: int = 64, special: bool = True) -> Iterable[tuple[str, str]]:
+    """The text of each response, as pages show it; without `special`, special tokens are ends of sentences. A few at a
+    time are in memory."""
+    for at in range(0, len(uids), piece):
+        for document in source.documents(uids[at : at + piece]):
+            if document.tokenized == "ids":
+                text = document.response_text or ""
+            else:
+                text = document.text[document.prompt_end :]
+                if not special and document.special[document.prompt_tokens :].any():
+                    tokens = range(document.prompt_tokens, document.tokens)
+                    text = "".join(_BREAK if document.special[i] else document.token(i) for i in tokens)
+            yield document.uid, text if special else _MARKUP.sub(_BREAK, text)

@@ -1,0 +1,810 @@
+"""Adapters: rows that other tools wrote, as trajectories.
+
+- verl 0.4 to 0.7 (`{step}.jsonl` of `rollout_data_dir`, Parquet of its generation and of its batches), TRL 0.15 to 0.25
+  (`completions_*.parquet`, JSONL of the same columns) and OpenRLHF 0.6 to 0.9.
+- Trajectory savers of LightRFT 0.1 and of Rollbook. LightRFT writes entropies one token early (on the token before the
+  one that was sampled), which is corrected.
+- Conversations: `{"messages": [...]}` with other fields beside, ShareGPT's `conversations`, and logs of inspect_ai
+  0.3.6 to 0.3.28x (log schema 2).
+- verifiers 0.1 and 0.2 (one row per rollout: prompt, completion, reward, metrics, and in prime-rl the token ids of each
+  turn), verifiers 0.3 and 0.4 (one row per episode of traces, or one trace, as prime-rl saves them).
+
+Invariant: every field of a row is shown or is in `info`; numbers beside the reward are metrics. A number belongs to a
+token only if the writer has one for each sampled token; what is left out is reported in `notes`. Every path of a graph
+of messages from its root to a leaf is a trajectory. Nothing that a row names is fetched.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.core.errors import WireError
+from rollbook.core.ids import EID
+from rollbook.inspect.files.builder import chat, conversation, from_ids, from_texts, is_messages, without_nulls, words
+from rollbook.inspect.files.stores import Row, number, numbers, whole
+from rollbook.inspect.images import Where, picture
+from rollbook.inspect.measures import status_of
+from rollbook.inspect.serialization import json_safe
+from rollbook.inspect.trajectory import Picture, Segment, Trajectory, derive, prompt_hash, segments_of
+from rollbook.io import frameworks
+from rollbook.io.frameworks import Sample
+
+# --- trainers: verl, TRL, OpenRLHF ----------------------------------------------------------------------------------
+
+_LABELS = ("gts", "ground_truth", "answer", "solution", "label", "labels")
+
+
+def verl(row: Row, where: Where) -> Iterator[Trajectory]:
+    """A row of verl's."""
+    samples, used = frameworks._verl(row)
+    for sample in samples:
+        yield _made(sample, row, used, where)
+
+
+def openrlhf(row: Row, where: Where) -> Iterator[Trajectory]:
+    """A row of OpenRLHF's; a pair is the better answer, with the worse one beside."""
+    samples, used = frameworks._openrlhf(row)
+    for sample in samples:
+        trajectory = _made(sample, row, used, where)
+        if sample.rejected is not None:
+            trajectory.kind = "dpo"
+            trajectory.rejected = conversation(sample.prompt, sample.rejected, where, kind="dpo", status="finished")
+        yield trajectory
+
+
+_TRL_TENSORS = {"sampling_per_token_logps": "logprobs", "old_per_token_logps": "policy_logprobs"}
+_TRL_OWN = {
+    "prompt", "completion", "prompt_ids", "completion_ids", "step", "global_step", "advantage", "prompt_mask",
+    "completion_mask", "tool_mask", "images", *_TRL_TENSORS,
+}  # fmt: skip
+
+
+def trl(row: Row, where: Where) -> Iterator[Trajectory]:
+    """A row of TRL's. It logs the rewards of all functions and not their weighted sum; with weights of 1, as by
+    default, that is what is shown."""
+    floats = {name: number(value) for name, value in row.items() if type(value) is float and name not in _TRL_OWN}
+    named = {name: value for name, value in floats.items() if "reward" in name.lower()}
+    counted = named or floats
+    notes = []
+    if len(counted) > 1:
+        notes.append(f"TRL does not log the reward: shown is the sum of {', '.join(counted)}, each with weight 1.")
+    rewards = [value for value in counted.values() if value is not None and value == value]
+    sample = Sample(row.get("prompt"), row.get("completion"), batch=frameworks._step(row))
+    sample.reward = math.fsum(rewards) if rewards else math.nan if counted else None
+    sample.advantage = number(row.get("advantage"))
+    used = {"prompt", "completion", "step", "global_step", "advantage"}
+    if row.get("prompt_ids") is not None and row.get("completion_ids") is not None:
+        sample.prompt, sample.answer = row["prompt_ids"], row["completion_ids"]
+        used |= frameworks._trl_ids(row, sample) | {"prompt_ids", "completion_ids"}
+    elif sample.prompt is None or sample.answer is None:
+        raise WireError(f"got the keys {', '.join(row)}, expected prompt and completion, or their ids")
+    trajectory = _made(sample, row, used, where)
+    trajectory.declared = tuple(counted)
+    trajectory.notes += notes
+    yield trajectory
+
+
+def _made(sample: Sample, row: Row, used: set[str], where: Where) -> Trajectory:
+    rest = {name: value for name, value in row.items() if name not in used}
+    label = next((rest[name] for name in _LABELS if rest.get(name) is not None), None)
+    if label is None and isinstance(rest.get("reward_model"), dict):
+        label = rest["reward_model"].get("ground_truth")
+    parts = numbers({name: value for name, value in rest.items() if isinstance(value, (int, float))})
+    fields: dict[str, Any] = {
+        "step": whole(sample.batch),
+        "task": sample.task or "",
+        "run": -1 if sample.run is None else sample.run,
+        "turn": sample.step,
+        "reward": sample.reward,
+        "parts": parts,
+        "metrics": parts,
+        "advantage": sample.advantage,
+        "status": "finished",
+        "label": json_safe(label),
+        "info": {name: json_safe(value) for name, value in rest.items() if name not in parts},
+    }
+    if not (frameworks._is_ids(sample.prompt) and frameworks._is_ids(sample.answer)):
+        return conversation(sample.prompt, sample.answer, where, **fields)
+    arrays = dict(sample.tensors)
+    if sample.advantage is not None:
+        arrays.setdefault("advantages", sample.advantage)
+    for name, theirs in (("prompt_text", "prompt"), ("response_text", "completion")):
+        fields[name] = row[theirs] if isinstance(row.get(theirs), str) else None
+    trajectory = from_ids(
+        [*sample.prompt, *sample.answer],
+        len(sample.prompt),
+        where,
+        mask=sample.mask,
+        arrays=arrays,
+        **fields,
+    )
+    if sample.mask is not None:
+        trajectory.kind = "multi_turn"
+    return trajectory
+
+
+_LIGHTRFT_FIELDS = {
+    "global_step", "experience_index", "sample_in_exp", "full_sequence", "generated_text",
+    "pure_generated_text", "label", "reference", "repeat_score", "reflection_pattern_score",
+    "reflection_pattern_details", "policy_entropy", "response_token_count", "generated_tokens",
+    "pure_generated_tokens", "advantages", "return", "action_log_probs", "values", "info", "has_images",
+    "num_images", "image_paths", "images_base64",
+}  # fmt: skip
+_ARRAYS = {"advantages": "advantages", "return": "returns", "action_log_probs": "policy_logprobs", "values": "values"}
+_PADDING = re.compile(r"(<[^<>\s]{1,40}>)\1+")
+_LAST = re.compile(r"<[^<>\s]{1,40}>")
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+# --- LightRFT -------------------------------------------------------------------------------------------------------
+
+
+def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
+    """A record of LightRFT's saver."""
+    full, pure = _text(row.get("full_sequence")), _text(row.get("pure_generated_text"))
+    info = _dict(row.get("info"))
+    notes: list[str] = []
+    prompt, tail = _around(full, pure, notes)
+    pieces = _pieces(row, pure)
+    fields: dict[str, Any] = {
+        "step": whole(row.get("global_step")),
+        "run": -1,
+        "reward": number(info.get("reward")),
+        "parts": numbers(info.get("reward_metrics")),
+        "declared": tuple(numbers(info.get("reward_metrics"))),
+        "metrics": numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
+        "status": "finished",
+        "label": json_safe(row.get("label")),
+        "reference": json_safe(row.get("reference")),
+        "info": {
+            **json_safe({name: value for name, value in info.items() if name not in ("reward", "reward_metrics")}),
+            **json_safe({name: value for name, value in row.items() if name not in _LIGHTRFT_FIELDS}),
+        },
+        "notes": notes,
+        "pictures": _pictures(row, where, notes),
+        "evaluation": where.evaluation,
+    }
+    if row.get("policy_entropy") is not None:
+        notes.append("policy_entropy is left out: it is the spread of the log-probs, padding included, no entropy.")
+    if prompt is None:
+        # What the model said is not in the whole text as it stands: special tokens in the middle were dropped.
+        trajectory = from_texts("", full or pure, **fields)
+        trajectory.segments = (
+            [Segment("text", "text", "", 0, len(trajectory.ends), True, 0)] if len(trajectory.ends) else []
+        )
+        notes.append("Where the response begins is not known: its text is not in the whole one as it stands.")
+        _leave_out(row, notes, "the tokens are not known")
+    elif pieces is None:
+        trajectory = from_texts(prompt, pure + tail, **fields)
+        _leave_out(row, notes, "the tokens are not known")
+    else:
+        trajectory = _exact(row, prompt, pieces, tail, fields, notes)
+    if not tail:
+        notes.append("The last token of the response is not in this file.")
+    yield trajectory
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _around(full: str, pure: str, notes: list[str]) -> tuple[str | None, str]:
+    """The prompt's text, and what follows the response that the file has: the last token, without the padding."""
+    at = full.rfind(pure) if pure else -1
+    if at < 0:
+        return (None, "") if pure or full else ("", "")
+    before, behind = full[:at], full[at + len(pure) :]
+    padding = _PADDING.match(before)
+    if padding is not None:
+        before = before[padding.end() :]
+        notes.append("Padding before the prompt is not shown.")
+    match = _LAST.match(behind)
+    return before, match[0] if match else ""
+
+
+def _pieces(row: Row, pure: str) -> list[str] | None:
+    """The texts of the response's tokens but the last, if the file has them."""
+    tokens = row.get("pure_generated_tokens")
+    if not isinstance(tokens, list) or not tokens:
+        return None
+    texts = [piece.get("text") if isinstance(piece, dict) else None for piece in tokens]
+    return [str(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
+
+
+def _exact(row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str, Any], notes: list[str]) -> Trajectory:
+    """Prompt in words, response in its own tokens, and the numbers that belong to them."""
+    response = "".join(pieces)
+    if response != _text(row.get("pure_generated_text")):
+        notes.append("The response is shown as its tokens were decoded, one by one: characters of several are lost.")
+    before = words(prompt)
+    sizes = [len(piece) for piece in [*pieces, *([tail] if tail else [])]]
+    text = prompt + response + tail
+    ends = np.concatenate([before, len(prompt) + np.cumsum(sizes, dtype=np.int64)])
+    start, length = len(before), len(ends)
+    arrays: dict[str, Any] = {}
+    # Entry j of generated_tokens stands on the token before response token j, whose entropy it has.
+    tokens = row.get("generated_tokens")
+    scores = [number(_dict(entry).get("entropy_score")) for entry in tokens] if isinstance(tokens, list) else []
+    if any(score is not None for score in scores):
+        column = np.full(length, np.nan)
+        entropies = [np.nan if score is None else score for score in scores[: length - start]]
+        column[start : start + len(entropies)] = entropies
+        arrays["entropy"] = column
+        notes.append("Entropies in this file stand one token early; corrected. Only the highest were kept.")
+    count = len(pieces) + 1
+    for theirs, ours in _ARRAYS.items():
+        values = row.get(theirs)
+        if values is None:
+            continue
+        if not isinstance(values, list) or len(values) != count:
+            _left_out(theirs, values, f"the response has {count} tokens", notes)
+            continue
+        column = np.full(length, np.nan)
+        shown = np.array([np.nan if number(value) is None else number(value) for value in values])
+        column[start:] = shown[: length - start]
+        arrays[ours] = column
+    mask = np.arange(length) >= start
+    lenses = derive(arrays, mask)
+    seen = lenses["advantage"][mask] if "advantage" in lenses else np.empty(0)
+    seen = seen[~np.isnan(seen)]
+    return Trajectory(
+        uid="",
+        text=text,
+        ends=ends,
+        prompt_tokens=start,
+        mask=mask,
+        arrays=lenses,
+        segments=segments_of(text, ends, start, mask, sampled=mask, exact=False),
+        tokenized="words",
+        prompt=prompt_hash(None, prompt),
+        prompt_text=prompt,
+        response_text=response,
+        advantage=float(seen.mean()) if len(seen) else None,
+        **fields,
+    )
+
+
+def _leave_out(row: Row, notes: list[str], why: str) -> None:
+    for name in _ARRAYS:
+        if row.get(name) is not None:
+            _left_out(name, row[name], why, notes)
+
+
+def _left_out(name: str, values: Any, why: str, notes: list[str]) -> None:
+    if isinstance(values, list):
+        notes.append(f"{name} is left out: {len(values)} numbers, and {why}.")
+    else:
+        notes.append(f"{name} is left out: one number stands for all tokens, the first of an array that was cut.")
+
+
+def _pictures(row: Row, where: Where, notes: list[str]) -> list[Picture]:
+    sources = row.get("image_paths") if isinstance(row.get("image_paths"), list) else row.get("images_base64")
+    if not isinstance(sources, list):
+        return []
+    pictures = [picture(source, where, notes) for source in sources[:256] if source is not None]
+    return [image for image in pictures if image is not None]
+
+
+# --- Rollbook -------------------------------------------------------------------------------------------------------
+
+_LENSES = {
+    "advantages": "advantages",
+    "return": "returns",
+    "values": "values",
+    "action_log_probs": "policy_logprobs",
+    "base_action_log_probs": "ref_logprobs",
+    "action_entropy": "entropy",
+    **{name: name for name in ("logprobs", "teacher_logprobs", "token_level_reward", "loss_weights")},
+}
+"""The saver's names of arrays [R], and a record's."""
+_ROLLBOOK_FIELDS = {
+    *_LIGHTRFT_FIELDS, *_LENSES, "uid", "gid", "batch", "task", "run", "turn", "kept", "reward", "reward_parts",
+    "prompt_tokens", "prompt_text", "response_text", "token_ids", "text", "token_ends", "mask", "segments",
+    "policy_versions", "image_sha256", "rejected", "messages", "tools", "sampling", "kind", "finish_reason",
+    "truncate_status", "parent", "group_size", "notes", "kl",
+}  # fmt: skip
+
+
+def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
+    """A record of Rollbook's saver: text, tokens and where they end, and arrays of the response's tokens."""
+    ids, text = row.get("token_ids"), _text(row.get("text"))
+    prompt, step = whole(row.get("prompt_tokens")), whole(row.get("global_step"))
+    if not isinstance(ids, list) or prompt is None:
+        raise WireError("the record has no token_ids, or no prompt_tokens")
+    info, more = _dict(row.get("info")), {name: value for name, value in row.items() if name not in _ROLLBOOK_FIELDS}
+    notes = [str(note) for note in row["notes"]] if isinstance(row.get("notes"), list) else []
+    reason, cut = (_text(row.get(name)) or None for name in ("finish_reason", "truncate_status"))
+    fields: dict[str, Any] = {
+        "step": step,
+        "task": "" if row.get("task") is None else str(row["task"]),
+        "reward": number(row.get("reward")),
+        "parts": numbers(row.get("reward_parts")),
+        "metrics": numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
+        "status": "error" if info.get("error") else status_of(reason, cut, len(ids) - prompt),
+        "finish_reason": reason,
+        "truncate_status": cut,
+        "kind": row["kind"] if isinstance(row.get("kind"), str) else "single_turn",
+        "group_size": whole(row.get("group_size")),
+        "parent": row["parent"] if isinstance(row.get("parent"), str) else None,
+        "prompt_text": _text(row.get("prompt_text")) or None,
+        "response_text": _text(row.get("response_text")) or None,
+        "messages": json_safe(row["messages"]) if isinstance(row.get("messages"), list) else None,
+        "tools": row["tools"] if isinstance(row.get("tools"), list) else None,
+        "sampling": _dict(row.get("sampling")) or None,
+        "label": json_safe(row.get("label")),
+        "reference": json_safe(row.get("reference")),
+        "info": json_safe({**{name: value for name, value in info.items() if name != "segments"}, **more}),
+        "kept": row["kept"] if isinstance(row.get("kept"), str) else None,
+        "notes": notes,
+        "evaluation": where.evaluation,
+    }
+    trajectory = from_ids(
+        ids,
+        prompt,
+        where,
+        mask=row.get("mask"),
+        versions=row.get("policy_versions"),
+        arrays={ours: row.get(theirs) for theirs, ours in _LENSES.items()},
+        decoded=(text, row.get("token_ends")),
+        recorded=row.get("segments"),
+        **fields,
+    )
+    trajectory.pictures = _pictures(row, where, trajectory.notes)
+    other = _dict(row.get("rejected"))
+    if other:
+        shown = (_text(other.get("text")), other.get("token_ends"))
+        trajectory.rejected = from_ids(other.get("token_ids") or [], prompt, where, decoded=shown, **fields)
+    trajectory.uid = _text(row.get("uid"))
+    # Samples whose ids name no batch are of the step in which they were saved.
+    trajectory.gid = (
+        _text(row.get("gid")) if row.get("batch") not in (None, "") else EID(step or 0, trajectory.task).tid
+    )
+    yield trajectory
+
+
+# --- conversations --------------------------------------------------------------------------------------------------
+
+_MESSAGES_FIELDS = {
+    "messages", "conversations", "tools", "reward", "score", "step", "global_step", "metrics", "id", "group",
+    "group_id", "prompt_id", "problem_id", "finish_reason", "label", "answer", "advantage",
+}  # fmt: skip
+
+
+def messages(row: Row, where: Where) -> Iterator[Trajectory]:
+    """A row with a conversation, and what stands beside it."""
+    turns = row.get("messages")
+    if isinstance(row.get("conversations"), list):
+        turns = [
+            {"role": turn["from"], "content": turn.get("value")} if isinstance(turn, dict) and "from" in turn else turn
+            for turn in row["conversations"]
+        ]
+    turns = without_nulls(turns)
+    if not is_messages(turns):
+        raise WireError("messages: expected a list of objects with a role")
+    key = next((row[n] for n in ("group_id", "group", "prompt_id", "problem_id") if _is_id(row.get(n))), None)
+    reason = row.get("finish_reason")
+    reward = number(row.get("reward"))
+    rest = {name: value for name, value in row.items() if name not in _MESSAGES_FIELDS}
+    parts = {**numbers(row.get("metrics")), **numbers({n: v for n, v in rest.items() if isinstance(v, (int, float))})}
+    trajectory = chat(
+        turns,
+        where,
+        step=whole(row.get("step", row.get("global_step"))),
+        task="" if key is None else str(key),
+        run=-1,
+        reward=reward if reward is not None else number(row.get("score")),
+        parts=parts,
+        metrics=parts,
+        advantage=number(row.get("advantage")),
+        status="truncated" if reason in ("length", "max_tokens") else "finished",
+        finish_reason=reason if isinstance(reason, str) else None,
+        tools=row["tools"] if isinstance(row.get("tools"), list) else None,
+        label=json_safe(row.get("label", row.get("answer"))),
+        info={name: json_safe(value) for name, value in rest.items() if name not in parts},
+        evaluation=where.evaluation,
+    )
+    if _is_id(row.get("id")):
+        trajectory.uid = str(row["id"])
+    yield trajectory
+
+
+def _is_id(value: Any) -> bool:
+    return (isinstance(value, str) and 0 < len(value) <= 256) or type(value) is int
+
+
+# --- inspect --------------------------------------------------------------------------------------------------------
+
+_GRADES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
+"""Correct, incorrect, partly so, no answer: as inspect's own metrics count them."""
+_INSPECT_TRUNCATED = ("max_tokens", "model_length", "length")
+
+
+def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
+    """A sample of an inspect log."""
+    attachments = row.get("attachments")
+    attachments = attachments if isinstance(attachments, dict) else {}
+    turns = _attached(without_nulls(row.get("messages")), attachments)
+    if not is_messages(turns):
+        prompt = _attached(without_nulls(row.get("input")), attachments)
+        turns = (
+            prompt if is_messages(prompt) else [{"role": "user", "content": prompt if isinstance(prompt, str) else ""}]
+        )
+    written = [message.get("source") == "generate" for message in turns]
+    spec = _dict(where.log.get("eval"))
+    parts = _scores(_dict(row.get("scores")))
+    choices = _dict(row.get("output")).get("choices")
+    reason = _dict(choices[0]).get("stop_reason") if isinstance(choices, list) and choices else None
+    limit = row.get("limit")
+    error = row.get("error")
+    notes = []
+    if len(parts) > 1:
+        notes.append(f"The reward shown is the first score, {next(iter(parts))!r}; the others are metrics.")
+    epoch = whole(row.get("epoch"))
+    info: dict[str, Any] = {
+        **{name: spec[name] for name in ("task", "model", "run_id", "created") if name in spec},
+        **{name: row[name] for name in ("metadata", "choices", "total_time", "model_usage", "limit") if row.get(name)},
+        "scores": {name: _without_history(score) for name, score in _dict(row.get("scores")).items()},
+        **({"error": error} if error else {}),
+    }
+    trajectory = chat(
+        turns,
+        where,
+        (lambda i: written[i]) if any(written) else None,
+        task=str(row.get("id", "")),
+        run=epoch - 1 if epoch is not None and epoch > 0 else -1,
+        reward=next(iter(parts.values()), None),
+        parts=parts,
+        metrics=parts,
+        status="error"
+        if error
+        else "truncated"
+        if limit or reason in _INSPECT_TRUNCATED
+        else "finished"
+        if reason
+        else "unfinished",
+        finish_reason=reason if isinstance(reason, str) else None,
+        sampling=_dict(spec.get("model_generate_config")) or None,
+        label=json_safe(row.get("target")),
+        info=json_safe(info),
+        notes=notes,
+    )
+    trajectory.uid = str(row.get("uuid") or "")
+    yield trajectory
+
+
+def _without_history(score: Any) -> Any:
+    return {name: value for name, value in score.items() if name != "history"} if isinstance(score, dict) else score
+
+
+def _attached(value: Any, attachments: dict[str, Any]) -> Any:
+    """The same with what stands beside put in its place."""
+    if isinstance(value, str):
+        attachment = attachments.get(value.removeprefix("attachment://")) if value.startswith("attachment://") else None
+        return attachment if isinstance(attachment, str) else value
+    if isinstance(value, list):
+        return [_attached(item, attachments) for item in value]
+    return {key: _attached(item, attachments) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _scores(scores: dict[str, Any]) -> dict[str, float]:
+    """Every number that the scorers gave, by scorer, or by scorer and name."""
+    grades: dict[str, float | None] = {}
+    for name, score in scores.items():
+        value = _dict(score).get("value")
+        if isinstance(value, dict):
+            grades |= {f"{name}.{key}": _grade(item) for key, item in value.items()}
+        elif isinstance(value, list):
+            grades |= {f"{name}.{i}": _grade(item) for i, item in enumerate(value)}
+        else:
+            grades[str(name)] = _grade(value)
+    return numbers(grades)
+
+
+def _grade(value: Any) -> float | None:
+    if isinstance(value, str):
+        if value in _GRADES:
+            return _GRADES[value]
+        if value.lower() in ("yes", "true", "no", "false"):
+            return float(value.lower() in ("yes", "true"))
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return number(value)
+
+
+# --- verifiers and prime-rl -----------------------------------------------------------------------------------------
+
+_VERIFIERS_TRUNCATED = (
+    "max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed", "length",
+    "max_turns_reached", "prompt_too_long", "has_max_seq_len", "max_tokens",
+)  # fmt: skip
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+# --- a row a rollout ------------------------------------------------------------------------------------------------
+
+_VERIFIERS_FIELDS = {
+    "example_id", "prompt", "completion", "reward", "metrics", "answer", "info", "task", "error",
+    "is_truncated", "is_completed", "stop_condition", "trajectory", "tool_defs", "oai_tools", "advantage",
+    "step", "sampling_args", "error_chain", "long_error_chain",
+}  # fmt: skip
+
+
+def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
+    """A row of `results.jsonl`, or of prime-rl's rollouts of that time."""
+    prompt, completion = without_nulls(row.get("prompt")), without_nulls(row.get("completion"))
+    metrics = _dict(row.get("metrics"))
+    error = row.get("error")
+    stopped = row.get("stop_condition")
+    cut = bool(row.get("is_truncated")) or stopped in _VERIFIERS_TRUNCATED
+    problem = row.get("example_id")
+    task = "" if problem is None else f"{row['task']}:{problem}" if isinstance(row.get("task"), str) else str(problem)
+    rest = {name: value for name, value in row.items() if name not in _VERIFIERS_FIELDS and name not in metrics}
+    fields: dict[str, Any] = {
+        "step": whole(row.get("step")),
+        "task": task,
+        "run": -1,
+        "reward": number(row.get("reward")),
+        "parts": numbers(metrics),
+        "metrics": numbers(metrics),
+        "advantage": number(row.get("advantage")),
+        "status": "error" if error else "truncated" if cut else "finished",
+        "finish_reason": stopped if isinstance(stopped, str) else None,
+        "tools": _list(row.get("tool_defs") or row.get("oai_tools")) or None,
+        "sampling": _dict(row.get("sampling_args")) or None,
+        "label": json_safe(row.get("answer")),
+        "info": {
+            **json_safe(_dict(row.get("info"))),
+            **json_safe(rest),
+            **({"error": json_safe(error)} if error else {}),
+        },
+        "evaluation": where.evaluation,
+    }
+    tokens = _turn_tokens(_list(row.get("trajectory")))
+    if completion is None:
+        completion = []
+    if tokens is None:
+        yield conversation(prompt if prompt is not None else "", completion, where, **fields)
+        return
+    ids, mask, logprobs, note = tokens
+    messages = [*prompt, *completion] if is_messages(prompt) and isinstance(completion, list) else None
+    first = int(np.argmax(mask)) if mask.any() else len(ids)
+    words = conversation(prompt if prompt is not None else "", completion, where)
+    trajectory = from_ids(
+        ids,
+        first,
+        where,
+        mask=mask,
+        sampled=mask,
+        arrays={"logprobs": logprobs},
+        messages=messages,
+        prompt_text=words.prompt_text,
+        response_text=words.response_text,
+        pictures=words.pictures,
+        notes=[*words.notes, *note],
+        kind=words.kind,
+        **fields,
+    )
+    yield trajectory
+
+
+def _turn_tokens(turns: list[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[Any] | None, list[str]] | None:
+    """Ids, mask and log-probs of a rollout whose turns each have the ids of all that came before."""
+    recorded = [_dict(_dict(turn).get("tokens")) for turn in turns]
+    recorded = [
+        turn for turn in recorded if _list(turn.get("prompt_ids")) and isinstance(turn.get("completion_ids"), list)
+    ]
+    if not recorded:
+        return None
+    ids = np.array([*recorded[-1]["prompt_ids"], *recorded[-1]["completion_ids"]], dtype=np.int64)
+    mask, logprobs = np.zeros(len(ids), dtype=np.bool_), np.full(len(ids), np.nan)
+    lost = bare = 0
+    for turn in recorded:
+        whole_turn = np.array([*turn["prompt_ids"], *turn["completion_ids"]], dtype=np.int64)
+        start, stop = len(turn["prompt_ids"]), len(whole_turn)
+        if not np.array_equal(ids[:stop], whole_turn):
+            lost += 1
+            continue
+        chosen = _list(turn.get("completion_mask"))
+        mask[start:stop] = np.array(chosen, dtype=bool) if len(chosen) == stop - start else True
+        values = _list(turn.get("completion_logprobs"))
+        if len(values) == stop - start:
+            logprobs[start:stop] = np.array(values, dtype=np.float64)
+        else:
+            bare += 1
+    notes = []
+    if lost:
+        notes.append(
+            f"{lost} of {len(recorded)} turns were sampled behind other tokens than the last one, and not marked."
+        )
+    if bare:
+        notes.append(f"The log-probs are left out: {bare} of {len(recorded)} turns have none for each token.")
+    return ids, mask, None if bare else logprobs, notes
+
+
+# --- traces ---------------------------------------------------------------------------------------------------------
+
+
+def trace(row: Row, where: Where) -> Iterator[Trajectory]:
+    """An episode of traces, or a trace that stands alone."""
+    if "traces" not in row:
+        yield from _of_trace(row, row, where)
+        return
+    any_trace = False
+    for entry in _list(row["traces"]):
+        if isinstance(entry, dict):
+            for trajectory in _of_trace(entry, row, where):
+                any_trace = True
+                yield trajectory
+    if not any_trace:
+        # An episode that failed before a model was asked.
+        data = _dict(_dict(row.get("task")).get("data"))
+        prompt = data.get("prompt")
+        yield conversation(
+            prompt if isinstance(prompt, str) or is_messages(prompt) else "", [], where, **_common(row, row, where)
+        )
+
+
+def _common(trace: Row, episode: Row, where: Where) -> dict[str, Any]:
+    run = _dict(episode.get("run"))
+    work = _dict(run.get("work"))
+    info = _dict(trace.get("info"))
+    stamped = _dict(info.get("prime_rl"))
+    task = _dict(trace.get("task") or episode.get("task"))
+    data = _dict(task.get("data"))
+    group = _dict(episode.get("group")).get("id") or stamped.get("group_id")
+    key = group or task.get("key") or task.get("hash") or data.get("idx")
+    env = _dict(episode.get("env")).get("id") or _dict(episode.get("env")).get("name") or stamped.get("env_name")
+    rewards = {name: _dict(value) for name, value in _dict(trace.get("rewards")).items() if value is not None}
+    scores = [(number(r.get("score")), number(r.get("weight", 1.0))) for r in rewards.values()]
+    errors = _list(trace.get("errors"))
+    stopped = trace.get("stop_condition")
+    calls = [call for call in _list(trace.get("calls")) if isinstance(call, dict) and not call.get("error")]
+    finish = calls[-1].get("finish_reason") if calls else None
+    cut = stopped in _VERIFIERS_TRUNCATED or finish == "length"
+    done = bool(trace.get("is_completed"))
+    status = "error" if errors and not trace.get("ok") else "truncated" if cut else "finished" if done else "unfinished"
+    policy = _dict(work.get("policy"))
+    extras = {name: trace[name] for name in ("stop_condition", "errors", "timing", "agent") if trace.get(name)}
+    if policy:
+        extras["policy"] = policy
+    kind = work.get("type") or info.get("kind")
+    return {
+        "step": whole(work.get("step", stamped.get("step"))),
+        "task": "" if key is None else f"{env}:{key}" if env and not group else str(key),
+        "run": -1,
+        "reward": sum(s * w for s, w in scores if s is not None and w is not None) if scores else None,
+        "parts": {**numbers({name: r.get("score") for name, r in rewards.items()}), **numbers(trace.get("metrics"))},
+        "declared": tuple(rewards),
+        "metrics": numbers(trace.get("metrics")),
+        "advantage": number(info.get("advantage")),
+        "status": status,
+        "finish_reason": finish if isinstance(finish, str) else None,
+        "label": json_safe(data.get("answer")),
+        "tools": _list(trace.get("tools")) or None,
+        "sampling": _dict(calls[-1].get("sampling")) or None if calls else None,
+        "info": {**json_safe(info), **json_safe(extras), "task": json_safe(data), "env": env},
+        "evaluation": (kind == "eval" and run.get("type") == "train") or where.evaluation,
+    }
+
+
+def _of_trace(trace: Row, episode: Row, where: Where) -> Iterator[Trajectory]:
+    nodes = _list(trace.get("nodes"))
+    if not all(isinstance(node, dict) and isinstance(node.get("message"), dict) for node in nodes):
+        raise WireError("a node of the trace has no message")
+    fields = _common(trace, episode, where)
+    work = _dict(_dict(_dict(episode.get("run")).get("work")).get("policy"))
+    versions = (whole(work.get("start")), whole(work.get("end")))
+    for number_of, path in enumerate(_paths(nodes)):
+        here = [nodes[i] for i in path]
+        trajectory = _branch(here, where, {**fields, "turn": number_of}, versions)
+        trajectory.uid = str(trace.get("id") or "")
+        trajectory.tools = _list(here[0].get("tools")) or trajectory.tools
+        yield trajectory
+
+
+def _paths(nodes: list[Row]) -> list[list[int]]:
+    """From the root to each leaf, by the nodes' numbers."""
+    parents = [node.get("parent") for node in nodes]
+    for i, parent in enumerate(parents):
+        if parent is not None and (type(parent) is not int or not 0 <= parent < i):
+            raise WireError(f"node {i} of the trace has the parent {parent!r}, expected one before it")
+    paths = []
+    for leaf in sorted(set(range(len(nodes))) - {parent for parent in parents if parent is not None}):
+        path: list[int] = []
+        at: int | None = leaf
+        while at is not None:
+            path.append(at)
+            at = parents[at]
+        paths.append(path[::-1])
+    return paths
+
+
+_STREAMS = {
+    "logprobs": "logprobs",
+    "trainer_logprobs": "policy_logprobs",
+    "reference_logprobs": "ref_logprobs",
+    "entropies": "entropy",
+    "advantages": "advantages",
+}
+
+
+def _branch(
+    nodes: list[Row], where: Where, fields: dict[str, Any], versions: tuple[int | None, int | None]
+) -> Trajectory:
+    messages = [node["message"] for node in nodes]
+    words = chat(messages, where, lambda i: bool(nodes[i].get("sampled")), **fields)
+    counts = [len(_list(node.get("token_ids"))) for node in nodes]
+    if not any(counts):
+        return words
+    if any(len(_list(node.get("mask"))) != count for node, count in zip(nodes, counts, strict=True)):
+        words.notes.append("The masks are not as long as the token ids: shown are the words.")
+        return words
+    ids = [token for node in nodes for token in _list(node.get("token_ids"))]
+    mask = np.array([bool(flag) for node in nodes for flag in _list(node.get("mask"))], dtype=np.bool_)
+    arrays: dict[str, NDArray[Any]] = {}
+    notes: list[str] = []
+    starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    for theirs, ours in _STREAMS.items():
+        column, filled = np.full(len(ids), np.nan), 0
+        for node, start, stop in zip(nodes, starts, starts[1:], strict=False):
+            values, at = _list(node.get(theirs)), start + np.flatnonzero(mask[start:stop])
+            if values and len(values) == len(at):
+                column[at] = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+                filled += len(at)
+        # A token without a number would look like one whose number is NaN.
+        if filled == mask.sum() > 0:
+            arrays[ours] = column
+        elif any(node.get(theirs) for node in nodes):
+            notes.append(f"{theirs} are left out: they are there for {filled} of {mask.sum()} sampled tokens.")
+    spans, turn = [], 0
+    for node, start, stop in zip(nodes, starts, starts[1:], strict=False):
+        role = str(node["message"].get("role"))
+        role = role if role in ("system", "user", "assistant", "tool") else "text"
+        kind = "tool_result" if role == "tool" else "text"
+        name = node["message"].get("name")
+        if stop > start:
+            spans.append(Segment(role, kind, name if isinstance(name, str) else "", start, stop, False, turn))
+        turn += role == "assistant"
+    low, high = versions
+    if low is not None and low == high:
+        policy: Any = np.where(mask, low, -1)
+    else:
+        policy = None
+        if low is not None:
+            notes.append(f"The policy went from version {low} to {high} while this was sampled.")
+    first = int(np.argmax(mask)) if mask.any() else len(ids)
+    fields = dict(fields)
+    if "advantages" in arrays:
+        fields.pop("advantage")
+    last = max(turn - 1, 0)
+    return from_ids(
+        ids,
+        first,
+        where,
+        mask=mask,
+        sampled=mask,
+        arrays=arrays,
+        versions=policy,
+        spans=[span._replace(turn=min(span.turn, last)) for span in spans],
+        messages=messages,
+        prompt_text=words.prompt_text,
+        response_text=words.response_text,
+        pictures=words.pictures,
+        notes=[*words.notes, *notes],
+        kind=words.kind,
+        **fields,
+    )

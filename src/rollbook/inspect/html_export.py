@@ -1,0 +1,457 @@
+"""Export of samples, a group or a query as one self-contained HTML file.
+
+Invariant: the data is base64, so no text of a record can end the page's script. The content security policy, first in
+the head, allows the page's own script and style, by hash, and no fetches. The file holds what was requested and what
+its pages need: no path, host or setting of this machine. Nothing that a `redact` pattern matches is in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from html import escape
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, quote_plus
+
+from rollbook.core.checks import check_choice
+from rollbook.core.files import check_regular
+from rollbook.inspect.assets import page_script, page_style
+from rollbook.inspect.http import as_json, image_type
+from rollbook.inspect.measures import closing_of, opening_of
+from rollbook.inspect.serialization import encode
+from rollbook.inspect.trajectory import KINDS, LENSES, ROLES, STATUSES, Trajectory
+from rollbook.inspect.workers import Workers
+
+if TYPE_CHECKING:
+    from rollbook.inspect.answers import Answers
+    from rollbook.inspect.sources import Source
+
+MOST = 200
+"""Trajectories in one file."""
+_LONG = 256
+"""Lists of numbers in a record's JSON that are longer are left out: the frame has them."""
+_SECONDS = 60.0
+_LONGEST_PATTERN = 1000
+_MOST_PATTERNS = 100
+_FIXED = frozenset({"sha256", "mime", "status", "kind", "state", "role", "type", "id", "key", "truncate_status"})
+_OURS = frozenset(
+    {*ROLES, *KINDS, *STATUSES, *LENSES, *(lens.key for lens in LENSES.values())}
+    | {"single_turn", "multi_turn", "dpo", "prompt_truncated", "response_truncated", "sequential", "diverging"}
+    | {"image/png", "image/jpeg", "image/gif", "image/webp", "book", "number", "text", "flag"}
+    | {"waiting", "leased", "trained", "dropped", "evaluation", ""}
+)
+"""Words of ours that are left as they are, where they stand under such a name; everything else is somebody's text."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file, and what is in it. `name`: what to call it; `redactions`: how many texts had something covered."""
+
+    content: bytes
+    name: str
+    trajectories: int
+    images: int
+    redactions: int
+
+    @property
+    def size(self) -> int:
+        """Of the file, in bytes."""
+        return len(self.content)
+
+
+def export_html(
+    source: Source,
+    answers: Answers,
+    *,
+    uids: Sequence[str] | None = None,
+    gid: str | None = None,
+    filter: str | None = None,
+    title: str | None = None,
+    redact: Sequence[str] | str = (),
+    images: bool = True,
+    fields: Sequence[str] | None = None,
+    max_mb: float | None = None,
+    theme: str = "auto",
+    workers: Workers | None = None,
+) -> Exported:
+    """One HTML file of these samples, of a group, or of the samples that a filter finds: exactly one of the three.
+
+    `redact`: regular expressions; a █ stands for each character they match, wherever it is, and token ids, which would
+    tell, are left out. `fields`: the lenses to keep ("entropy", "logprob" ...; None: all). `max_mb`: refuse to make a
+    larger file. `theme`: "auto" (as the reader's system), "light" or "dark".
+    """
+    if sum(selector is not None for selector in (uids, gid, filter)) != 1:
+        raise ValueError("export: expected one of uids, gid and filter")
+    check_choice("theme", theme, ("auto", "light", "dark"))
+    patterns = _patterns([redact] if isinstance(redact, str) else redact)
+    if gid is not None:
+        chosen = [row["uid"] for row in answers.group(gid)["rows"] if row["removed_reason"] is None]
+    elif uids is not None:
+        for uid in uids:
+            if not isinstance(uid, str):
+                raise ValueError(f"uids: got {uid!r:.80}, expected the ids of samples")
+        chosen = list(dict.fromkeys(uids))
+    else:
+        matches = answers.list(view="samples", filter=filter, limit=MOST)
+        chosen = [row["uid"] for row in matches["rows"] if row["removed_reason"] is None]
+        if matches["total"] > MOST:
+            raise ValueError(f"filter: {matches['total']} samples match, and one file holds at most {MOST}; narrow it")
+    if not chosen:
+        raise ValueError("export: there are no samples to put into a file")
+    if len(chosen) > MOST:
+        raise ValueError(f"uids: got {len(chosen)}, and one file holds at most {MOST}")
+
+    documents = [_kept_lenses(document, fields) for document in _documents(source, chosen)]
+    recorded = _recorded(source, answers, documents)
+    media = _media(source, documents) if images else {}
+    hidden = 0
+    if patterns:
+        with nullcontext(workers) if workers is not None else Workers() as children:
+            documents, recorded, hidden = _redacted(documents, recorded, patterns, children)
+    if gid is not None:
+        start = "#/group/" + _segment(documents[0].gid)
+    else:
+        start = "#/t/" + _segment(documents[0].uid) if len(documents) == 1 else "#/samples"
+    responses = {response_key(path, **selector): answer for path, selector, answer in recorded}
+    payload = {
+        "responses": responses,
+        "media": media,
+        "frame": base64.b64encode(encode(documents, "f2")).decode(),
+        "start": start,
+    }
+    content = page(as_json(payload), title=title or responses["/api/run"]["name"] or "rollbook", theme=theme)
+    if max_mb is not None and len(content) > max_mb * 1e6:
+        raise ValueError(
+            f"max_mb: the file of {len(documents)} trajectories and {len(media)} images would have "
+            f"{len(content) / 1e6:.1f} MB, expected at most {max_mb:g}; take fewer, fewer lenses, or no images"
+        )
+    return Exported(content, _file_name(start, len(documents)), len(documents), len(media), hidden)
+
+
+def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, **options: Any) -> Exported:
+    """As `export_html`, written to `path`: all of it, or nothing changes there."""
+    check_regular(path)
+    exported = export_html(source, answers, **options)
+    folder = os.path.dirname(os.path.abspath(os.fspath(path)))
+    handle, name = tempfile.mkstemp(prefix=".rollbook-", suffix=".html", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(exported.content)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    return exported
+
+
+def as_iframe(content: bytes, *, height: int = 640) -> str:
+    """A made file for a notebook's `_repr_html_`: in a frame of its own that can run its script and nothing else.
+
+    >>> as_iframe(b'<p class="x">', height=200)  # doctest: +ELLIPSIS
+    '<iframe sandbox="allow-scripts" srcdoc="&lt;p class=&quot;x&quot;&gt;" ... height="200"></iframe>'
+    """
+    return (
+        f'<iframe sandbox="allow-scripts" srcdoc="{escape(content.decode())}" '
+        f'style="width:100%;border:0" height="{int(height)}"></iframe>'
+    )
+
+
+def page(payload: bytes, *, title: str, theme: str) -> bytes:
+    """The HTML around a payload of JSON."""
+    script, style = page_script(), page_style()
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
+    )
+    packed = base64.b64encode(gzip.compress(payload, 9, mtime=0)).decode()
+    chosen = "" if theme == "auto" else f' data-theme="{theme}" data-given="{theme}"'
+    # The policy stands before anything it could miss. The script is last: it finds the page there.
+    return (
+        f'<!doctype html>\n<html lang="en"{chosen}>\n<head>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="robots" content="noindex">\n<meta name="referrer" content="no-referrer">\n'
+        f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)}</title>\n'
+        f"<style>{style}</style>\n</head>\n<body>\n"
+        "<noscript>This file shows itself with JavaScript; it asks the network for nothing.</noscript>\n"
+        f'<script type="application/octet-stream" id="bundle">{packed}</script>\n'
+        f'<script type="module">{script}</script>\n</body>\n</html>\n'
+    ).encode()
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _segment(text: str) -> str:
+    """As encodeURIComponent writes it."""
+    return quote(text, safe="-_.!~*'()")
+
+
+def response_key(path: str, **parameters: str) -> str:
+    """Under which a page looks for an answer: the path and the parameters by name, as URLSearchParams writes them.
+
+    >>> response_key("/api/group", gid="4/geo~3 k*")
+    '/api/group?gid=4%2Fgeo%7E3+k*'
+    """
+    pairs = (f"{name}={quote_plus(value, safe='*').replace('~', '%7E')}" for name, value in sorted(parameters.items()))
+    return "?".join([path, *(["&".join(pairs)] if parameters else [])])
+
+
+def _patterns(redact: Sequence[str]) -> list[str]:
+    # They are compiled in a child alone: that too can take as long as it likes.
+    for pattern in redact:
+        if not isinstance(pattern, str) or not 0 < len(pattern) <= _LONGEST_PATTERN:
+            raise ValueError(
+                f"redact: got {str(pattern)[:80]!r}, expected a regular expression of at most 1000 letters"
+            )
+    if len(redact) > _MOST_PATTERNS:
+        raise ValueError(f"redact: got {len(redact)} patterns, expected at most {_MOST_PATTERNS}")
+    return list(redact)
+
+
+def _file_name(start: str, count: int) -> str:
+    """Made of letters and digits that we choose: a record's id is nobody's file name."""
+    content = {"#/t/": "sample", "#/gr": "group"}.get(start[:4], f"{count}-samples")
+    return f"rollbook-{content}-{hashlib.blake2b(start.encode(), digest_size=4).hexdigest()}.html"
+
+
+def _kept_lenses(document: Trajectory, fields: Sequence[str] | None) -> Trajectory:
+    if fields is None:
+        return document
+    arrays = {name: array for name, array in document.arrays.items() if name in fields}
+    rejected = None if document.rejected is None else _kept_lenses(document.rejected, fields)
+    return dataclasses.replace(document, arrays=arrays, rejected=rejected)
+
+
+# --- what the pages will ask --------------------------------------------------------------------------------------
+
+Answer = tuple[str, dict[str, str], Any]
+"""Path, parameters, and what the server would say."""
+
+
+def _documents(source: Source, uids: Sequence[str]) -> list[Trajectory]:
+    return [document for start in range(0, len(uids), 32) for document in source.documents(uids[start : start + 32])]
+
+
+def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory]) -> list[Answer]:
+    """What pages of these samples ask a server, answered for a run that has these samples and no others."""
+    inside = {document.uid for document in documents}
+    gids = dict.fromkeys(document.gid for document in documents)
+    run = dict(answers.run())
+    run["name"] = os.path.basename(str(run["name"]).rstrip("/\\"))
+    run["live"], run["idle"] = False, None
+    run["problems"] = []  # they name files of this machine
+    run["features"] = dict.fromkeys(run["features"], False)
+    recorded: list[Answer] = []
+    rows: list[dict[str, Any]] = []
+    for document in documents:
+        near = dict(answers.neighbours(document.uid))
+        rows.append(near["row"])
+        for name in ("previous", "next", "previous_group", "next_group"):
+            near[name] = near[name] if near[name] in inside else None
+        near["same_prompt"] = []
+        recorded.append(("/api/neighbours", {"uid": document.uid}, near))
+        # Not the ledger: it says who trained on it, and where.
+        recorded.append(("/api/record", {"uid": document.uid}, _short(source.record(document.uid))))
+    groups: list[dict[str, Any]] = []
+    for gid in gids:
+        group = dict(answers.group(gid))
+        groups += answers.list(view="groups", gid=gid)["rows"]
+        group["rows"] = [row for row in group["rows"] if row["uid"] in inside]
+        group["timeline"] = [point for point in group["timeline"] if point["gid"] in gids]
+        for name in ("previous", "next"):
+            group[name] = group[name] if group[name] in gids else None
+        recorded.append(("/api/group", {"gid": gid}, group))
+    recorded.append(("/api/run", {}, run))
+    # Whole: the page sorts and pages them itself.
+    recorded.append(("/api/list", {"view": "samples"}, {"rows": rows}))
+    recorded.append(("/api/list", {"view": "groups"}, {"rows": groups}))
+    return recorded
+
+
+def _short(value: Any) -> Any:
+    """A record's JSON without long lists of numbers and images: the file has them elsewhere."""
+    if isinstance(value, Mapping):
+        return {key: _short(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        if len(value) > _LONG and all(isinstance(entry, (int, float)) or entry is None for entry in value):
+            return f"({len(value)} numbers, left out of this file)"
+        return [_short(entry) for entry in value]
+    if isinstance(value, str):
+        return _DATA.sub("data:(left out of this file)", value)
+    return value
+
+
+_DATA = re.compile(r"data:[a-z]+/[a-zA-Z0-9.+-]+;base64,[A-Za-z0-9+/=]{64,}")
+
+
+def _media(source: Source, documents: Sequence[Trajectory]) -> dict[str, str]:
+    images: dict[str, str] = {}
+    for document in documents:
+        for picture in document.pictures:
+            media = None if picture.sha256 in images else source.media(picture.sha256)
+            kind = None if media is None else image_type(media[0])
+            if media is not None and kind is not None:
+                images[picture.sha256] = f"data:{kind};base64,{base64.b64encode(media[0]).decode()}"
+    return images
+
+
+# --- redaction ------------------------------------------------------------------------------------------------------
+
+_FREE = frozenset({"info", "metrics", "messages", "tools", "sampling", "label", "reference", "parts", "row"})
+"""Where names are somebody's too, not only values."""
+_NUMBERS = frozenset({"info", "messages", "tools", "sampling", "label", "reference", "row", "eid"})
+"""Where a number is what somebody wrote, as much as a text is: a telephone number, say."""
+_HASH = re.compile("[0-9a-f]{64}")
+Cover = Callable[[str], str]
+
+
+def _redacted(
+    documents: list[Trajectory], recorded: list[Answer], patterns: list[str], workers: Workers
+) -> tuple[list[Trajectory], list[Answer], int]:
+    for document in documents:
+        if document.tokenized == "ids":
+            raise ValueError(
+                f"redact: the tokenizer of {document.uid} is not known, so its ids cannot be searched; give a tokenizer"
+            )
+    texts: dict[str, str] = {}
+
+    def note(text: str) -> str:
+        return texts.setdefault(text, text)
+
+    for document in documents:
+        _document(document, note)
+    for path, parameters, answer in recorded:
+        _mapped([parameters, answer], note, most=_most(path))
+    # In an id a slash stands as %2F: a pattern may find it as it was written, too.
+    ids = {
+        identifier: identifier.replace("%2F", "/").replace("%25", "%")
+        for document in documents
+        for identifier in (document.uid, document.gid)
+    }
+    for written in ids.values():
+        note(written)
+    unhashed = _unhashed(documents)
+    masked = workers.mask([unhashed(text) for text in texts], patterns, seconds=_SECONDS)
+    hidden = sum(unhashed(text) != cover for text, cover in zip(texts, masked, strict=True))
+    texts = dict(zip(texts, masked, strict=True))
+    texts |= {identifier: texts[written] for identifier, written in ids.items() if texts[written] != unhashed(written)}
+    covered = [_document(document, texts.__getitem__) for document in documents]
+    if len({document.uid for document in covered}) != len(documents):
+        raise ValueError("redact: what is covered tells samples apart; their ids would be the same")
+    for document in covered:
+        document.notes.append("Parts of this file are covered; token ids, which would tell them, are left out.")
+    answers = [
+        (
+            path,
+            {name: texts[value] for name, value in parameters.items()},
+            _mapped(answer, texts.__getitem__, most=_most(path)),
+        )
+        for path, parameters, answer in recorded
+    ]
+    _reopen([answer for _, _, answer in answers], covered)
+    return covered, answers, hidden
+
+
+def _unhashed(documents: Sequence[Trajectory]) -> Cover:
+    """Other letters for the hashes of texts that ids are made of. From a hash, and what is not covered of its text, one
+    can find out the rest by trying: there are few telephone numbers."""
+    hashes: dict[str, str] = {}
+    for document in documents:
+        for variant in (document, document.rejected):
+            if variant is not None:
+                text = blake2b(variant.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+                for content in (variant.prompt, text):
+                    if _SHORT_HASH.fullmatch(content):
+                        hashes.setdefault(content, "".join("abcdef"[len(hashes) // 6**at % 6] for at in range(16)))
+    if not hashes:
+        return str
+    pattern = re.compile("|".join(hashes))
+    return lambda text: pattern.sub(lambda match: hashes[match[0]], text)
+
+
+_SHORT_HASH = re.compile("[0-9a-f]{16}")
+
+
+def _most(path: str) -> int:
+    """How many whole numbers in a row are shown: any in a record could be token ids, elsewhere a few are bounds."""
+    return 0 if path == "/api/record" else 3
+
+
+def _document(document: Trajectory, cover: Cover) -> Trajectory:
+    """The sample with its texts covered, its ids left out. Each character has one in its place, so that ends hold."""
+    changed: dict[str, Any] = {"ids": None}
+    for field in dataclasses.fields(document):
+        value = getattr(document, field.name)
+        if isinstance(value, (str, dict)) or field.name in ("messages", "tools", "label", "reference", "notes"):
+            changed[field.name] = _mapped({field.name: value}, cover, most=0)[field.name]
+    changed["arrays"] = document.arrays
+    changed["segments"] = [segment._replace(name=cover(segment.name)) for segment in document.segments]
+    changed["rejected"] = None if document.rejected is None else _document(document.rejected, cover)
+    return dataclasses.replace(document, **changed)
+
+
+def _mapped(value: Any, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
+    """JSON with every text covered but the words that are ours. More than `most` whole numbers in a row are left out:
+    they could be token ids. `free`: names are covered too; `numbers`: so are numbers, where a pattern finds them."""
+    if isinstance(value, str):
+        return cover(value)
+    if isinstance(value, Mapping):
+        mapped = {}
+        for key, entry in value.items():
+            ours = not free and key in _FIXED and isinstance(entry, str) and (entry in _OURS or _HASH.fullmatch(entry))
+            mapped[cover(key) if free and isinstance(key, str) else key] = (
+                entry
+                if ours
+                else _mapped(entry, cover, most=most, free=free or key in _FREE, numbers=numbers or (key in _NUMBERS))
+            )
+        return mapped
+    if isinstance(value, (list, tuple)):
+        count = _wholes(value)
+        if count is not None and count > most:
+            return f"({count} whole numbers, left out: they could be token ids)"
+        return [_mapped(entry, cover, most=most, free=free, numbers=numbers) for entry in value]
+    if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
+        written = str(value)
+        covered = cover(written)
+        return value if covered == written else covered
+    return value
+
+
+def _wholes(value: Any) -> int | None:
+    """How many whole numbers a list and the lists in it hold; `None` if they hold anything else."""
+    if isinstance(value, (list, tuple)):
+        counts = [_wholes(entry) for entry in value]
+        return None if None in counts else sum(count or 0 for count in counts)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+        return None
+    return 1
+
+
+def _reopen(value: Any, covered: Sequence[Trajectory]) -> None:
+    """Openings and closings anew, from covered texts: those that were there may be cut inside of what is covered."""
+    by_uid = {document.uid: document for document in covered}
+    by_gid = {document.gid: document for document in reversed(covered)}
+    waiting = [value]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, list):
+            waiting += entry
+        elif isinstance(entry, dict):
+            waiting += entry.values()
+            document = by_uid.get(entry.get("uid", "")) or by_gid.get(entry.get("gid", ""))
+            if document is not None and "opening" in entry:
+                entry["opening"] = opening_of(document.text[: document.prompt_end])
+            if document is not None and "closing" in entry:
+                entry["closing"] = closing_of(document.text[document.prompt_end :])

@@ -1,0 +1,328 @@
+"""Images in records and in files: found, checked, described, and served by their hash.
+
+Invariant: nothing is fetched from an address, and no file outside a row's folder is read. What is served is PNG, JPEG,
+GIF or WebP by its first bytes, of bounded size, whatever the record calls it.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.core.vocabulary import Vocabulary
+from rollbook.inspect.files.stores import MAX_PICTURE, MAX_PIXELS, beside
+from rollbook.inspect.trajectory import Picture, Segment
+
+# --- images of files ------------------------------------------------------------------------------------------------
+
+_DATA_URL = re.compile(r"data:([\w.+-]{1,40}/[\w.+-]{1,80})?((?:;[\w.+-]{1,40}(?:=[\w.+-]{0,80})?){0,4}),")
+
+Keep = Callable[[str, bytes, str], None]
+"""Told of every picture: its sha256, its bytes, its type."""
+
+
+class Where(NamedTuple):
+    """What a row's place says of it."""
+
+    root: str
+    """The folder that files it names lie in."""
+    evaluation: bool
+    """Whether the file's name says so."""
+    vocabulary: Vocabulary | None
+    keep: Keep
+    log: Mapping[str, Any]
+    """What the file says of all its rows."""
+
+
+def pictured(value: Any, seen: Mapping[str, Picture]) -> Any:
+    """Messages with a picture's hash and size where its bytes stood."""
+    if isinstance(value, str):
+        picture_seen = seen.get(value) if seen else None
+        return (
+            value
+            if picture_seen is None
+            else {
+                "picture": picture_seen.sha256,
+                "mime": picture_seen.mime,
+                "width": picture_seen.width,
+                "height": picture_seen.height,
+            }
+        )
+    if isinstance(value, list):
+        return [pictured(item, seen) for item in value]
+    return {key: pictured(item, seen) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def picture(source: Any, where: Where, notes: list[str]) -> Picture | None:
+    """The picture that a data URL, base64 or a file beside holds; anything else is said in `notes`, and not fetched."""
+    if isinstance(source, (bytes, bytearray)):
+        return kept(bytes(source), where, notes)
+    if not isinstance(source, str):
+        notes.append("A picture without content is left out.")
+        return None
+    if source.startswith("data:"):
+        head = _DATA_URL.match(source)
+        if head is None or ";base64" not in head[0]:
+            notes.append("A picture in a data URL that is not base64 is left out.")
+            return None
+        return _from_base64(source[head.end() :], where, notes)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", source):
+        notes.append("A picture at another address is not fetched.")
+        return None
+    path = beside(where.root, source)
+    if path is not None:
+        with open(path, "rb") as file:
+            return kept(file.read(MAX_PICTURE + 1), where, notes)
+    if len(source) > 256:
+        return _from_base64(source, where, notes)
+    notes.append("A picture that is named by a path is not there.")
+    return None
+
+
+def _from_base64(text: str, where: Where, notes: list[str]) -> Picture | None:
+    if len(text) > MAX_PICTURE * 4 // 3 + 4:
+        notes.append(f"A picture of more than {MAX_PICTURE} bytes is left out.")
+        return None
+    try:
+        return kept(binascii.a2b_base64(text), where, notes)
+    except (binascii.Error, ValueError):
+        notes.append("A picture whose base64 is damaged is left out.")
+        return None
+
+
+def kept(data: bytes, where: Where, notes: list[str]) -> Picture | None:
+    """A picture of these bytes, if they are one of a kind that browsers show safely."""
+    if len(data) > MAX_PICTURE:
+        notes.append(f"A picture of more than {MAX_PICTURE} bytes is left out.")
+        return None
+    kind = sniff(data)
+    if kind is None:
+        notes.append("A picture that is no PNG, JPEG, GIF or WebP is left out.")
+        return None
+    mime, width, height = kind
+    if (width or 0) * (height or 0) > MAX_PIXELS:
+        notes.append(f"A picture of {width} by {height} points is left out.")
+        return None
+    name = sha256(data).hexdigest()
+    where.keep(name, data, mime)
+    return Picture(name, mime, width, height)
+
+
+def sniff(data: bytes) -> tuple[str, int | None, int | None] | None:
+    """The type, width and height of a picture, by its first bytes.
+
+    >>> sniff(b"\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR\\0\\0\\0\\x02\\0\\0\\0\\x03")
+    ('image/png', 2, 3)
+    >>> sniff(b"<svg onload=alert(1)>")
+    """
+    if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
+        return "image/png", int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
+    if data[:6] in (b"GIF87a", b"GIF89a") and len(data) >= 10:
+        return "image/gif", int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp", *_webp(data)
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg", *_jpeg(data)
+    return None
+
+
+def _webp(data: bytes) -> tuple[int | None, int | None]:
+    kind = data[12:16]
+    if kind == b"VP8X" and len(data) >= 30:
+        return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+    if kind == b"VP8 " and len(data) >= 30:
+        sizes = int.from_bytes(data[26:30], "little")
+        return sizes & 0x3FFF, sizes >> 16 & 0x3FFF
+    if kind == b"VP8L" and len(data) >= 25:
+        sizes = int.from_bytes(data[21:25], "little")
+        return (sizes & 0x3FFF) + 1, (sizes >> 14 & 0x3FFF) + 1
+    return None, None
+
+
+def _jpeg(data: bytes) -> tuple[int | None, int | None]:
+    at = 2
+    while at + 9 <= len(data) and data[at] == 0xFF:
+        kind, size = data[at + 1], int.from_bytes(data[at + 2 : at + 4])
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
+            return int.from_bytes(data[at + 7 : at + 9]), int.from_bytes(data[at + 5 : at + 7])
+        at += 2 + max(size, 2)
+    return None, None
+
+
+# --- images of records ----------------------------------------------------------------------------------------------
+
+MOST_PIXELS = 100_000_000
+MOST_PICTURES = 256
+"""Of one record."""
+KEPT_BYTES = 64 << 20
+DEPTH = 64
+
+_KEYS = ("data", "b64_json", "image", "url", "bytes", "image_url")
+"""Where base64 stands without a `data:` before it."""
+_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""PNG, JPEG, GIF and RIFF in base64."""
+_TYPES = ("image", "image_url", "input_image")
+_REFERENCE = re.compile(r"sha256:([0-9a-f]{64})")
+_OPENERS = re.compile(r"<\|vision_start\|>|<start_of_image>|<img>")
+_SINGLES = re.compile(r"<\|image(?:_[0-9]{1,3})?\|>|<image>|\[IMG\]")
+
+
+class Reference(str):
+    """`sha256:` and the hash under which bytes of a record lie elsewhere in the book."""
+
+    __slots__ = ()
+
+
+class Album:
+    """The pictures of a source: small ones that stood in records themselves, and those that `fetch` finds by hash.
+
+    >>> album = Album()
+    >>> found = album.kept(b"\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR\\0\\0\\0\\x02\\0\\0\\0\\x03")
+    >>> found.mime, found.width, album.media(found.sha256)[1]
+    ('image/png', 2, 'image/png')
+    >>> album.kept(b"<svg onload=alert(1)>") is None
+    True
+    """
+
+    def __init__(self, fetch: Callable[[str], bytes | None] = lambda _: None) -> None:
+        self._fetch = fetch
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._size = 0
+        self._known: dict[str, Picture | None] = {}
+
+    def kept(self, data: bytes) -> Picture | None:
+        """A picture of these bytes, if they are one; they can be asked for until many others came."""
+        described = _described(sha256(data).hexdigest(), data)
+        if described is not None:
+            with self._lock:
+                self._size += len(data) - len(self._kept.pop(described.sha256, b""))
+                self._kept[described.sha256] = data
+                while self._size > KEPT_BYTES:
+                    self._size -= len(self._kept.popitem(last=False)[1])
+        return described
+
+    def referred(self, name: str) -> Picture | None:
+        """The picture under a hash, if there is one."""
+        if name not in self._known:
+            data = self._fetch(name)
+            if data is None:
+                return None  # It may be there the next time.
+            described = _described(name, data)
+            with self._lock:
+                if len(self._known) >= 1 << 16:
+                    self._known.clear()
+                self._known[name] = described
+        return self._known.get(name)
+
+    def media(self, name: str) -> tuple[bytes, str] | None:
+        """The bytes and type of a picture."""
+        with self._lock:
+            data = self._kept.get(name)
+        data = self._fetch(name) if data is None else data
+        described = None if data is None else _described(name, data)
+        return None if described is None or data is None else (data, described.mime)
+
+
+def _described(name: str, data: bytes) -> Picture | None:
+    kind = sniff(data) if len(data) <= MAX_PICTURE else None
+    if kind is None or (kind[1] or 0) * (kind[2] or 0) > MOST_PIXELS:
+        return None
+    return Picture(name, *kind)
+
+
+class Looked:
+    """A value with `{"picture": hash, ...}` in the place of each picture, and the pictures, in order."""
+
+    def __init__(self, album: Album, references: Collection[str] = ()) -> None:
+        self.album = album
+        self.references = references
+        self.pictures: list[Picture] = []
+        self.elsewhere = 0
+        """Pictures of which the record has an address alone."""
+
+    def at(self, value: Any, key: str = "", depth: int = DEPTH) -> Any:
+        """What is to be shown of `value`."""
+        image: Picture | None = None
+        if isinstance(value, Reference):
+            image = self.album.referred(value[7:])
+        elif isinstance(value, bytes):
+            image = self._kept(value)
+        elif isinstance(value, str):
+            image = self._in_text(value, key)
+        elif isinstance(value, dict) and depth > 0:
+            before = len(self.pictures)
+            shown = {name: self.at(item, name, depth - 1) for name, item in value.items()}
+            if value.get("type") in _TYPES and len(self.pictures) == before and len(value) > 1:
+                self.elsewhere += 1
+            return shown
+        elif isinstance(value, (list, tuple)) and depth > 0:
+            return [self.at(item, key, depth - 1) for item in value]
+        if image is None:
+            return value
+        if len(self.pictures) < MOST_PICTURES:
+            self.pictures.append(replace(image))
+        return {
+            "picture": image.sha256,
+            "mime": image.mime,
+            "width": image.width,
+            "height": image.height,
+        }
+
+    def _kept(self, data: bytes) -> Picture | None:
+        return self.album.kept(data) if len(self.pictures) < MOST_PICTURES else None
+
+    def _in_text(self, text: str, key: str) -> Picture | None:
+        if text.startswith("data:"):
+            head, _, body = text.partition(",")
+            if not head[-16:].lower().endswith(";base64"):
+                return None
+        elif key in _KEYS and text.startswith((*_BEGINNINGS, "sha256:")):
+            body = text
+        else:
+            return None
+        if match := _REFERENCE.fullmatch(body):
+            # Only what the book says is a reference is one: a record's own text can look like it.
+            return self.album.referred(match[1]) if match[1] in self.references else None
+        if len(body) > MAX_PICTURE * 4 // 3 + 4:
+            return None
+        try:
+            return self._kept(binascii.a2b_base64(body))
+        except ValueError:
+            return None
+
+
+def place(pictures: Sequence[Picture], text: str, ends: NDArray[np.int64], segments: Sequence[Segment]) -> None:
+    """Say of each picture at which token it stands, where the text has as many places for pictures as there are.
+
+    >>> pictures = [Picture("a" * 64, "image/png")]
+    >>> ends = np.array([1, 8, 9])
+    >>> place(pictures, "a<image>b", ends, [Segment("user", "image", "", 1, 2, False, 0)])
+    >>> pictures[0].token
+    1
+    """
+    runs = [segment for segment in segments if segment.kind == "image"]
+    if not pictures or not runs:
+        return
+    for pattern in (_OPENERS, None, _SINGLES):
+        tokens: list[int] = []
+        for run in runs:
+            if pattern is None:
+                tokens.append(run.start)
+                continue
+            start = int(ends[run.start - 1]) if run.start else 0
+            places = [match.start() for match in pattern.finditer(text, start, int(ends[run.stop - 1]))]
+            tokens += np.searchsorted(ends, places, side="right").tolist()
+        if len(tokens) == len(pictures):
+            for picture, token in zip(pictures, tokens, strict=True):
+                picture.token = token
+            return

@@ -1,0 +1,97 @@
+"""A child process that searches an index's texts for a regular expression, and can be killed.
+
+Run as a file with the standard library alone. Standard input is one JSON object, {"path", "pattern", "also" (patterns
+that must match too), "flags", "step", "limit", "context", "seconds"}; the output is one line of JSON per match, and a
+summary at the end.
+
+Invariant: texts are read from the index as they are and nothing is written; a match is the first one of its text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+_RESPONSES = (
+    "SELECT samples.n, 'response', bodies.body FROM samples JOIN bodies ON bodies.n = samples.n {where} "
+    "ORDER BY samples.step DESC, samples.n"
+)
+_PROMPTS = (
+    "SELECT MIN(samples.n), 'prompt', prompt_bodies.body FROM prompt_bodies "
+    "JOIN samples ON samples.prompt = prompt_bodies.prompt {where} "
+    "GROUP BY samples.gid ORDER BY samples.step DESC"
+)
+
+
+def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Each match, {n, field, before, match, after}, and at the end {total}: `None` if there was no time to count on.
+    {error} alone: a pattern is none."""
+    try:
+        # Here, where it can be stopped: a short pattern can take minutes to be understood.
+        pattern, *also = (re.compile(expression, job["flags"]) for expression in (job["pattern"], *job["also"]))
+    except (re.error, OverflowError, RecursionError) as error:
+        yield {"error": str(error)}
+        return
+    where = "WHERE (samples.removed_reason IS NULL OR samples.removed_reason NOT IN ('deleted', 'rewound'))"
+    values: list[Any] = []
+    if job["step"] is not None:
+        where, values = f"{where} AND samples.step = ?", [job["step"]]
+    end = time.monotonic() + job["seconds"]
+    context, yielded, total = job["context"], 0, 0
+    connection = sqlite3.connect(f"{job['path']}?mode=ro", uri=True)
+    last: tuple[bytes, Any] = (b"", None)  # groups of one prompt come one after the other
+    for sql in (_RESPONSES, _PROMPTS):
+        for n, field, body in connection.execute(sql.format(where=where), values):
+            if body == last[0]:
+                text, match = last[1]
+            else:
+                text = zlib.decompress(body).decode("utf-8", "surrogatepass")
+                match = next(
+                    (expression for expression in pattern.finditer(text) if expression.end() > expression.start()), None
+                )
+                if not all(expression.search(text) for expression in also):
+                    match = None
+                last = (body, (text, match))
+            if match is None:
+                continue
+            total += 1
+            if yielded < job["limit"]:
+                yielded += 1
+                start, stop = match.span()
+                shown = min(stop, start + 4 * context)
+                yield {
+                    "n": n,
+                    "field": field,
+                    "before": text[max(0, start - context) : start],
+                    "match": text[start:shown],
+                    "after": text[stop : stop + context] if shown == stop else text[shown : shown + context],
+                }
+            elif time.monotonic() > end:
+                yield {"total": None}
+                return
+    yield {"total": total}
+
+
+def main() -> None:
+    """Answer what comes on standard input."""
+    job = json.loads(sys.stdin.readline())
+    try:
+        import resource
+
+        # Ends the process should the parent have died.
+        resource.setrlimit(resource.RLIMIT_CPU, (int(job["seconds"]) + 5, int(job["seconds"]) + 6))
+    except (ImportError, OSError, ValueError):
+        pass
+    for match in matches(job):
+        sys.stdout.write(json.dumps(match) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Strict JSON values, and the binary frame in which a browser gets trajectories: a JSON header and aligned arrays.
+
+Invariant: `json.dumps(json_safe(value), allow_nan=False).encode()` works for every value, in linear time and
+space, and runs none of its code. `decode(encode(trajectories))` returns every field, as JSON can represent it. Widths
+are in UTF-16 code units, as in JavaScript's strings; all blobs are little-endian and aligned to 8 bytes.
+
+    [u32: bytes of header][JSON, padded with spaces so that the blobs begin at a multiple of 8][blobs]
+
+Offsets in the header count from its end. `tokens` is L; `text` is UTF-8; `widths` [L] holds the width of each token;
+`flags` [L] has bit 0 for the mask and bit 1 for special tokens; arrays are `array:NAME` [L].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from rollbook.core.errors import WireError
+from rollbook.inspect.trajectory import KINDS, ROLES, Segment, Trajectory
+
+DEPTH = 64
+MOST = 1 << 20
+"""Elements of an array that are written out."""
+_EXACT = 2**53
+"""Beyond it a browser's numbers are not exact."""
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_LONG = 256
+"""Characters of a `data:` address that are written out: a record's images are shown, not spelled."""
+
+
+def text(value: str) -> str:
+    """The same text, with U+FFFD for lone surrogates, which UTF-8 cannot say.
+
+    >>> text("a" + chr(0xd800))
+    'a\ufffd'
+    """
+    return value if value.isascii() else _SURROGATES.sub("\ufffd", value)
+
+
+def number(value: float | None) -> float | None:
+    """A finite number, or `None`.
+
+    >>> number(float("nan")), number(0.5)
+    (None, 0.5)
+    """
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def json_safe(value: Any, depth: int = DEPTH) -> Any:
+    """`value` as JSON can say it. What is no number is `null`, whole numbers a browser would round are text, bytes and
+    what has no JSON at all say what they are.
+
+    >>> json_safe({"a": (1, float("nan")), 2: b"abc", "c": np.arange(3), "d": 2**60})
+    {'a': [1, None], '2': '⟨3 bytes⟩', 'c': [0, 1, 2], 'd': '1152921504606846976'}
+    """
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        if len(value) > _LONG and value.startswith("data:"):
+            return f"{text(value[: value.find(',') + 1 or 64][:_LONG])}⟨{len(value)} characters⟩"
+        return text(str(value))
+    if isinstance(value, int):
+        return int(value) if -_EXACT <= value <= _EXACT else _digits(value)
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"⟨{len(value)} bytes⟩"
+    if isinstance(value, np.generic):
+        return json_safe(value.item(), depth) if value.dtype.kind in "biufUS" else f"⟨{value.dtype}⟩"
+    if depth <= 0:
+        return "⟨nested too deeply⟩"
+    if isinstance(value, Mapping):
+        return {
+            text(key if isinstance(key, str) else str(json_safe(key, 2))): json_safe(v, depth - 1)
+            for key, v in value.items()
+        }
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [json_safe(item, depth - 1) for item in value]
+    if hasattr(value, "tolist") and hasattr(value, "shape") and hasattr(value, "dtype"):
+        shape = [int(size) for size in value.shape]
+        if math.prod(shape) > MOST or str(value.dtype) in ("object", "complex64", "complex128"):
+            return f"⟨{value.dtype} {shape}⟩"
+        return json_safe(value.tolist(), depth - 1)
+    return f"⟨{type(value).__name__}⟩"
+
+
+def _digits(value: int) -> str:
+    # Python refuses to write numbers of thousands of digits in decimal, for the time it takes.
+    return str(int(value)) if value.bit_length() < 1024 else hex(value)
+
+
+# --- frames ---------------------------------------------------------------------------------------------------------
+
+VERSION = 1
+TYPES = {"u1": "<u1", "u2": "<u2", "u4": "<u4", "i4": "<i4", "f4": "<f4", "f2": "<f2"}
+MASK, SPECIAL = 1, 2
+_LENGTH = struct.Struct("<I")
+_ALIGN = 8
+_APART = {"text", "ends", "ids", "special", "mask", "versions", "arrays", "segments", "rejected", "pictures"}
+"""Fields that do not stand in the header as they are."""
+_PLAIN = [field.name for field in dataclasses.fields(Trajectory) if field.name not in _APART]
+_HALF = 65504.0
+"""The largest number of half precision."""
+
+
+class _Blobs:
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def put(self, data: bytes) -> list[Any]:
+        place = [self.size, len(data)]
+        padded = -len(data) % _ALIGN
+        self.parts += [data, bytes(padded)]
+        self.size += len(data) + padded
+        return place
+
+    def array(self, values: NDArray[Any], kind: str) -> list[Any]:
+        return [*self.put(np.ascontiguousarray(values, dtype=TYPES[kind]).tobytes()), kind]
+
+
+def encode(trajectories: Sequence[Trajectory], dtype: str = "f4") -> bytes:
+    """One frame of trajectories; arrays as `f4`, or as `f2` for files that should be small.
+
+    The texts that a record keeps beside its tokens (`prompt_text`, `response_text`) are left out where the tokens'
+    own text is exact: they would double it.
+
+    >>> one = Trajectory(uid="1/2/0/0/a", text="né", ends=np.array([1, 2]), reward=float("nan"))
+    >>> found = decode(encode([one]))[0]
+    >>> found["uid"], found["text"], found["widths"].tolist(), found["reward"]
+    ('1/2/0/0/a', 'né', [1, 1], None)
+    """
+    if dtype not in ("f4", "f2"):
+        raise ValueError(f"dtype: got {dtype!r}, expected 'f4' or 'f2'")
+    blobs = _Blobs()
+    header = orjson.dumps(
+        {"version": VERSION, "trajectories": [_described(trajectory, blobs, dtype) for trajectory in trajectories]}
+    )
+    header += b" " * (-(len(header) + _LENGTH.size) % _ALIGN)
+    return b"".join((_LENGTH.pack(len(header)), header, *blobs.parts))
+
+
+def utf16_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[L] The places `ends` [L] of a text, counted in UTF-16 code units.
+
+    >>> utf16_ends("a😀b", np.array([1, 2, 3])).tolist()
+    [1, 3, 4]
+    """
+    if written.isascii():
+        return ends
+    points = np.frombuffer(written.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    before: NDArray[np.int64] = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])
+    return before[ends]
+
+
+def _described(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, Any]:
+    ends = np.asarray(trajectory.ends, dtype=np.int64)
+    widths = np.diff(utf16_ends(trajectory.text, ends), prepend=0)
+    widest = int(widths.max(initial=0))
+    flags = (
+        np.asarray(trajectory.mask, dtype=np.uint8) * MASK + np.asarray(trajectory.special, dtype=np.uint8) * SPECIAL
+    )
+    places = {
+        "text": blobs.put(text(trajectory.text).encode()),
+        "widths": blobs.array(widths, "u1" if widest < 1 << 8 else "u2" if widest < 1 << 16 else "u4"),
+        "flags": blobs.array(flags, "u1"),
+    }
+    if trajectory.ids is not None:
+        # Some models have placeholders below zero.
+        places["ids"] = blobs.array(trajectory.ids, "i4" if trajectory.ids.min(initial=0) < 0 else "u4")
+    if trajectory.versions is not None:
+        places["versions"] = blobs.array(np.clip(trajectory.versions, -1, 2**31 - 1), "i4")
+    for name, values in trajectory.arrays.items():
+        if dtype == "f2":
+            values = np.where(np.isfinite(values), np.clip(values, -_HALF, _HALF), values)
+        places[f"array:{name}"] = blobs.array(values, dtype)
+    fields = {name: json_safe(getattr(trajectory, name)) for name in _PLAIN}
+    if trajectory.tokenized == "exact":
+        fields["prompt_text"] = fields["response_text"] = None
+    return fields | {
+        "tokens": trajectory.tokens,
+        "segments": [[*(json_safe(part) for part in segment)] for segment in trajectory.segments],
+        "pictures": [dataclasses.asdict(picture) for picture in trajectory.pictures],
+        "rejected": None if trajectory.rejected is None else _described(trajectory.rejected, blobs, dtype),
+        "blobs": places,
+    }
+
+
+def decode(data: bytes) -> list[dict[str, Any]]:
+    """The trajectories of a frame, for tests and tools: the header's fields, and `text`, `widths` [L], `ends` [L] (of
+    `text`, in characters), `mask`, `special`, `ids`, `versions` and `arrays`. `WireError` for what is no frame."""
+    if len(data) < _LENGTH.size:
+        raise WireError(f"a frame is cut short: {len(data)} bytes, expected {_LENGTH.size} and a header", 0)
+    (size,) = _LENGTH.unpack_from(data)
+    base = _LENGTH.size + size
+    if base > len(data) or base % _ALIGN:
+        raise WireError(f"a header of {size} bytes does not fit a frame of {len(data)}", 0)
+    try:
+        header = json.loads(data[_LENGTH.size : base].decode(), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"a frame's header is no strict JSON: {error}", _LENGTH.size) from None
+    if not isinstance(header, dict) or header.get("version") != VERSION:
+        raise WireError(f"a frame's header has not version {VERSION}", _LENGTH.size)
+    listed = header.get("trajectories")
+    if not isinstance(listed, list):
+        raise WireError("a frame's header lists no trajectories", _LENGTH.size)
+    return [_undescribed(described, memoryview(data)[base:]) for described in listed]
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _undescribed(described: Any, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
+    if not isinstance(described, dict) or not isinstance(described.get("blobs"), dict):
+        raise WireError("a trajectory of a frame is not described")
+    length = described.get("tokens")
+    if type(length) is not int or not 0 <= length <= len(blobs):
+        raise WireError(f"a trajectory of {length!r} tokens does not fit its frame")
+    places: dict[str, Any] = dict(described["blobs"])
+    written = _blob("text", places.pop("text", None), blobs, None)
+    fields: dict[str, Any] = {name: value for name, value in described.items() if name != "blobs"}
+    arrays = {name: _array(name, place, blobs, length) for name, place in places.items()}
+    try:
+        fields["text"] = bytes(written).decode()
+        widths, flags = arrays.pop("widths"), arrays.pop("flags")
+    except (UnicodeDecodeError, KeyError) as error:
+        raise WireError(f"a trajectory of a frame lacks its text, widths or flags: {error}") from None
+    fields["widths"] = widths.astype(np.int64)
+    fields["mask"], fields["special"] = flags & MASK > 0, flags & SPECIAL > 0
+    fields["ids"], fields["versions"] = arrays.pop("ids", None), arrays.pop("versions", None)
+    fields["arrays"] = {name.removeprefix("array:"): array for name, array in arrays.items()}
+    fields["ends"] = _character_ends(fields["text"], np.cumsum(fields["widths"]))
+    fields["segments"] = [_segment(segment) for segment in described.get("segments") or ()]
+    if described.get("rejected") is not None:
+        if nested:
+            raise WireError("a rejected answer of a frame has a rejected answer")
+        fields["rejected"] = _undescribed(described["rejected"], blobs, nested=True)
+    return fields
+
+
+def _blob(name: str, place: Any, blobs: memoryview, kind: str | None) -> memoryview:
+    if not isinstance(place, list) or len(place) != (2 if kind is None else 3):
+        raise WireError(f"a frame's blob {name!r} has no place")
+    start, size = place[:2]
+    if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > len(blobs):
+        raise WireError(f"a frame's blob {name!r} is at {place[:2]}, beyond its {len(blobs)} bytes")
+    if start % _ALIGN:
+        raise WireError(f"a frame's blob {name!r} begins at {start}, expected a multiple of {_ALIGN}")
+    return blobs[start : start + size]
+
+
+def _array(name: str, place: Any, blobs: memoryview, length: int) -> NDArray[Any]:
+    kind = place[2] if isinstance(place, list) and len(place) == 3 else None
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise WireError(f"a frame's blob {name!r} is of type {kind!r}, expected one of {', '.join(TYPES)}")
+    data = _blob(name, place, blobs, kind)
+    dtype = np.dtype(TYPES[kind])
+    if len(data) != length * dtype.itemsize:
+        raise WireError(f"a frame's blob {name!r} has {len(data)} bytes, expected {length} numbers of {dtype.itemsize}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _character_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    points = np.frombuffer(written.encode("utf-32-le"), dtype="<u4")
+    places = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])
+    characters = np.searchsorted(places, ends)
+    if (ends[-1] if len(ends) else 0) != places[-1] or (places[characters] != ends).any():
+        raise WireError("the widths of a frame's tokens do not make up its text")
+    return characters.astype(np.int64)
+
+
+def _segment(segment: Any) -> Segment:
+    try:
+        parsed = Segment(*segment)
+    except TypeError as error:
+        raise WireError(f"a frame's segment {str(segment)[:80]} is none: {error}") from None
+    if parsed.role not in ROLES or parsed.kind not in KINDS:
+        raise WireError(f"a frame's segment is of {parsed.role!r} and {parsed.kind!r}, expected words that are known")
+    return parsed

@@ -1,0 +1,679 @@
+"""`Trajectory`: one sample as pages show it, with its segments, pictures and lenses.
+
+`segments_of` finds who wrote which tokens: turns, thoughts, tool calls and their results, images.
+
+Invariant: every array of a trajectory has one entry per token, and entry i belongs to token i; what was not recorded is
+absent. Segments cover the tokens in order without gap or overlap, in time linear in the text. What the model sampled is
+the assistant's, even where it writes another speaker's marks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROLES = ("system", "user", "assistant", "tool", "text")
+KINDS = ("text", "think", "tool_call", "tool_result", "image")
+STATUSES = ("finished", "truncated", "aborted", "error", "unfinished")
+TOKENIZED = ("exact", "ids", "words")
+
+
+class Segment(NamedTuple):
+    """The tokens [start, stop) that one speaker wrote, of one kind.
+
+    >>> Segment("assistant", "think", "", 4, 9, True, 0).stop
+    9
+    """
+
+    role: str
+    """One of `ROLES`."""
+    kind: str
+    """One of `KINDS`."""
+    name: str
+    """The tool's name, or nothing."""
+    start: int
+    stop: int
+    trained: bool
+    """Whether any of its tokens is trained on."""
+    turn: int
+    """Counts the assistant's turns from 0; what stands before a turn has its number."""
+
+
+@dataclass
+class Picture:
+    """An image of a sample; its bytes are asked for by `sha256`."""
+
+    sha256: str
+    mime: str
+    width: int | None = None
+    height: int | None = None
+    token: int | None = None
+    """Where in the tokens it stands, if that is known."""
+
+
+@dataclass
+class Trajectory:
+    """One sample: its text, its L tokens, what is known of each of them, and what is known of the whole.
+
+    >>> one = Trajectory(uid="1/2/0/0/a", text="2+2=4", ends=np.array([1, 2, 3, 4, 5]), prompt_tokens=4)
+    >>> one.tokens, one.token(4), one.mask.tolist()
+    (5, '4', [False, False, False, False, True])
+    """
+
+    uid: str
+    text: str = ""
+    """All of it, prompt and response, special tokens visible."""
+    ends: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """[L] Where each token's text ends, in characters of `text`; a token that ends inside a character has the end of
+    the one before."""
+    prompt_tokens: int = 0
+    gid: str = ""
+    step: int | None = None
+    """The training step (see `step_of`)."""
+    task: str = ""
+    run: int = 0
+    turn: int = 0
+    """The id's `step`."""
+    prompt: str = ""
+    """16 hex digits that are the same wherever this prompt stands (see `prompt_hash`)."""
+    ids: NDArray[np.int64] | None = None
+    """[L]"""
+    special: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    """[L] Special tokens; none if it is left out."""
+    tokenized: str = "exact"
+    """`exact`; `ids`: no vocabulary is known, the text shows the ids; `words`: only text was known, cut into words."""
+    mask: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    """[L] True: trained on. The whole response if it is left out."""
+    versions: NDArray[np.int64] | None = None
+    """[L] The policy that sampled each token; -1: none did."""
+    arrays: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """[L] each, by the id of a lens; NaN where there is no value."""
+    segments: list[Segment] = field(default_factory=list)
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    """Its named numbers: parts of the reward, and metrics (see `reward_parts`)."""
+    declared: tuple[str, ...] = ()
+    """Those of them that the reward source declared as parts of the reward."""
+    advantage: float | None = None
+    """The mean over the tokens that are trained on."""
+    status: str = "unfinished"
+    """One of `STATUSES`."""
+    finish_reason: str | None = None
+    truncate_status: str | None = None
+    kind: str = "single_turn"
+    evaluation: bool = False
+    group_size: int | None = None
+    parent: str | None = None
+    prompt_text: str | None = None
+    response_text: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    sampling: dict[str, Any] | None = None
+    label: Any = None
+    reference: Any = None
+    pictures: list[Picture] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+    """What the record's `info` holds, without what has a place of its own here."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    kept: str | None = None
+    """Why a saver kept it."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader should know of these numbers."""
+    rejected: Trajectory | None = None
+    """Of a preference pair, prompt and worse answer; this one is prompt and better answer."""
+
+    def __post_init__(self) -> None:
+        length = len(self.ends)
+        if not len(self.special):
+            self.special = np.zeros(length, dtype=np.bool_)
+        if not len(self.mask):
+            self.mask = np.arange(length) >= self.prompt_tokens
+        if not self.segments:
+            self.segments = plain_segments(length, self.prompt_tokens, self.mask)
+        columns = {
+            "special": self.special,
+            "mask": self.mask,
+            "ids": self.ids,
+            "versions": self.versions,
+            **self.arrays,
+        }
+        for name, column in columns.items():
+            if column is not None and len(column) != length:
+                raise ValueError(
+                    f"{self.uid}: {name}: got {len(column)} entries, expected {length}, one for each token"
+                )
+        if (np.diff(self.ends, prepend=0) < 0).any() or (int(self.ends[-1]) if length else 0) != len(self.text):
+            raise ValueError(f"{self.uid}: ends: expected places that rise to {len(self.text)}, the length of the text")
+        if not 0 <= self.prompt_tokens <= length:
+            raise ValueError(f"{self.uid}: prompt_tokens: got {self.prompt_tokens}, expected 0 to {length}")
+
+    @property
+    def tokens(self) -> int:
+        """L: how many tokens it has."""
+        return len(self.ends)
+
+    def token(self, index: int) -> str:
+        """The text of one token."""
+        return self.text[int(self.ends[index - 1]) if index else 0 : int(self.ends[index])]
+
+    @property
+    def prompt_end(self) -> int:
+        """Where the prompt ends, in characters of `text`."""
+        return int(self.ends[self.prompt_tokens - 1]) if self.prompt_tokens else 0
+
+
+def plain_segments(length: int, prompt_tokens: int, mask: NDArray[np.bool_]) -> list[Segment]:
+    """Prompt and response, where nothing more is known."""
+    spans = (("user", 0, prompt_tokens), ("assistant", prompt_tokens, length))
+    return [Segment(role, "text", "", a, b, bool(mask[a:b].any()), 0) for role, a, b in spans if a < b]
+
+
+Scale = Literal["sequential", "diverging"]
+
+
+class Lens(NamedTuple):
+    """A way to colour tokens: the array of `Trajectory.arrays` it shows, its key, what it means, and its scale."""
+
+    id: str
+    key: str
+    label: str
+    help: str
+    scale: Scale
+    middle: float | None
+    """The neutral value of a diverging scale."""
+
+
+LENSES: dict[str, Lens] = {
+    lens.id: lens
+    for lens in (
+        Lens("entropy", "1", "Entropy", "Entropy of the distribution the token was drawn from.", "sequential", None),
+        Lens("logprob", "2", "Log-prob", "How likely the token was when it was sampled.", "sequential", None),
+        Lens("mismatch", "3", "Mismatch", "Trainer's log-prob less the engine's: 0 if they agree.", "diverging", 0.0),
+        Lens(
+            "ratio",
+            "4",
+            "Importance",
+            "Trainer's probability of the token over the engine's, before the update. The loss clips another ratio.",
+            "diverging",
+            1.0,
+        ),
+        Lens("kl", "5", "KL", "Estimate (k3) of how far the policy moved from the reference here.", "sequential", None),
+        Lens(
+            "advantage", "6", "Advantage", "How much better than expected this choice is held to be.", "diverging", 0.0
+        ),
+        Lens(
+            "credit",
+            "7",
+            "Credit",
+            "What the loss multiplies: the advantage times the loss weight, 0 where masked.",
+            "diverging",
+            0.0,
+        ),
+        Lens("value", "8", "Value", "The critic's estimate before the token.", "diverging", 0.0),
+        Lens("reward", "9", "Reward", "Reward given at this token.", "diverging", 0.0),
+        Lens("return", "", "Return", "Reward that was still to come from this token on.", "diverging", 0.0),
+        Lens("weight", "", "Loss weight", "Weight of the token's loss.", "sequential", None),
+        Lens("teacher", "", "Teacher", "A teacher's log-prob of the token.", "sequential", None),
+        Lens("version", "", "Policy version", "Which policy sampled the token.", "sequential", None),
+    )
+}
+"""The lenses in the order of their keys. `version` shows `Trajectory.versions`; all others an array."""
+
+
+def prompt_hash(ids: Any, text: str = "") -> str:
+    """16 hex digits of a prompt: of its token ids, or of its text where there are none.
+
+    >>> prompt_hash([1, 2, 3]) == prompt_hash(np.array([1, 2, 3], dtype=np.int32)), len(prompt_hash(None, "hello"))
+    (True, 16)
+    """
+    data = text.encode("utf-8", "surrogatepass") if ids is None else np.asarray(ids, dtype="<i8").tobytes()
+    return blake2b(data, digest_size=8).hexdigest()
+
+
+def derive(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -> dict[str, NDArray[np.float32]]:
+    """The lenses that follow from what was recorded, each [L], NaN where there is no value.
+
+    `arrays`: any of `logprobs`, `policy_logprobs`, `ref_logprobs`, `teacher_logprobs`, `entropy`, `values`,
+    `advantages`, `returns`, `token_level_reward` and `loss_weights`, each [L]; `mask` [L].
+
+    >>> recorded = {"logprobs": np.array([np.nan, -1.0]), "policy_logprobs": np.array([np.nan, -0.5])}
+    >>> found = derive(recorded, np.array([False, True]))
+    >>> sorted(found), found["mismatch"].tolist()
+    (['logprob', 'mismatch', 'ratio'], [nan, 0.5])
+    """
+    fields = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items() if array is not None}
+    behaviour, policy, reference = (fields.get(name) for name in ("logprobs", "policy_logprobs", "ref_logprobs"))
+    advantage = fields.get("advantages")
+    lenses = {lens: fields[name] for name, lens in _SAME.items() if name in fields}
+    spoken = behaviour if behaviour is not None else policy
+    with np.errstate(all="ignore"):
+        if spoken is not None:
+            lenses["logprob"] = spoken
+        if behaviour is not None and policy is not None:
+            lenses["mismatch"] = policy - behaviour
+            lenses["ratio"] = np.exp(lenses["mismatch"])
+        now = policy if policy is not None else behaviour
+        if now is not None and reference is not None:
+            gap = reference - now
+            lenses["kl"] = np.expm1(gap) - gap
+        if advantage is not None:
+            weighted = advantage if "weight" not in lenses else advantage * lenses["weight"]
+            lenses["credit"] = np.where(mask | np.isnan(weighted), weighted, 0.0)
+        return {name: array.astype(np.float32) for name, array in lenses.items()}
+
+
+# --- segments --------------------------------------------------------------------------------------------------------
+
+_SAME = {
+    "entropy": "entropy",
+    "advantages": "advantage",
+    "values": "value",
+    "token_level_reward": "reward",
+    "returns": "return",
+    "loss_weights": "weight",
+    "teacher_logprobs": "teacher",
+}
+"""A record's fields that are lenses as they are."""
+
+
+_ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "User"), "user"),
+    **dict.fromkeys(("assistant", "model", "gpt", "bot", "Assistant"), "assistant"),
+    **dict.fromkeys(("tool", "function", "ipython", "observation", "environment", "tool_response"), "tool"),
+}
+"""What templates call the speakers."""
+
+_BAR = "\uff5c"
+"""The fullwidth bar of DeepSeek's marks."""
+_THINK = ("think", "thinking", "thought", "reasoning")
+_CALL = ("tool_call", "function_call", "tool_calls")
+_RESULT = ("tool_response", "tool_result", "function_response")
+_IMAGES = (
+    r"\|vision_start\|>|\|vision_end\|>|\|image_pad\|>|\|video_pad\|>|\|image\|>|\|image_[0-9]{1,3}\|>|image>|/image>|"
+    r"video>|image_soft_token>|start_of_image>|end_of_image>|IMG_CONTEXT>|img>|/img>"
+)
+_FIXED: dict[str, tuple[str, str]] = {
+    **{f"<|{name}|>": ("role", role) for name, role in _ROLES.items()},
+    **{f"<{_BAR}{name}{_BAR}>": ("role", role) for name, role in _ROLES.items()},
+    **{f"<{name}>": ("open", "think") for name in _THINK},
+    **{f"</{name}>": ("close", "think") for name in _THINK},
+    **{f"<{name}>": ("open", "tool_call") for name in _CALL},
+    **{f"</{name}>": ("close", "tool_call") for name in _CALL},
+    **{f"<{name}>": ("open", "tool_result") for name in _RESULT},
+    **{f"</{name}>": ("close", "tool_result") for name in _RESULT},
+    **dict.fromkeys(("[THINK]", "<|channel|>analysis<|message|>"), ("open", "think")),
+    **dict.fromkeys(("[/THINK]", "<|channel|>final<|message|>"), ("close", "think")),
+    **dict.fromkeys(("[TOOL_CALLS]", "<|python_tag|>", "<|tool_call_begin|>"), ("open", "tool_call")),
+    **dict.fromkeys((f"<{_BAR}tool▁call▁begin{_BAR}>", f"<{_BAR}tool▁calls▁begin{_BAR}>"), ("open", "tool_call")),
+    **dict.fromkeys(
+        ("<|tool_call_end|>", f"<{_BAR}tool▁call▁end{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"), ("close", "tool_call")
+    ),
+    **dict.fromkeys(
+        ("[TOOL_RESULTS]", f"<{_BAR}tool▁output▁begin{_BAR}>", f"<{_BAR}tool▁outputs▁begin{_BAR}>"),
+        ("open", "tool_result"),
+    ),
+    **dict.fromkeys(
+        ("[/TOOL_RESULTS]", f"<{_BAR}tool▁output▁end{_BAR}>", f"<{_BAR}tool▁outputs▁end{_BAR}>"),
+        ("close", "tool_result"),
+    ),
+    "[INST]": ("role", "user"),
+    "[/INST]": ("role", "assistant"),
+    **dict.fromkeys(("<<SYS>>", "[SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]"), ("role", "system")),
+    **dict.fromkeys(("<</SYS>>", "[/SYSTEM_PROMPT]", "[/AVAILABLE_TOOLS]"), ("role", "user")),
+    **dict.fromkeys(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>"), ("end", "")),
+    **dict.fromkeys(
+        ("<|end|>", "<|call|>", "<|return|>", f"<{_BAR}end▁of▁sentence{_BAR}>", f"<{_BAR}begin▁of▁sentence{_BAR}>"),
+        ("end", ""),
+    ),
+    **dict.fromkeys(("<s>", "</s>", "<bos>", "<eos>", "<pad>", "<|endoftext|>", "<|begin_of_text|>"), ("end", "")),
+}
+"""Marks that are always written alike, and what they do."""
+
+_WORD = r"[A-Za-z_]{1,24}"
+_NAMED = (
+    rf"\|im_start\|>(?:{_WORD})?\n?",
+    rf"\|start_header_id\|>(?:{_WORD})?<\|end_header_id\|>",
+    rf"\|header_start\|>(?:{_WORD})?<\|header_end\|>",
+    rf"\|im_(?:system|user|assistant|tool)\|>(?:{_WORD})?<\|im_middle\|>",
+    rf"\|start\|>{_WORD}",
+    rf"start_of_turn>(?:{_WORD})?\n?",
+)
+"""Marks that say the speaker's name, all after a `<`."""
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return "|".join(re.escape(name[1:]) for name in sorted(names, key=len, reverse=True))
+
+
+_MARKS = re.compile(
+    f"<(?:(?P<images>(?:{_IMAGES})(?:<(?:{_IMAGES}))*)|(?P<named>{'|'.join(_NAMED)})|"
+    f"(?:{_one_of(name for name in _FIXED if name[0] == '<')}))|"
+    rf"\[(?:(?P<squares>IMG(?:_BREAK|_END)?\](?:\[IMG(?:_BREAK|_END)?\])*)|"
+    f"(?:{_one_of(name for name in _FIXED if name[0] == '[')}))"
+)
+"""Begins with one of two characters, and repeats nothing that could match in two ways."""
+_NAME_IN_MARK = re.compile(rf"<\|im_(system|user|assistant|tool)\||>({_WORD})")
+_VISIBLE = re.compile(r"\S")
+_TOOL_NAME = re.compile(
+    r"\"name\"\s{0,8}:\s{0,8}\"([^\"\\\n]{1,80})\"|<function=([^>\s]{1,80})>|\[TOOL_CALLS\](\w{1,80})"
+)
+_LOOKED_AT = 4000
+"""Characters of a call in which its name is looked for."""
+_OF_ASSISTANT = frozenset(("think", "tool_call"))
+
+
+class _Mark(NamedTuple):
+    """Something in the text that changes who speaks or what it is: action, role or kind, and where."""
+
+    action: str
+    label: str
+    start: int
+    stop: int
+    first: int
+    """The token a segment begins with that begins with this mark."""
+    behind: int
+    """The token a segment begins with that begins behind this mark."""
+
+
+@dataclass
+class _Span:
+    role: str
+    kind: str
+    token: int
+    """Its first token."""
+    char: int
+    blank: bool = True
+    """Whether it holds marks and whitespace alone."""
+    opened: bool = False
+    """Whether a speaker's mark begins it."""
+    stop: int = 0
+
+
+def segments_of(
+    text: str,
+    ends: NDArray[np.int64],
+    prompt_tokens: int,
+    mask: NDArray[np.bool_],
+    *,
+    sampled: NDArray[np.bool_] | None = None,
+    spans: Any = None,
+    exact: bool = True,
+) -> list[Segment]:
+    """The segments of a trajectory's L tokens.
+
+    `ends` [L]: where each token ends in `text`. `mask` [L]: trained on. `sampled` [L]: what the model is known to have
+    written; `None` where that is not known, and marks in the response are believed as well. `spans`: what an episode
+    recorded in `info["segments"]`, which is then what is believed of `sampled`. `exact`: the ends are a tokenizer's, so
+    that a mark which is one token is told from text that only looks like one.
+
+    >>> text = "<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>"
+    >>> ends = np.arange(1, len(text) + 1)
+    >>> found = segments_of(text, ends, 54, np.zeros(len(text), dtype=bool))
+    >>> [(s.role, s.kind, text[s.start:s.stop]) for s in found][1:]
+    [('assistant', 'think', '<|im_start|>assistant\\n<think>easy</think>'), ('assistant', 'text', '4<|im_end|>')]
+    """
+    length = len(ends)
+    if not length:
+        return []
+    episode = _recorded(spans, length)
+    if episode:
+        sampled = np.zeros(length, dtype=np.bool_)
+        for kind, start, stop in episode:
+            sampled[start:stop] = kind == "model"
+    marks = _marks(text, ends, exact)
+    starts = _forced(episode, sampled, prompt_tokens, length)
+    if not marks and len(starts) < 2:
+        return plain_segments(length, prompt_tokens, mask)
+    segments = _Walk(text, ends, sampled, prompt_tokens).run(marks, starts)
+    return _finished(text, ends, segments, mask)
+
+
+def _recorded(spans: Any, length: int) -> list[tuple[str, int, int]]:
+    """What an episode recorded, if it is what episodes record: spans that cover the tokens in order."""
+    if not isinstance(spans, (list, tuple)) or not spans or len(spans) > length + 1000:
+        return []
+    spans_recorded: list[tuple[str, int, int]] = []
+    at = 0
+    for span in spans:
+        if not isinstance(span, dict) or span.get("kind") not in ("prompt", "model", "observation"):
+            return []
+        start, stop = span.get("start"), span.get("stop")
+        if type(start) is not int or type(stop) is not int or start != at or stop < start or stop > length:
+            return []
+        at = stop
+        if stop > start:
+            spans_recorded.append((span["kind"], start, stop))
+    return spans_recorded if at == length else []
+
+
+def _forced(
+    episode: list[tuple[str, int, int]], sampled: NDArray[np.bool_] | None, prompt_tokens: int, length: int
+) -> list[tuple[int, str]]:
+    """Tokens at which it is known, without any mark, that somebody else goes on: what was sampled, or the rest."""
+    if episode:
+        return [(start, kind) for kind, start, _ in episode if kind != "prompt"]
+    if sampled is None or not sampled.any():
+        return [(prompt_tokens, "model")] if prompt_tokens < length else []
+    edges = np.flatnonzero(np.diff(sampled.astype(np.int8), prepend=0)).tolist()
+    changes = [(edge, "model" if sampled[edge] else "rest") for edge in edges if edge >= prompt_tokens]
+    if not changes or changes[0][0] > prompt_tokens:
+        changes.insert(0, (prompt_tokens, "model"))
+    return changes
+
+
+def _marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
+    matches = list(_MARKS.finditer(text))
+    if not matches:
+        return []
+    starts = np.array([match.start() for match in matches])
+    stops = np.array([match.end() for match in matches])
+    at, until = np.searchsorted(ends, starts), np.searchsorted(ends, stops)
+    clean = ends[np.minimum(at, len(ends) - 1)] == starts
+    first = np.where(starts == 0, 0, at + clean).tolist()
+    behind = np.minimum(until + 1, len(ends)).tolist()
+    marks = []
+    for i, match in enumerate(matches):
+        if match["images"] or match["squares"]:
+            action, label = "image", ""
+        elif match["named"]:
+            # The name may be none that is known: then somebody speaks of whom no more is known.
+            name = _NAME_IN_MARK.search(match[0])
+            action, label = "role", _ROLES.get(name[name.lastindex or 0], "text") if name else "text"
+        else:
+            action, label = _FIXED[match[0]]
+        marks.append(_Mark(action, label, match.start(), match.end(), first[i], behind[i]))
+    if not exact:
+        return marks
+    # Of a template's marks, each is one token. A text that only looks like one is several, and is not believed; unless
+    # all are, for a tokenizer that has none of them.
+    head = [match.end() if match["named"] is None else text.index(">", match.start()) + 1 for match in matches]
+    heads = np.array(head)
+    at_token = ends[np.minimum(np.searchsorted(ends, heads), len(ends) - 1)] == heads
+    begun = (starts == 0) | clean
+    single = (at_token & begun & (np.searchsorted(ends, heads) == first)).tolist()
+    believed = {"role", "end"}
+    if any(match for match, mark in zip(single, marks, strict=True) if mark.action in believed):
+        return [mark for match, mark in zip(single, marks, strict=True) if match or mark.action not in believed]
+    return marks
+
+
+class _Walk:
+    """Goes through the marks once, with who speaks and what it is."""
+
+    def __init__(
+        self, text: str, ends: NDArray[np.int64], sampled: NDArray[np.bool_] | None, prompt_tokens: int
+    ) -> None:
+        self.text = text
+        self.ends = ends
+        self.sampled = sampled
+        self.spans = [_Span("user", "text", 0, 0)]
+        self.thought = False
+        """Whether this turn has begun a thought."""
+        self.turn = 0
+        """The first span of this turn."""
+        self.observed = False
+        """Whether a tool may be speaking, of which no mark was seen yet."""
+        self.back = "text"
+        """What goes on behind a tool call that stands in a thought."""
+
+    @property
+    def now(self) -> _Span:
+        return self.spans[-1]
+
+    def begin(self, role: str, kind: str, token: int, char: int, opened: bool = False) -> None:
+        self.now.stop = char
+        self.spans.append(_Span(role, kind, token, char, opened=opened))
+
+    def speaker(self, role: str, kind: str, token: int, char: int, opened: bool) -> None:
+        self.begin(role, kind, token, char, opened)
+        self.thought, self.turn, self.observed, self.back = False, len(self.spans) - 1, False, "text"
+
+    def run(self, marks: Sequence[_Mark], starts: Sequence[tuple[int, str]]) -> list[_Span]:
+        places = [int(self.ends[token - 1]) if token else 0 for token, _ in starts]
+        at = next_start = 0
+        for mark in marks:
+            while next_start < len(starts) and places[next_start] <= mark.start:
+                self.pass_by(at, places[next_start])
+                at = places[next_start]
+                self.force(*starts[next_start], at)
+                next_start += 1
+            self.pass_by(at, mark.start)
+            at = mark.stop
+            self.take(mark)
+        for (token, kind), place in zip(starts[next_start:], places[next_start:], strict=True):
+            self.pass_by(at, place)
+            at = max(at, place)
+            self.force(token, kind, place)
+        self.pass_by(at, len(self.text))
+        self.now.stop = len(self.text)
+        return self.spans
+
+    def pass_by(self, start: int, stop: int) -> None:
+        """Text without marks."""
+        if start < stop and (self.observed or self.now.blank) and _VISIBLE.search(self.text, start, stop):
+            if self.observed and self.now.role == "assistant":
+                token = int(np.searchsorted(self.ends, start))
+                self.speaker("tool", "tool_result", token + int(self.ends[token] == start), start, False)
+            self.observed = False
+            self.now.blank = False
+
+    def force(self, token: int, kind: str, char: int) -> None:
+        if kind == "model":
+            self.observed = False
+            if self.now.role != "assistant":
+                self.speaker("assistant", "text", token, char, False)
+        elif kind == "observation":
+            self.observed = True
+
+    def take(self, mark: _Mark) -> None:
+        role, kind = self.now.role, self.now.kind
+        by_model = self.sampled is not None and mark.first < len(self.sampled) and bool(self.sampled[mark.first])
+        if mark.action == "role":
+            if not by_model:
+                self.speaker(mark.label, "text", mark.first, mark.start, True)
+            elif self.now.blank:
+                self.now.blank = False
+        elif mark.action == "end":
+            if kind in _OF_ASSISTANT and not by_model:
+                self.begin(role, "text", mark.first, mark.start)
+        elif mark.action == "image":
+            self.begin(role, "image", mark.first, mark.start)
+            self.now.blank = False
+            self.begin(role, kind, mark.behind, mark.stop)
+        elif mark.label == "tool_result":
+            self.result(mark, by_model)
+        elif role == "assistant":
+            self.assistants(mark)
+        else:
+            self.now.blank = False  # A mark that others only speak of.
+
+    def result(self, mark: _Mark, by_model: bool) -> None:
+        role, kind = self.now.role, self.now.kind
+        if by_model or role == "system":
+            self.now.blank = False
+        elif mark.action == "open" and kind != "tool_result":
+            if self.now.blank and self.now.opened:
+                # What a template writes as a user's message is the tool's from its first mark on.
+                self.now.role, self.now.kind = "tool", "tool_result"
+            else:
+                self.begin("tool", "tool_result", mark.first, mark.start)
+            self.observed = False
+        elif mark.action == "close" and kind == "tool_result":
+            self.begin("tool", "text", mark.behind, mark.stop)
+
+    def assistants(self, mark: _Mark) -> None:
+        kind = self.now.kind
+        if mark.action == "open" and kind != mark.label and not (kind == "tool_call" and mark.label == "think"):
+            self.back = kind if kind == "think" else "text"
+            self.begin("assistant", mark.label, mark.first, mark.start)
+            self.now.blank = False
+            self.thought = self.thought or mark.label == "think"
+        elif mark.action == "close" and kind == mark.label:
+            self.begin("assistant", self.back if kind == "tool_call" else "text", mark.behind, mark.stop)
+            self.back = "text"
+        elif mark.action == "close" and mark.label == "think" and not self.thought and kind == "text":
+            # Its beginning was in a template, or cut away: all that the turn said so far was thought.
+            self.thought = True
+            for span in self.spans[self.turn :]:
+                span.kind = "think" if span.kind == "text" else span.kind
+            self.now.blank = False
+            self.begin("assistant", "text", mark.behind, mark.stop)
+
+
+def _finished(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDArray[np.bool_]) -> list[Segment]:
+    """Spans as segments: those without tokens go, and what holds marks alone joins a neighbour."""
+    merged: list[_Span] = []
+    for before, span in pairwise(spans):
+        span.token = max(span.token, before.token)  # One token may hold the end of a mark and the begin of the next.
+    for i, span in enumerate(spans):
+        stop = spans[i + 1].token if i + 1 < len(spans) else len(ends)
+        if stop <= span.token:
+            continue
+        last = merged[-1] if merged else None
+        if last is None or "image" in (last.kind, span.kind):
+            merged.append(span)
+        elif span.blank and not span.opened:
+            last.stop = span.stop
+        elif last.blank and not (last.opened if span.opened else last.role != span.role):
+            span.token, span.char, span.opened = last.token, last.char, last.opened
+            merged[-1] = span
+        else:
+            merged.append(span)
+    turns = _turns(merged)
+    called: deque[str] = deque()
+    segments = []
+    for i, (span, turn) in enumerate(zip(merged, turns, strict=True)):
+        stop = merged[i + 1].token if i + 1 < len(merged) else len(ends)
+        name = ""
+        if span.kind == "tool_call":
+            tool_name = _TOOL_NAME.search(text, span.char, min(span.stop, span.char + _LOOKED_AT))
+            name = next((part for part in tool_name.groups() if part), "") if tool_name else ""
+            called.append(name)
+        elif span.kind == "tool_result" and called:
+            name = called.popleft()
+        segments.append(
+            Segment(span.role, span.kind, name, span.token, stop, bool(mask[span.token : stop].any()), turn)
+        )
+    return segments
+
+
+def _turns(spans: Sequence[_Span]) -> list[int]:
+    """The assistant's turn that each span is of, or comes before; what comes after the last has its number."""
+    turns: list[int] = []
+    turn, speaking = -1, False
+    for span in spans:
+        if span.role == "assistant" and not speaking:
+            turn += 1
+        speaking = span.role == "assistant"
+        turns.append(turn if speaking else turn + 1)
+    last = max(turn, 0)
+    return [min(number, last) for number in turns]

@@ -1,0 +1,550 @@
+"""The commands that look at a run: `show`, `diff`, `doctor`, `view`, `ls --where`, `export … .html`, `completion`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollbook
+from rollbook.book import reading
+from rollbook.cli import main
+from rollbook.cli.parser import COMMANDS
+from rollbook.core import metrics, terminal
+from rollbook.inspect import follower, sources
+from tests.viewer import story
+
+ESCAPE = re.compile("\x1b\\[[0-9;]*m")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A short run."""
+    return story.make(tmp_path_factory.mktemp("story") / "run", steps=8, groups=3, runs=4)
+
+
+@pytest.fixture(autouse=True)
+def _plain() -> Any:
+    """What one test says of colours is not what the next one gets."""
+    yield
+    terminal.use_colour("auto")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that goes well prints."""
+    assert main(arguments) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that is refused says."""
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert not told.out
+    return told.err
+
+
+def on_a_terminal(*arguments: str, **more: str) -> str:
+    """What a command writes to a real terminal."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **more}
+    environment.pop("NO_COLOR", None) if "NO_COLOR" not in more else None
+    child = subprocess.Popen(
+        # No terminal for what is said beside, such as a bar when the machine is slow.
+        [sys.executable, "-m", "rollbook", *arguments],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    os.close(theirs)
+    kept = b""
+    while True:
+        if not select.select([ours], [], [], 120)[0]:
+            child.kill()
+            raise AssertionError("the command did not end")
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:
+            break
+        if not piece:
+            break
+        kept += piece
+    os.close(ours)
+    assert child.wait(60) == 0, child.communicate()[1].decode()
+    return kept.decode()
+
+
+# --- show -----------------------------------------------------------------------------------------------------------
+
+
+def test_show_a_run_a_step_and_a_group(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = said(capsys, "show", run)
+    assert "reward" in whole and whole.count("\n") > 10
+    told = json.loads(said(capsys, "show", run, "--json"))
+    assert [each["step"] for each in told["steps"]] == list(range(8))
+    groups = json.loads(said(capsys, "show", run, "--step", "3", "--json"))["groups"]
+    assert len(groups) == 3 and all(len(each["rewards"]) == 4 for each in groups)
+    table = said(capsys, "show", run, "--step", "3")
+    assert all(each["gid"] in table for each in groups)
+    gid = groups[0]["gid"]
+    rows = json.loads(said(capsys, "show", run, gid, "--json"))["rows"]
+    assert sorted(row["uid"] for row in rows) == sorted(groups[0]["uids"])
+    assert all(row["uid"] in said(capsys, "show", run, gid) for row in rows)
+
+
+def test_show_a_trajectory(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with rollbook.open(run, "r") as book:
+        record = next(iter(book.where(batch="3", task="10", run=1)))
+    uid, text = record.eid.uid, story.tokenizer().decode(record.tokens.tolist(), skip_special_tokens=False)
+    shown = said(capsys, "show", run, uid)
+    assert shown == said(capsys, "show", run, "3/10/1")  # its beginning
+    body = "".join(shown.split()).replace("·", "")
+    for piece in text.split():
+        assert "".join(piece.split()) in body
+    assert "system" in shown and "not trained on" in shown and "tool" in shown
+    raw = said(capsys, "show", run, uid, "--raw", "--lens", "off")
+    assert raw.rstrip("\n").endswith(text.rstrip("\n"))
+    whole = json.loads(said(capsys, "show", run, uid, "--json"))
+    assert whole["tokens"] == record.tokens.tolist() and whole["reward"] == record.reward
+
+
+def test_one_record_or_one_step_is_read_alone(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    frames: set[Any] = set()
+    rows, runs = follower.Bulk.rows, reading.runs
+
+    def count_rows(self: follower.Bulk, columns: Any, count: int) -> Any:
+        measured.append(count)
+        return rows(self, columns, count)
+
+    def count_frames(book: Any, places: Any) -> Any:
+        frames.update(places)
+        return runs(book, places)
+
+    monkeypatch.setattr(follower.Bulk, "rows", count_rows)
+    monkeypatch.setattr(reading, "runs", count_frames)
+
+    def read(*arguments: str) -> tuple[int, int]:
+        measured.clear()
+        frames.clear()
+        said(capsys, *arguments)
+        return sum(measured), len(frames)
+
+    assert read("show", run) >= (96, 8), "eight steps of three groups of four, a frame each"
+    out = str(tmp_path / "page.html")
+    for expected, command in (
+        ((4, 1), ["show", run, "3/10/1"]),
+        ((4, 1), ["show", run, "3/10"]),
+        ((12, 1), ["show", run, "--step", "3"]),
+        ((4, 1), ["export", run, out, "--id", "3/10/1"]),
+        ((8, 2), ["diff", run, "--words", "3/10/1", "4/12/0"]),
+        ((24, 2), ["diff", run, "--a", "2", "--b", "5"]),
+    ):
+        assert read(*command) == expected, command
+
+
+class Shown(metrics.Progress):
+    """A bar that is drawn without a terminal too, after some seconds."""
+
+    def __init__(self, label: str, total: int, *, seconds: float, after: float) -> None:
+        assert after == 1.0
+        super().__init__(label, total, show=True, after=seconds)
+
+
+def test_reading_for_long_shows_a_bar(
+    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each look ends at once, as a long one does after half a second.
+    monkeypatch.setattr(follower.Follower.refresh, "__defaults__", (0.0,))
+    for after, bars in ((1e-9, True), (60.0, False)):
+        monkeypatch.setattr(sources, "Progress", functools.partial(Shown, seconds=after))
+        assert main(["ls", run, "--where", "reward > 2"]) == 0
+        told = capsys.readouterr()
+        assert ("reading [" in told.err) is bars and "reading" not in told.out
+
+
+def test_tokens_are_listed_with_their_own_numbers(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with rollbook.open(run, "r") as book:
+        record = next(iter(book.where(batch="2", task="6", run=0)))
+    at = record.prompt_length + 5
+    table = said(capsys, "show", run, record.eid.uid, "--tokens", f"{at}:{at + 2}").splitlines()
+    names, line = table[-3].split(), table[-2]
+    text = re.search("'.*'", line)
+    assert text is not None
+    cells = [*line[: text.start()].split(), "", *line[text.end() :].split()]
+    told = dict(zip(names, cells, strict=True))
+    assert told["token"] == str(at) and told["id"] == str(record.tokens[at].item()) and told["trained"] == "yes"
+    for name, field in (("entropy", record.entropy), ("logprob", record.logprobs), ("advantage", record.advantages)):
+        assert float(told[name]) == pytest.approx(field[5].item(), rel=0.01), name
+    assert "expected a span such as 100:120" in refused(capsys, "show", run, record.eid.uid, "--tokens", "a:b")
+
+
+def test_colours_are_for_terminals(run: str) -> None:
+    plain = on_a_terminal("show", run, "3/10/1", NO_COLOR="1").replace("\r\n", "\n")
+    deep = on_a_terminal("show", run, "3/10/1", COLORTERM="truecolor").replace("\r\n", "\n")
+    simple = on_a_terminal("show", run, "3/10/1", COLORTERM="").replace("\r\n", "\n")
+    assert "\x1b" not in plain and "48;2;" in deep and "48;5;" in simple and "48;2;" not in simple
+    without = [ESCAPE.sub("", text) for text in (deep, simple)]
+    assert without[0] == without[1]
+    body = plain.split("\n\n", 1)[1]
+    assert without[0].endswith(body)  # The same text, whatever its colours.
+
+
+def test_nothing_in_a_record_commands_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]52;c;ZXZpbA==\x07 \x1b[2J \u202egnp.exe\u202c \x9b31m \r\b"
+    with rollbook.open(tmp_path / "run", tokenizer=story.tokenizer()) as book:
+        ids = story.tokenizer().encode(evil).ids
+        book.append(
+            [
+                rollbook.Experience(
+                    eid=rollbook.EID(batch=0, task=evil, run=i, suffix=evil),
+                    tokens=[*ids, *ids],
+                    prompt_length=len(ids),
+                    prompt_text=evil,
+                    response_text=evil,
+                    reward=float(i),
+                    entropy=[0.5] * len(ids),
+                    finish_reason=evil,
+                    info={evil: evil, "reference": evil},
+                    metrics={evil: 1.0},
+                )
+                for i in range(2)
+            ]
+        )
+        uid = next(iter(book)).eid.uid
+    path = str(tmp_path / "run")
+    for arguments in (
+        ["show", path],
+        ["show", path, "--step", "0"],
+        ["show", path, uid],
+        ["show", path, uid, "--raw"],
+        ["show", path, uid, "--tokens", ":"],
+        ["show", path, uid.rsplit("/", 3)[0]],
+        ["ls", path, "--where", "reward >= 0"],
+        ["diff", path, path],
+        ["diff", path, "--words", uid, uid],
+        ["doctor", path],
+        ["show", path, evil],
+    ):
+        main(arguments)
+        told = capsys.readouterr()
+        bad = {each for each in told.out + told.err if not each.isprintable() and each != "\n"}
+        assert not bad, (arguments[:1], bad)
+        main([*arguments, "--color", "always"])
+        told = capsys.readouterr()
+        bad = {each for each in ESCAPE.sub("", told.out + told.err) if not each.isprintable() and each != "\n"}
+        assert not bad, (arguments[:1], bad)
+
+
+def test_what_is_not_there_is_said(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not a trajectory or group" in refused(capsys, "show", run, "99/1")
+    assert "ambiguous: 9 or more begin with it" in refused(capsys, "show", run, "3")
+    assert "no records of step 99" in refused(capsys, "show", run, "--step", "99")
+    assert "no records of step 99" in refused(capsys, "show", run, "--step", "99", "--json")
+    assert "entropy" in refused(capsys, "show", run, "3/10/1", "--lens", "entropi")
+    assert "expected one of them" in refused(capsys, "show", run, "3/10/1", "--step", "1")
+    assert "truncated" in refused(capsys, "ls", run, "--where", "truncate and reward > 1")
+
+
+def test_ls_where(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(said(capsys, "ls", run, "--where", "reward > 0.5 and step >= 2", "--sort", "-reward", "--json"))
+    rewards = [row["reward"] for row in rows]
+    assert rows and min(rewards) > 0.5 and rewards == sorted(rewards, reverse=True)
+    with rollbook.open(run, "r") as book:
+        expected = [
+            each for each in book.where(("reward", ">", 0.5), evaluation=0) if each.eid.batch >= 2
+        ]  # evaluation records are listed by `evaluation`
+    listed = [row for row in rows if not row["evaluation"]]
+    assert len(listed) == min(50, len(expected))
+    assert "--limit N shows more" in said(capsys, "ls", run, "--where", "reward >= -9", "--limit", "2")
+
+
+def test_ls_lists_samples_by_order_or_number_too(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(said(capsys, "ls", run, "--sort", "-reward", "--limit", "3", "--json"))
+    every = json.loads(said(capsys, "ls", run, "--limit", "500", "--json"))
+    rewards = sorted((row["reward"] for row in every), reverse=True)
+    assert [row["reward"] for row in rows] == rewards[:3] and len(every) > 50
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that a command meets on its first day: nothing, evaluation alone, pairs, and another tool's files."""
+    folder = tmp_path_factory.mktemp("odd")
+    rollbook.open(folder / "empty").close()
+    with rollbook.open(folder / "eval") as book:
+        made = [rollbook.Experience(eid=rollbook.EID(s, 0, i), tokens=[1, 2, 3], reward=1.0 * i)
+                for s in range(2) for i in range(2)]  # fmt: skip
+        book.append(made, evaluation=True)
+    with rollbook.open(folder / "pairs") as book:
+        book.append([rollbook.Experience(eid=rollbook.EID(0, 0), tokens=[1, 2], chosen=[3], rejected=[4, 5])])
+    (folder / "verl").mkdir()
+    rows = [{"input": f"Q{i // 2}", "output": "so", "gts": "5", "score": 1.0, "step": 1} for i in range(4)]
+    (folder / "verl" / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "other").mkdir()
+    (folder / "other" / "notes.txt").write_text("no rollouts")
+    return folder
+
+
+def test_ls_of_rollouts_and_of_anything_else(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (odd / "verl", odd / "verl" / "1.jsonl"):
+        told = json.loads(said(capsys, "ls", str(path), "--json"))
+        assert told == {"kind": "verl", "records": 4, "evaluation": 0, "groups": 2, "steps": [1, 1]}
+        assert "records        4" in said(capsys, "ls", str(path))
+    assert said(capsys, "ls", str(odd / "other")) == "no runs or books here\n"
+    assert "no rollouts" in refused(capsys, "ls", str(odd / "other" / "notes.txt"))
+    assert "no such file or folder" in refused(capsys, "ls", str(odd / "none"))
+
+
+def test_runs_without_records_for_training(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, held_out = str(odd / "empty"), str(odd / "eval")
+    assert "no records yet" in said(capsys, "show", empty)
+    told = said(capsys, "show", held_out)
+    assert "all for evaluation" in told and len(json.loads(said(capsys, "show", held_out, "--json"))["steps"]) == 2
+    assert "1/0" in said(capsys, "show", held_out, "--step", "1")
+    assert "eval has no training records" in refused(capsys, "diff", held_out, held_out)
+    assert "--evaluation checks" in said(capsys, "doctor", held_out)
+    assert "--evaluation checks" not in said(capsys, "doctor", held_out, "--evaluation")
+    assert "no records in steps 7" in refused(capsys, "doctor", held_out, "--steps", "7")
+
+
+def test_a_pair_is_shown(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "3 (2 of the prompt" in said(capsys, "show", str(odd / "pairs"), "0/0/0")
+
+
+def test_an_error_names_the_command_once(run: str, odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for told in (
+        refused(capsys, "diff", str(odd / "empty")),
+        refused(capsys, "show", run, "3/10/1", "--step", "1"),
+        refused(capsys, "check", run, "--repair", "--quick"),
+    ):
+        command = told.split()[1]
+        assert told.count(command) == 1, told
+
+
+def test_a_narrow_terminal_breaks_no_word(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = [
+        ["show", run],
+        ["show", run, "--step", "3"],
+        ["show", run, "3/10"],
+        ["show", run, "3/10/1"],
+        ["ls", run],
+        ["ls", run, "--where", "step = 3"],
+        ["diff", run, "--texts", "0"],
+        ["doctor", run, "--fail-on", "never"],
+        ["sql", run, "select uid, prompt_text, reward from experiences limit 9"],
+        ["doctor", run, "--thresholds"],
+    ]
+    wide = [said(capsys, *command) for command in commands]
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    narrow = [said(capsys, *command) for command in commands]
+    for command, whole, text in zip(commands, wide, narrow, strict=True):
+        assert max(map(terminal.width, text.splitlines())) <= 80, command
+        words = set(whole.split())
+        for word in text.split():
+            # Long words without a space are cut, and ids go without their last part where they take the room.
+            known = word.strip("…") in words or any(each.startswith(f"{word}/") for each in words)
+            assert known or word in ("not", "shown:") or len(word) >= 14, (command, word)
+    samples = [[line for line in text.splitlines() if line.startswith("3/10/")] for text in (wide[2], narrow[2])]
+    assert len(samples[0]) == 4
+    for one, other in zip(*samples, strict=True):
+        assert other.split()[0] == one.split()[0] and other.split()[-1] == one.split()[-1], "how it ends, to its end"
+    assert "· turn 1 ·" in narrow[3] and "turn 0" not in narrow[3]
+
+
+def test_options_of_one_trajectory_need_one(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for what in ([], ["3/10"], ["--step", "3"]):
+        for option in (["--raw"], ["--tokens", "1:2"], ["--lens", "kl"]):
+            assert f"{option[0]}: only for one trajectory" in refused(capsys, "show", run, *what, *option)
+    last = said(capsys, "show", run, "3/10/1", "--tokens", "-1:").splitlines()[-1]
+    assert "<|im_end|>" in last
+
+
+def test_history_takes_a_beginning(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = said(capsys, "history", run, "3/10/1/0/s")
+    assert whole == said(capsys, "history", run, "3/10/1")
+    assert "admitted" in whole and "or more begin with" in refused(capsys, "history", run, "3/")
+
+
+# --- diff, doctor ---------------------------------------------------------------------------------------------------
+
+
+def test_diff_of_two_spans_and_of_two_runs(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(said(capsys, "diff", run, "--a", "0-1", "--b", "6-7", "--json"))
+    assert found["a"]["steps"] == [0, 1] and found["b"]["steps"] == [6, 7] and found["a"]["n"] == 24
+    assert found["metrics"]["entropy"]["shift"] < 0  # The story's entropy falls.
+    told = said(capsys, "diff", run)
+    assert "entropy" in told and "more solved" in told and "groups with all solved" in told
+    assert 0 < told.index("mean, 95%") < told.index("±") < told.index("median A")
+    other = story.make(tmp_path / "other", steps=3, groups=3, runs=4, seed=5)
+    both = json.loads(said(capsys, "diff", run, other, "--json"))
+    assert both["a"]["n"] == 96 and both["b"]["n"] == 36 and both["prompts"]["common"] > 0
+    assert "no training records in the steps of --b" in refused(capsys, "diff", run, "--b", "77")
+    assert "expected a step such as 7" in refused(capsys, "diff", run, "--a", "early")
+
+
+def test_diff_of_words(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = json.loads(said(capsys, "diff", run, "--words", "3/10/0", "3/10/1", "--json"))["changes"]
+    with rollbook.open(run, "r") as book:
+        for side, number in (("a", 0), ("b", 1)):
+            record = next(iter(book.where(batch="3", task="10", run=number)))
+            ids = record.tokens.tolist()[record.prompt_length :]
+            text = story.tokenizer().decode(ids, skip_special_tokens=False)
+            assert "".join(each[side] for each in changes) == text
+    assert any(each["kind"] == "equal" for each in changes) and any(each["kind"] != "equal" for each in changes)
+
+
+def test_doctor(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", run]) in (0, 1)
+    assert "records" in capsys.readouterr().out
+    names = [each["name"] for each in json.loads(said(capsys, "doctor", run, "--thresholds", "--json"))]
+    assert len(names) > 10 and all(name in said(capsys, "doctor", run, "--thresholds") for name in names)
+    with rollbook.open(tmp_path / "sick") as book:
+        book.append(
+            [
+                rollbook.Experience(
+                    eid=rollbook.EID(batch=step, task=task, run=i),
+                    tokens=[1, 2, step, task, i],
+                    reward=0.5,
+                    group_size=8,
+                )
+                for step in range(6)
+                for task in range(4)
+                for i in range(8)
+            ]
+        )
+    sick = str(tmp_path / "sick")
+    assert main(["doctor", sick, "--json"]) == 1
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert diagnosis["findings"] and all(each["uids"] and each["recommendation"] for each in diagnosis["findings"])
+    assert main(["doctor", sick, "--fail-on", "never"]) == 0
+    capsys.readouterr()
+    assert "did you mean" in refused(capsys, "doctor", run, "--set", f"{names[0][:-1]}=1")
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def test_export_of_a_page(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "group.html")
+    told = json.loads(said(capsys, "export", run, out, "--id", "3/10", "--json"))
+    assert told["trajectories"] == 4 and told["size"] == os.path.getsize(out)
+    assert b"Content-Security-Policy" in Path(out).read_bytes()
+    assert "--overwrite replaces it" in refused(capsys, "export", run, out, "--id", "3/10")
+    said(capsys, "export", run, out, "--where", "step = 2", "--overwrite", "--redact", "boxes", "--title", "a title")
+    assert b"a title" in Path(out).read_bytes()
+    assert "expected --id ID" in refused(capsys, "export", run, str(tmp_path / "x.html"))
+    for option in (["--redact", "a"], ["--theme", "dark"], ["--max-mb", "1"]):
+        told = refused(capsys, "export", run, str(tmp_path / "x.jsonl"), *option)
+        assert told.startswith(f"rollbook export: {option[0]}: only for HTML pages")
+    (tmp_path / "x.jsonl").touch()
+    assert "--overwrite replaces it" in refused(capsys, "export", run, str(tmp_path / "x.jsonl"))
+    for name in ("x.jsonl", "x.html"):
+        far = str(tmp_path / "none" / name)
+        assert f"no such folder: {tmp_path / 'none'}" in refused(
+            capsys, "export", run, far, *(["--id", "3/10"] * far.endswith("html"))
+        )
+    assert os.stat(out).st_mode & 0o777 == 0o600
+
+
+def test_view_serves_until_it_is_told_to_end(run: str) -> None:
+    command = [sys.executable, "-m", "rollbook", "view", run, "--port", "0", "--json"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    try:
+        url = json.loads(child.stdout.readline())["url"]
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=[\w-]{22,}", url)
+        import urllib.request
+
+        with urllib.request.urlopen(url.split("#")[0], timeout=30) as page:
+            assert b"<!doctype html>" in page.read().lower()
+        child.send_signal(signal.SIGINT)
+        end = time.monotonic() + 30
+        while child.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        assert child.poll() == 0
+    finally:
+        child.kill()
+        child.communicate()
+
+
+# --- completion -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_names_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = said(capsys, "completion", shell)
+    assert all(name in script for name in COMMANDS) and "fail-on" in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    script = said(capsys, "completion", "bash")
+
+    def completed(*words: str) -> list[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        ask = f'COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _rollbook; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout.split()
+
+    assert completed("rollbook", "do") == ["doctor"]
+    assert "--fail-on" in completed("rollbook", "doctor", "--f")
+    assert completed("rollbook", "doctor", "--fail-on", "hi") == ["high"]
+    assert "zsh" in completed("rollbook", "completion", "z")
+    assert "pyproject.toml" in completed("rollbook", "ls", "pyproj")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"), [(["lss", "x"], "'ls'"), (["doctr", "x"], "'doctor'"), (["ls", "x", "--jsn"], "--json")]
+)
+def test_the_nearest_name_is_offered(arguments: list[str], near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and f"did you mean {near}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["completion", "tcsh"], "tcsh"),
+        (["ls", "x", "--color", "red"], "red"),
+        (["doctor", "x", "--fail-on", "all"], "all"),
+        (["ls", "x", "--limit", "0"], "got '0', expected an integer >= 1"),
+        (["show", "x", "--step", "-1"], "got '-1', expected an integer >= 0"),
+        (["show", "x", "--step", "9" * 23], f"got '{'9' * 23}', expected an integer from 0 to {2**63 - 1}"),
+        (["diff", "x", "--texts", "few"], "got 'few', expected an integer >= 0"),
+        (["view", "x", "--port", "70000"], "got '70000', expected an integer from 0 to 65535"),
+    ],
+)
+def test_a_value_that_is_none(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and expected in told and "unknown command" not in told
+
+
+def test_text_alone_cannot_be_imported_without_a_tokenizer(
+    odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = refused(capsys, "import", str(tmp_path / "new"), str(odd / "verl" / "1.jsonl"))
+    assert told.rstrip().endswith("--tokenizer PATH")

@@ -1,0 +1,442 @@
+"""Single-file HTML: what is in it, what is not, and that nothing in it can break out, phone home or be read through a
+redaction. That browsers show it is tested with browsers."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollbook
+from rollbook import EID, Experience
+from rollbook.inspect.answers import Answers
+from rollbook.inspect.html_export import MOST, Exported, as_iframe, export_html, response_key, write_html
+from rollbook.inspect.index import Index
+from rollbook.inspect.serialization import decode
+from rollbook.inspect.server import Server
+from rollbook.inspect.sources import Source, load, open_source
+from tests.viewer import story
+from tests.viewer.asking import SECONDS, ask, post
+
+Run = tuple[Source, Answers]
+
+
+def opened(path: str) -> Iterator[Run]:
+    source, index = open_source(path), Index()
+    load(source, index)
+    yield source, Answers(source, index)
+    source.close()
+    index.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return story.make(tmp_path_factory.mktemp("a-folder-of-this-machine") / "book", steps=6, evaluate=False)
+
+
+@pytest.fixture(scope="module")
+def run(path: str) -> Iterator[Run]:
+    yield from opened(path)
+
+
+@pytest.fixture(scope="module")
+def rows(run: Run) -> list[dict[str, Any]]:
+    return list(run[1].list(view="samples", limit=400)["rows"])
+
+
+class Page(HTMLParser):
+    """The elements of a file, in order: (tag, attributes, text)."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(convert_charrefs=True)
+        self.found: list[tuple[str, dict[str, str | None], str]] = []
+        self.inside = False
+        self.feed(content.decode())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs), ""))
+        self.inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            tag, attributes, text = self.found.pop()
+            self.found.append((tag, attributes, text + data))
+
+
+def payload(content: bytes) -> dict[str, Any]:
+    packed = next(text for tag, given, text in Page(content).found if given.get("id") == "bundle")
+    return dict(json.loads(gzip.decompress(base64.b64decode(packed, validate=True)), parse_constant=_refuse))
+
+
+def _refuse(name: str) -> Any:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def frames(content: bytes) -> list[dict[str, Any]]:
+    return decode(base64.b64decode(payload(content)["frame"]))
+
+
+def everything(content: bytes) -> str:
+    """All text of a file: what is packed, unpacked."""
+    held = payload(content)
+    shown = [json.dumps({**held, "frame": ""}, ensure_ascii=False)]
+    for one in frames(content):
+        shown += [
+            one["text"],
+            json.dumps({k: v for k, v in one.items() if isinstance(v, (str, list, dict))}, default=str),
+        ]
+    return re.sub(r'id="bundle">[^<]*', "", content.decode()) + "\n".join(shown)
+
+
+def test_a_sample_a_group_and_a_query_open_where_they_should(run: Run, rows: list[dict[str, Any]]) -> None:
+    uid, gid = rows[0]["uid"], rows[0]["gid"]
+    one = export_html(*run, uids=[uid])
+    held = payload(one.content)
+    assert held["start"] == "#/t/" + uid.replace("/", "%2F") and [each["uid"] for each in frames(one.content)] == [uid]
+    assert (one.trajectories, one.redactions, one.size) == (1, 0, len(one.content))
+    group = export_html(*run, gid=gid)
+    held = payload(group.content)
+    assert held["start"] == "#/group/" + gid.replace("/", "%2F") and group.trajectories == 8
+    assert [row["uid"] for row in held["responses"][response_key("/api/group", gid=gid)]["rows"]] == [
+        each["uid"] for each in frames(group.content)
+    ]
+    found = export_html(*run, filter="step = 3 and reward > 0.5")
+    held = payload(found.content)
+    expected = [row["uid"] for row in run[1].list(view="samples", filter="step = 3 and reward > 0.5")["rows"]]
+    assert held["start"] == "#/samples" and [each["uid"] for each in frames(found.content)] == expected
+    assert [row["uid"] for row in held["responses"]["/api/list?view=samples"]["rows"]] == expected
+    assert {row["gid"] for row in held["responses"]["/api/list?view=groups"]["rows"]} == {
+        each["gid"] for each in frames(found.content)
+    }
+
+
+def test_what_the_pages_of_it_ask_is_in_it_and_speaks_of_nothing_else(run: Run, rows: list[dict[str, Any]]) -> None:
+    gid = rows[0]["gid"]
+    held = payload(export_html(*run, gid=gid).content)["responses"]
+    uids = [row["uid"] for row in held[response_key("/api/group", gid=gid)]["rows"]]
+    for uid in uids:
+        near = held[response_key("/api/neighbours", uid=uid)]
+        assert near["row"]["uid"] == uid
+        assert {near[name] for name in ("previous", "next", "previous_group", "next_group")} <= {*uids, None}
+        assert held[response_key("/api/record", uid=uid)]["uid"] == uid
+    told = held["/api/run"]
+    assert told["live"] is False and not any(told["features"].values()) and told["lenses"] and told["columns"]
+    assert not any("/api/history" in key for key in held), "who trained on it, and where, stays at home"
+
+
+def test_values_are_the_records_in_half_precision(run: Run, rows: list[dict[str, Any]]) -> None:
+    (whole,) = run[0].documents([rows[0]["uid"]])
+    (one,) = frames(export_html(*run, uids=[rows[0]["uid"]]).content)
+    assert one["text"] == whole.text and one["ids"].tolist() == whole.ids.tolist()
+    assert set(one["arrays"]) == set(whole.arrays)
+    for name, array in whole.arrays.items():
+        assert np.allclose(one["arrays"][name], array, rtol=1e-3, atol=1e-4, equal_nan=True), name
+    (few,) = frames(export_html(*run, uids=[rows[0]["uid"]], fields=["entropy", "logprob"]).content)
+    assert set(few["arrays"]) == {"entropy", "logprob"}
+
+
+def test_point_11_the_policy_comes_first_and_lets_only_this_script_run(run: Run, rows: list[dict[str, Any]]) -> None:
+    found = Page(export_html(*run, uids=[rows[0]["uid"]]).content).found
+    tags = [tag for tag, _, _ in found]
+    assert tags[:3] == ["html", "head", "meta"]
+    assert found[2][1]["http-equiv"] == "Content-Security-Policy"
+    policy = dict(part.strip().split(" ", 1) for part in str(found[2][1]["content"]).split(";"))
+    assert policy["default-src"] == "'none'" and policy["img-src"] == "data: blob:"
+    assert policy["base-uri"] == policy["form-action"] == "'none'"
+    assert "connect-src" not in policy and "'unsafe-inline'" not in str(policy)
+    scripts = [(given, text) for tag, given, text in found if tag == "script"]
+    assert [given.get("type") for given, _ in scripts] == ["application/octet-stream", "module"]
+    for source, texts in [("script-src", [scripts[1][1]]), ("style-src", [t for tag, _, t in found if tag == "style"])]:
+        hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts]
+        assert policy[source].split() == hashes
+    assert ("robots", "noindex") in [(given.get("name"), given.get("content")) for _, given, _ in found]
+    assert not any(name in given for _, given, _ in found for name in ("src", "href", "onload", "action"))
+    assert set(tags) <= {"html", "head", "meta", "title", "style", "body", "noscript", "script"}
+
+
+def test_point_1_no_text_of_a_record_can_end_its_element(run: Run, rows: list[dict[str, Any]]) -> None:
+    hostile = next(row for row in rows if "__pwn" in run[0].documents([row["uid"]])[0].text)
+    title = '</title><script>window.__pwn=4</script><meta http-equiv="refresh" content="0;url=http://evil.example">'
+    made = export_html(*run, uids=[hostile["uid"]], title=title)
+    found = Page(made.content).found
+    assert len([tag for tag, _, _ in found if tag == "script"]) == 2
+    assert next(text for tag, _, text in found if tag == "title").strip() == title
+    assert b"<script>window.__pwn" not in made.content and b"__pwn=1" not in made.content.partition(b"<script")[0]
+    assert story.HOSTILE[:40] in frames(made.content)[0]["text"], "and nothing of it is lost"
+    packed = next(text for tag, given, text in found if given.get("id") == "bundle")
+    assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed)
+
+
+def test_point_11_nothing_of_this_machine_is_in_it(run: Run, path: str, rows: list[dict[str, Any]]) -> None:
+    content = export_html(*run, gid=rows[0]["gid"]).content
+    for word in (str(Path(path).parent), "a-folder-of-this-machine", "ledger.sqlite", str(Path.home())):
+        assert word not in everything(content), word
+    held = json.dumps({**payload(content), "frame": "", "media": ""})
+    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", held)
+    assert not re.search(r"https?://(?!www\.w3\.org)", everything(content))
+
+
+def test_point_11_images_are_inside_or_left_out(run: Run, rows: list[dict[str, Any]]) -> None:
+    seen = next(row for row in rows if row["images"])
+    made = export_html(*run, uids=[seen["uid"]])
+    held = payload(made.content)
+    (picture,) = frames(made.content)[0]["pictures"]
+    assert made.images == 1 and held["media"][picture["sha256"]].startswith("data:image/png;base64,iVBOR")
+    without = export_html(*run, uids=[seen["uid"]], images=False)
+    assert without.images == 0 and payload(without.content)["media"] == {}
+    assert "iVBOR" not in everything(without.content)
+
+
+SECRET = r"Let me [a-z]+|We need the total"
+
+
+def test_point_11_what_is_redacted_is_nowhere_and_keeps_its_place(run: Run, rows: list[dict[str, Any]]) -> None:
+    gid = next(row["gid"] for row in rows if row["images"])
+    plain = export_html(*run, gid=gid)
+    names = r"(Ana|Bo|Chen|Dara|Eli|Fatou|Gus|Hana|Ivo|Juno) buys"
+    made = export_html(*run, gid=gid, redact=[SECRET, names])
+    assert made.redactions > 0
+    assert re.search(SECRET, everything(plain.content)) and re.search(names, everything(plain.content))
+    assert not re.search(SECRET, everything(made.content)) and not re.search(names, everything(made.content))
+    for before, after in zip(frames(plain.content), frames(made.content), strict=True):
+        assert after["text"] == re.sub(f"{SECRET}|{names}", lambda match: "█" * len(match[0]), before["text"])
+        assert after["ends"].tolist() == before["ends"].tolist()
+        assert after["ids"] is None, "ids would tell"
+        assert any("covered" in note for note in after["notes"])
+    held = payload(made.content)
+    assert "█" in held["responses"][response_key("/api/group", gid=gid)]["opening"]
+    for key, answer in held["responses"].items():
+        if key.startswith("/api/record"):
+            assert not isinstance(answer["tokens"], list)
+    # Words of ours stay, so that the pages work.
+    assert {segment[0] for one in frames(made.content) for segment in one["segments"]} <= {
+        "system", "user", "assistant", "tool", "text"
+    }  # fmt: skip
+
+
+def test_point_11_a_redaction_reaches_ids_names_and_keys(tmp_path: Path) -> None:
+    secret = "jane@example.com"
+    with rollbook.open(tmp_path / "book", tokenizer=story.tokenizer()) as book:
+        for number in range(2):
+            ids = story.tokenizer().encode(f"write to {secret} and to {secret}").ids
+            book.append(
+                Experience(
+                    eid=EID(batch=1, task=f"mail/{secret}", run=number, suffix="s"),
+                    tokens=ids,
+                    prompt_length=3,
+                    reward=1.0,
+                    prompt_text="write to",
+                    response_text=f"{secret} and to {secret}",
+                    messages=[{"role": "user", "content": [{"type": "text", "text": secret}], "name": secret}],
+                    tools=[{"type": "function", "function": {"name": secret}}],
+                    info={secret: {"deep": [secret, {"deeper": secret}]}, "ids": ids, "reference": secret},
+                    metrics={secret: 1.0},
+                    group_size=2,
+                )
+            )
+    for source, answers in opened(str(tmp_path / "book")):
+        gid = answers.list(view="groups")["rows"][0]["gid"]
+        assert secret in everything(export_html(source, answers, gid=gid).content)
+        made = export_html(source, answers, gid=gid, redact=r"\bjane@\w+\.\w+", title="two mails")
+        shown = everything(made.content)
+        assert secret not in shown and "jane" not in shown and "example.com" not in shown
+        held = payload(made.content)
+        # The id has mail%2Fjane, in which no word begins with jane: as it was written, one does.
+        masked = gid.replace("%2F", "/").replace(secret, "█" * len(secret))
+        assert held["responses"][response_key("/api/group", gid=masked)]["gid"] == masked
+        assert frames(made.content)[0]["gid"] == masked
+        with pytest.raises(ValueError, match="tells samples apart"):
+            export_html(source, answers, gid=gid, redact=".")
+
+
+def test_point_11_a_redaction_reaches_numbers_and_every_list_of_ids(tmp_path: Path) -> None:
+    vocabulary = story.tokenizer()
+    ids = vocabulary.encode("call 5550199").ids
+    with rollbook.open(tmp_path / "book", tokenizer=vocabulary) as book:
+        book.append(
+            Experience(
+                eid=EID(batch=1, task=5550199, suffix="s"),
+                tokens=ids,
+                prompt_length=1,
+                reward=0.25,
+                truncate_status="of 5550199",
+                info={
+                    "phone": 5550199,
+                    "cents": 5550199.25,
+                    "few": ids[:3],
+                    "in": [[i] for i in ids],
+                    "as": [*map(float, ids)],
+                },
+                metrics={"accuracy": 0.5},
+            )
+        )
+    for source, answers in opened(str(tmp_path / "book")):
+        (row,) = answers.list(view="samples")["rows"]
+        assert "5550199" in everything(export_html(source, answers, uids=[row["uid"]]).content)
+        made = export_html(source, answers, uids=[row["uid"]], redact=r"\d{7}")
+        shown = everything(made.content)
+        assert "5550199" not in shown
+        (one,) = frames(made.content)
+        assert one["info"]["phone"] == "█" * 7 and one["info"]["cents"] == "█" * 7 + ".25"
+        for name in ("few", "in", "as"):
+            assert "could be token ids" in one["info"][name]
+        assert (one["reward"], one["metrics"]) == (0.25, {"accuracy": 0.5}), "what was measured stays"
+        # The hash of a prompt, with all of it but a few digits, tells the digits to who tries them all.
+        assert row["prompt"] not in shown and re.fullmatch("[a-f]{16}", one["prompt"])
+
+
+def test_point_11_a_redaction_reaches_all_of_a_files_row(tmp_path: Path) -> None:
+    secret = "jane@example.com"
+    names = ("id", "key", "status", "kind", "type", "role", "state", "mime", "sha256", "truncate_status")
+    row = {"input": f"write to {secret}", "output": "done", "score": 1.0, "step": 1}
+    (tmp_path / "1.jsonl").write_text(json.dumps({**row, **dict.fromkeys(names, secret), secret: 1}) + "\nbroken {\n")
+    for source, answers in opened(str(tmp_path / "1.jsonl")):
+        (kept,) = answers.list(view="samples")["rows"]
+        made = export_html(source, answers, uids=[kept["uid"]], redact="jane@[a-z.]+")
+        shown = everything(made.content)
+        assert "jane" not in shown and "example.com" not in shown
+        (one,) = frames(made.content)
+        # Its id was made of the hash of what it says.
+        assert kept["uid"].split("/")[-1] not in shown and kept["prompt"] not in shown and one["uid"] != kept["uid"]
+        (start,) = re.findall('#/t/[^"]*', everything(made.content))
+        assert start == "#/t/" + one["uid"].replace("/", "%2F")
+
+
+def test_point_11_what_could_not_be_read_is_not_told(tmp_path: Path) -> None:
+    folder = tmp_path / "home-of-ana"
+    folder.mkdir()
+    (folder / "1.jsonl").write_text(json.dumps({"input": "a", "output": "b", "score": 1.0, "step": 1}) + "\n")
+    (folder / "2.json").write_text("{" + " " * 100)
+    for source, answers in opened(str(folder)):
+        answers.index.keep("error", f"BookError: {folder}/ledger.sqlite is damaged")
+        assert str(tmp_path) in str(answers.run()["problems"])
+        (kept,) = answers.list(view="samples")["rows"]
+        made = export_html(source, answers, uids=[kept["uid"]])
+        assert (
+            str(tmp_path) not in everything(made.content)
+            and payload(made.content)["responses"]["/api/run"]["problems"] == []
+        )
+
+
+def test_point_11_a_cut_opening_hides_no_half_of_a_secret(tmp_path: Path) -> None:
+    text = "word " * 42 + "the password is correct-horse-battery-staple " + "end " * 80
+    with rollbook.open(tmp_path / "book", tokenizer=story.tokenizer()) as book:
+        ids = story.tokenizer().encode(text).ids
+        book.append(
+            Experience(eid=EID(batch=1, task=1, suffix="s"), tokens=[*ids, *ids], prompt_length=len(ids), reward=1.0)
+        )
+    for source, answers in opened(str(tmp_path / "book")):
+        (row,) = answers.list(view="samples")["rows"]
+        assert row["opening"].endswith("correct-horse-"), "what is shown is cut inside of the secret"
+        shown = everything(
+            export_html(source, answers, uids=[row["uid"]], redact="correct-horse-battery-staple").content
+        )
+        assert "correct" not in shown and "staple" not in shown
+
+
+def test_point_11_texts_that_cannot_be_searched_are_not_exported_as_redacted(tmp_path: Path) -> None:
+    with rollbook.open(tmp_path / "book") as book:
+        book.append(Experience(eid=EID(batch=1, task=1, suffix="s"), tokens=[1, 2, 3], reward=1.0))
+    for source, answers in opened(str(tmp_path / "book")):
+        with pytest.raises(ValueError, match="give a tokenizer"):
+            export_html(source, answers, uids=["1/1/0/0/s"], redact="x")
+        assert export_html(source, answers, uids=["1/1/0/0/s"]).trajectories == 1
+
+
+def test_what_cannot_be_made_is_said(run: Run, rows: list[dict[str, Any]]) -> None:
+    uids = [row["uid"] for row in rows]
+    for options, said in [
+        ({}, "expected one of uids, gid and filter"),
+        ({"uids": uids[:1], "gid": "x"}, "expected one of uids, gid and filter"),
+        ({"uids": []}, "no samples"),
+        ({"filter": "reward > 100"}, "no samples"),
+        ({"uids": uids[: MOST + 1]}, f"at most {MOST}"),
+        ({"filter": "step >= 0"}, f"288 samples match, and one file holds at most {MOST}"),
+        ({"uids": uids[:1], "redact": "("}, "no regular expression"),
+        ({"uids": uids[:1], "redact": ["a", ""]}, "expected a regular expression"),
+        ({"uids": uids[:1], "theme": "pink"}, "theme"),
+        ({"uids": uids[:20], "max_mb": 0.01}, "max_mb: the file of 20 trajectories"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(said)):
+            export_html(*run, **options)
+    with pytest.raises(KeyError, match="nobody"):
+        export_html(*run, uids=["nobody"])
+    with pytest.raises(KeyError, match="nobody"):
+        export_html(*run, gid="nobody")
+
+
+def test_it_is_written_whole_or_not_at_all(run: Run, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    out = tmp_path / "out.html"
+    made = write_html(out, *run, uids=[rows[0]["uid"]], theme="dark")
+    assert isinstance(made, Exported) and out.read_bytes() == made.content
+    assert Page(made.content).found[0][1]["data-theme"] == "dark"
+    with pytest.raises(ValueError, match="max_mb"):
+        write_html(out, *run, uids=[rows[1]["uid"]], max_mb=0.001)
+    assert out.read_bytes() == made.content and list(tmp_path.iterdir()) == [out]
+    assert write_html(out, *run, uids=[rows[0]["uid"]], theme="dark").content == made.content, "the same gives the same"
+
+
+def test_a_notebook_shows_it_in_a_frame_of_its_own(run: Run, rows: list[dict[str, Any]]) -> None:
+    made = export_html(*run, uids=[rows[0]["uid"]])
+    frame = as_iframe(made.content)
+    found = Page(frame.encode()).found
+    assert [tag for tag, _, _ in found] == ["iframe"]
+    assert found[0][1]["sandbox"] == "allow-scripts" and str(found[0][1]["srcdoc"]).encode() == made.content
+    assert html.unescape(frame).count("<iframe") == 1
+
+
+def test_sixteen_long_samples_are_about_a_megabyte(tmp_path: Path) -> None:
+    dice = np.random.default_rng(0)
+    with rollbook.open(tmp_path / "book", tokenizer=story.tokenizer()) as book:
+        size = story.tokenizer().get_vocab_size() - len(story.SPECIAL)
+        words = np.minimum(dice.zipf(1.3, (16, 8192)) + 40, size - 1).astype(np.int32)
+        entropy = dice.gamma(0.6, 0.5, (16, 7936)).astype(np.float32)
+        book.append(
+            [
+                Experience(
+                    eid=EID(batch=1, task=1, run=number, suffix="s"),
+                    tokens=words[number],
+                    prompt_length=256,
+                    reward=float(number % 2),
+                    entropy=entropy[number],
+                    logprobs=-entropy[number],
+                    group_size=16,
+                )
+                for number in range(16)
+            ]
+        )
+    for source, answers in opened(str(tmp_path / "book")):
+        made = export_html(source, answers, gid="1/1", fields=["entropy", "logprob"])
+        assert made.trajectories == 16
+        assert made.size < 1_600_000
+
+
+def test_the_address_makes_the_same_file(path: str, run: Run, rows: list[dict[str, Any]]) -> None:
+    with Server(path) as running:
+        until = time.monotonic() + SECONDS
+        while ask(running, "/api/run").json["progress"]["measured"] < len(rows) and time.monotonic() < until:
+            time.sleep(0.05)
+        got = post(running, "/api/export", {"gid": rows[0]["gid"], "redact": None, "title": None, "images": True})
+        assert got.status == 200, got.body
+        assert [one["uid"] for one in frames(got.body)] == [
+            one["uid"] for one in frames(export_html(*run, gid=rows[0]["gid"]).content)
+        ]
+        assert post(running, "/api/export", {"gid": rows[0]["gid"], "redact": "("}).status == 400
+        assert post(running, "/api/export", {}).status == 400
+        assert post(running, "/api/export", {"gid": "nobody"}).status == 404
+        assert post(running, "/api/export", {"path": "/etc/passwd"}).status == 400
