@@ -74,7 +74,7 @@ def bombs(folder: Path) -> dict[str, Path]:
 READ = """
 import sys, time
 from rollbook import Experiences, WireError
-from rollbook.io.rows import Errors, Report, objects
+from rollbook.io.tables import Errors, Report, objects
 from rollbook.train import sources
 from rollbook.inspect.files.stores import Table, dicts
 from tests.attacks.outcome import Meter

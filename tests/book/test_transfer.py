@@ -27,10 +27,9 @@ from hypothesis import strategies as st
 from rollbook import EID, CustomField, Experience, Experiences, WireError
 from rollbook.core.fields import FIELDS, Field, declare, withdraw
 from rollbook.core.wire import Limits, to_trxp
-from rollbook.io.formats import EXTENSIONS
+from rollbook.io.formats import EXTENSIONS, FORMATS, guess, list_tables, read, write
 from rollbook.io.jsonl import encode_lines, line
-from rollbook.io.rows import regroup
-from rollbook.io.transfer import FORMATS, guess, read, tables, write
+from rollbook.io.tables import regroup
 from tests.strategies import exact_rows, full_record, record_lists
 
 TWO_WAY = list(EXTENSIONS.values())
@@ -562,7 +561,7 @@ def test_datasets_and_their_splits(tmp_path: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, rollbook.io.transfer; print([m for m in ('torch', 'datasets', 'pandas') if m in sys.modules])"
+    code = "import sys, rollbook.io.formats; print([m for m in ('torch', 'datasets', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.strip() == "[]"
 
@@ -570,4 +569,4 @@ def test_nothing_heavy_is_imported() -> None:
 def test_other_databases_are_named(tmp_path: Path) -> None:
     write(some(), tmp_path / "x.jsonl")
     with pytest.raises(WireError, match="expected an SQLite database"):
-        tables(tmp_path / "x.jsonl")
+        list_tables(tmp_path / "x.jsonl")

@@ -22,7 +22,7 @@ import xxhash
 
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
-from rollbook.io.rows import Errors, float_columns, objects
+from rollbook.io.tables import Errors, float_columns, objects
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience

@@ -23,7 +23,7 @@ from rollbook.core.columns import Column, numbers, texts
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import COLUMNAR, FIELDS, INTEGERS, Field, owner
-from rollbook.io.rows import Errors, files, json_object, lines
+from rollbook.io.tables import Errors, files, json_object, lines
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience

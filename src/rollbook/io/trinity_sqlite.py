@@ -26,7 +26,7 @@ from rollbook.core.checks import suggest
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.wire import Limits, read_any
-from rollbook.io.rows import Errors
+from rollbook.io.tables import Errors
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -59,7 +59,7 @@ class Table:
         return f"bytes in {self.blob!r} (0.6)" if self.blob else "no bytes: the table of blobs is missing"
 
 
-def tables(path: str | os.PathLike[str]) -> dict[str, str]:
+def list_tables(path: str | os.PathLike[str]) -> dict[str, str]:
     """The tables of records in a file, by name, each with where its bytes are."""
     with _opened(os.fspath(path)) as connection:
         return {name: table.layout for name, table in _tables(connection, os.fspath(path)).items()}

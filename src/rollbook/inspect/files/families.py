@@ -74,7 +74,7 @@ def family_of(path: str, name: str) -> tuple[str, Store]:
     if head.startswith(TRXP):
         return "trxp", records.Payloads(path)
     if head.startswith(b"SQLite format 3\0"):
-        if not trinity_sqlite.tables(path):
+        if not trinity_sqlite.list_tables(path):
             raise Unknown("an SQLite database without a table of Trinity's")
         return "trinity-sqlite", _database(path)
     if head.startswith(b"PAR1"):

@@ -24,7 +24,7 @@ from rollbook.core.ragged import Ragged, promote
 from rollbook.core.wire import DEFAULT_LIMITS, Limits
 from rollbook.io import arrow as interchange
 from rollbook.io import parquet
-from rollbook.io.rows import Errors, files
+from rollbook.io.tables import Errors, files
 
 # --- one schema for all batches -----------------------------------------------------------------------------------
 
