@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rollbook import EID, Experience, Experiences
 from rollbook.core.fields import FIELDS
 from rollbook.core.ragged import Ragged
+from rollbook.io.arrow import from_table, to_table
 from tests.strategies import exact, exact_rows, full_record, make_tensor, memory_of, record_lists
 
 Rows = list[Experience]
@@ -339,7 +340,7 @@ def _sources() -> dict[str, Experiences]:
         "bytes": Experiences.from_bytes(Experiences(rows).to_bytes()),
         "bytearray": Experiences.from_bytes(bytearray(Experiences(rows).to_bytes())),
         "lz4": Experiences.from_bytes(Experiences(rows).to_bytes("lz4")),
-        "arrow": Experiences.from_arrow(Experiences(rows).to_arrow()),
+        "arrow": from_table(to_table(Experiences(rows))),
         "concat": Experiences.concat([Experiences(rows[:2]), Experiences(rows[2:])]),
         "take": Experiences(rows)[[0, 1, 2, 3]],
     }
@@ -622,7 +623,7 @@ def test_from_columns_errors(columns: dict[str, Any], word: str) -> None:
 )
 def test_from_arrow_keeps_the_promises_of_the_table(columns: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        Experiences.from_arrow(pa.table(columns))
+        from_table(pa.table(columns))
 
 
 def test_ragged() -> None:

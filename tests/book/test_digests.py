@@ -26,6 +26,8 @@ from rollbook.book.digests import Digests, digests, is_late
 from rollbook.core import freeform
 from rollbook.core.equality import same
 from rollbook.core.fields import FIELDS, Field, declare, withdraw
+from rollbook.io.arrow import from_table, to_table
+from rollbook.io.parquet import read_parquet, write_parquet
 from tests.strategies import FREEFORM_DICTS, full_record, record_lists, records
 
 FEW = settings(max_examples=40)
@@ -70,11 +72,11 @@ def test_round_trips_change_nothing(rows: Rows, tmp_path_factory: pytest.TempPat
     found = digests(many)
     assert digests(Experiences.from_bytes(many.to_bytes())) == found
     assert digests(Experiences.from_bytes(many.to_bytes("lz4"))) == found
-    assert digests(Experiences.from_arrow(many.to_arrow())) == found
+    assert digests(from_table(to_table(many))) == found
     if rows:
         path = tmp_path_factory.mktemp("p") / "rows.parquet"
-        many.to_parquet(path)
-        assert digests(Experiences.from_parquet(path)) == found
+        write_parquet(many, path)
+        assert digests(read_parquet(path)) == found
 
 
 def test_columns_give_what_rows_give() -> None:
@@ -298,7 +300,7 @@ def test_unknown_columns() -> None:
     }
     seen = {plain.whole[0]}
     for name, array in columns.items():
-        many = Experiences.from_arrow(Experiences(rows).to_arrow().append_column(name, array))
+        many = from_table(to_table(Experiences(rows)).append_column(name, array))
         found = digests(many)
         assert found.whole[1] == plain.whole[1], "a null is a neighbour's doing"
         assert (found.whole[0] in seen) == (name == "nothing")
@@ -404,8 +406,8 @@ def test_an_addition_merges_entries_and_keeps_the_rest() -> None:
 
 
 def test_unknown_columns_conflict() -> None:
-    table = Experiences([full_record(), full_record(), full_record()]).to_arrow()
-    a, b, c = Experiences.from_arrow(table.append_column("theirs", pa.array([1, 2, None]))).rows()
+    table = to_table(Experiences([full_record(), full_record(), full_record()]))
+    a, b, c = from_table(table.append_column("theirs", pa.array([1, 2, None]))).rows()
     assert str(changed(a, b).conflict) == "theirs: stored 1, given 2"
     assert str(changed(a, c).conflict) == "theirs: stored 1, given None"
     assert changed(c, full_record()).conflict is None
@@ -453,8 +455,8 @@ def _golden() -> list[Experience]:
         sampling={"temperature": 1.0},
     )
     pair = Experience(eid=EID(suffix="p"), tokens=[1], chosen=[2, 3], rejected=torch.tensor([4], dtype=torch.int64))
-    table = Experiences([plain]).to_arrow().append_column("theirs", pa.array([[{"a": 1, "b": "x"}]]))
-    return [plain, full, pair, Experiences.from_arrow(table)[0]]
+    table = to_table(Experiences([plain])).append_column("theirs", pa.array([[{"a": 1, "b": "x"}]]))
+    return [plain, full, pair, from_table(table)[0]]
 
 
 GOLDEN = [

@@ -28,7 +28,9 @@ from rollbook import EID, CustomField, Experience, Experiences, WireError
 from rollbook.core.fields import FIELDS, Field, declare, withdraw
 from rollbook.core.wire import Limits, to_trxp
 from rollbook.io.formats import EXTENSIONS, FORMATS, guess, list_tables, read, write
+from rollbook.io.hf import from_hf, to_hf
 from rollbook.io.jsonl import encode_lines, line
+from rollbook.io.parquet import read_parquet
 from rollbook.io.tables import regroup
 from tests.strategies import exact_rows, full_record, record_lists
 
@@ -55,9 +57,9 @@ def test_round_trip(format: str) -> None:
             assert write(pieces, path, format, batch_rows=cut) == len(rows)
             assert exact_rows(back(path, format, batch_rows=read_rows)) == exact_rows(rows)
             if format == "parquet" and rows:
-                assert exact_rows(Experiences.from_parquet(path)) == exact_rows(rows)
+                assert exact_rows(read_parquet(path)) == exact_rows(rows)
             if format == "hf" and rows:
-                assert exact_rows(Experiences.from_hf(load_from_disk(path))) == exact_rows(rows)
+                assert exact_rows(from_hf(load_from_disk(path))) == exact_rows(rows)
 
     property_()
 
@@ -91,7 +93,7 @@ def test_the_schema_grows_with_the_batches(format: str, tmp_path: Path) -> None:
     assert exact_rows(back(path)) == exact_rows(rows)
     assert exact_rows(back(path, batch_rows=1)) == exact_rows(rows)
     if format == "parquet":
-        assert exact_rows(Experiences.from_parquet(path)) == exact_rows(rows)
+        assert exact_rows(read_parquet(path)) == exact_rows(rows)
 
 
 def test_parquet_of_plain_batches_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +542,7 @@ def test_a_dataset_names_no_file_outside_its_folder(tmp_path: Path) -> None:
 
 
 def test_datasets_and_their_splits(tmp_path: Path) -> None:
-    data = some().to_hf()
+    data = to_hf(some())
     assert back(data) == some() and guess(data) == "hf"
     assert back(data.select([1, 0])) == [some()[1], some()[0]]
     both = DatasetDict({"train": data, "test": data.select([0])})

@@ -29,7 +29,8 @@ from rollbook.core.files import FOLDER, make_private
 from rollbook.core.paths import check_regular
 from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.wire import MAGIC as FRAME
-from rollbook.io import frames, frameworks, jsonl, trinity_sqlite
+from rollbook.io import frames, frameworks, hf, jsonl, parquet, trinity_sqlite
+from rollbook.io.arrow import from_table
 from rollbook.io.tables import MAX_ROW_BYTES, Errors, Report, Skipped, files, json_object, lines, regroup
 from rollbook.io.trinity_sqlite import list_tables
 
@@ -168,9 +169,15 @@ def _of_keys(path: str, row: dict[str, Any], own: str, what: str) -> str:
     raise ValueError(f"{path}: found {what} {shown}; {_names()}")
 
 
+def _read_parquet(path: str, batch_rows: int, errors: Errors, *, max_row_bytes: int) -> Iterator[Experiences]:
+    for name in files(path):
+        for batch in parquet.batches(name, batch_rows, max_row_bytes=max_row_bytes):
+            yield from_table(batch)
+
+
 _READERS: dict[str, Callable[..., Iterator[Experiences]]] = {
-    "parquet": frames.read_parquet,
-    "hf": frames.read_hf,
+    "parquet": _read_parquet,
+    "hf": hf.read,
     "jsonl": jsonl.read,
     "frames": frames.read_frames,
     "trxp": frames.read_trxp,
@@ -180,8 +187,8 @@ _READERS: dict[str, Callable[..., Iterator[Experiences]]] = {
     "openrlhf": frameworks.read_openrlhf,
 }
 _WRITERS: dict[str, Callable[..., int]] = {
-    "parquet": frames.write_parquet,
-    "hf": frames.write_hf,
+    "parquet": parquet.write,
+    "hf": hf.write,
     "jsonl": jsonl.write,
     "frames": frames.write_frames,
     "trxp": frames.write_trxp,

@@ -1,4 +1,4 @@
-"""Parquet files that others wrote, read within limits.
+"""Parquet files: read within limits, whoever wrote them, and written.
 
 Invariant: a column is decoded only after the headers of its pages were read. They say what Arrow will allocate; the
 sizes in the footer are the writer's word, and nobody checks them. What a file becomes is bounded by its own size, as
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences
+from rollbook.core.paths import check_regular
 from rollbook.core.wire import DEFAULT_LIMITS, FREE_BYTES, Limits
+from rollbook.io.arrow import from_table, to_table, write_tables
 
 FREE_ROWS, ROWS_PER_BYTE = 250_000, 4
 """Rows that a file may have whatever its size, and beyond that for each of its bytes."""
@@ -32,6 +35,56 @@ _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
 _PLAIN_DICTIONARY, _DELTA_BYTE_ARRAY, _RLE_DICTIONARY = 2, 7, 8
 _MAX_DEPTH = 8
 Bytes = mmap.mmap | memoryview
+
+
+def read_parquet(path: str | os.PathLike[str], limits: Limits = DEFAULT_LIMITS) -> Experiences:
+    """Read the records of a Parquet file.
+
+    Raises:
+        WireError: The file is damaged, goes beyond a limit, or its columns are not those of records.
+    """
+    check_regular(path)
+    parts = list(batches(path, 1 << 16, limits=limits))
+    return from_table(pa.Table.from_batches(parts)) if parts else Experiences()
+
+
+def write_parquet(records: Experiences, path: str | os.PathLike[str], compression: str = "zstd") -> None:
+    """Write records to a Parquet file that DuckDB, pandas and polars read as ordinary columns.
+
+    The file is moved into place when it is complete.
+
+    >>> import tempfile
+    >>> records = Experiences.from_columns({"tokens": [[1, 2, 3], [4, 5]], "reward": [1.0, 0.0]})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_parquet(records, f"{folder}/records.parquet")
+    ...     read_parquet(f"{folder}/records.parquet") == records
+    True
+    """
+    import pyarrow.parquet as pq
+
+    final = os.fspath(path)
+    partial = f"{final}.{os.getpid()}.partial"
+    try:
+        pq.write_table(to_table(records, portable=True), partial, compression=compression)
+        os.replace(partial, final)
+    except BaseException:
+        if os.path.exists(partial):
+            os.remove(partial)
+        raise
+
+
+def write(batches: Iterable[Experiences], path: str, *, compression: str = "zstd") -> int:
+    """Write one file with a row group per batch; return the number of records."""
+    import pyarrow.parquet as pq
+
+    def open_writer(name: str, schema: pa.Schema) -> Any:
+        return pq.ParquetWriter(name, schema, compression=compression)
+
+    def read_tables(name: str) -> Iterator[pa.RecordBatch]:
+        with pq.ParquetFile(name) as file:
+            yield from file.iter_batches(1024)
+
+    return write_tables(batches, path, typed=True, open_writer=open_writer, read_tables=read_tables)
 
 
 def batches(
@@ -172,21 +225,22 @@ def _add_pages(name: str, data: mmap.mmap, chunk: Any, leaf: _Leaf) -> None:
         try:
             header, body = _struct(data, at, stop)
             kind, uncompressed, compressed = header[1], header[2], header[3]
-            count, encoding = 0, None
+            count, entries, encoding = 0, 0, None
             if kind == _DATA_PAGE:
                 count, encoding = header[5][1], header[5][2]
             elif kind == _DATA_PAGE_V2:
                 count, encoding = header[8][1], header[8][4]
             page = _Page(header, body, chunk.compression)
             if kind == _DICTIONARY_PAGE and chunk.physical_type == "BYTE_ARRAY":
-                header[7][1]  # the number of its entries
+                entries = header[7][1]
                 leaf.chunks.append((page, []))
                 dictionary = True
             elif encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY) and dictionary:
                 leaf.chunks[-1][1].append(page)
+            negative = min(uncompressed, compressed, count, entries) < 0  # TypeError: not a number
         except (IndexError, KeyError, TypeError):
             raise WireError(f"{name}: column {leaf.path!r}: the page at byte {at} has no header") from None
-        if min(uncompressed, compressed, count) < 0:
+        if negative:
             raise WireError(f"{name}: column {leaf.path!r}: the page at byte {at} states a negative size")
         leaf.prefixed |= encoding == _DELTA_BYTE_ARRAY and chunk.physical_type == "BYTE_ARRAY"
         leaf.uncompressed += uncompressed

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.kl import token_kl
 from rollbook.compat.lightrft import estimation
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.config import MakerConfig
 from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.compat.lightrft.rollout_batches import Whole
@@ -224,7 +225,7 @@ def _estimated(
     """The records with advantages and returns: made of all of them, given to those that lack them."""
     config = maker_config(algorithm)
     rewards = row_rewards(many)
-    batch = many.assign(reward=rewards.tolist()).batch(packing_samples=True)
+    batch = from_experiences(many.assign(reward=rewards.tolist()), packing_samples=True)
     if algorithm.kl_coef:
         batch.kl = token_kl(
             batch.action_log_probs, batch.base_action_log_probs, batch.action_mask, estimator=algorithm.kl_estimator

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from rollbook.compat.lightrft import estimation
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.compat.lightrft.recording import finished, with_reward
 from rollbook.compat.lightrft.rollout_batches import Whole
@@ -466,7 +467,8 @@ class EpisodeMaker(NaiveExperienceMaker):
     def _batch(self, rows: Sequence[Experience]) -> Any:
         """Rows as a batch with nothing computed yet: the engine's log-probs are beside it, in `extras`."""
         pad = getattr(self.tokenizer, "pad_token_id", None)
-        batch = Experiences(rows).batch(
+        batch = from_experiences(
+            Experiences(rows),
             packing_samples=self.config.packing_samples,
             pad_token_id=pad or 0,
             layout="prompt_left_response_right",

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rollbook.batch.plan import MicroBatch, plan
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.metrics import advise
 from rollbook.models.forward import reference_log_probs
@@ -303,7 +304,7 @@ class Learner:
         device = self.actor.device
         pad = self.actor.pad_token_id
         options = {} if device.type == "cpu" else {"device": device}
-        return material.rows.take(list(rows)).batch(packing_samples=packed, pad_token_id=pad, **options)
+        return from_experiences(material.rows.take(list(rows)), packing_samples=packed, pad_token_id=pad, **options)
 
     def _precisely(self) -> AbstractContextManager[Any]:
         if self.precision != "autocast":

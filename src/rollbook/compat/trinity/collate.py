@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from rollbook.core.experience import dtype_name, result_dtype
-from rollbook.core.experiences import Experiences, id_part
-from rollbook.core.fields import FIELDS
+from rollbook.core.experience import dtype_name, implied_mask, result_dtype
+from rollbook.core.experiences import Experiences, as_experiences, id_part
+from rollbook.core.fields import FIELDS, Field
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Spans, segments
+from rollbook.io.hf import dataset_from_table, from_hf, to_hf
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -259,16 +261,63 @@ def to_hf_datasets(experiences: Records, *, for_trinity: bool = False) -> Any:
     >>> to_hf_datasets([Experience(tokens=[1, 2], info={"a": 1})], for_trinity=True)[0]["info"]
     {'a': 1}
     """
-    from rollbook.core.experiences import as_experiences
-    from rollbook.io.arrow import to_hf
+    records = as_experiences(experiences)
+    return dataset_from_table(_trinity_table(records)) if for_trinity else to_hf(records)
 
-    return to_hf(as_experiences(experiences), for_trinity)
+
+def _trinity_table(records: Experiences) -> pa.Table:
+    """The records with the columns and types of Trinity's own `to_hf_datasets`: dicts as structs, tensors as lists."""
+    names = list(FIELDS)
+    arrays = {}
+    for name in names[: names.index("custom_fields")]:  # the table begins with Trinity's fields, in its order
+        values = _trinity_values(records, FIELDS[name])
+        try:
+            arrays[name] = pa.array(values)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{name}: Trinity's datasets need values of one type in all records: {error}; "
+                "rollbook.core.wire.to_trxp writes these records"
+            ) from None
+    for i, custom_fields in enumerate(records.values("custom_fields")):
+        if custom_fields:
+            raise ValueError(
+                f"record {i} ({records.eids()[i]}): custom_fields: got {len(custom_fields)}, expected none: Trinity's "
+                "datasets cannot hold them; rollbook.core.wire.to_trxp writes them"
+            )
+    return pa.table(arrays)
+
+
+def _trinity_values(records: Experiences, field: Field) -> list[Any]:
+    values = records.values(field.name)
+    if field.kind == "eid":
+        parts = [eid.to_dict() for eid in records.eids()]
+        for name in ("batch", "task"):
+            if len({type(part[name]) for part in parts}) > 1:  # which print alike as numbers and as text
+                parts = [{**part, name: str(part[name])} for part in parts]
+        return parts
+    if field.kind == "media":
+        keys = [value.keys() if value else None for value in values]
+        first = next((entry for entry in keys if entry is not None), None)
+        for i, entry in enumerate(keys):
+            if entry is not None and entry != first:
+                raise ValueError(
+                    f"record {i} ({records.eids()[i]}): {field.name}: got the keys {sorted(entry)}, expected "
+                    f"{sorted(first or ())}: Trinity's datasets need the same in all records that have any"
+                )
+        return [{key: tensor.tolist() for key, tensor in value.items()} if value else None for value in values]
+    if field.name == "action_mask":
+        # Without a mask Trinity makes that of a single turn, and with it the right kind.
+        return [
+            None if value is None or implied_mask(row) else (value != 0).tolist()
+            for row, value in zip(records.rows(), values, strict=True)
+        ]
+    if field.kind == "tensor":
+        return [None if value is None else value.tolist() for value in values]
+    return [value if value or field.kind != "json" else None for value in values]
 
 
 def from_hf_datasets(dataset: Any) -> list[Experience]:
     """The records of a dataset that `to_hf_datasets` made, or Trinity did."""
-    from rollbook.io.arrow import from_hf
-
     return from_hf(dataset).rows()
 
 
