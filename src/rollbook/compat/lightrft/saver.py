@@ -19,7 +19,9 @@ from typing import Any, Literal
 from rollbook.core.errors import explain_missing
 
 try:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
 
@@ -30,6 +32,7 @@ from rollbook.core.process_group import ALONE, Ranks, check_ranks
 from rollbook.io.trajectories.background import Background
 from rollbook.io.trajectories.collecting import Samples
 from rollbook.io.trajectories.files import DEFAULT_PREFIX, IMAGES, Files, check_prefix, stem
+from rollbook.io.trajectories.holding import sources_of
 from rollbook.io.trajectories.keeping import KEEP, choose
 from rollbook.io.trajectories.offsets import Decoder
 from rollbook.io.trajectories.pictures import Picture, Pictures
@@ -42,7 +45,7 @@ from rollbook.io.trajectories.together import Rendezvous, attempted, from_first,
 Stats = dict[str, float]
 _WAITING = 2
 """With `background=True`, so many saves may wait for the one that is being written."""
-_REMEMBERED = 100
+_MAX_ERRORS = 100
 """So many errors are kept in words."""
 
 
@@ -117,7 +120,7 @@ class TrajectorySaver:
         self._worker = Background(_WAITING) if check_bool("background", background) else None
         self._pictures = Pictures(self.max_image_size)
         self._lock = threading.Lock()
-        self.errors: deque[str] = deque(maxlen=_REMEMBERED)
+        self.errors: deque[str] = deque(maxlen=_MAX_ERRORS)
         self.error_count = 0
         self.dropped = 0
         self._unreported = 0
@@ -136,8 +139,12 @@ class TrajectorySaver:
 
     @cached_property
     def _renderer(self) -> Renderer:
-        ratio = self.high_entropy_token_ratio if self.mark_high_entropy_tokens else None
-        return Renderer(Decoder(self.tokenizer), ratio, self.save_images_separately)
+        mark = self._high_entropy_tokens if self.mark_high_entropy_tokens else None
+        return Renderer(Decoder(self.tokenizer), mark, self.save_images_separately)
+
+    def _high_entropy_tokens(self, entropy: NDArray[Any]) -> NDArray[Any]:
+        rows = torch.from_numpy(np.ascontiguousarray(entropy))[None]
+        return np.flatnonzero(high_entropy_mask(rows, None, self.high_entropy_token_ratio)[0].numpy())
 
     def save_trajectories(
         self,
@@ -186,7 +193,7 @@ class TrajectorySaver:
             if ranks.rank:
                 return None, None
             ranks = ALONE
-        mine = attempted(problems, Samples, experiences, step, ranks.rank)
+        mine = attempted(problems, _collect, experiences, step, ranks.rank)
         if mine is not None:
             problems += mine.problems
         told = to_first(ranks, None if mine is None else mine.candidates, problems)
@@ -340,6 +347,11 @@ class TrajectorySaver:
         with self._lock:
             count, self._unreported = self._unreported, 0
         return {**(stats or {}), "trajectory/save_errors": float(count)} if count else stats
+
+
+def _collect(experiences: Any, step: int, rank: int) -> Samples:
+    problems: list[str] = []
+    return Samples(sources_of(experiences, problems), step, rank, problems)
 
 
 _Plan = dict[int, tuple[list[tuple[int, str, float | None]], list[int]]]

@@ -6,7 +6,6 @@ same in every process that holds the same samples in the same order.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable
@@ -16,16 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.compat.lightrft.batch import ExperienceBatch
-from rollbook.compat.lightrft.buffer_item import BufferItem
-from rollbook.core.experience import Experience
-from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
-from rollbook.core.sampling import Sample as Sampled
-from rollbook.io.trajectories.holding import Held, OfBatch, OfItem, OfRecords
 from rollbook.io.trajectories.pictures import Pictures
 from rollbook.io.trajectories.plain import Plain
 from rollbook.io.trajectories.sample import ARRAYS, NUMBERS, Candidate, Sample
+from rollbook.io.trajectories.sources import Held
 
 _CUT = ("length", "response_truncated", "prompt_truncated")
 
@@ -34,21 +28,21 @@ class Samples:
     """All samples that a caller gave, in order: what is known of each, and each whole when it is asked for.
 
     >>> from rollbook.core.experience import Experience
-    >>> given = [Experience(tokens=[1, 2, 3], reward=1.0, eid=EID(0, "a", suffix="x"))]
-    >>> made = Samples(given, step=3, rank=0)
+    >>> records = [Experience(tokens=[1, 2, 3], reward=1.0, eid=EID(0, "a", suffix="x"))]
+    >>> made = Samples([OfRecords([(0, 0)], records)], step=3, rank=0)
     >>> made.candidates[0].uid, made.candidates[0].reward, made.sample(0, Pictures(512)).tokens.tolist()
     ('0/a/0/0/x', 1.0, [1, 2, 3])
     """
 
-    def __init__(self, experiences: Any, step: int, rank: int) -> None:
-        self.problems: list[str] = []
+    def __init__(self, sources: Iterable[Held], step: int, rank: int, problems: list[str] | None = None) -> None:
+        self.problems: list[str] = [] if problems is None else problems
         """What could not be read, in words."""
         self.rank, self.step = rank, step
         self.candidates: list[Candidate] = []
         self._where: list[tuple[Held, int]] = []
         self._ids: list[EID] = []
         self._runs: dict[str, int] = {}
-        for held in self._held(experiences):
+        for held in sources:
             for i, (experience, row) in enumerate(held.places):
                 try:
                     self._add(held, i, experience, row)
@@ -57,39 +51,6 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.candidates)
-
-    def _held(self, experiences: Any) -> Iterable[Held]:
-        if isinstance(experiences, (ExperienceBatch, Experience, Experiences, BufferItem)):
-            experiences = [experiences]
-        for number, one in enumerate(experiences or ()):
-            try:
-                yield self._one(number, one)
-            except Exception as error:
-                self.problems.append(f"experiences[{number}]: {error}")
-
-    def _one(self, number: int, one: Any) -> Held:
-        if isinstance(one, Sampled):
-            one = one.to_experience()
-        if isinstance(one, Experience):
-            return OfRecords([(number, 0)], [one])
-        if isinstance(one, Experiences):
-            return OfRecords([(number, i) for i in range(len(one))], one.rows())
-        if isinstance(one, (list, tuple)) and all(isinstance(row, Experience) for row in one):
-            return OfRecords([(number, i) for i in range(len(one))], one)
-        if isinstance(one, BufferItem):
-            return OfItem(number, one)
-        sequences: Any = getattr(one, "sequences", None)
-        bare = isinstance(sequences, torch.Tensor) and sequences.dim() == 1
-        if isinstance(one, ExperienceBatch):
-            return OfBatch(number, dataclasses.replace(one, sequences=sequences[None]) if bare else one, self.problems)
-        if bare:
-            return OfItem(number, one)
-        if isinstance(sequences, (list, torch.Tensor)):
-            # A batch of LightRFT's own, or any object with its names.
-            names = [f.name for f in dataclasses.fields(ExperienceBatch) if f.name != "origin"]
-            fields: dict[str, Any] = {name: getattr(one, name, None) for name in names}
-            return OfBatch(number, ExperienceBatch(**fields), self.problems)
-        raise ValueError(f"got {type(one).__name__}, expected an experience, a batch or a buffer item")
 
     def _add(self, held: Held, i: int, experience: int, row: int) -> None:
         slots = held.slots(i)

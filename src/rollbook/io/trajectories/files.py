@@ -21,7 +21,7 @@ IMAGES = "images"
 DEFAULT_PREFIX = "trajectories"
 _PARTIAL = ".partial"
 _STALE_SECONDS = 3600.0
-_REMEMBERED = 256
+_MAX_LINKED_IMAGES = 256
 """So many images of earlier saves get another name, rather than another file, when they are shown again."""
 
 
@@ -63,7 +63,7 @@ class Files:
                 self._image(moves[-1][0], picture)
             moves.append((self._beside(target), target))
             body = (b"[\n", b",\n".join(records), b"\n]\n") if records else (b"[]\n",)
-            _write(moves[-1][0], body)
+            _write_file(moves[-1][0], body)
             for made, final in moves:
                 os.replace(made, final)
         except BaseException:
@@ -74,7 +74,7 @@ class Files:
         for folder in {final.parent for _, final in moves}:
             _sync_folder(folder)
         self._linked |= {picture.sha256: self.folder / IMAGES / name for name, picture in images.items()}
-        self._linked = dict(list(self._linked.items())[-_REMEMBERED:])
+        self._linked = dict(list(self._linked.items())[-_MAX_LINKED_IMAGES:])
         self._remove_others(stem(prefix, step), images)
         return target
 
@@ -86,7 +86,7 @@ class Files:
                 if hashlib.sha256(known.read_bytes()).hexdigest() == picture.sha256:
                     os.link(known, path)
                     return
-        _write(path, (picture.png,))
+        _write_file(path, (picture.png,))
 
     def _beside(self, final: Path) -> Path:
         return final.with_name(f".{final.name}.{os.getpid()}.{os.urandom(4).hex()}{_PARTIAL}")
@@ -112,7 +112,7 @@ class Files:
                         os.unlink(entry)
 
 
-def _write(path: Path, parts: Sequence[bytes]) -> None:
+def _write_file(path: Path, parts: Sequence[bytes]) -> None:
     with open(path, "xb", opener=private_opener) as file:
         file.writelines(parts)
         file.flush()

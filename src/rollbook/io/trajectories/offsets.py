@@ -134,7 +134,7 @@ class Decoder:
         ends, at = [], 0
         for i in range(len(ids)):
             if (i + 1) % stride == 0 or i + 1 == len(ids):
-                at = max(at, _alike(self.decode(ids[: i + 1]), text))
+                at = max(at, _common_prefix(self.decode(ids[: i + 1]), text))
             ends.append(at)
         if ends:
             ends[-1] = len(text)
@@ -162,7 +162,7 @@ def _complete(piece: bytes) -> bool:
     return True
 
 
-def _alike(one: str, other: str) -> int:
+def _common_prefix(one: str, other: str) -> int:
     """How many characters two texts have in common at their beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:

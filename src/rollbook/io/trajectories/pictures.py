@@ -21,7 +21,7 @@ _KEPT_MODES = frozenset(("1", "L", "LA", "RGB", "RGBA"))
 """The kinds of pixels that PNG holds and that can be made smaller; others become RGB, or RGBA."""
 _ORIENTATION = 0x0112
 """EXIF's number for which way up an image is."""
-_REMEMBERED = 256
+_MAX_CACHED_IMAGES = 256
 """So many images of earlier saves are known again without being encoded."""
 
 
@@ -60,7 +60,7 @@ class Pictures:
                 self._by_content[key] = self._made(load_picture("image", raw) if raw is not None else image)
             except OSError as error:
                 raise ValueError(f"image: got one that cannot be written as PNG: {error}") from error
-            if len(self._by_content) > _REMEMBERED:
+            if len(self._by_content) > _MAX_CACHED_IMAGES:
                 self._by_content.popitem(last=False)
         self._by_content.move_to_end(key)
         return self._by_content[key]

@@ -7,15 +7,14 @@ are of; a token's entropy stands on that token. The bytes are strict JSON.
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
-import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.masks import high_entropy_mask
 from rollbook.core.fields import FIELDS
 from rollbook.io.trajectories.offsets import Decoder
 from rollbook.io.trajectories.repetition import reflections, repeat_score
@@ -92,11 +91,16 @@ def spread_of(log_probs: NDArray[Any]) -> float:
 
 
 class Renderer:
-    """Makes records; `ratio`: the share of tokens that are marked for their entropy, `None` to mark none."""
+    """Encode trajectories as JSON objects.
 
-    def __init__(self, decoder: Decoder, ratio: float | None, separate_images: bool) -> None:
+    `mark`: from the entropies [n] of the sampled tokens to the indices of those to mark, or `None` to mark none.
+    """
+
+    def __init__(
+        self, decoder: Decoder, mark: Callable[[NDArray[Any]], NDArray[Any]] | None, separate_images: bool
+    ) -> None:
         self.decoder = decoder
-        self.ratio = ratio
+        self.mark = mark
         self.separate_images = separate_images
         self._pieces = _Pieces()
 
@@ -121,8 +125,8 @@ class Renderer:
             "policy_entropy": found.policy_entropy,
             "response_token_count": found.tokens,
         }
-        if self.ratio is not None and entropy is not None:
-            marked = self._marked(response, entropy[response.chosen], self.ratio)
+        if self.mark is not None and entropy is not None:
+            marked = self._marked(response, entropy[response.chosen], self.mark)
             record["generated_tokens"] = orjson.Fragment(b"[" + b",".join(marked) + b"]")
             record["pure_generated_tokens"] = orjson.Fragment(b"[" + b",".join(marked[: response.pure]) + b"]")
         for name in NUMBERS:
@@ -136,7 +140,9 @@ class Renderer:
         record |= self._more(sample, text, ends, response)
         return orjson.dumps(record, option=_OPTIONS), found
 
-    def _marked(self, response: Response, entropy: NDArray[Any], ratio: float) -> list[bytes]:
+    def _marked(
+        self, response: Response, entropy: NDArray[Any], mark: Callable[[NDArray[Any]], NDArray[Any]]
+    ) -> list[bytes]:
         """[n] The JSON of each token: its text, whether it is marked, and if so its entropy."""
         ends = response.ends.tolist()
         text = response.text
@@ -145,8 +151,7 @@ class Renderer:
             self._pieces.clear()
         if not len(entropy):
             return tokens
-        values = torch.from_numpy(np.ascontiguousarray(entropy))
-        places = np.flatnonzero(high_entropy_mask(values[None], None, ratio)[0].numpy())
+        places = mark(entropy)
         scores = orjson.dumps(_writable(entropy[places]), option=_OPTIONS)[1:-1].split(b",")
         for at, score in zip(places.tolist(), scores, strict=True):
             tokens[at] = tokens[at].removesuffix(b"false}") + b'true,"entropy_score":' + score + b"}"

@@ -75,7 +75,7 @@ def _common(ranks: NDArray[np.int64]) -> int:
     left = np.argsort(keys[:n])
     sorted_keys = keys[left]
     differ = sorted_keys[1:] ^ sorted_keys[:-1]
-    total = _alike(differ[differ != 0], bits, width)
+    total = _shared_characters(differ[differ != 0], bits, width)
     changed = np.concatenate(([True], differ != 0))
     # A rank is 1 + where its run of equals begins, so that it stays when the others of the run are told apart.
     rank = np.zeros(n + 1, dtype=np.int64)
@@ -106,7 +106,7 @@ def _common(ranks: NDArray[np.int64]) -> int:
     return total
 
 
-def _alike(differ: NDArray[np.int64], bits: int, width: int) -> int:
+def _shared_characters(differ: NDArray[np.int64], bits: int, width: int) -> int:
     """The characters that pairs of keys have in common before their first difference, summed; `differ` is their xor."""
     bounds = np.int64(1) << (bits * np.arange(1, width, dtype=np.int64))  # a difference in the last k characters
     return len(differ) * (width - 1) - int(np.searchsorted(bounds, differ, side="right").sum())
@@ -127,7 +127,7 @@ def _lifted(
         if equal.any():
             total += length * int(np.count_nonzero(equal))
             one, other = one + length * equal, other + length * equal
-    return total + _alike(keys[one] ^ keys[other], bits, levels[0][0])
+    return total + _shared_characters(keys[one] ^ keys[other], bits, levels[0][0])
 
 
 def reflections(text: str) -> dict[str, int]:
