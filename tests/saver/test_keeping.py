@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.io.trajectories.keeping import Kept, choose
-from rollbook.io.trajectories.sample import Candidate
+from rollbook.io.trajectories import Candidate, Kept, choose
 
 
 def candidates(sizes: list[int], seed: int = 0, named: bool = True) -> list[Candidate]:

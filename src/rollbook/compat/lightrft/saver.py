@@ -8,15 +8,155 @@ processes there are; `full_sequence` alone, as LightRFT's, is of the row as it w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import pickle
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from rollbook.algorithms.masks import high_entropy_mask
+from rollbook.compat.lightrft.saver_sources import sources_of
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.errors import explain_missing
+from rollbook.core.metrics import advise
+from rollbook.core.process_group import ALONE, Ranks, check_ranks
+from rollbook.io.response_text import REFLECTIONS, Decoder, reflections, repeat_score
+from rollbook.io.trajectories import (
+    KEEP,
+    Candidate,
+    Measures,
+    Renderer,
+    Sample,
+    Samples,
+    choose,
+    host,
+    measured,
+    response_of,
+    spread_of,
+)
+from rollbook.io.trajectory_files import (
+    DEFAULT_PREFIX,
+    IMAGES,
+    Background,
+    Files,
+    Picture,
+    Pictures,
+    check_prefix,
+    stem,
+)
+
+__all__ = [
+    *[
+        "TrajectorySaver",
+        "create_high_entropy_mask",
+        "create_trajectory_saver",
+    ]
+]
+
+T = TypeVar("T")
+
+
+def here() -> Ranks:
+    """The processes of `torch.distributed` if it is initialised, else this one alone."""
+    import torch.distributed as dist
+
+    return Ranks() if dist.is_available() and dist.is_initialized() else ALONE
+
+
+class Rendezvous:
+    """Finds out, before each save, whether every process takes part in it.
+
+    Each process writes its presence into the store of `torch.distributed` and the first decides, by what is there when
+    all have come or `seconds` are over. Nobody waits for one that never comes: a process that the first does not come
+    to meet closes the save itself. A prefix that was saved without the others is not waited for again, until one of
+    them has come late.
+    """
+
+    def __init__(self, folder: str, seconds: float) -> None:
+        self.folder, self.seconds = folder, seconds
+        self._calls: dict[tuple[str, int], int] = {}
+        self._alone: dict[str, str] = {}
+        """By prefix, the key of its last save, where that was without the others."""
+
+    def met(self, ranks: Ranks, prefix: str, step: int) -> tuple[bool, list[int]]:
+        """Whether all processes save together, and which ones came: the first one's answer, in each of them."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store, group = _get_default_store(), dist.get_process_group_ranks(ranks.group)
+        number = self._calls[prefix, step] = self._calls.get((prefix, step), -1) + 1
+        named = repr((self.folder, prefix, step, number, group)).encode()
+        key = f"rollbook/save/{hashlib.blake2b(named, digest_size=16).hexdigest()}"
+        places = range(len(group))
+
+        def present(of: str) -> list[int]:
+            return [rank for rank in places if rank == ranks.rank or store.check([f"{of}/{rank}"])]
+
+        store.set(f"{key}/{ranks.rank}", "here")
+        before = self._alone.get(prefix)
+        waits = before is None or len(present(before)) > 1  # somebody came after the last save was over
+        # The first may come as late as it then waits for others.
+        limit = (self.seconds if ranks.rank == 0 else 2 * self.seconds) if waits else 0.0
+        deadline, pause = time.monotonic() + limit, 0.001
+        arrived = present(key) if ranks.rank == 0 else []
+        while time.monotonic() < deadline:
+            if len(arrived) == len(group) or (ranks.rank and store.check([f"{key}/decision"])):
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            arrived = present(key) if ranks.rank == 0 else []
+        wanted = "together" if len(arrived) == len(group) else "apart"
+        # Whoever is first to say so decides for all.
+        together = store.compare_set(f"{key}/decision", "", wanted) == b"together"
+        if together:
+            self._alone.pop(prefix, None)
+        else:
+            self._alone[prefix] = key
+        return together, present(key)
+
+
+def attempted(problems: list[str], make: Callable[..., T], *given: Any) -> T | None:
+    """What `make(*given)` gives; if it raises, nothing, and what went wrong in `problems`.
+
+    >>> said = []
+    >>> attempted(said, int, "7"), attempted(said, int, "x"), said
+    (7, None, ["ValueError: invalid literal for int() with base 10: 'x'"])
+    """
+    try:
+        return make(*given)
+    except Exception as error:  # whatever it is, the other processes wait for this one
+        problems.append(f"{type(error).__name__}: {error}")
+        return None
+
+
+def to_first(ranks: Ranks, item: Any, problems: list[str]) -> list[tuple[Any, list[str]]] | None:
+    """In the first process, every process's item and problems, by rank; elsewhere `None`. An item that cannot be sent
+    is `None`, and one more problem."""
+    if ranks is ALONE:
+        return [(item, problems)]
+    import torch.distributed as dist
+
+    sent = attempted(problems, pickle.dumps, item) or pickle.dumps(None)
+    parts: list[Any] | None = [None] * dist.get_world_size(ranks.group) if ranks.rank == 0 else None
+    dist.gather_object((sent, problems), parts, group=ranks.group, group_dst=0)
+    return None if parts is None else [(pickle.loads(data), said) for data, said in parts]
+
+
+def from_first(ranks: Ranks, item: Any) -> Any:
+    """The first process's item, in every process."""
+    if ranks is ALONE:
+        return item
+    import torch.distributed as dist
+
+    box = [item]
+    dist.broadcast_object_list(box, group=ranks.group, group_src=0)
+    return box[0]
+
 
 try:
     import numpy as np
@@ -25,22 +165,6 @@ try:
 except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
 
-from rollbook.algorithms.masks import high_entropy_mask
-from rollbook.core.checks import check_bool, check_choice, check_float, check_int
-from rollbook.core.metrics import advise
-from rollbook.core.process_group import ALONE, Ranks, check_ranks
-from rollbook.io.trajectories.background import Background
-from rollbook.io.trajectories.collecting import Samples
-from rollbook.io.trajectories.files import DEFAULT_PREFIX, IMAGES, Files, check_prefix, stem
-from rollbook.io.trajectories.holding import sources_of
-from rollbook.io.trajectories.keeping import KEEP, choose
-from rollbook.io.trajectories.offsets import Decoder
-from rollbook.io.trajectories.pictures import Picture, Pictures
-from rollbook.io.trajectories.plain import host
-from rollbook.io.trajectories.rendering import Measures, Renderer, measured, response_of, spread_of
-from rollbook.io.trajectories.repetition import REFLECTIONS, reflections, repeat_score
-from rollbook.io.trajectories.sample import Candidate, Sample
-from rollbook.io.trajectories.together import Rendezvous, attempted, from_first, here, to_first
 
 Stats = dict[str, float]
 _WAITING = 2
@@ -58,7 +182,7 @@ class TrajectorySaver:
     - `mark_high_entropy_tokens`: with entropies, `generated_tokens` and `pure_generated_tokens` say of each token
       whether it is among the `high_entropy_token_ratio` of its sample with the highest (see `high_entropy_mask`).
     - `keep`: which samples, if there are more than asked for: `"groups"`, `"first"`, `"random"`, a function, or
-      `"auto"`: groups where samples have ids, else the first (see `rollbook.io.trajectories.keeping.choose`).
+      `"auto"`: groups where samples have ids, else the first (see `rollbook.io.trajectories.choose`).
     - `background`: write in a thread of its own; what finds two saves waiting is dropped and counted.
     - `ranks`: the processes that call together; by default those of `torch.distributed`, once it is initialised, and
       `rollbook.core.process_group.ALONE` for a saver that only this process calls.
@@ -444,10 +568,3 @@ def _calculate_entropy_from_log_probs(log_probs: torch.Tensor | None) -> float:
         values = log_probs.detach().double()
         return float(torch.special.entr(values.exp()).sum(-1).mean())
     return spread_of(host(log_probs).reshape(-1))
-
-
-__all__ = [
-    "TrajectorySaver",
-    "create_high_entropy_mask",
-    "create_trajectory_saver",
-]
