@@ -1,7 +1,8 @@
-"""Batches of which not everything fits: what is wrong with one field costs that field alone.
+"""Batches and buffer items as sources of trajectories.
 
-Invariant: the tokens decide. Of the rest, what has an entry for each of their places is kept, a number for each sample
-stays one, and what is neither is named; nothing that is given is changed.
+Invariant: the tokens decide. Of the other fields, those with an entry for each place of the tokens are kept, a number
+for each sample stays one, and anything else is reported: a field that does not fit costs only itself. Nothing that the
+caller passed is changed, not even by being read.
 """
 
 from __future__ import annotations
@@ -23,204 +24,89 @@ from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, Sheet
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA
-from rollbook.core.sampling import Sample as Sampled
-from rollbook.io.trajectories import Held, OfRecords, host
+from rollbook.core.sampling import Sample
+from rollbook.io.trajectories import RecordSource, TrajectorySource, to_numpy
 
-_RESPONSE = tuple(name for name, one in BATCH_FIELDS.items() if one.axis == "response")
-_LATER = tuple(name for name in _RESPONSE if name != "action_mask")
-_ORDER = ("attention_mask", "action_mask", *_LATER, "action_starts", "info", *SAMPLE_LISTS)
-"""The masks come first, and the others are held against them."""
-
-
-@dataclasses.dataclass
-class Fitted:
-    """What of a batch can be read."""
-
-    sheet: Sheet
-    numbers: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
-    """[B] Per-token fields that came as one number for each sample."""
-    left_out: list[str] = dataclasses.field(default_factory=list)
-    """What does not fit, in words."""
+_RESPONSE_FIELDS = tuple(name for name, field in BATCH_FIELDS.items() if field.axis == "response")
+_VALUE_FIELDS = tuple(name for name in _RESPONSE_FIELDS if name != "action_mask")
+_CHECK_ORDER = ("attention_mask", "action_mask", *_VALUE_FIELDS, "action_starts", "info", *SAMPLE_LISTS)
+"""Masks first: the others are checked against them."""
 
 
-def fitted(batch: ExperienceBatch) -> Fitted:
-    """The samples of a batch of B; `ValueError` if not even its tokens can be read.
-
-    >>> tokens, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 2, dtype=torch.bool)
-    >>> made = fitted(ExperienceBatch(tokens, torch.zeros(2, 2), None, torch.zeros(2, 3), None, torch.ones(2),
-    ...                               None, mask, None))
-    >>> made.numbers["advantages"].tolist(), made.left_out, made.sheet.row("action_log_probs", 1).tolist()
-    ([1.0, 1.0], ['values: got 3 columns, expected 2, as action_log_probs has'], [0.0, 0.0])
-    """
-    # Pixels are not saved, and need not be told apart by sample.
-    without: dict[str, Any] = dict.fromkeys((*BATCH_MEDIA, "media"))
-    batch = dataclasses.replace(batch, **without)
-    try:
-        return Fitted(sheet_of_batch(batch))
-    except ValueError:
-        return _mended(batch)
-
-
-def _mended(batch: ExperienceBatch) -> Fitted:
-    """Field by field, masks first, as far as each fits those before it."""
-    without: dict[str, Any] = dict.fromkeys((*_ORDER, "extras"))
-    kept = dataclasses.replace(batch, **without)
-    made = Fitted(sheet_of_batch(kept))
-    slots = _slots(batch)
-    given = [(name, name, getattr(batch, name)) for name in _ORDER]
-    extras = batch.extras if isinstance(batch.extras, dict) else {}
-    for field, name, value in [*given, *(("extras", name, value) for name, value in extras.items())]:
-        if value is None:
-            continue
-        if field in _LATER and (numbers := _numbers(value, len(batch), slots)) is not None:
-            made.numbers[name] = numbers
-            continue
+def read_sources(experiences: Any, problems: list[str]) -> Iterator[TrajectorySource]:
+    """Read batches, buffer items and records, in any mix. What cannot be read is reported in `problems`."""
+    if isinstance(experiences, (ExperienceBatch, Experience, Experiences, BufferItem)):
+        experiences = [experiences]
+    for number, entry in enumerate(experiences or ()):
         try:
-            value = _laid_out(name, value, kept, made.sheet)
-            more: dict[str, Any] = {field: value if field == name else {**(kept.extras or {}), name: value}}
-            trial = dataclasses.replace(kept, **more)
-            made.sheet = sheet_of_batch(trial)
-        except Exception as error:  # what users put into a field may raise anything when it is looked at
-            made.left_out.append(str(error))
-        else:
-            kept = trial
-    return made
+            yield _source(number, entry, problems)
+        except Exception as error:
+            problems.append(f"experiences[{number}]: {error}")
 
 
-def _slots(batch: ExperienceBatch) -> int | None:
-    """A of a padded batch: the mask's, or what most fields have."""
-    found: Counter[int] = Counter()
-    for name in ("action_mask", *_LATER):
-        value = getattr(batch, name)
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and len(batch) == 1:
-            value = value[None]
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == len(batch):
-            found[value.shape[1]] += 1
-            if name == "action_mask":
-                break
-    return found.most_common(1)[0][0] if found else None
+def _source(number: int, entry: Any, problems: list[str]) -> TrajectorySource:
+    if isinstance(entry, Sample):
+        entry = entry.to_experience()
+    if isinstance(entry, Experience):
+        return RecordSource([(number, 0)], [entry])
+    if isinstance(entry, Experiences):
+        return RecordSource([(number, i) for i in range(len(entry))], entry.rows())
+    if isinstance(entry, (list, tuple)) and all(isinstance(row, Experience) for row in entry):
+        return RecordSource([(number, i) for i in range(len(entry))], entry)
+    if isinstance(entry, BufferItem):
+        return ItemSource(number, entry)
+    sequences: Any = getattr(entry, "sequences", None)
+    is_item = isinstance(sequences, torch.Tensor) and sequences.dim() == 1
+    if isinstance(entry, ExperienceBatch):
+        return BatchSource(
+            number, dataclasses.replace(entry, sequences=sequences[None]) if is_item else entry, problems
+        )
+    if is_item:
+        return ItemSource(number, entry)
+    if isinstance(sequences, (list, torch.Tensor)):
+        # A batch of LightRFT's own, or any object with its names.
+        names = [field.name for field in dataclasses.fields(ExperienceBatch) if field.name != "origin"]
+        fields: dict[str, Any] = {name: getattr(entry, name, None) for name in names}
+        return BatchSource(number, ExperienceBatch(**fields), problems)
+    raise ValueError(f"got {type(entry).__name__}, expected an experience, a batch or a buffer item")
 
 
-def _numbers(value: Any, count: int, slots: int | None) -> NDArray[Any] | None:
-    """[B] One number for each sample, if that is what there is."""
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) == (count, slots):
-        return None
-    if value.dim() == 0:
-        return np.repeat(host(value)[None], count)
-    return host(value).reshape(-1) if tuple(value.shape) in ((count,), (count, 1)) else None
-
-
-def _laid_out(name: str, value: Any, kept: ExperienceBatch, sheet: Sheet) -> Any:
-    """A field as batches have it, where it came in another form of which it is known what it means."""
-    count = len(kept)
-    if name in SAMPLE_LISTS:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return list(value)
-        return [value] if name == "raw_images" and count == 1 and not isinstance(value, (list, tuple)) else value
-    if not isinstance(value, torch.Tensor) or name not in BATCH_FIELDS:
-        return value
-    if kept.layout == "packed" and value.dim() == 2 and len(value) == count and name in _RESPONSE:
-        return [row[len(row) - int(length) :] for row, length in zip(value, sheet.responses, strict=True)]
-    if value.dim() == 1 and count == 1 and kept.layout == "padded":
-        return value[None]
-    mask = kept.action_mask
-    if name == "action_entropy" and value.dim() == 1 and isinstance(mask, torch.Tensor):
-        chosen = mask.to(value.device) != 0
-        if int(chosen.sum()) == len(value):  # those of the model's tokens, end to end
-            return torch.zeros(chosen.shape, dtype=value.dtype, device=value.device).masked_scatter(chosen, value)
-    return value
-
-
-# --- info -----------------------------------------------------------------------------------------------------------
-
-
-def apart(info: Any, count: int) -> tuple[Any, dict[Any, Any]]:
-    """An `info` without its tensors and arrays that have no entry for each of `count` samples; and these.
-
-    >>> apart({"reward": torch.ones(2), "bins": np.arange(3), "parts": {"a": torch.ones(1)}}, 2)
-    ({'reward': tensor([1., 1.]), 'parts': {}}, {'bins': array([0, 1, 2]), 'parts': {'a': tensor([1.])}})
-    """
-    if not isinstance(info, dict):
-        return info, {}
-    own: dict[Any, Any] = {}
-    whole: dict[Any, Any] = {}
-    for name, value in info.items():
-        if isinstance(value, dict):
-            own[name], inner = apart(value, count)
-            if inner:
-                whole[name] = inner
-        elif isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim and len(value) != count:
-            whole[name] = value
-        else:
-            own[name] = value
-    return (own, whole) if whole else (info, {})
-
-
-def together(info: Mapping[Any, Any], own: Mapping[Any, Any], whole: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A sample's own `info` and what is of all, in the order of the whole `info`."""
-    found: dict[Any, Any] = {}
-    for name, value in info.items():
-        if isinstance(value, dict) and name in own and name in whole:
-            found[name] = together(value, own[name], whole[name])
-        elif name in own or name in whole:
-            found[name] = own[name] if name in own else whole[name]
-    return found
-
-
-def single(info: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The `info` of one sample, in which a tensor of one entry is that sample's number.
-
-    >>> single({"reward": torch.tensor([0.5]), "parts": {"a": torch.tensor([1])}, "bins": [1]})
-    {'reward': 0.5, 'parts': {'a': 1}, 'bins': [1]}
-    """
-    return {
-        name: single(value)
-        if isinstance(value, dict)
-        else value.item()
-        if isinstance(value, torch.Tensor) and value.shape == (1,)
-        else value
-        for name, value in info.items()
-    }
-
-
-
-
-class OfBatch(Held):
+class BatchSource(TrajectorySource):
     """The samples of a batch, padded or packed."""
 
     def __init__(self, experience: int, batch: ExperienceBatch, problems: list[str]) -> None:
         self.batch = batch
-        info, self.whole = apart(batch.info, len(batch))
-        made = fitted(dataclasses.replace(batch, info=info) if self.whole else batch)
-        self.sheet, self.numbers = made.sheet, made.numbers
-        problems += [f"experiences[{experience}]: {what}" for what in made.left_out]
+        info, self.shared_info = split_info(batch.info, len(batch))
+        coerced = coerce_batch(dataclasses.replace(batch, info=info) if self.shared_info else batch)
+        self.sheet, self.numbers = coerced.sheet, coerced.numbers
+        problems += [f"experiences[{experience}]: {problem}" for problem in coerced.problems]
         super().__init__([(experience, i) for i in range(len(self.sheet))])
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
         if name in self.numbers:
             return self.numbers[name][i : i + 1]
         row = self.sheet.row(name, i)
-        return None if row is None else host(row)
+        return None if row is None else to_numpy(row)
 
     def padded(self, i: int) -> NDArray[np.int64] | None:
         row = self.batch.sequences[i]
-        return None if len(row) == self.sheet.tokens[i] else host(row).astype(np.int64)
+        return None if len(row) == self.sheet.tokens[i] else to_numpy(row).astype(np.int64)
 
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
-        found: dict[str, Callable[[], NDArray[Any]]] = {}
+        readers: dict[str, Callable[[], NDArray[Any]]] = {}
         for name, column in self.sheet.columns.items():
-            plain = isinstance(column, torch.Tensor) and column.dim() == 1
-            if name.startswith("extras.") and plain and i not in self.sheet.origin.absent.get(name, ()):
-                found[name.removeprefix("extras.")] = partial(self._there, i, name)
-        return found
+            per_token = isinstance(column, torch.Tensor) and column.dim() == 1
+            if name.startswith("extras.") and per_token and i not in self.sheet.origin.absent.get(name, ()):
+                readers[name.removeprefix("extras.")] = partial(self._read_column, i, name)
+        return readers
 
-    def _there(self, i: int, name: str) -> NDArray[Any]:
+    def _read_column(self, i: int, name: str) -> NDArray[Any]:
         row = self.sheet.row(name, i)
-        return np.empty(0) if row is None else host(row)
+        return np.empty(0) if row is None else to_numpy(row)
 
     def info(self, i: int) -> Mapping[Any, Any] | None:
-        own = None if self.sheet.info is None else self.sheet.infos[0][i]
-        return together(self.batch.info or {}, own or {}, self.whole) if self.whole else own
+        info = None if self.sheet.info is None else self.sheet.infos[0][i]
+        return join_info(self.batch.info or {}, info or {}, self.shared_info) if self.shared_info else info
 
     def entry(self, i: int, name: str) -> Any:
         return self.sheet.value(name, i)
@@ -229,8 +115,8 @@ class OfBatch(Held):
         return int(self.sheet.responses[i])
 
 
-class OfItem(Held):
-    """One buffer item, LightRFT's too, with padding or without."""
+class ItemSource(TrajectorySource):
+    """One buffer item, also LightRFT's, with padding or without."""
 
     def __init__(self, experience: int, item: Any) -> None:
         super().__init__([(experience, 0)])
@@ -239,13 +125,13 @@ class OfItem(Held):
         if tokens is None:
             raise ValueError("sequences: got None, expected token ids")
         width = len(tokens)
-        known = {name: len(row) for name in _RESPONSE if (row := self._row(name)) is not None}
-        slots = known.get("action_mask", max(known.values(), default=0))
+        widths = {name: len(row) for name in _RESPONSE_FIELDS if (row := self._row(name)) is not None}
+        slots = widths.get("action_mask", max(widths.values(), default=0))
         if slots > width:
             raise ValueError(f"got {slots} response slots, expected at most its {width} tokens")
-        attended = self._row("attention_mask")
-        kept = np.arange(width) if attended is None or len(attended) != width else np.flatnonzero(attended)
-        first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (width, width)
+        mask = self._row("attention_mask")
+        attended = np.arange(width) if mask is None or len(mask) != width else np.flatnonzero(mask)
+        first, last = (int(attended[0]), int(attended[-1]) + 1) if len(attended) else (width, width)
         begin = max(self.get("action_start") or 0, first - (width - slots))
         self.widths: dict[str, int] = {"sequence": width, "response": slots}
         self.spans: dict[str, tuple[int, int]] = {
@@ -254,29 +140,28 @@ class OfItem(Held):
         }
 
     def get(self, name: str) -> Any:
-        """A field of the item, which stays as it is: an item keeps what it is asked for by attribute."""
+        """Return a field without changing the item: an item caches what is read as an attribute."""
         if isinstance(self.item, BufferItem):
             return peek(self.item.__dict__, name)
         return getattr(self.item, name, None)
 
     def _row(self, name: str) -> NDArray[Any] | None:
-        value = self.get(name)
-        return None if value is None else host(torch.as_tensor(value)).reshape(-1)
+        row = self.get(name)
+        return None if row is None else to_numpy(torch.as_tensor(row)).reshape(-1)
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
         row, axis = self._row(name), BATCH_FIELDS[name].axis
         if row is None or len(row) != self.widths[axis]:
-            return row  # what does not fit is not made to
+            return row  # of another length: not cut
         start, stop = self.spans[axis]
         return row[start:stop]
 
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
         start, stop = self.spans["response"]
-        given = (self.get("extras") or {}).items()
         return {
-            name: partial(host, value[start:stop])
-            for name, value in given
-            if isinstance(value, torch.Tensor) and value.dim() == 1
+            name: partial(to_numpy, tensor[start:stop])
+            for name, tensor in (self.get("extras") or {}).items()
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 1
         }
 
     def padded(self, i: int) -> NDArray[np.int64] | None:
@@ -284,8 +169,8 @@ class OfItem(Held):
         return None if row is None or stop - start == len(row) else row.astype(np.int64)
 
     def info(self, i: int) -> Mapping[Any, Any] | None:
-        said: Mapping[Any, Any] | None = self.get("info")
-        return said if said is None else single(said)
+        info: Mapping[Any, Any] | None = self.get("info")
+        return info if info is None else unwrap_info(info)
 
     def entry(self, i: int, name: str) -> Any:
         return self.get(name)
@@ -295,37 +180,159 @@ class OfItem(Held):
         return stop - start
 
 
-def sources_of(experiences: Any, problems: list[str]) -> Iterator[Held]:
-    """Read batches, buffer items and records, in any mix; what cannot be read is named in `problems`."""
-    if isinstance(experiences, (ExperienceBatch, Experience, Experiences, BufferItem)):
-        experiences = [experiences]
-    for number, one in enumerate(experiences or ()):
+# --- batches with fields that do not fit ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class CoercedBatch:
+    """The readable part of a batch."""
+
+    sheet: Sheet
+    numbers: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
+    """[B] Per-token fields that came as one number per sample."""
+    problems: list[str] = dataclasses.field(default_factory=list)
+    """Fields that do not fit, with the reason."""
+
+
+def coerce_batch(batch: ExperienceBatch) -> CoercedBatch:
+    """Read as much of a batch as fits together; `ValueError` if its tokens cannot be read.
+
+    >>> tokens, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 2, dtype=torch.bool)
+    >>> coerced = coerce_batch(ExperienceBatch(tokens, torch.zeros(2, 2), None, torch.zeros(2, 3), None, torch.ones(2),
+    ...                                        None, mask, None))
+    >>> coerced.numbers["advantages"].tolist(), coerced.problems, coerced.sheet.row("action_log_probs", 1).tolist()
+    ([1.0, 1.0], ['values: got 3 columns, expected 2, as action_log_probs has'], [0.0, 0.0])
+    """
+    # Pixels are not saved, so they need not be split by sample.
+    without: dict[str, Any] = dict.fromkeys((*BATCH_MEDIA, "media"))
+    batch = dataclasses.replace(batch, **without)
+    try:
+        return CoercedBatch(sheet_of_batch(batch))
+    except ValueError:
+        return _coerce_fields(batch)
+
+
+def _coerce_fields(batch: ExperienceBatch) -> CoercedBatch:
+    """Add field by field, masks first, as long as each fits those before it."""
+    without: dict[str, Any] = dict.fromkeys((*_CHECK_ORDER, "extras"))
+    accepted = dataclasses.replace(batch, **without)
+    coerced = CoercedBatch(sheet_of_batch(accepted))
+    width = _response_width(batch)
+    entries = [(name, name, getattr(batch, name)) for name in _CHECK_ORDER]
+    extras = batch.extras if isinstance(batch.extras, dict) else {}
+    for field, name, content in [*entries, *(("extras", name, content) for name, content in extras.items())]:
+        if content is None:
+            continue
+        if field in _VALUE_FIELDS and (numbers := _one_per_sample(content, len(batch), width)) is not None:
+            coerced.numbers[name] = numbers
+            continue
         try:
-            yield _source(number, one, problems)
-        except Exception as error:
-            problems.append(f"experiences[{number}]: {error}")
+            content = _coerce_layout(name, content, accepted, coerced.sheet)
+            change: dict[str, Any] = {field: content if field == name else {**(accepted.extras or {}), name: content}}
+            trial = dataclasses.replace(accepted, **change)
+            coerced.sheet = sheet_of_batch(trial)
+        except Exception as error:  # a user's object may raise anything
+            coerced.problems.append(str(error))
+        else:
+            accepted = trial
+    return coerced
 
 
-def _source(number: int, one: Any, problems: list[str]) -> Held:
-    if isinstance(one, Sampled):
-        one = one.to_experience()
-    if isinstance(one, Experience):
-        return OfRecords([(number, 0)], [one])
-    if isinstance(one, Experiences):
-        return OfRecords([(number, i) for i in range(len(one))], one.rows())
-    if isinstance(one, (list, tuple)) and all(isinstance(row, Experience) for row in one):
-        return OfRecords([(number, i) for i in range(len(one))], one)
-    if isinstance(one, BufferItem):
-        return OfItem(number, one)
-    sequences: Any = getattr(one, "sequences", None)
-    bare = isinstance(sequences, torch.Tensor) and sequences.dim() == 1
-    if isinstance(one, ExperienceBatch):
-        return OfBatch(number, dataclasses.replace(one, sequences=sequences[None]) if bare else one, problems)
-    if bare:
-        return OfItem(number, one)
-    if isinstance(sequences, (list, torch.Tensor)):
-        # A batch of LightRFT's own, or any object with its names.
-        names = [f.name for f in dataclasses.fields(ExperienceBatch) if f.name != "origin"]
-        fields: dict[str, Any] = {name: getattr(one, name, None) for name in names}
-        return OfBatch(number, ExperienceBatch(**fields), problems)
-    raise ValueError(f"got {type(one).__name__}, expected an experience, a batch or a buffer item")
+def _response_width(batch: ExperienceBatch) -> int | None:
+    """Return A of a padded batch: that of the mask, or of most fields."""
+    widths: Counter[int] = Counter()
+    for name in ("action_mask", *_VALUE_FIELDS):
+        tensor = getattr(batch, name)
+        if isinstance(tensor, torch.Tensor) and tensor.dim() == 1 and len(batch) == 1:
+            tensor = tensor[None]
+        if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and len(tensor) == len(batch):
+            widths[tensor.shape[1]] += 1
+            if name == "action_mask":
+                break
+    return widths.most_common(1)[0][0] if widths else None
+
+
+def _one_per_sample(content: Any, count: int, width: int | None) -> NDArray[Any] | None:
+    """Return [B] one number per sample, if that is what `content` has."""
+    if not isinstance(content, torch.Tensor) or tuple(content.shape) == (count, width):
+        return None
+    if content.dim() == 0:
+        return np.repeat(to_numpy(content)[None], count)
+    return to_numpy(content).reshape(-1) if tuple(content.shape) in ((count,), (count, 1)) else None
+
+
+def _coerce_layout(name: str, content: Any, accepted: ExperienceBatch, sheet: Sheet) -> Any:
+    """Convert a field to the layout of a batch, if it has another unambiguous one."""
+    count = len(accepted)
+    if name in SAMPLE_LISTS:
+        if isinstance(content, torch.Tensor) and content.dim():
+            return list(content)
+        return [content] if name == "raw_images" and count == 1 and not isinstance(content, (list, tuple)) else content
+    if not isinstance(content, torch.Tensor) or name not in BATCH_FIELDS:
+        return content
+    if accepted.layout == "packed" and content.dim() == 2 and len(content) == count and name in _RESPONSE_FIELDS:
+        return [row[len(row) - int(length) :] for row, length in zip(content, sheet.responses, strict=True)]
+    if content.dim() == 1 and count == 1 and accepted.layout == "padded":
+        return content[None]
+    mask = accepted.action_mask
+    if name == "action_entropy" and content.dim() == 1 and isinstance(mask, torch.Tensor):
+        sampled = mask.to(content.device) != 0
+        if int(sampled.sum()) == len(content):  # those of the sampled tokens, concatenated
+            zeros = torch.zeros(sampled.shape, dtype=content.dtype, device=content.device)
+            return zeros.masked_scatter(sampled, content)
+    return content
+
+
+# --- info -----------------------------------------------------------------------------------------------------------
+
+
+def split_info(info: Any, count: int) -> tuple[Any, dict[Any, Any]]:
+    """Split an `info` into the entries per sample and those of the whole batch: tensors and arrays of another length.
+
+    >>> split_info({"reward": torch.ones(2), "bins": np.arange(3), "parts": {"a": torch.ones(1)}}, 2)
+    ({'reward': tensor([1., 1.]), 'parts': {}}, {'bins': array([0, 1, 2]), 'parts': {'a': tensor([1.])}})
+    """
+    if not isinstance(info, dict):
+        return info, {}
+    per_sample: dict[Any, Any] = {}
+    shared: dict[Any, Any] = {}
+    for name, content in info.items():
+        if isinstance(content, dict):
+            per_sample[name], shared_content = split_info(content, count)
+            if shared_content:
+                shared[name] = shared_content
+        elif isinstance(content, (torch.Tensor, np.ndarray)) and content.ndim and len(content) != count:
+            shared[name] = content
+        else:
+            per_sample[name] = content
+    return (per_sample, shared) if shared else (info, {})
+
+
+def join_info(info: Mapping[Any, Any], sample: Mapping[Any, Any], shared: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Join the `info` of a sample and that of the whole batch, in the order of the batch's `info`."""
+    joined: dict[Any, Any] = {}
+    for name, content in info.items():
+        if isinstance(content, dict) and name in sample and name in shared:
+            joined[name] = join_info(content, sample[name], shared[name])
+        elif name in sample or name in shared:
+            joined[name] = sample[name] if name in sample else shared[name]
+    return joined
+
+
+def unwrap_info(info: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Replace tensors of one entry in the `info` of one sample by numbers.
+
+    >>> unwrap_info({"reward": torch.tensor([0.5]), "parts": {"a": torch.tensor([1])}, "bins": [1]})
+    {'reward': 0.5, 'parts': {'a': 1}, 'bins': [1]}
+    """
+    return {
+        name: unwrap_info(content)
+        if isinstance(content, dict)
+        else content.item()
+        if isinstance(content, torch.Tensor) and content.shape == (1,)
+        else content
+        for name, content in info.items()
+    }
+
+
+__all__ = ["BatchSource", "ItemSource", "coerce_batch", "read_sources"]
