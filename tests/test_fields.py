@@ -27,6 +27,7 @@ from rollbook.compat.trinity import (
 )
 from rollbook.core import fields, wire
 from rollbook.core.fields import FIELDS, Field
+from rollbook.core.wire import decode, encode
 from rollbook.io.arrow import from_table, to_table
 from rollbook.io.parquet import read_parquet, write_parquet
 from tests.strategies import exact, exact_rows
@@ -160,7 +161,7 @@ def test_round_trips(case: Case, tmp_path: Path) -> None:
     write_parquet(many, tmp_path / "rows.parquet")
     ways = {
         "bytes": Experience.deserialize_many(Experience.serialize_many(rows)),
-        "zstd": Experiences.from_bytes(many.to_bytes("zstd")),
+        "zstd": decode(encode(many, compression="zstd")),
         "arrow": from_table(to_table(many)),
         "portable": from_table(to_table(many, portable=True)),
         "parquet": read_parquet(tmp_path / "rows.parquet"),
@@ -289,14 +290,14 @@ def test_withdrawn_columns_are_kept_as_unknown_ones(name: str, tmp_path: Path) -
         rows = build(values)
         expected = exact_rows(rows)
         data = Experience.serialize_many(rows)
-    without = Experiences.from_bytes(data)
+    without = decode(data)
     assert [row.info["i"] for row in without] == [0, 1, 2]
     again = Experience.serialize_many(without.rows())
-    part = without[[2, 0]].to_bytes()
+    part = encode(without[[2, 0]])
     write_parquet(without, tmp_path / "rows.parquet")
     with declared(field):
         assert exact_rows(Experience.deserialize_many(again)) == expected
-        assert exact_rows(Experiences.from_bytes(part)) == [expected[2], expected[0]]
+        assert exact_rows(decode(part)) == [expected[2], expected[0]]
         assert exact_rows(read_parquet(tmp_path / "rows.parquet")) == expected
 
 
@@ -306,16 +307,16 @@ def test_columns_in_memory_outlive_their_field(name: str) -> None:
     with declared(field):
         expected = exact_rows(build(values))
         many = Experiences(build(values))
-    data = [many.to_bytes(), many[1:].to_bytes(), Experiences(many.rows()).to_bytes()]
+    data = [encode(many), encode(many[1:]), encode(Experiences(many.rows()))]
     with declared(field):
-        found = [exact_rows(Experiences.from_bytes(part)) for part in data]
+        found = [exact_rows(decode(part)) for part in data]
     assert found == [expected, expected[1:], expected]
 
 
 def test_bytes_with_a_field_that_nobody_declared() -> None:
     plain_rows = Experiences([Experience(tokens=[1, 2])])
     table = to_table(plain_rows).append_column("novel", pa.array([[0.5]], pa.large_list(pa.float32())))
-    data = from_table(table).to_bytes()
+    data = encode(from_table(table))
     with declared(Field("novel", "tensor", "response", "float32")):
         assert Experience.deserialize(data).novel.tolist() == [0.5]
     # What was unknown is checked once it is known.

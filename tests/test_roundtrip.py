@@ -28,6 +28,7 @@ from rollbook import EID, CustomField, Experience, Experiences
 from rollbook.compat.trinity import from_hf_datasets, to_hf_datasets
 from rollbook.core import freeform, sparse, wire
 from rollbook.core.fields import FIELDS
+from rollbook.core.wire import decode, encode
 from rollbook.io.arrow import from_table, to_table
 from rollbook.io.parquet import read_parquet, write_parquet
 from tests.attacks import corpus
@@ -110,7 +111,7 @@ def _one_frame_each(rows: Rows) -> list[Experience]:
 def _two_frames(rows: Rows) -> list[Experience]:
     half = len(rows) // 2
     return Experience.deserialize_many(
-        Experience.serialize_many(rows[:half]) + Experiences(rows[half:]).to_bytes("zstd")
+        Experience.serialize_many(rows[:half]) + encode(Experiences(rows[half:]), compression="zstd")
     )
 
 
@@ -145,17 +146,15 @@ BYTE_WAYS: dict[str, Callable[[Rows], Rows]] = {
     "unaligned memoryview": _unaligned,
     "columns": lambda rows: list(Experiences(rows)),
     "rows one by one": lambda rows: [many[i] for many in [Experiences(rows)] for i in range(len(rows))],
-    "to_bytes": lambda rows: list(Experiences.from_bytes(Experiences(rows).to_bytes())),
-    "zstd": lambda rows: list(Experiences.from_bytes(Experiences(rows).to_bytes("zstd"))),
-    "lz4": lambda rows: list(Experiences.from_bytes(Experiences(rows).to_bytes("lz4"))),
+    "to_bytes": lambda rows: list(decode(encode(Experiences(rows)))),
+    "zstd": lambda rows: list(decode(encode(Experiences(rows), compression="zstd"))),
+    "lz4": lambda rows: list(decode(encode(Experiences(rows), compression="lz4"))),
     "not verified": lambda rows: list(wire.decode(Experience.serialize_many(rows), verify=False)),
     "given buffer": _out,
     "a frame each": _one_frame_each,
     "two frames": _two_frames,
     "iter_frames": _iter_frames,
-    "decoded, encoded again": lambda rows: list(
-        Experiences.from_bytes(Experiences.from_bytes(Experiences(rows).to_bytes()).to_bytes())
-    ),
+    "decoded, encoded again": lambda rows: list(decode(encode(decode(encode(Experiences(rows)))))),
     "arrow": lambda rows: list(from_table(to_table(Experiences(rows)))),
     "portable arrow": lambda rows: list(from_table(to_table(Experiences(rows), portable=True))),
     "arrow in chunks": _chunked_arrow,
@@ -705,7 +704,7 @@ UNKNOWN = {
 def test_unknown_columns_survive(name: str) -> None:
     rows = [full_record(seed=seed) for seed in range(3)]
     table = to_table(Experiences(rows)).append_column(name, UNKNOWN[name])
-    many = Experiences.from_bytes(from_table(table).to_bytes())
+    many = decode(encode(from_table(table)))
     expected = UNKNOWN[name].to_pylist()
 
     def kept(found: Any) -> bool:
@@ -716,7 +715,7 @@ def test_unknown_columns_survive(name: str) -> None:
     assert kept(many.rows())
     assert kept(Experience.deserialize_many(Experience.serialize_many(many.rows())))
     assert kept(Experiences(many.rows()))
-    assert kept(Experiences.from_bytes(many.to_bytes("zstd")))
+    assert kept(decode(encode(many, compression="zstd")))
     assert kept(list(Experiences.concat([many[:1], many[1:]])))
     assert kept(many[[0, 1, 2]])
     assert kept(many.compact())

@@ -18,6 +18,7 @@ from rollbook.algorithms import ESTIMATORS, estimate
 from rollbook.algorithms.inputs import group_id, group_numbers, inputs_of, run_id
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.wire import decode, encode
 
 TEXT = st.sampled_from(["", "a", "b/c", "50%", "1"])
 EIDS = st.fixed_dictionaries(
@@ -164,7 +165,7 @@ def test_results_go_back_into_records_and_batches() -> None:
     more = many.assign(advantages=found.advantages, returns=found.returns)
     assert more[1].advantages.tolist() == [0.5, 0.0, 0.5]
     assert many[1].advantages is None
-    assert Experiences.from_bytes(more.to_bytes()) == more
+    assert decode(encode(more)) == more
     more[1].advantages[0] = 7.0
     assert more[1].returns[0].item() == 0.5
     batch = from_experiences(many, packing_samples=True)

@@ -23,6 +23,7 @@ import torch
 
 from rollbook import Experience, Experiences
 from rollbook.core import fields, wire
+from rollbook.core.wire import encode
 from rollbook.io.arrow import from_table, to_table
 from rollbook.io.hf import from_hf, to_hf
 from rollbook.io.parquet import read_parquet, write_parquet
@@ -83,7 +84,7 @@ def sources(folder: Path) -> dict[str, Callable[[], Source]]:
 
     def dataset() -> Source:
         made = to_hf(Experiences(records()))
-        return lambda: from_hf(made), lambda: from_hf(made).to_bytes()
+        return lambda: from_hf(made), lambda: encode(from_hf(made))
 
     def dataset_on_disk() -> Source:
         import datasets
@@ -102,7 +103,7 @@ def sources(folder: Path) -> dict[str, Callable[[], Source]]:
 
     def arrow() -> Source:
         table = to_table(Experiences(records()))
-        return lambda: from_table(table), lambda: from_table(table).to_bytes()
+        return lambda: from_table(table), lambda: encode(from_table(table))
 
     def foreign(data: bytes) -> Source:
         return lambda: Experience.deserialize_many(data), lambda: hashlib.sha256(data).digest()

@@ -26,6 +26,7 @@ from rollbook.book.digests import Digests, digests, is_late
 from rollbook.core import freeform
 from rollbook.core.equality import same
 from rollbook.core.fields import FIELDS, Field, declare, withdraw
+from rollbook.core.wire import decode, encode
 from rollbook.io.arrow import from_table, to_table
 from rollbook.io.parquet import read_parquet, write_parquet
 from tests.strategies import FREEFORM_DICTS, full_record, record_lists, records
@@ -70,8 +71,8 @@ def test_neighbours_slices_and_gathering_change_nothing(rows: Rows) -> None:
 def test_round_trips_change_nothing(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> None:
     many = Experiences(rows)
     found = digests(many)
-    assert digests(Experiences.from_bytes(many.to_bytes())) == found
-    assert digests(Experiences.from_bytes(many.to_bytes("lz4"))) == found
+    assert digests(decode(encode(many))) == found
+    assert digests(decode(encode(many, compression="lz4"))) == found
     assert digests(from_table(to_table(many))) == found
     if rows:
         path = tmp_path_factory.mktemp("p") / "rows.parquet"
@@ -306,7 +307,7 @@ def test_unknown_columns() -> None:
         assert (found.whole[0] in seen) == (name == "nothing")
         seen.add(found.whole[0])
         assert (found.core[2] != plain.core[2]) == (name != "nothing")
-        assert digests(Experiences.from_bytes(many.to_bytes())) == found
+        assert digests(decode(encode(many))) == found
         assert digests(many[1:]) == found.take([1, 2])
         assert digests(Experiences([*many.rows(), rows[0]])).whole == [*found.whole, plain.whole[0]]
     union = pa.UnionArray.from_dense(
@@ -493,13 +494,13 @@ def test_the_format_is_what_its_description_says() -> None:
 
 def test_digests_and_tags_do_without_torch(tmp_path: Path) -> None:
     path = tmp_path / "frame"
-    path.write_bytes(Experiences(_golden()).to_bytes())
+    path.write_bytes(encode(Experiences(_golden())))
     code = f"""
 import sys
-from rollbook.core.experiences import Experiences
+from rollbook.core.wire import decode
 from rollbook.book.digests import digests
 from rollbook.book.tags import numbers, tags
-many = Experiences.from_bytes(open({str(path)!r}, "rb").read())
+many = decode(open({str(path)!r}, "rb").read())
 print(digests(many).whole[1].hex(), len(tags(many)), numbers(many, "metrics.n"), "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -68,8 +68,6 @@ class Experiences(Sequence["Experience"]):
     Experiences(2 records, 6 tokens)
     >>> {tid: len(group) for tid, group in many.group_by("task").items()}
     {'1/0': 2, '1/1': 2}
-    >>> Experiences.from_bytes(many.to_bytes()) == many
-    True
     """
 
     def __init__(self, rows: Iterable[Experience] = ()) -> None:
@@ -119,13 +117,6 @@ class Experiences(Sequence["Experience"]):
         return cls._of(parts, count)
 
     @classmethod
-    def from_bytes(cls, data: Any, verify: bool = True) -> Experiences:
-        """Records from frames, without copying; see `rollbook.core.wire.decode`."""
-        from rollbook.core.wire import decode
-
-        return decode(data, verify=verify)
-
-    @classmethod
     def concat(cls, parts: Iterable[Experiences]) -> Experiences:
         """All records of all parts, in order."""
         given = [part for part in parts if len(part)]
@@ -134,14 +125,6 @@ class Experiences(Sequence["Experience"]):
         return cls._of(
             columns.concat([(part._columns, part._count) for part in given]), sum(part._count for part in given)
         )
-
-    # --- going out ------------------------------------------------------------------------------------------
-
-    def to_bytes(self, compression: str | None = None) -> bytes:
-        """One frame; see `rollbook.core.wire.encode`."""
-        from rollbook.core.wire import encode
-
-        return bytes(encode(self, compression=compression))
 
     # --- a sequence -----------------------------------------------------------------------------------------
 
@@ -224,7 +207,9 @@ class Experiences(Sequence["Experience"]):
         return records_html(self)
 
     def __reduce__(self) -> Any:
-        return Experiences.from_bytes, (self.to_bytes(),)
+        from rollbook.core.wire import decode, encode
+
+        return decode, (encode(self),)
 
     # --- selecting ------------------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ from urllib.parse import quote
 from rollbook.core.checks import suggest
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
-from rollbook.core.wire import Limits, read_any
+from rollbook.core.trxp import read_any
+from rollbook.core.wire import Limits
 from rollbook.io.tables import Errors
 
 if TYPE_CHECKING:
