@@ -31,7 +31,7 @@ LAYOUT = "prompt_left_response_right"
 """How the neighbours pad."""
 ENGINE = "extras.logprobs"
 _PER_SAMPLE = ("labels", "references", "raw_images")
-_RESPONSE = tuple(name for name, one in BATCH_FIELDS.items() if one.axis == "response" and name != "action_mask")
+_RESPONSE = tuple(name for name, field in BATCH_FIELDS.items() if field.axis == "response" and name != "action_mask")
 
 
 class Carried(dict[str, Any]):
@@ -49,13 +49,13 @@ class Carried(dict[str, Any]):
         return Carried, (dict(self),)
 
 
-def needed(package: str, what: str) -> Any:
+def needed(package: str, user: str) -> Any:
     """The module `package`, or an `ImportError` that says who wants it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise ImportError(
-            f"{what} needs the package {package!r} (pip install {package}): {error}", name=package
+            f"{user} needs the package {package!r} (pip install {package}): {error}", name=package
         ) from error
 
 
@@ -95,14 +95,14 @@ class Outgoing:
 
 def custom_names(carried: Sequence[Carried]) -> set[str]:
     """The custom fields that the rows' records have."""
-    return {one.destination_field for row in carried for one in row.get("record", {}).get("custom_fields", ())}
+    return {field.destination_field for row in carried for field in row.get("record", {}).get("custom_fields", ())}
 
 
 def outgoing(
-    given: Any, whose: str, pad_token_id: int, prompt_width: int | None = None, response_width: int | None = None
+    experiences: Any, whose: str, pad_token_id: int, prompt_width: int | None = None, response_width: int | None = None
 ) -> Outgoing:
     """Records or a batch as columns: prompts padded on the left to P, responses on the right to R."""
-    batch, records = _batch_of(given, pad_token_id)
+    batch, records = _batch_of(experiences, pad_token_id)
     items = split_experience_batch(batch, unpad=True)
     if batch.layout == "packed" or records is None:
         batch = batch.pad(pad_token_id, LAYOUT)
@@ -147,12 +147,14 @@ def outgoing(
     )
 
 
-def _batch_of(given: Any, pad_token_id: int) -> tuple[ExperienceBatch, Experiences | None]:
-    if isinstance(given, ExperienceBatch):
-        return given, None
-    if not isinstance(given, Sequence):
-        raise ValueError(f"experiences: got {type(given).__name__}, expected Experiences, a list or an ExperienceBatch")
-    records = as_experiences(given)
+def _batch_of(experiences: Any, pad_token_id: int) -> tuple[ExperienceBatch, Experiences | None]:
+    if isinstance(experiences, ExperienceBatch):
+        return experiences, None
+    if not isinstance(experiences, Sequence):
+        raise ValueError(
+            f"experiences: got {type(experiences).__name__}, expected Experiences, a list or an ExperienceBatch"
+        )
+    records = as_experiences(experiences)
     kinds = records.values("experience_type") if len(records) else []
     if "dpo" in kinds:
         for i, kind in enumerate(kinds):
@@ -225,15 +227,17 @@ def _carried(batch: ExperienceBatch, items: list[BufferItem], names: Mapping[str
     columns = {name: getattr(batch, name) for name in BATCH_FIELDS}
     columns |= {f"extras.{name}": value for name, value in (batch.extras or {}).items()}
     columns = {name: value for name, value in columns.items() if value is not None}
-    known = batch.origin
+    origin = batch.origin
     usual = {names.get(name, name): value.dtype for name, value in columns.items()}
     rows = []
     for i, item in enumerate(items):
         dtypes = usual
-        if known.absent or known.dtypes:
-            own = {name: known.dtypes[name][i] if name in known.dtypes else columns[name].dtype for name in columns}
-            lacking = {name for name in columns if i in known.absent.get(name, ())}
-            dtypes = {names.get(name, name): kind for name, kind in own.items() if name not in lacking}
+        if origin.absent or origin.dtypes:
+            own_dtypes = {
+                name: origin.dtypes[name][i] if name in origin.dtypes else columns[name].dtype for name in columns
+            }
+            lacking = {name for name in columns if i in origin.absent.get(name, ())}
+            dtypes = {names.get(name, name): kind for name, kind in own_dtypes.items() if name not in lacking}
         row = Carried(dtypes=usual if dtypes == usual else dtypes)
         if item.info is not None:
             row["info"] = item.info
@@ -287,10 +291,10 @@ def _carry_records(rows: list[Carried], records: Experiences) -> None:
         for row, value in zip(rows, records.values(name), strict=True):
             if field.kind == "media" or field.axis == "response":
                 # One number for all tokens is spread over them, and no media are none.
-                kept = isinstance(value, int) or (isinstance(value, dict) and not value)
+                stored = isinstance(value, int) or (isinstance(value, dict) and not value)
             else:
-                kept = value is not None and field.kind != "eid"
-            if kept:
+                stored = value is not None and field.kind != "eid"
+            if stored:
                 row["record"][name] = value
     if any(owner(name) is None for name in records.columns):
         for row, record in zip(rows, records.rows(), strict=True):
@@ -305,11 +309,11 @@ def on_last_action(rewards: Sequence[float], chosen: torch.Tensor, warn: bool = 
             [0., 0., 0.]])
     """
     mask = chosen if chosen.dtype == torch.bool else chosen != 0
-    kept = mask.cpu().numpy()
-    last = kept.shape[1] - 1 - kept[:, ::-1].argmax(axis=1)
-    rows = np.flatnonzero(kept[np.arange(len(kept)), last])
-    if warn and len(rows) < len(kept):
-        warnings.warn(f"reward: {len(kept) - len(rows)} rows have no action to carry theirs", stacklevel=3)
+    sampled = mask.cpu().numpy()
+    last = sampled.shape[1] - 1 - sampled[:, ::-1].argmax(axis=1)
+    rows = np.flatnonzero(sampled[np.arange(len(sampled)), last])
+    if warn and len(rows) < len(sampled):
+        warnings.warn(f"reward: {len(sampled) - len(rows)} rows have no action to carry theirs", stacklevel=3)
     scores = torch.zeros(chosen.shape, dtype=torch.float32)
     scores[rows, last[rows]] = torch.tensor(rewards, dtype=torch.float32)[rows]
     return scores.to(chosen.device)
@@ -337,13 +341,13 @@ class Incoming:
 
     def spans(self) -> list[tuple[int, int]]:
         """[B] Where each row's tokens begin and end."""
-        kept = (self.attention_mask != 0).to(torch.int8)
-        width = kept.shape[1]
+        attended = (self.attention_mask != 0).to(torch.int8)
+        width = attended.shape[1]
         if not width:
-            return [(0, 0)] * len(kept)
-        begin = kept.argmax(dim=1)
-        end = width - kept.flip(1).argmax(dim=1)
-        end = torch.where(kept.any(dim=1), end, begin)
+            return [(0, 0)] * len(attended)
+        begin = attended.argmax(dim=1)
+        end = width - attended.flip(1).argmax(dim=1)
+        end = torch.where(attended.any(dim=1), end, begin)
         return list(zip(begin.tolist(), end.tolist(), strict=True))
 
     @property
@@ -357,11 +361,11 @@ class Incoming:
         prompt = self.sequences.shape[1] - self.action_mask.shape[1]
         rows: list[Any] = self.carried or [Carried() for _ in self.sequences]
         names = {ENGINE: "action_log_probs"} if self.behaviour else {}
-        whole = {"sequences": self.sequences, "attention_mask": self.attention_mask}
+        per_token = {"sequences": self.sequences, "attention_mask": self.attention_mask}
         slots = {"action_mask": self.action_mask} | self.columns
-        made = []
+        items = []
         for i, (row, (begin, end)) in enumerate(zip(rows, self.spans(), strict=True)):
-            parts = {name: value[i, begin:end] for name, value in whole.items()}
+            parts = {name: value[i, begin:end] for name, value in per_token.items()}
             low, high = max(begin - prompt, 0), max(end - prompt, 0)
             parts |= {name: value[i, low:high] for name, value in slots.items()}
             kinds = row.get("dtypes")
@@ -369,24 +373,24 @@ class Incoming:
                 gone = ("attention_mask", "action_mask")  # masks that were made for the neighbour
                 parts = {name: part for name, part in parts.items() if name in kinds or name not in gone}
                 parts = {name: part.to(kinds.get(name, part.dtype)) for name, part in parts.items()}
-            given: dict[str, Any] = dict.fromkeys(BATCH_FIELDS)
-            given |= {names.get(name, name): part.clone() for name, part in parts.items()}
-            extras = {n.removeprefix("extras."): given.pop(n) for n in list(given) if n.startswith("extras.")}
+            fields: dict[str, Any] = dict.fromkeys(BATCH_FIELDS)
+            fields |= {names.get(name, name): part.clone() for name, part in parts.items()}
+            extras = {n.removeprefix("extras."): fields.pop(n) for n in list(fields) if n.startswith("extras.")}
             media = dict(self.media[i])
-            given |= {name: media.pop(key) for name, key in BATCH_MEDIA.items() if key in media}
+            fields |= {name: media.pop(key) for name, key in BATCH_MEDIA.items() if key in media}
             info = row.get("info")
             if self.info is not None and self.info[i]:
                 info = {**(info or {}), **self.info[i]}
             for name, value in self.custom.items():
                 info = {**(info or {}), name: value[i].item() if value[i].numel() == 1 else value[i].clone()}
-            item = BufferItem(**given, info={} if info is None and "dtypes" not in row else info)
+            item = BufferItem(**fields, info={} if info is None and "dtypes" not in row else info)
             item.extras, item.media = extras or None, media or None
             item.eid = None if self.ids is None else self.ids[i]
             item.info_kinds = row.get("kinds")
             for name in _PER_SAMPLE:
                 setattr(item, name, row.get(name))
-            made.append(item)
-        return made
+            items.append(item)
+        return items
 
     def batch(self, pad_token_id: int, layout: str) -> ExperienceBatch:
         """The batch, in one of the padded layouts or `packed`."""
@@ -404,35 +408,35 @@ class Incoming:
 
 
 def _record(item: BufferItem, row: Carried, engine: bool) -> Experience:
-    given: dict[str, Any] = dict(row.get("record", {}))
+    fields: dict[str, Any] = dict(row.get("record", {}))
     rest: dict[str, Any] = {}
     columns = {name: getattr(item, name) for name in BATCH_FIELDS} | (item.extras or {})
     for name, part in columns.items():
         field = _field_of(name, engine)
-        if part is None or name == "attention_mask" or field in given:
+        if part is None or name == "attention_mask" or field in fields:
             continue
         if field is None:
             rest[name] = part
         else:
-            given[field] = part
+            fields[field] = part
     if "token_dtype" in row:
-        given["tokens"] = given["tokens"].to(row["token_dtype"])
+        fields["tokens"] = fields["tokens"].to(row["token_dtype"])
     length, slots = len(item.sequences), _slots(item)
-    given.setdefault("prompt_length", length - slots)
+    fields.setdefault("prompt_length", length - slots)
     info = dict(item.info or {})
     if "record" not in row:
         # What was not a record before: everything the batch knows, the reward apart.
-        given["reward"] = info.pop("reward", None)
-        given["info"] = info
-        if given["prompt_length"] and slots and bool((given.get("action_mask", torch.ones(1)) != 0).all()):
-            given.pop("action_mask", None)
+        fields["reward"] = info.pop("reward", None)
+        fields["info"] = info
+        if fields["prompt_length"] and slots and bool((fields.get("action_mask", torch.ones(1)) != 0).all()):
+            fields.pop("action_mask", None)
     if rest:
-        given["info"] = {**given.get("info", {}), "trainer": rest}
+        fields["info"] = {**fields.get("info", {}), "trainer": rest}
     if media := _media(item):
-        given["multi_modal_inputs"] = media
+        fields["multi_modal_inputs"] = media
     if item.eid is not None:
-        given["eid"] = item.eid
-    record = Experience(**given)
+        fields["eid"] = item.eid
+    record = Experience(**fields)
     if row.get("unknown"):
         record.__dict__["unknown"] = dict(row["unknown"])
     return record
@@ -440,20 +444,20 @@ def _record(item: BufferItem, row: Carried, engine: bool) -> Experience:
 
 def _field_of(name: str, engine: bool) -> str | None:
     """The record's field that a batch's column is, if there is one."""
-    known = BATCH_FIELDS.get(name)
-    if known is not None:
-        return known.sources[-1 if engine else 0] if known.sources else None
+    batch_field = BATCH_FIELDS.get(name)
+    if batch_field is not None:
+        return batch_field.sources[-1 if engine else 0] if batch_field.sources else None
     return name if name in FIELDS and FIELDS[name].axis == "response" else None
 
 
 def taken_back(out: Outgoing, key: str) -> list[Any]:
     """What each row keeps of a neighbour's own in `info[key]`, taken out of what it carries; [] if any row lacks it."""
-    kept = [(row.get("info") or {}).get(key) for row in out.carried]
-    if any(one is None for one in kept):
+    entries = [(row.get("info") or {}).get(key) for row in out.carried]
+    if any(entry is None for entry in entries):
         return []
     for row in out.carried:
         row["info"] = {name: value for name, value in row["info"].items() if name != key}
-    return kept
+    return entries
 
 
 def ids_of(unique: Sequence[Any] | None, groups: Sequence[Any] | None) -> list[EID] | None:
@@ -467,8 +471,8 @@ def ids_of(unique: Sequence[Any] | None, groups: Sequence[Any] | None) -> list[E
     if groups is None:
         return None
     seen: dict[str, int] = {}
-    made = []
+    eids = []
     for group in map(str, groups):
         seen[group] = seen.get(group, -1) + 1
-        made.append(EID(task=group, run=seen[group]))
-    return made
+        eids.append(EID(task=group, run=seen[group]))
+    return eids

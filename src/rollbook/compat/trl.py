@@ -120,14 +120,14 @@ def to_trl(
     return batch
 
 
-def _advantages(given: torch.Tensor | None, out: Outgoing, per_token: bool) -> torch.Tensor:
-    if given is None:
+def _advantages(advantages: torch.Tensor | None, out: Outgoing, per_token: bool) -> torch.Tensor:
+    if advantages is None:
         raise ValueError("advantages: got None, expected them: TRL's loss is made of them")
     if per_token:
-        return given
+        return advantages
     chosen = out.action_mask
-    low = given.masked_fill(~chosen, torch.inf).amin(dim=1)
-    high = given.masked_fill(~chosen, -torch.inf).amax(dim=1)
+    low = advantages.masked_fill(~chosen, torch.inf).amin(dim=1)
+    high = advantages.masked_fill(~chosen, -torch.inf).amax(dim=1)
     acts = chosen.any(dim=1)
     uneven = torch.nonzero(acts & (low != high)).flatten().tolist()
     if uneven:
@@ -138,11 +138,11 @@ def _advantages(given: torch.Tensor | None, out: Outgoing, per_token: bool) -> t
             "row; per_token_advantages=True gives TRL one for each token"
         )
     flat = torch.where(acts, low, torch.zeros_like(low)).float()
-    spread = flat[:, None].to(given.dtype) * chosen
-    for i in torch.nonzero((spread != given).any(dim=1)).flatten().tolist():
+    spread = flat[:, None].to(advantages.dtype) * chosen
+    for i in torch.nonzero((spread != advantages).any(dim=1)).flatten().tolist():
         # Tokens that are no actions may have one too, which TRL has no use for.
         length = int(out.attention_mask[i, out.prompt_width :].sum())
-        out.carried[i]["advantages"] = given[i, :length].clone()
+        out.carried[i]["advantages"] = advantages[i, :length].clone()
     return flat
 
 
@@ -161,14 +161,14 @@ def _add_media(batch: dict[str, Any], out: Outgoing) -> None:
     for key in names:
         present = [media[key] for media in out.media if key in media]
         if key in _BY_TOKEN:
-            made = present[0].new_zeros((len(out.media), width))
+            padded = present[0].new_zeros((len(out.media), width))
             for i, media in enumerate(out.media):
                 if key in media:
                     begin = int(out.attention_mask[i].argmax())
                     row = media[key].reshape(-1)
-                    made[i, begin : begin + len(row)] = row
+                    padded[i, begin : begin + len(row)] = row
                     out.carried[i]["media"] = {**out.carried[i].get("media", {}), key: media[key]}
-            batch[key] = made
+            batch[key] = padded
         elif key in ("pixel_values", "image_grid_thw", *_BY_IMAGE):
             batch[key] = torch.cat(present)
         else:
@@ -205,19 +205,19 @@ def from_trl(batch: Mapping[str, Any], *, pad_token_id: int = 0, layout: str = L
     chosen = completion * batch["tool_mask"] if batch.get("tool_mask") is not None else completion
     carried: list[Carried] | None = batch.get(COLUMN)
     media_keys = ("pixel_values", "image_grid_thw", "num_images", *_BY_TOKEN, *_BY_IMAGE)
-    known = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"}
-    known |= {"num_items_in_batch", "unique_ids", COLUMN, *media_keys}
+    standard = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"}
+    standard |= {"num_items_in_batch", "unique_ids", COLUMN, *media_keys}
     custom = {key: batch[key] for key in custom_names(carried or ()) & batch.keys()}
     columns: dict[str, torch.Tensor] = {}
     info: list[dict[str, Any]] = [{} for _ in range(count)]
     for key, value in batch.items():
-        if key in known or key in custom or value is None:
+        if key in standard or key in custom or value is None:
             continue
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == width:
             columns[_COLUMNS.get(key) or _name(key)] = value
         elif isinstance(value, (torch.Tensor, list)) and len(value) == count:
-            for row, one in zip(info, value, strict=True):
-                row.setdefault(FOREIGN, {})[key] = one
+            for row, entry in zip(info, value, strict=True):
+                row.setdefault(FOREIGN, {})[key] = entry
     if batch.get("advantages") is not None:
         columns["advantages"] = _spread(batch["advantages"], chosen, carried)
     return Incoming(
@@ -237,15 +237,15 @@ def _name(key: str) -> str:
     return key if key in ("values", "returns", "kl", "action_entropy") else f"extras.{key}"
 
 
-def _spread(given: torch.Tensor, chosen: torch.Tensor, carried: Sequence[Carried] | None) -> torch.Tensor:
-    if given.dim() > 1:
-        return given
-    made = given[:, None] * (chosen != 0)
+def _spread(advantages: torch.Tensor, chosen: torch.Tensor, carried: Sequence[Carried] | None) -> torch.Tensor:
+    if advantages.dim() > 1:
+        return advantages
+    per_token = advantages[:, None] * (chosen != 0)
     for i, row in enumerate(carried or ()):
         sent = row.get("advantages")
-        if sent is not None and bool((sent == made[i, : len(sent)])[chosen[i, : len(sent)] != 0].all()):
-            made[i, : len(sent)] = sent
-    return made
+        if sent is not None and bool((sent == per_token[i, : len(sent)])[chosen[i, : len(sent)] != 0].all()):
+            per_token[i, : len(sent)] = sent
+    return per_token
 
 
 def _media(batch: Mapping[str, Any], carried: Sequence[Carried] | None, count: int) -> list[dict[str, torch.Tensor]]:
@@ -269,9 +269,9 @@ def _media(batch: Mapping[str, Any], carried: Sequence[Carried] | None, count: i
                 row[key] = part
     for key in _BY_TOKEN:
         if batch.get(key) is not None and carried is None:
-            kept = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1) != 0
+            attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1) != 0
             for i, row in enumerate(rows):
-                row[key] = batch[key][i][kept[i]]
+                row[key] = batch[key][i][attended[i]]
     for row, sent in zip(rows, carried or (), strict=False):
         row |= sent.get("media", {})
     return rows

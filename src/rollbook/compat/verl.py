@@ -147,10 +147,10 @@ def _rows(out: Outgoing) -> dict[str, list[Any]]:
 
 def _with_seqlens(media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """As verl's model takes it: what serves only for positions is left out, what its counter reads is put in."""
-    made = {key: value for key, value in media.items() if key != _POSITIONS_ONLY}
-    if (lengths := _seqlens(made)) is not None:
-        made.setdefault("images_seqlens", lengths)
-    return made
+    inputs = {key: value for key, value in media.items() if key != _POSITIONS_ONLY}
+    if (lengths := _seqlens(inputs)) is not None:
+        inputs.setdefault("images_seqlens", lengths)
+    return inputs
 
 
 def _seqlens(media: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -160,24 +160,24 @@ def _seqlens(media: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 def _rope_positions(tensors: Mapping[str, torch.Tensor], out: Outgoing, get_rope_index: Any) -> torch.Tensor:
     """(B, 4, P + R) The text's positions, then the three of images and videos."""
-    ids, kept = tensors["input_ids"], tensors["attention_mask"]
+    ids, attention = tensors["input_ids"], tensors["attention_mask"]
     config = config_of(get_rope_index)
-    made = []
+    rows = []
     for i, media in enumerate(out.media):
         text = tensors["position_ids"][i]
         positions = text.new_zeros((4, len(text)))
         positions[0] = text
-        attended = kept[i] != 0
+        attended = attention[i] != 0
         positions[1:, attended] = sample_positions(ids[i, attended], media, get_rope_index, config).to(text)
-        made.append(positions)
-    return torch.stack(made)
+        rows.append(positions)
+    return torch.stack(rows)
 
 
 def _objects(values: list[Any]) -> np.ndarray[Any, Any]:
-    made = np.empty(len(values), dtype=object)
+    array = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):  # one by one: numpy would look into sequences
-        made[i] = value
-    return made
+        array[i] = value
+    return array
 
 
 # --- what verl made, and nobody here has a name for ---------------------------------------------------------------
@@ -188,20 +188,20 @@ FOREIGN = "verl"
 
 def _add_foreign(out: Outgoing, tensors: dict[str, torch.Tensor], rows: dict[str, list[Any]]) -> None:
     """Put back under their keys what `from_verl` kept in `info`."""
-    kept = taken_back(out, FOREIGN)
-    if not kept:
+    entries = taken_back(out, FOREIGN)
+    if not entries:
         return
-    for key in kept[0].get("rows", ()):
-        rows.setdefault(key, [one["rows"][key] for one in kept])
+    for key in entries[0].get("rows", ()):
+        rows.setdefault(key, [entry["rows"][key] for entry in entries])
     for key, value in out.info[FOREIGN].get("samples", {}).items():
         tensors.setdefault(key, value)
     width = out.sequences.shape[1]
-    for key, first in kept[0].get("tokens", {}).items():
-        made = first.new_zeros((len(kept), width, *first.shape[1:]))
-        for i, one in enumerate(kept):
+    for key, first in entries[0].get("tokens", {}).items():
+        padded = first.new_zeros((len(entries), width, *first.shape[1:]))
+        for i, entry in enumerate(entries):
             begin = int(out.attention_mask[i].argmax())
-            made[i, begin : begin + len(one["tokens"][key])] = one["tokens"][key]
-        tensors.setdefault(key, made)
+            padded[i, begin : begin + len(entry["tokens"][key])] = entry["tokens"][key]
+        tensors.setdefault(key, padded)
 
 
 # --- back ---------------------------------------------------------------------------------------------------------
@@ -272,12 +272,12 @@ def _incoming(data: Any) -> Incoming:
     )
     if any(foreign.values()):
         for i, (begin, end) in enumerate(incoming.spans()):
-            kept = {
+            row_foreign = {
                 "rows": {key: values[i] for key, values in foreign["rows"].items()},
                 "samples": {key: value[i] for key, value in foreign["samples"].items()},
                 "tokens": {key: value[i, begin:end] for key, value in foreign["tokens"].items()},
             }
-            info[i][FOREIGN] = {key: value for key, value in kept.items() if value}
+            info[i][FOREIGN] = {key: value for key, value in row_foreign.items() if value}
     incoming.info = info
     return incoming
 
@@ -318,14 +318,14 @@ def _scores(
 
 
 def _media(rows: list[Any] | None, carried: list[Carried] | None, count: int) -> list[dict[str, torch.Tensor]]:
-    made = []
+    per_row = []
     for i in range(count):
         media = dict(rows[i] or {}) if rows is not None else {}
         lengths = _seqlens(media)
         if lengths is not None and "images_seqlens" in media and torch.equal(lengths, media["images_seqlens"]):
             del media["images_seqlens"]
-        made.append(media | ({} if carried is None else carried[i].get("media", {})))
-    return made
+        per_row.append(media | ({} if carried is None else carried[i].get("media", {})))
+    return per_row
 
 
 __all__ = ["experiences_from_verl", "from_verl", "to_verl"]

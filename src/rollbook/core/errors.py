@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class RollbookError(Exception):
+    """Base class of the exceptions that Rollbook defines."""
+
+
 class WireError(ValueError):
     """Bytes that are not what they should be: says what is wrong and, where it is known, at which byte.
 

@@ -104,11 +104,11 @@ def _normalize(name: str, array: pa.Array, arrays: dict[str, pa.Array], parts: C
     """Put `array` into `arrays` with the type its field has, or, if it must be remade by value, into `parts`."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    known = owner(name)
-    if known is None:
+    column = owner(name)
+    if column is None:
         arrays[name] = array
         return
-    field, side = known
+    field, side = column
     if field.kind == "tensor" and not side:
         kind = _ragged_type(field, array.type)
         if kind is None:

@@ -51,7 +51,7 @@ EXTENSIONS = {".parquet": "parquet", ".jsonl": "jsonl", ".frames": "frames", ".t
 
 def known(name: Any, writing: bool = False) -> str:
     """The format of that name, else an error with those that exist."""
-    names = [each for each, words in FORMATS.items() if not writing or words.endswith("written")]
+    names = [format_name for format_name, words in FORMATS.items() if not writing or words.endswith("written")]
     if name not in names:
         also = " for writing" if writing and name in FORMATS else ""
         raise ValueError(f"format: got {name!r}, which is none{also}{suggest(str(name), names)}")
@@ -70,7 +70,7 @@ def for_writing(path: str) -> str:
 
 def is_saved_dataset(path: str) -> bool:
     """Whether a folder is what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` made."""
-    return any(os.path.isfile(os.path.join(path, each)) for each in ("state.json", "dataset_dict.json"))
+    return any(os.path.isfile(os.path.join(path, file)) for file in ("state.json", "dataset_dict.json"))
 
 
 def guess(path: Any) -> str:
@@ -93,13 +93,13 @@ def guess(path: Any) -> str:
         return _of_file(name)
     if is_saved_dataset(name):
         return "hf"
-    found = files(name)
+    paths = files(name)
     kinds: dict[str, str] = {}
-    for each in found:
-        kinds.setdefault(_of_file(each), each)
+    for file_path in paths:
+        kinds.setdefault(_of_file(file_path), file_path)
         if len(kinds) > 1:
-            what = " and ".join(f"{kind} ({os.path.basename(file)})" for kind, file in kinds.items())
-            raise ValueError(f"{name}: the folder holds {what}, expected files of one format")
+            formats = " and ".join(f"{kind} ({os.path.basename(file)})" for kind, file in kinds.items())
+            raise ValueError(f"{name}: the folder holds {formats}, expected files of one format")
     if not kinds:
         raise ValueError(f"{name}: the folder has no files; {_names()}")
     return next(iter(kinds))
@@ -135,8 +135,8 @@ def _of_file(path: str) -> str:
         except WireError as error:
             raise ValueError(f"{path}: line 1: {error.message}; {_names()}") from None
         return _of_keys(path, row, "jsonl", "JSON lines with the keys")
-    what = "a JSON array, not one object a line" if head.lstrip()[:1] == b"[" else f"bytes that begin {head[:16]!r}"
-    raise ValueError(f"{path}: found {what}; {_names()}")
+    content = "a JSON array, not one object a line" if head.lstrip()[:1] == b"[" else f"bytes that begin {head[:16]!r}"
+    raise ValueError(f"{path}: found {content}; {_names()}")
 
 
 def _columns(path: str) -> dict[str, Any]:
@@ -149,10 +149,10 @@ def _columns(path: str) -> dict[str, Any]:
         raise WireError(f"{path}: no Parquet file that can be read: {error}") from None
 
 
-def _of_keys(path: str, row: dict[str, Any], own: str, what: str) -> str:
+def _of_keys(path: str, row: dict[str, Any], native: str, content: str) -> str:
     keys = set(row)
-    if "tokens" in keys or (own == "parquet" and "tokens__other" in keys) or "rollbook" in keys:
-        return own
+    if "tokens" in keys or (native == "parquet" and "tokens__other" in keys) or "rollbook" in keys:
+        return native
     # verl's generation writes a list of answers beside its dataset's columns; its trainer writes ids and masks.
     by_verl = keys & {"data_source", "reward_model", "response_mask", "attention_mask", "input_ids"}
     if {"input", "output"} <= keys and keys & {"score", "gts", "step"}:
@@ -166,7 +166,7 @@ def _of_keys(path: str, row: dict[str, Any], own: str, what: str) -> str:
     if keys & {"prompt", "prompts"} and keys & {"response", "responses"}:
         return "openrlhf"
     shown = ", ".join(sorted(map(str, keys))[:20])
-    raise ValueError(f"{path}: found {what} {shown}; {_names()}")
+    raise ValueError(f"{path}: found {content} {shown}; {_names()}")
 
 
 def _read_parquet(path: str, batch_rows: int, errors: Errors, *, max_row_bytes: int) -> Iterator[Experiences]:
@@ -268,8 +268,8 @@ def write(
     """
     final = os.fspath(path).rstrip("/")
     name = for_writing(final) if format is None else known(format, writing=True)
-    given: Any = [batches] if isinstance(batches, Experiences) else batches
-    if not isinstance(given, Iterable):
+    parts: Any = [batches] if isinstance(batches, Experiences) else batches
+    if not isinstance(parts, Iterable):
         raise ValueError(f"batches: got a {type(batches).__name__}, expected an iterable of Experiences")
     rows = check_int("batch_rows", batch_rows, 1)
     writer = _WRITERS[name]
@@ -285,7 +285,7 @@ def write(
     partial = os.path.join(aside, os.path.basename(final))
     os.mkdir(aside, FOLDER)
     try:
-        count = writer(regroup(given, rows), partial, **options)
+        count = writer(regroup(parts, rows), partial, **options)
         make_private(partial)
         _sync(partial)
         if os.path.isdir(final) and not os.path.islink(final):
@@ -306,7 +306,7 @@ def _check(function: Callable[..., Any], name: str, options: dict[str, Any]) -> 
 
 
 def _sync(path: str) -> None:
-    for name in [path] if os.path.isfile(path) else [os.path.join(path, each) for each in os.listdir(path)]:
+    for name in [path] if os.path.isfile(path) else [os.path.join(path, entry) for entry in os.listdir(path)]:
         with open(name, "rb") as file:
             os.fsync(file.fileno())
 
@@ -319,12 +319,12 @@ def _sync_folder(path: str) -> None:
         os.close(folder)
 
 
-def _replace_folder(made: str, final: str) -> None:
+def _replace_folder(new: str, final: str) -> None:
     """Put a folder in the place of another; between the two renames there is none under the name, never half a one."""
-    old = f"{made}.old"
+    old = f"{new}.old"
     os.rename(final, old)
     try:
-        os.replace(made, final)
+        os.replace(new, final)
     except BaseException:
         os.rename(old, final)
         raise

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from rollbook.core.errors import WireError
+from rollbook.core.errors import RollbookError, WireError
 from rollbook.core.experiences import Experiences
 from rollbook.io.tables import Errors, float_columns, objects
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-class Asked(ValueError):
-    """What the caller has to give before any row can be read: no fault of a row, so never skipped."""
+class MissingOptionError(RollbookError, ValueError):
+    """Raised when rows cannot be read without an option that the caller did not pass. Never skipped."""
 
 
 @dataclass(slots=True)
@@ -106,15 +106,15 @@ class Texts:
     def _rendered(self, messages: Any, awaits: bool) -> list[int]:
         tokenizer = self._needed()
         try:
-            found = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=awaits)
+            rendered = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=awaits)
         except Exception as error:
             # A chat template is a program of its author's, and fails with whatever it likes.
             raise WireError(f"the chat template fails on the messages: {type(error).__name__}: {error}") from None
-        return list(found["input_ids"] if isinstance(found, Mapping) else found)
+        return list(rendered["input_ids"] if isinstance(rendered, Mapping) else rendered)
 
     def _needed(self) -> Any:
         if self.tokenizer is None:
-            raise Asked(
+            raise MissingOptionError(
                 f"tokenizer: got None, but these {self.who} rows have text and no token ids; give tokenizer= "
                 "(a transformers tokenizer, or the path of the one that the run used)"
             )
@@ -122,7 +122,7 @@ class Texts:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int for each in value)
+    return isinstance(value, list) and all(type(element) is int for element in value)
 
 
 def _is_messages(value: Any) -> bool:
@@ -172,37 +172,37 @@ class _Maker:
         from rollbook.core.experience import Experience
 
         prompt, answer = _without_nulls(sample.prompt), _without_nulls(sample.answer)
-        given: Row = {"info": {"source": self.who}, "metrics": {}}
+        fields: Row = {"info": {"source": self.who}, "metrics": {}}
         for name, value in row.items():
             if name not in used and value is not None:
                 numeric = isinstance(value, (int, float)) and abs(value) < 2**63
-                given["metrics" if numeric else "info"][name] = float(value) if numeric else _kept(value)
+                fields["metrics" if numeric else "info"][name] = float(value) if numeric else _kept(value)
         start = self.texts.ids(prompt)
         if not (_is_ids(prompt) and _is_ids(answer)):
-            given["info"]["retokenized"] = True
+            fields["info"]["retokenized"] = True
         if isinstance(prompt, str):
-            given["prompt_text"] = prompt
-        given["eid"] = self._eid(sample, prompt, row)
+            fields["prompt_text"] = prompt
+        fields["eid"] = self._eid(sample, prompt, row)
         if sample.rejected is not None:
             rejected = _without_nulls(sample.rejected)
-            given |= {"tokens": start, "chosen": self.texts.answer(prompt, start, answer)[0]}
-            given["rejected"] = self.texts.answer(prompt, start, rejected)[0]
-            return Experience(**given)
+            fields |= {"tokens": start, "chosen": self.texts.answer(prompt, start, answer)[0]}
+            fields["rejected"] = self.texts.answer(prompt, start, rejected)[0]
+            return Experience(**fields)
         tokens, mask = self.texts.answer(prompt, start, answer)
         mask = sample.mask if sample.mask is not None else mask
-        given |= {"tokens": start + tokens, "prompt_length": len(start), "reward": sample.reward, **sample.tensors}
+        fields |= {"tokens": start + tokens, "prompt_length": len(start), "reward": sample.reward, **sample.tensors}
         if mask is not None or not start or not tokens:
             # A single turn has a prompt and an answer; what lacks one is kept as a conversation.
-            given["action_mask"] = [True] * len(tokens) if mask is None else mask
+            fields["action_mask"] = [True] * len(tokens) if mask is None else mask
         if isinstance(answer, str):
-            given["response_text"] = answer
+            fields["response_text"] = answer
         if _is_messages(prompt) and _is_messages(answer):
-            given["messages"] = [*prompt, *answer]
+            fields["messages"] = [*prompt, *answer]
         elif _is_messages(prompt):
-            given["messages"] = [*prompt, *([{"role": "assistant", "content": answer}] * isinstance(answer, str))]
+            fields["messages"] = [*prompt, *([{"role": "assistant", "content": answer}] * isinstance(answer, str))]
         if sample.advantage is not None:
-            given["advantages"] = [sample.advantage] * len(tokens)
-        return Experience(**given)
+            fields["advantages"] = [sample.advantage] * len(tokens)
+        return Experience(**fields)
 
     def _eid(self, sample: Sample, prompt: Any, row: Row) -> dict[str, Any]:
         shown = orjson.dumps(prompt)
@@ -225,12 +225,12 @@ def _read(
     path: str, batch_rows: int, errors: Errors, who: str, split: Split, tokenizer: Any, max_row_bytes: int
 ) -> Iterator[Experiences]:
     make = _Maker(Texts(tokenizer, who), who)
-    held: list[Experience] = []
+    pending: list[Experience] = []
     for where, row in objects(path, errors, max_row_bytes):
         try:
             samples, used = split(row)
-            made = [make.record(sample, row, used) for sample in samples]
-        except Asked:
+            records = [make.record(sample, row, used) for sample in samples]
+        except MissingOptionError:
             raise
         except ValueError as error:
             errors.bad(where, error)
@@ -238,12 +238,12 @@ def _read(
         except (TypeError, LookupError, OverflowError, RuntimeError) as error:
             errors.bad(where, WireError(f"{type(error).__name__}: {error}"))
             continue
-        held += made
-        if len(held) >= batch_rows:
-            yield Experiences(held)
-            held = []
-    if held:
-        yield Experiences(held)
+        pending += records
+        if len(pending) >= batch_rows:
+            yield Experiences(pending)
+            pending = []
+    if pending:
+        yield Experiences(pending)
 
 
 def _step(row: Row) -> int | str:
@@ -351,7 +351,7 @@ def read_trl(
         raise ValueError(f"rewards: got {rewards!r}, expected a list of columns, or a dict with their weights")
     weights: dict[str, float] = dict(rewards) if isinstance(rewards, Mapping) else dict.fromkeys(rewards or (), 1.0)
     if rewards is None:
-        # Asked of the files, where they know: a column can be null in all rows but one.
+        # Read from the schema of the files if there is one: a column can be null in all rows but one.
         _trl_one_reward(weights, float_columns(path))
 
     def split(row: Row) -> tuple[list[Sample], set[str]]:
@@ -395,7 +395,7 @@ def _trl_one_reward(weights: dict[str, float], floats: Iterable[str]) -> None:
     """Take the only column of floats for the reward; several are for the caller to tell apart."""
     weights |= {name: 1.0 for name in floats if name not in ("advantage", *_STEPS)}
     if len(weights) > 1:
-        raise Asked(
+        raise MissingOptionError(
             f"rewards: got None, but the columns {', '.join(weights)} could all be rewards; give rewards= those that "
             "are (or a dict with their weights), [] for none"
         )
@@ -404,7 +404,7 @@ def _trl_one_reward(weights: dict[str, float], floats: Iterable[str]) -> None:
 def _trl_reward(row: Row, weights: Mapping[str, float]) -> float | None:
     missing = [name for name in weights if name not in row]
     if missing:
-        raise Asked(f"rewards: the rows have no column {missing[0]!r}; they have {', '.join(row)}")
+        raise MissingOptionError(f"rewards: the rows have no column {missing[0]!r}; they have {', '.join(row)}")
     # A function that gave none for a sample counts for nothing, as in TRL.
     values = [(weight, _number(row[name])) for name, weight in weights.items()]
     parts = [weight * value for weight, value in values if value is not None and value == value]
@@ -436,16 +436,16 @@ def _openrlhf(row: Row) -> tuple[list[Sample], set[str]]:
     if prompt is None or answer is None:
         raise WireError(f"got the keys {', '.join(row)}, expected input and output, or prompt and response")
     reward = next((name for name in ("reward", "rewards") if row.get(name) is not None), None)
-    given = None if reward is None else row[reward]
+    reward_value = None if reward is None else row[reward]
     answers = row[answer]
     used = {prompt, answer, *_STEPS}
     if isinstance(answers, list) and not _is_ids(answers) and not _is_messages(answers):
-        rewards = given if isinstance(given, list) else [given] * len(answers)
+        rewards = reward_value if isinstance(reward_value, list) else [reward_value] * len(answers)
         if len(rewards) != len(answers):
             raise WireError(f"{reward}: got {len(rewards)}, expected {len(answers)}, one for each answer")
-        made = [Sample(row[prompt], a, _number(r), _step(row)) for a, r in zip(answers, rewards, strict=True)]
-        return made, used | ({reward} if reward else set())
-    sample = Sample(row[prompt], answers, _number(given), _step(row))
+        samples = [Sample(row[prompt], a, _number(r), _step(row)) for a, r in zip(answers, rewards, strict=True)]
+        return samples, used | ({reward} if reward else set())
+    sample = Sample(row[prompt], answers, _number(reward_value), _step(row))
     return [sample], used | ({reward} if reward and sample.reward is not None else set())
 
 

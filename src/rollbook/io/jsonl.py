@@ -130,26 +130,26 @@ def line(row: Experience) -> bytes:
             f"record {row.eid}: the columns {', '.join(row.unknown)} of a newer version cannot be kept in JSONL; "
             "'frames' and 'parquet' keep them"
         )
-    made: dict[str, Any] = {KEY: VERSION}
+    encoded: dict[str, Any] = {KEY: VERSION}
     for name, field in FIELDS.items():
         value = getattr(row, name)
         if value is None or (name == "action_mask" and implied_mask(row)):
             continue
         if field.kind == "tensor" and hasattr(value, "dtype"):
-            made[name] = _tensor(field, value, name in row.odd)
+            encoded[name] = _tensor(field, value, name in row.odd)
         elif field.kind in ("tensor", "integer"):
-            made[name] = value
+            encoded[name] = value
         elif field.kind == "eid":
-            made[name] = orjson.Fragment(_free(name, value.to_dict()))
+            encoded[name] = orjson.Fragment(_free(name, value.to_dict()))
         elif field.kind == "custom_fields":
             if value:
-                made[name] = orjson.Fragment(_free(name, [custom.to_dict() for custom in value]))
+                encoded[name] = orjson.Fragment(_free(name, [custom.to_dict() for custom in value]))
         elif value or not field.always:
-            made[name] = orjson.Fragment(_free(name, value))
+            encoded[name] = orjson.Fragment(_free(name, value))
     if row.odd:
-        made["odd"] = sorted(row.odd)
+        encoded["odd"] = sorted(row.odd)
     try:
-        return orjson.dumps(made)
+        return orjson.dumps(encoded)
     except TypeError as error:
         raise ValueError(f"record {row.eid}: cannot be kept in JSONL: {error}") from None
 
@@ -179,13 +179,13 @@ def record(text: bytes | None, max_row_bytes: int) -> Experience:
     """The record of one line; `WireError` if it is none."""
     from rollbook.core.experience import Experience, restore
 
-    held = json_object(text, max_row_bytes)
-    version = held.pop(KEY, VERSION)
+    line_fields = json_object(text, max_row_bytes)
+    version = line_fields.pop(KEY, VERSION)
     if version != VERSION:
         raise WireError(f"layout version {version!r}; this reader knows {VERSION}")
-    odd = held.pop("odd", [])
+    odd = line_fields.pop("odd", [])
     values: dict[str, Any] = {}
-    for name, value in held.items():
+    for name, value in line_fields.items():
         field = FIELDS.get(name)
         if field is None:
             raise WireError(f"{name!r} is no field; the fields are {', '.join(FIELDS)}")
@@ -243,18 +243,18 @@ def _numbers(values: list[Any]) -> list[Any]:
 
 def read(path: str, batch_rows: int, errors: Errors, *, max_row_bytes: int) -> Iterator[Experiences]:
     """The records of a file, or of a folder of such files, `batch_rows` at a time."""
-    held = []
+    pending = []
     for name in files(path):
         for where, text in lines(name, max_row_bytes):
             try:
-                held.append(record(text, max_row_bytes))
+                pending.append(record(text, max_row_bytes))
             except WireError as error:
                 errors.bad(where, error)
-            if len(held) >= batch_rows:
-                yield Experiences(held)
-                held = []
-    if held:
-        yield Experiences(held)
+            if len(pending) >= batch_rows:
+                yield Experiences(pending)
+                pending = []
+    if pending:
+        yield Experiences(pending)
 
 
 def write(batches: Iterable[Experiences], path: str) -> int:

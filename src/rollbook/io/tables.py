@@ -77,22 +77,22 @@ def regroup(batches: Iterable[Experiences], rows: int) -> Iterator[Experiences]:
     >>> [len(batch) for batch in regroup(parts, 3)]
     [3, 3, 1]
     """
-    held: list[Experiences] = []
+    pending: list[Experiences] = []
     count = 0
     for batch in batches:
         if not isinstance(batch, Experiences):
             raise ValueError(f"batches: got a {type(batch).__name__}, expected Experiences")
-        held.append(batch)
+        pending.append(batch)
         count += len(batch)
         if count < rows:
             continue
-        whole = Experiences.concat(held)
+        joined = Experiences.concat(pending)
         for start in range(0, count - count % rows, rows):
-            yield whole[start : start + rows]
+            yield joined[start : start + rows]
         # Taken, not sliced: what is left must not keep the rest in memory.
-        held, count = [whole[count - count % rows :].compact()], count % rows
+        pending, count = [joined[count - count % rows :].compact()], count % rows
     if count:
-        yield Experiences.concat(held)
+        yield Experiences.concat(pending)
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -106,15 +106,15 @@ def files(path: str, pattern: re.Pattern[str] | None = None) -> list[str]:
     if not os.path.isdir(path):
         return [path]
     root = os.path.realpath(path)
-    found = []
+    paths = []
     for name in os.listdir(path):
-        whole = os.path.join(path, name)
-        if name.startswith(".") or not os.path.isfile(whole) or (pattern and not pattern.fullmatch(name)):
+        full_path = os.path.join(path, name)
+        if name.startswith(".") or not os.path.isfile(full_path) or (pattern and not pattern.fullmatch(name)):
             continue
-        if os.path.dirname(os.path.realpath(whole)) != root:
-            raise WireError(f"{whole}: a link that leaves the folder, which is not followed")
-        found.append(whole)
-    return sorted(found, key=lambda each: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", each)])
+        if os.path.dirname(os.path.realpath(full_path)) != root:
+            raise WireError(f"{full_path}: a link that leaves the folder, which is not followed")
+        paths.append(full_path)
+    return sorted(paths, key=lambda file_path: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", file_path)])
 
 
 def lines(path: str, max_row_bytes: int) -> Iterator[tuple[str, bytes | None]]:
@@ -181,14 +181,14 @@ def float_columns(path: str) -> list[str]:
     """The columns of floats that the Parquet files of a path have."""
     import pyarrow.parquet as pq
 
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name in filter(_is_parquet, files(path, _ROWS)):
         try:
             schema = pq.read_schema(name)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise WireError(f"{name}: no Parquet file that can be read: {error}") from None
-        found |= {column.name: None for column in schema if pa.types.is_floating(column.type)}
-    return list(found)
+        names |= {column.name: None for column in schema if pa.types.is_floating(column.type)}
+    return list(names)
 
 
 def objects(path: str, errors: Errors, max_row_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -72,9 +72,9 @@ class ExperienceDataset(IterableDataset[Any]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        for name, given in (("batch_size", batch_size), ("max_tokens", max_tokens), ("shuffle_rows", shuffle_rows)):
-            if given is not None and (type(given) is not int or given < 1):
-                raise ValueError(f"{name}: got {given!r}, expected a whole number from 1 on")
+        for name, limit in (("batch_size", batch_size), ("max_tokens", max_tokens), ("shuffle_rows", shuffle_rows)):
+            if limit is not None and (type(limit) is not int or limit < 1):
+                raise ValueError(f"{name}: got {limit!r}, expected a whole number from 1 on")
         if batch_size is not None and max_tokens is not None:
             raise ValueError(f"max_tokens: got {max_tokens} beside batch_size {batch_size}, expected one of the two")
         if collate is not None and batch_size is None and max_tokens is None:
@@ -219,26 +219,26 @@ class ExperienceDataset(IterableDataset[Any]):
     def _units(self, epoch: int) -> Iterator[_Unit]:
         size, cap = self._settings["batch_size"] or 1, self._settings["max_tokens"]
         unit: _Unit = []
-        held = 0
+        filled = 0
         for block, order in self._blocks(epoch):
             begin = 0
             if cap is None:
-                while held + len(order) - begin >= size:
-                    stop = begin + size - held
+                while filled + len(order) - begin >= size:
+                    stop = begin + size - filled
                     yield [*unit, (block, order[begin:stop])]
-                    unit, held, begin = [], 0, stop
+                    unit, filled, begin = [], 0, stop
                 if begin < len(order):
                     unit.append((block, order[begin:]))
-                    held += len(order) - begin
+                    filled += len(order) - begin
                 continue
             for at, length in enumerate(block.records.token_lengths()[order].tolist()):
                 if length > cap:
                     eid = block.records[int(order[at])].eid
                     raise ValueError(f"max_tokens: got {cap}, expected at least {length}, as record {eid} has")
-                if held + length > cap:
+                if filled + length > cap:
                     yield [*unit, (block, order[begin:at])] if at > begin else unit
-                    unit, held, begin = [], 0, at
-                held += length
+                    unit, filled, begin = [], 0, at
+                filled += length
             if begin < len(order):
                 unit.append((block, order[begin:]))
         if unit and not self._settings["drop_last"]:
@@ -249,8 +249,8 @@ class ExperienceDataset(IterableDataset[Any]):
         shuffle, seed = self._settings["shuffle"], self._settings["seed"]
         parts: Iterable[_Part] = self._source.parts()
         if shuffle and self._source.count is not None:
-            known = list(parts)
-            parts = (known[i] for i in np.random.default_rng([seed, epoch]).permutation(len(known)))
+            all_parts = list(parts)
+            parts = (all_parts[i] for i in np.random.default_rng([seed, epoch]).permutation(len(all_parts)))
         least = self._settings["shuffle_rows"] if shuffle else 1
         for number, block in enumerate(_blocks(parts, least)):
             if shuffle:
@@ -317,31 +317,31 @@ _Unit: TypeAlias = list[tuple[_Block, Rows]]
 
 def _blocks(parts: Iterable[_Part], least: int) -> Iterator[_Block]:
     """Blocks of whole parts with at least so many records each, but for the last."""
-    held: list[_Part] = []
+    pending: list[_Part] = []
     count = 0
     for part in parts:
         if part.count:
-            held.append(part)
+            pending.append(part)
             count += part.count
         if count >= least:
-            yield _Block(held)
-            held, count = [], 0
-    if held:
-        yield _Block(held)
+            yield _Block(pending)
+            pending, count = [], 0
+    if pending:
+        yield _Block(pending)
 
 
 def _rows(units: Iterator[_Unit]) -> Iterator[Experience]:
     """Units of one record as that record, made many at a time."""
-    held: list[int] = []
+    pending: list[int] = []
     block: _Block | None = None
     for ((its, (row,)),) in units:
-        if block is not None and (its is not block or len(held) == _GATHER):
-            yield from block.records.take(held).rows()
-            held = []
+        if block is not None and (its is not block or len(pending) == _GATHER):
+            yield from block.records.take(pending).rows()
+            pending = []
         block = its
-        held.append(int(row))
+        pending.append(int(row))
     if block is not None:
-        yield from block.records.take(held).rows()
+        yield from block.records.take(pending).rows()
 
 
 class _Memory:
@@ -426,23 +426,23 @@ def _loaded(records: Experiences) -> _Part:
     return _Part(len(records), lambda: records)
 
 
-def _source(given: Any) -> _Memory | _Files | _Stream:
-    if isinstance(given, Experiences):
-        return _Memory(given)
-    if isinstance(given, (str, os.PathLike)):
-        return _Files([Path(given)])
-    if isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray, memoryview)):
-        if given and all(isinstance(item, (str, os.PathLike)) for item in given):
-            return _Files([Path(item) for item in given])
-        if all(isinstance(item, Experience) for item in given):
-            return _Memory(Experiences(given))
-        if all(isinstance(item, (Experience, Experiences)) for item in given):
-            parts = _Stream(given).parts()
+def _source(data: Any) -> _Memory | _Files | _Stream:
+    if isinstance(data, Experiences):
+        return _Memory(data)
+    if isinstance(data, (str, os.PathLike)):
+        return _Files([Path(data)])
+    if isinstance(data, Sequence) and not isinstance(data, (bytes, bytearray, memoryview)):
+        if data and all(isinstance(item, (str, os.PathLike)) for item in data):
+            return _Files([Path(item) for item in data])
+        if all(isinstance(item, Experience) for item in data):
+            return _Memory(Experiences(data))
+        if all(isinstance(item, (Experience, Experiences)) for item in data):
+            parts = _Stream(data).parts()
             return _Memory(Experiences.concat(part.load() for part in parts))
-    if isinstance(given, Iterable) and not isinstance(given, (Iterator, bytes, bytearray, memoryview, Mapping)):
-        return _Stream(given)
+    if isinstance(data, Iterable) and not isinstance(data, (Iterator, bytes, bytearray, memoryview, Mapping)):
+        return _Stream(data)
     raise ValueError(
-        f"source: got {type(given).__name__}, expected Experiences, a list of records, paths of frame files, or "
+        f"source: got {type(data).__name__}, expected Experiences, a list of records, paths of frame files, or "
         "something that can be iterated more than once and gives Experiences or records"
     )
 

@@ -365,8 +365,8 @@ class RecordSource(TrajectorySource):
 
     def info(self, i: int) -> Mapping[Any, Any]:
         row = self.rows[i]
-        own = {"finish_reason": row.finish_reason, "truncate_status": row.truncate_status, "reward": row.reward}
-        return {**row.info, **{name: content for name, content in own.items() if content is not None}}
+        outcome = {"finish_reason": row.finish_reason, "truncate_status": row.truncate_status, "reward": row.reward}
+        return {**row.info, **{name: content for name, content in outcome.items() if content is not None}}
 
     def entry(self, i: int, name: str) -> Any:
         return self.rows[i].eid if name == "eid" else None

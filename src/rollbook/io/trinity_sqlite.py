@@ -71,29 +71,29 @@ def read(
 ) -> Iterator[Experiences]:
     """The records of a table by ascending id, `batch_rows` at a time."""
     with _opened(path) as connection:
-        found = _tables(connection, path)
-        if not found:
+        by_name = _tables(connection, path)
+        if not by_name:
             raise ValueError(f"{path}: the database has no table of Trinity's experiences")
-        if table is None and len(found) > 1:
-            raise ValueError(f"table: got None, expected one of {', '.join(map(repr, found))}: {path} has several")
-        if table is not None and table not in found:
-            raise ValueError(f"table: got {table!r}, which {path} does not have{suggest(table, list(found))}")
-        chosen = found[next(iter(found)) if table is None else table]
-        held = []
+        if table is None and len(by_name) > 1:
+            raise ValueError(f"table: got None, expected one of {', '.join(map(repr, by_name))}: {path} has several")
+        if table is not None and table not in by_name:
+            raise ValueError(f"table: got {table!r}, which {path} does not have{suggest(table, list(by_name))}")
+        chosen = by_name[next(iter(by_name)) if table is None else table]
+        pending = []
         try:
             for row in connection.execute(_query(chosen), (max_row_bytes, max_row_bytes)):
                 where = row[0]
                 try:
-                    held.append(_record(row, chosen, max_row_bytes))
+                    pending.append(_record(row, chosen, max_row_bytes))
                 except WireError as error:
                     errors.bad(where if isinstance(where, int) else repr(where), error)
-                if len(held) >= batch_rows:
-                    yield Experiences(held)
-                    held = []
+                if len(pending) >= batch_rows:
+                    yield Experiences(pending)
+                    pending = []
         except sqlite3.Error as error:
             raise WireError(f"{path}: the database cannot be read: {error}") from None
-        if held:
-            yield Experiences(held)
+        if pending:
+            yield Experiences(pending)
 
 
 # --- opening ------------------------------------------------------------------------------------------------------
@@ -163,18 +163,18 @@ def _tables(connection: sqlite3.Connection, path: str) -> dict[str, Table]:
         columns: dict[str, set[str]] = {}
         for (raw,) in rows:
             name = raw.decode("utf-8")
-            found = connection.execute(f"PRAGMA table_info({_name(name)})").fetchall()
-            columns[name] = {entry[1].decode("utf-8") for entry in found}
+            info = connection.execute(f"PRAGMA table_info({_name(name)})").fetchall()
+            columns[name] = {entry[1].decode("utf-8") for entry in info}
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise WireError(f"{path}: the list of tables cannot be read: {error}") from None
     result = {}
     for name, has in columns.items():
-        inline = next((each for each in _INLINE if each in has), None)
+        inline = next((column_name for column_name in _INLINE if column_name in has), None)
         blob = f"{name}_blob" if {"id", "experience_bytes"} <= columns.get(f"{name}_blob", set()) else None
         of_another = name.endswith("_blob") and has == {"id", "experience_bytes"}
         if "id" not in has or of_another or not (inline or any(kind <= has for kind in _KINDS)):
             continue
-        result[name] = Table(name, inline, blob, tuple(each for each in _META if each in has))
+        result[name] = Table(name, inline, blob, tuple(column_name for column_name in _META if column_name in has))
     return result
 
 
@@ -184,10 +184,10 @@ def _query(table: Table) -> str:
     A value over the limit is not fetched, only measured.
     """
     places = [f"t.{_name(table.inline)}" if table.inline else "NULL", "b.experience_bytes" if table.blob else "NULL"]
-    wanted = [f"CASE WHEN length({place}) <= ? THEN {place} END, length({place})" for place in places]
+    selected = [f"CASE WHEN length({place}) <= ? THEN {place} END, length({place})" for place in places]
     joined = f" LEFT JOIN {_name(table.blob)} b ON b.id = t.id" if table.blob else ""
     columns = "".join(f", t.{column}" for column in table.columns)
-    return f"SELECT t.id, {', '.join(wanted)}{columns} FROM {_name(table.name)} t{joined} ORDER BY t.id"
+    return f"SELECT t.id, {', '.join(selected)}{columns} FROM {_name(table.name)} t{joined} ORDER BY t.id"
 
 
 # --- one row ------------------------------------------------------------------------------------------------------
@@ -214,18 +214,18 @@ def _record(row: tuple[Any, ...], table: Table, max_row_bytes: int) -> Experienc
 
 def _override(record: Experience, column: dict[str, Any]) -> None:
     try:
-        given = {name: value.decode() if isinstance(value, bytes) else value for name, value in column.items()}
+        stored = {name: value.decode() if isinstance(value, bytes) else value for name, value in column.items()}
         changes: dict[str, Any] = {}
         for name, part in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
-            value = given.get(name)
+            value = stored.get(name)
             # Written as text: what prints alike is what it was.
             if value is not None and str(getattr(record.eid, part)) != str(value):
                 changes[part] = str(value) if part == "suffix" else value
         if changes:
             record.eid = record.eid.replace(**changes)
-        if "reward" in given and not (given["reward"] is None and record.reward != record.reward):
-            record.reward = None if given["reward"] is None else float(given["reward"])
-        if given.get("model_version") is not None:
-            record.info["model_version"] = given["model_version"]
+        if "reward" in stored and not (stored["reward"] is None and record.reward != record.reward):
+            record.reward = None if stored["reward"] is None else float(stored["reward"])
+        if stored.get("model_version") is not None:
+            record.info["model_version"] = stored["model_version"]
     except (ValueError, TypeError) as error:
         raise WireError(f"a column holds what it cannot: {error}") from None

@@ -114,8 +114,8 @@ def _padded(
         kind = result_dtype(name, column.row_dtypes(), fill)
         if kind != column.dtype:
             # Other rows of the column, which are not among these, made it wider.
-            made = spans.pad(column, fill).to(getattr(torch, kind))
-            return made if out is None else out.copy_(made)
+            padded = spans.pad(column, fill).to(getattr(torch, kind))
+            return padded if out is None else out.copy_(padded)
         return spans.pad(column, fill, out)
     rows = _rows(experiences, name)
     if not rows:
@@ -209,10 +209,10 @@ def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tens
     [(2, 2), (0, 2)]
     """
     if isinstance(experiences, Experiences):
-        given = experiences.values("multi_modal_inputs")
+        inputs = experiences.values("multi_modal_inputs")
     else:
-        given = [row.multi_modal_inputs for row in experiences]
-    media = [item or {} for item in given]
+        inputs = [row.multi_modal_inputs for row in experiences]
+    media = [item or {} for item in inputs]
     models: dict[str, torch.Tensor] = {}
     for item in media:
         for key, tensor in item.items():
