@@ -29,7 +29,7 @@ from rollbook.core.fields import FIELDS, Field, declare, withdraw
 from rollbook.core.wire import Limits, to_trxp
 from rollbook.io.formats import EXTENSIONS, FORMATS, guess, list_tables, read, write
 from rollbook.io.hf import from_hf, to_hf
-from rollbook.io.jsonl import encode_lines, line
+from rollbook.io.jsonl import encode_line, encode_lines
 from rollbook.io.parquet import read_parquet
 from rollbook.io.tables import regroup
 from tests.strategies import exact_rows, full_record, record_lists
@@ -148,7 +148,7 @@ def test_odd_shapes_survive(tmp_path: Path) -> None:
 @given(rows=record_lists(max_size=4))
 def test_jsonl_of_columns_equals_that_of_rows(rows: list[Experience]) -> None:
     batch = Experiences(rows)
-    assert encode_lines(batch) == [line(row) for row in batch]
+    assert encode_lines(batch) == [encode_line(row) for row in batch]
 
 
 def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:

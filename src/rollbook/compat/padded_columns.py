@@ -49,7 +49,7 @@ class Carried(dict[str, Any]):
         return Carried, (dict(self),)
 
 
-def needed(package: str, user: str) -> Any:
+def require(package: str, user: str) -> Any:
     """The module `package`, or an `ImportError` that says who wants it."""
     try:
         return importlib.import_module(package)
@@ -98,7 +98,7 @@ def custom_names(carried: Sequence[Carried]) -> set[str]:
     return {field.destination_field for row in carried for field in row.get("record", {}).get("custom_fields", ())}
 
 
-def outgoing(
+def to_columns(
     experiences: Any, whose: str, pad_token_id: int, prompt_width: int | None = None, response_width: int | None = None
 ) -> Outgoing:
     """Records or a batch as columns: prompts padded on the left to P, responses on the right to R."""
@@ -351,7 +351,7 @@ class Incoming:
         return list(zip(begin.tolist(), end.tolist(), strict=True))
 
     @property
-    def behaviour(self) -> bool:
+    def uses_engine_logprobs(self) -> bool:
         """Whether the engine's log-probs stand for the policy's, which nobody computed, as in `from_experiences`."""
         sent = all(row.get("engine", False) for row in self.carried or ())
         return "action_log_probs" not in self.columns and sent
@@ -360,7 +360,7 @@ class Incoming:
         """The rows without their padding."""
         prompt = self.sequences.shape[1] - self.action_mask.shape[1]
         rows: list[Any] = self.carried or [Carried() for _ in self.sequences]
-        names = {ENGINE: "action_log_probs"} if self.behaviour else {}
+        names = {ENGINE: "action_log_probs"} if self.uses_engine_logprobs else {}
         per_token = {"sequences": self.sequences, "attention_mask": self.attention_mask}
         slots = {"action_mask": self.action_mask} | self.columns
         items = []
@@ -404,7 +404,9 @@ class Incoming:
     def records(self) -> Experiences:
         """The records. What a record has no field for goes to `info["trainer"]`, by its name."""
         rows: list[Any] = self.carried or [Carried() for _ in self.sequences]
-        return Experiences([_record(item, row, self.behaviour) for item, row in zip(self.items(), rows, strict=True)])
+        return Experiences(
+            [_record(item, row, self.uses_engine_logprobs) for item, row in zip(self.items(), rows, strict=True)]
+        )
 
 
 def _record(item: BufferItem, row: Carried, engine: bool) -> Experience:
@@ -450,7 +452,7 @@ def _field_of(name: str, engine: bool) -> str | None:
     return name if name in FIELDS and FIELDS[name].axis == "response" else None
 
 
-def taken_back(out: Outgoing, key: str) -> list[Any]:
+def take_back(out: Outgoing, key: str) -> list[Any]:
     """What each row keeps of a neighbour's own in `info[key]`, taken out of what it carries; [] if any row lacks it."""
     entries = [(row.get("info") or {}).get(key) for row in out.carried]
     if any(entry is None for entry in entries):
@@ -460,7 +462,7 @@ def taken_back(out: Outgoing, key: str) -> list[Any]:
     return entries
 
 
-def ids_of(unique: Sequence[Any] | None, groups: Sequence[Any] | None) -> list[EID] | None:
+def read_ids(unique: Sequence[Any] | None, groups: Sequence[Any] | None) -> list[EID] | None:
     """The ids that rows name; of a neighbour's own rows, which name only their group, ids with that as the task.
 
     >>> [eid.rid for eid in ids_of(None, ["a", "b", "a"])]

@@ -40,9 +40,9 @@ from rollbook.compat.padded_columns import (
     Incoming,
     Outgoing,
     custom_names,
-    ids_of,
-    outgoing,
-    taken_back,
+    read_ids,
+    take_back,
+    to_columns,
 )
 
 KEYS = {
@@ -86,7 +86,7 @@ def to_trl(
     >>> (batch["completion_mask"] * batch["tool_mask"]).tolist(), batch["num_items_in_batch"].item()
     ([[1, 0, 0], [1, 0, 1]], 3)
     """
-    out = outgoing(experiences, "TRL", pad_token_id, max_prompt_length, max_completion_length)
+    out = to_columns(experiences, "TRL", pad_token_id, max_prompt_length, max_completion_length)
     prompt = out.prompt_width
     completion = out.attention_mask[:, prompt:]
     chosen = out.action_mask
@@ -111,7 +111,7 @@ def to_trl(
         if name not in KEYS and key in reserved:
             raise ValueError(f"extras: got {key!r}, expected a name that TRL's batch does not have already")
         batch[key] = value
-    if taken_back(out, FOREIGN):
+    if take_back(out, FOREIGN):
         for key, value in out.info[FOREIGN].items():
             batch.setdefault(key, value)
     if out.ids is not None:
@@ -225,7 +225,7 @@ def from_trl(batch: Mapping[str, Any], *, pad_token_id: int = 0, layout: str = L
         torch.cat([batch["prompt_mask"], completion], dim=1),
         chosen != 0,
         columns,
-        ids_of(batch.get("unique_ids"), None),
+        read_ids(batch.get("unique_ids"), None),
         _media(batch, carried, count),
         carried,
         info,

@@ -39,11 +39,11 @@ from rollbook.compat.padded_columns import (
     Incoming,
     Outgoing,
     custom_names,
-    ids_of,
-    needed,
     on_last_action,
-    outgoing,
-    taken_back,
+    read_ids,
+    require,
+    take_back,
+    to_columns,
 )
 from rollbook.core.experiences import Experiences
 
@@ -85,8 +85,8 @@ def to_verl(
         data = to_verl(lease.experiences, pad_token_id=tokenizer.pad_token_id)
         data.batch["token_level_scores"], data.non_tensor_batch["uid"]
     """
-    package = needed("tensordict" if tensordict_only else "verl", "to_verl")
-    out = outgoing(experiences, "verl", pad_token_id, max_prompt_length, max_response_length)
+    package = require("tensordict" if tensordict_only else "verl", "to_verl")
+    out = to_columns(experiences, "verl", pad_token_id, max_prompt_length, max_response_length)
     tensors, rows = _tensors(out, mask_dtype), _rows(out)
     if get_rope_index is not None:
         tensors["position_ids"] = _rope_positions(tensors, out, get_rope_index)
@@ -188,7 +188,7 @@ FOREIGN = "verl"
 
 def _add_foreign(out: Outgoing, tensors: dict[str, torch.Tensor], rows: dict[str, list[Any]]) -> None:
     """Put back under their keys what `from_verl` kept in `info`."""
-    entries = taken_back(out, FOREIGN)
+    entries = take_back(out, FOREIGN)
     if not entries:
         return
     for key in entries[0].get("rows", ()):
@@ -265,7 +265,7 @@ def _incoming(data: Any) -> Incoming:
         attended,
         chosen,
         columns,
-        ids_of(rows.get("unique_ids"), rows.get("uid")),
+        read_ids(rows.get("unique_ids"), rows.get("uid")),
         _media(rows.get("multi_modal_inputs"), carried, count),
         carried,
         custom=custom,

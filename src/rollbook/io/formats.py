@@ -31,7 +31,16 @@ from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.wire import MAGIC as FRAME
 from rollbook.io import frames, frameworks, hf, jsonl, parquet, trinity_sqlite
 from rollbook.io.arrow import from_table
-from rollbook.io.tables import MAX_ROW_BYTES, Errors, Report, Skipped, files, json_object, lines, regroup
+from rollbook.io.tables import (
+    MAX_ROW_BYTES,
+    ErrorHandler,
+    Report,
+    Skipped,
+    list_files,
+    parse_object,
+    read_lines,
+    regroup,
+)
 from rollbook.io.trinity_sqlite import list_tables
 
 FORMATS: dict[str, str] = {
@@ -46,11 +55,11 @@ FORMATS: dict[str, str] = {
     "openrlhf": "samples that OpenRLHF wrote, JSONL or Parquet; read",
 }
 EXTENSIONS = {".parquet": "parquet", ".jsonl": "jsonl", ".frames": "frames", ".trxp": "trxp", ".hf": "hf"}
-"""What a new file's name says, and an empty one's."""
+"""Formats of new and empty files, by extension."""
 
 
-def known(name: Any, writing: bool = False) -> str:
-    """The format of that name, else an error with those that exist."""
+def check_format(name: Any, writing: bool = False) -> str:
+    """Check the name of a format."""
     names = [format_name for format_name, words in FORMATS.items() if not writing or words.endswith("written")]
     if name not in names:
         also = " for writing" if writing and name in FORMATS else ""
@@ -58,8 +67,8 @@ def known(name: Any, writing: bool = False) -> str:
     return str(name)
 
 
-def for_writing(path: str) -> str:
-    """The format that a new file's name asks for."""
+def format_from_name(path: str) -> str:
+    """Return the format of a new file, by its extension."""
     suffix = os.path.splitext(path)[1]
     if suffix not in EXTENSIONS:
         raise ValueError(
@@ -69,12 +78,12 @@ def for_writing(path: str) -> str:
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Whether a folder is what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` made."""
+    """Whether a folder was written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
     return any(os.path.isfile(os.path.join(path, file)) for file in ("state.json", "dataset_dict.json"))
 
 
 def guess(path: Any) -> str:
-    """The name of the format that a file, a folder or a `datasets.Dataset` holds.
+    """Detect the format of a file, a folder or a `datasets.Dataset`.
 
     >>> import tempfile, pathlib
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -90,33 +99,33 @@ def guess(path: Any) -> str:
     name = os.fspath(path)
     check_regular(name)
     if not os.path.isdir(name):
-        return _of_file(name)
+        return _guess_file(name)
     if is_saved_dataset(name):
         return "hf"
-    paths = files(name)
+    paths = list_files(name)
     kinds: dict[str, str] = {}
     for file_path in paths:
-        kinds.setdefault(_of_file(file_path), file_path)
+        kinds.setdefault(_guess_file(file_path), file_path)
         if len(kinds) > 1:
             formats = " and ".join(f"{kind} ({os.path.basename(file)})" for kind, file in kinds.items())
             raise ValueError(f"{name}: the folder holds {formats}, expected files of one format")
     if not kinds:
-        raise ValueError(f"{name}: the folder has no files; {_names()}")
+        raise ValueError(f"{name}: the folder has no files; {_list_formats()}")
     return next(iter(kinds))
 
 
-def _names() -> str:
+def _list_formats() -> str:
     return f"the formats are {', '.join(FORMATS)}"
 
 
-def _of_file(path: str) -> str:
+def _guess_file(path: str) -> str:
     with open(path, "rb") as file:
         head = file.read(64)
     if not head:
         suffix = os.path.splitext(path)[1]
         if suffix in EXTENSIONS and suffix != ".parquet":
             return EXTENSIONS[suffix]
-        raise ValueError(f"{path}: the file is empty; {_names()}")
+        raise ValueError(f"{path}: the file is empty; {_list_formats()}")
     if head.startswith(FRAME):
         return "frames"
     # A pickle of protocol 2 or later, as Trinity wrote before TRXP.
@@ -124,22 +133,22 @@ def _of_file(path: str) -> str:
         return "trxp"
     if head.startswith(b"SQLite format 3\0"):
         if not list_tables(path):
-            raise ValueError(f"{path}: found an SQLite database without a table of Trinity's; {_names()}")
+            raise ValueError(f"{path}: found an SQLite database without a table of Trinity's; {_list_formats()}")
         return "trinity-sqlite"
     if head.startswith(b"PAR1"):
-        return _of_keys(path, _columns(path), "parquet", "a Parquet file with the columns")
+        return guess_from_keys(path, read_column_names(path), "parquet", "a Parquet file with the columns")
     if head.lstrip()[:1] == b"{":
-        _, text = next(lines(path, MAX_ROW_BYTES))
+        _, text = next(read_lines(path, MAX_ROW_BYTES))
         try:
-            row = json_object(text, MAX_ROW_BYTES, strict=False)
+            row = parse_object(text, MAX_ROW_BYTES, strict=False)
         except WireError as error:
-            raise ValueError(f"{path}: line 1: {error.message}; {_names()}") from None
-        return _of_keys(path, row, "jsonl", "JSON lines with the keys")
+            raise ValueError(f"{path}: line 1: {error.message}; {_list_formats()}") from None
+        return guess_from_keys(path, row, "jsonl", "JSON lines with the keys")
     content = "a JSON array, not one object a line" if head.lstrip()[:1] == b"[" else f"bytes that begin {head[:16]!r}"
-    raise ValueError(f"{path}: found {content}; {_names()}")
+    raise ValueError(f"{path}: found {content}; {_list_formats()}")
 
 
-def _columns(path: str) -> dict[str, Any]:
+def read_column_names(path: str) -> dict[str, Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -149,7 +158,7 @@ def _columns(path: str) -> dict[str, Any]:
         raise WireError(f"{path}: no Parquet file that can be read: {error}") from None
 
 
-def _of_keys(path: str, row: dict[str, Any], native: str, content: str) -> str:
+def guess_from_keys(path: str, row: dict[str, Any], native: str, content: str) -> str:
     keys = set(row)
     if "tokens" in keys or (native == "parquet" and "tokens__other" in keys) or "rollbook" in keys:
         return native
@@ -166,11 +175,11 @@ def _of_keys(path: str, row: dict[str, Any], native: str, content: str) -> str:
     if keys & {"prompt", "prompts"} and keys & {"response", "responses"}:
         return "openrlhf"
     shown = ", ".join(sorted(map(str, keys))[:20])
-    raise ValueError(f"{path}: found {content} {shown}; {_names()}")
+    raise ValueError(f"{path}: found {content} {shown}; {_list_formats()}")
 
 
-def _read_parquet(path: str, batch_rows: int, errors: Errors, *, max_row_bytes: int) -> Iterator[Experiences]:
-    for name in files(path):
+def _read_parquet(path: str, batch_rows: int, errors: ErrorHandler, *, max_row_bytes: int) -> Iterator[Experiences]:
+    for name in list_files(path):
         for batch in parquet.batches(name, batch_rows, max_row_bytes=max_row_bytes):
             yield from_table(batch)
 
@@ -196,7 +205,7 @@ _WRITERS: dict[str, Callable[..., int]] = {
 
 
 class Reading(Iterator[Experiences]):
-    """The batches of a path, its format, and the report of what was left out; closes its file at the end."""
+    """An iterator over the batches of a path, with its format and the report of skipped rows."""
 
     def __init__(self, format: str, batches: Iterator[Experiences], report: Report) -> None:
         self.format = format
@@ -207,7 +216,7 @@ class Reading(Iterator[Experiences]):
         return next(self._batches)
 
     def close(self) -> None:
-        """Stop reading, and close the file now."""
+        """Stop reading and close the file."""
         if inspect.isgenerator(self._batches):
             self._batches.close()
 
@@ -221,19 +230,27 @@ class Reading(Iterator[Experiences]):
 def read(
     path: Any, format: str | None = None, *, batch_rows: int = 1024, on_error: str = "raise", **options: Any
 ) -> Reading:
-    """The records at `path` (a file, a folder, a `datasets.Dataset`), in batches of `batch_rows`.
+    """Read records in batches.
 
-    `format` is guessed if it is not given. With `on_error="skip"` a row (a line, a database row, a frame, a payload)
-    that cannot be read is left out and named in `report` of what is returned; a file that is damaged as a whole raises
-    either way. Options of a format:
+    Options of formats:
 
     - `max_row_bytes` (jsonl, parquet, trinity-sqlite, verl, trl, openrlhf): the largest row that is read.
     - `limits` (frames, trxp): a `rollbook.core.wire.Limits`.
-    - `split` (hf): which of several. `table` (trinity-sqlite): which of several; `list_tables(path)` names them.
-    - `tokenizer` (verl, trl, openrlhf): a transformers tokenizer or the path of one, for rows that have text alone.
-    - `rewards` (trl): the columns that are rewards, or a dict with their weights.
+    - `split` (hf): which of several splits. `table` (trinity-sqlite): which of several tables (see `list_tables`).
+    - `tokenizer` (verl, trl, openrlhf): a transformers tokenizer or its path, for rows without token ids.
+    - `rewards` (trl): the reward columns, or a dict with their weights.
+
+    Args:
+        path: A file, a folder or a `datasets.Dataset`.
+        format: A key of `FORMATS`; detected by default.
+        batch_rows: Records per batch.
+        on_error: `"skip"` leaves out rows (lines, database rows, frames, payloads) that cannot be read and lists them
+            in the `report` of the result. A file that is damaged as a whole raises either way.
+
+    Returns:
+        An iterator over `Experiences`.
     """
-    name = guess(path) if format is None else known(format)
+    name = guess(path) if format is None else check_format(format)
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(where, str) and name != "hf":
         raise ValueError(f"path: got a {type(path).__name__}, expected a path for format {name!r}")
@@ -244,11 +261,11 @@ def read(
     check_choice("on_error", on_error, ("raise", "skip"))
     rows = check_int("batch_rows", batch_rows, 1)
     reader = _READERS[name]
-    _check(reader, name, options)
+    _check_options(reader, name, options)
     if "max_row_bytes" in inspect.signature(reader).parameters:
         options["max_row_bytes"] = check_int("max_row_bytes", options.get("max_row_bytes", MAX_ROW_BYTES), 1)
     report = Report()
-    batches = reader(where, rows, Errors(on_error == "skip", report), **options)
+    batches = reader(where, rows, ErrorHandler(on_error == "skip", report), **options)
     return Reading(name, regroup(batches, rows), report)
 
 
@@ -261,26 +278,35 @@ def write(
     overwrite: bool = False,
     **options: Any,
 ) -> int:
-    """Write all records to `path`, in pieces of `batch_rows` (a row group, a frame, a payload); how many there were.
+    """Write records to a file, which appears when it is complete.
 
-    `format` is what the name ends in (.parquet, .jsonl, .frames, .trxp, .hf) if it is not given. The file appears when
-    it is complete. Options: `compression` (parquet: "zstd"; frames: None), `max_shard_size` (hf).
+    Options of formats: `compression` (parquet: "zstd"; frames: None), `max_shard_size` (hf).
+
+    Args:
+        batches: The records.
+        path: The file, or for `hf` the folder.
+        format: A key of `FORMATS`; by default given by the extension (.parquet, .jsonl, .frames, .trxp, .hf).
+        batch_rows: Records per row group, frame or payload.
+        overwrite: Replace an existing file.
+
+    Returns:
+        The number of records.
     """
     final = os.fspath(path).rstrip("/")
-    name = for_writing(final) if format is None else known(format, writing=True)
+    name = format_from_name(final) if format is None else check_format(format, writing=True)
     parts: Any = [batches] if isinstance(batches, Experiences) else batches
     if not isinstance(parts, Iterable):
         raise ValueError(f"batches: got a {type(batches).__name__}, expected an iterable of Experiences")
     rows = check_int("batch_rows", batch_rows, 1)
     writer = _WRITERS[name]
-    _check(writer, name, options)
+    _check_options(writer, name, options)
     if not check_bool("overwrite", overwrite) and os.path.lexists(final):
         raise FileExistsError(f"path: {final!r} exists; overwrite=True replaces it")
     check_regular(final)
     if os.path.isdir(final) and not (name == "hf" and is_saved_dataset(final)):
-        # Whatever is in it would go with it.
+        # Its files would be lost.
         raise FileExistsError(f"path: {final!r} is a folder and no saved dataset; it is not replaced")
-    # In a folder that nobody else can enter, also for what a writer has beside its file.
+    # In a private folder, which also has the temporary files of the writer.
     aside = f"{final}.{os.urandom(4).hex()}.partial"
     partial = os.path.join(aside, os.path.basename(final))
     os.mkdir(aside, FOLDER)
@@ -298,7 +324,7 @@ def write(
     return count
 
 
-def _check(function: Callable[..., Any], name: str, options: dict[str, Any]) -> None:
+def _check_options(function: Callable[..., Any], name: str, options: dict[str, Any]) -> None:
     takes = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for option in options:
         if option not in takes:
@@ -320,7 +346,7 @@ def _sync_folder(path: str) -> None:
 
 
 def _replace_folder(new: str, final: str) -> None:
-    """Put a folder in the place of another; between the two renames there is none under the name, never half a one."""
+    """Replace a folder. Between the two renames the name is free; it never has an incomplete folder."""
     old = f"{new}.old"
     os.rename(final, old)
     try:

@@ -14,7 +14,7 @@ from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import owner
 from rollbook.core.wire import DEFAULT_LIMITS, Limits
-from rollbook.io.tables import Errors, files
+from rollbook.io.tables import ErrorHandler, list_files
 
 
 def write_frames(batches: Iterable[Experiences], path: str, *, compression: str | None = None) -> int:
@@ -44,7 +44,7 @@ def _write(batches: Iterable[Experiences], path: str, encode: Callable[[Experien
 
 
 def read_frames(
-    path: str, batch_rows: int, errors: Errors, *, limits: Limits = DEFAULT_LIMITS
+    path: str, batch_rows: int, errors: ErrorHandler, *, limits: Limits = DEFAULT_LIMITS
 ) -> Iterator[Experiences]:
     """Read the records of all frames. A frame with a damaged body can be skipped; a damaged header ends the file."""
 
@@ -54,11 +54,13 @@ def read_frames(
     def records(data: bytearray) -> Experiences:
         return wire.decode(data, limits=limits, private=True)
 
-    for name in files(path):
+    for name in list_files(path):
         yield from _read(name, wire.HEADER_BYTES, size, records, errors)
 
 
-def read_trxp(path: str, batch_rows: int, errors: Errors, *, limits: Limits = DEFAULT_LIMITS) -> Iterator[Experiences]:
+def read_trxp(
+    path: str, batch_rows: int, errors: ErrorHandler, *, limits: Limits = DEFAULT_LIMITS
+) -> Iterator[Experiences]:
     """Read the records of all TRXP payloads, or of the one pickle that an older Trinity wrote."""
     from rollbook.core import trxp
 
@@ -71,7 +73,7 @@ def read_trxp(path: str, batch_rows: int, errors: Errors, *, limits: Limits = DE
     def records(data: bytearray) -> Experiences:
         return Experiences(trxp.read(memoryview(data), limits))
 
-    for name in files(path):
+    for name in list_files(path):
         with open(name, "rb") as file:
             first = file.read(4)
             if first and first != trxp.MAGIC:
@@ -85,7 +87,7 @@ def _read(
     head_bytes: int,
     size: Callable[[bytes], int],
     records: Callable[[bytearray], Experiences],
-    errors: Errors,
+    errors: ErrorHandler,
     max_bytes: int = 1 << 62,
 ) -> Iterator[Experiences]:
     """Read chunks whose header states their length; memory grows with the bytes that are there, not with the header."""
@@ -107,7 +109,7 @@ def _read(
                     raise WireError(f"the file ends after {len(data)} of {total} bytes")
                 batch = records(data)
             except WireError as error:
-                errors.bad(where, error)
+                errors.handle(where, error)
             else:
                 yield batch
             at += total

@@ -14,7 +14,7 @@ import xxhash
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.io.arrow import from_table, to_table, write_tables
-from rollbook.io.tables import Errors
+from rollbook.io.tables import ErrorHandler
 
 
 def to_hf(records: Experiences) -> Any:
@@ -83,7 +83,7 @@ def _read_stream(path: str) -> Iterator[pa.RecordBatch]:
         yield from stream
 
 
-def read(path: Any, batch_rows: int, errors: Errors, *, split: str | None = None) -> Iterator[Experiences]:
+def read(path: Any, batch_rows: int, errors: ErrorHandler, *, split: str | None = None) -> Iterator[Experiences]:
     """Read a saved dataset or a `Dataset` object (its `split`, if there are several) in batches."""
     dataset = path if not isinstance(path, str) else _load(path)
     if isinstance(dataset, dict):

@@ -1,8 +1,8 @@
-"""Parquet files: read within limits, whoever wrote them, and written.
+"""Parquet files of records, and reading any Parquet file within limits.
 
-Invariant: a column is decoded only after the headers of its pages were read. They say what Arrow will allocate; the
-sizes in the footer are the writer's word, and nobody checks them. What a file becomes is bounded by its own size, as
-with other compressed files (`Limits.max_ratio`), and so is the number of its rows.
+Invariant: a column is decoded only after the headers of its pages were read, which state what Arrow will allocate; the
+sizes in the footer are not trusted. What a file decodes to and the number of its rows are bounded by its size
+(`Limits.max_ratio`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rollbook.core.wire import DEFAULT_LIMITS, FREE_BYTES, Limits
 from rollbook.io.arrow import from_table, to_table, write_tables
 
 FREE_ROWS, ROWS_PER_BYTE = 250_000, 4
-"""Rows that a file may have whatever its size, and beyond that for each of its bytes."""
+"""Rows that any file may have; larger files may have so many per byte."""
 ROW_BYTES = 1024
-"""What a row may become whatever the file's size: columns that repeat take next to nothing."""
+"""Bytes that a row may decode to in any file: repeated values take almost no space."""
 BATCH_BYTES = 256 << 20
-"""What a batch may become before the entries of dictionaries are counted one by one."""
+"""Bytes that a batch may decode to before dictionary entries are counted one by one."""
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 _CODECS = {"SNAPPY": "snappy", "GZIP": "gzip", "BROTLI": "brotli", "ZSTD": "zstd", "LZ4": "lz4_raw"}
 _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
@@ -153,11 +153,11 @@ def _check_size(name: str, size: int, decoded: int, allowed: int, limits: Limits
 class _Page:
     header: dict[int, Any]
     start: int
-    """Where its body begins."""
+    """Start of the body."""
     codec: str
 
     def body(self, data: mmap.mmap, skipped: int = 0, compressed: bool = True) -> memoryview:
-        """The body decompressed, but for what `skipped` says of its beginning, which is left out."""
+        """Return the decompressed body without its first `skipped` bytes."""
         stored = memoryview(data)[self.start + skipped : self.start + self.header[3]]
         if self.codec == "UNCOMPRESSED" or not compressed:
             return memoryview(bytes(stored))
@@ -169,20 +169,20 @@ class _Page:
 
 @dataclass
 class _Leaf:
-    """A column without columns inside, over all row groups that are read."""
+    """A leaf column, over all row groups that are read."""
 
     path: str
     width: int
-    """Bytes that a value takes at least, once decoded."""
+    """Minimum bytes of a decoded value."""
     repeated: bool
-    """Whether a row may have many of its values."""
+    """Whether a row may have several values."""
     uncompressed: int = 0
-    """Bytes of its pages once decompressed."""
+    """Decompressed bytes of its pages."""
     values: int = 0
     largest: int = 0
-    """Bytes of the largest page, and so of the largest value."""
+    """Bytes of the largest page: a bound of the largest value."""
     prefixed: bool = False
-    """Whether a value may share the beginning of the one before it."""
+    """Whether a value may share a prefix with the value before it."""
     levels: tuple[bool, bool] = (False, False)
     """Whether its pages begin with repetition levels, and with definition levels."""
     chunks: list[tuple[_Page, list[_Page]]] = field(default_factory=list)
@@ -215,7 +215,7 @@ def _leaves(
 
 
 def _add_pages(name: str, data: mmap.mmap, chunk: Any, leaf: _Leaf) -> None:
-    """Add up the pages of a column chunk as Arrow finds them: until there are as many values as the footer states."""
+    """Add up the pages of a column chunk until there are as many values as the footer states, as Arrow does."""
     at = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < (chunk.dictionary_page_offset or 0) < at:
         at = chunk.dictionary_page_offset
@@ -251,7 +251,7 @@ def _add_pages(name: str, data: mmap.mmap, chunk: Any, leaf: _Leaf) -> None:
 
 
 def _struct(data: Bytes, at: int, stop: int, depth: int = 0) -> tuple[dict[int, Any], int]:
-    """The whole numbers and structs of a struct in Thrift's compact protocol, by field number, and where it ends.
+    """Read the integers and structs of a struct in Thrift's compact protocol, by field number, and its end.
 
     Raises:
         IndexError: If it does not end before byte `stop`, or is nested deeper than a page header is.
@@ -307,7 +307,7 @@ def _varint(data: Bytes, at: int, stop: int) -> tuple[int, int]:
 
 
 def _count_entries(name: str, data: mmap.mmap, leaves: list[_Leaf], batch_rows: int, allowed: int) -> int:
-    """Refuse byte arrays that become larger than `allowed`; give the rows of a batch that is not too large at once.
+    """Reject byte arrays that decode to more than `allowed` bytes; return the rows of a batch of acceptable size.
 
     A dictionary's entry takes its length wherever an index names it, and a value of DELTA_BYTE_ARRAY that of all values
     before it. As long as batches stay small even if each value is as large as the largest page, nothing is counted.
@@ -337,7 +337,7 @@ def _count_entries(name: str, data: mmap.mmap, leaves: list[_Leaf], batch_rows: 
 
 
 def _entry_lengths(body: memoryview, count: int) -> NDArray[np.int64]:
-    """[count] How long each entry of a dictionary page is: a length of four bytes stands before each."""
+    """Return the lengths [count] of the entries of a dictionary page."""
     if not 0 <= count <= len(body) // 4:
         raise IndexError(f"{count} entries in {len(body)} bytes")
     lengths, at = np.empty(count, dtype=np.int64), 0
@@ -351,7 +351,7 @@ def _entry_lengths(body: memoryview, count: int) -> NDArray[np.int64]:
 
 
 def _indexed_size(page: _Page, data: mmap.mmap, leaf: _Leaf, lengths: NDArray[np.int64]) -> int:
-    """Bytes of the entries that a page of indices names."""
+    """Return the bytes of the entries that a page of indices refers to."""
     header = page.header
     if header[1] == _DATA_PAGE_V2:
         skipped = header[8][5] + header[8][6]

@@ -27,21 +27,21 @@ from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.trxp import read_any
 from rollbook.core.wire import Limits
-from rollbook.io.tables import Errors
+from rollbook.io.tables import ErrorHandler
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
 
 _INLINE = ("experience_bytes", "serialized_exp")
-"""The column of bytes: its name since 0.2.1, and before."""
+"""Names of the column of bytes: since 0.2.1, and before."""
 _META = ("task_id", "run_id", "msg_id", "model_version", "reward")
 _KINDS = ({"task_id", "run_id", "msg_id"}, {"message_list"}, {"chosen_message_list", "rejected_message_list"})
-"""Columns by which a table of 0.6.0 is known: of experiences, of sft and of dpo data."""
+"""Columns that identify a table of 0.6.0: of experiences, of SFT and of DPO data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of records: where their bytes are, and which of Trinity's columns it has."""
+    """A table of records: the place of their bytes, and which of Trinity's columns it has."""
 
     name: str
     inline: str | None
@@ -52,7 +52,7 @@ class Table:
 
     @property
     def layout(self) -> str:
-        """In words, for a list of tables."""
+        """Description of the place of the bytes."""
         if self.inline and self.blob:
             return f"bytes in {self.inline!r} and in {self.blob!r} (0.5, later written by 0.6)"
         if self.inline:
@@ -61,17 +61,17 @@ class Table:
 
 
 def list_tables(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The tables of records in a file, by name, each with where its bytes are."""
-    with _opened(os.fspath(path)) as connection:
-        return {name: table.layout for name, table in _tables(connection, os.fspath(path)).items()}
+    """Return the tables of records in a database, by name, with a description of where the bytes are."""
+    with open_read_only(os.fspath(path)) as connection:
+        return {name: table.layout for name, table in find_tables(connection, os.fspath(path)).items()}
 
 
 def read(
-    path: str, batch_rows: int, errors: Errors, *, table: str | None = None, max_row_bytes: int
+    path: str, batch_rows: int, errors: ErrorHandler, *, table: str | None = None, max_row_bytes: int
 ) -> Iterator[Experiences]:
-    """The records of a table by ascending id, `batch_rows` at a time."""
-    with _opened(path) as connection:
-        by_name = _tables(connection, path)
+    """Read the records of a table by ascending id, in batches of `batch_rows`."""
+    with open_read_only(path) as connection:
+        by_name = find_tables(connection, path)
         if not by_name:
             raise ValueError(f"{path}: the database has no table of Trinity's experiences")
         if table is None and len(by_name) > 1:
@@ -81,12 +81,12 @@ def read(
         chosen = by_name[next(iter(by_name)) if table is None else table]
         pending = []
         try:
-            for row in connection.execute(_query(chosen), (max_row_bytes, max_row_bytes)):
+            for row in connection.execute(build_query(chosen), (max_row_bytes, max_row_bytes)):
                 where = row[0]
                 try:
                     pending.append(_record(row, chosen, max_row_bytes))
                 except WireError as error:
-                    errors.bad(where if isinstance(where, int) else repr(where), error)
+                    errors.handle(where if isinstance(where, int) else repr(where), error)
                 if len(pending) >= batch_rows:
                     yield Experiences(pending)
                     pending = []
@@ -100,8 +100,8 @@ def read(
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[sqlite3.Connection]:
-    """A connection that reads, and leaves no trace."""
+def open_read_only(path: str) -> Iterator[sqlite3.Connection]:
+    """Open a read-only connection that creates no files."""
     with open(path, "rb") as file:
         head = file.read(20)
     if not head.startswith(b"SQLite format 3\0"):
@@ -153,7 +153,7 @@ def _name(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
 
 
-def _tables(connection: sqlite3.Connection, path: str) -> dict[str, Table]:
+def find_tables(connection: sqlite3.Connection, path: str) -> dict[str, Table]:
     try:
         # Views and virtual tables have no page of their own: they are not read.
         rows = connection.execute(
@@ -178,8 +178,8 @@ def _tables(connection: sqlite3.Connection, path: str) -> dict[str, Table]:
     return result
 
 
-def _query(table: Table) -> str:
-    """Id, bytes and their length in the row, bytes and their length beside it, then the columns.
+def build_query(table: Table) -> str:
+    """Return the query of: id, bytes and length in the row, bytes and length in the blob table, columns.
 
     A value over the limit is not fetched, only measured.
     """

@@ -23,7 +23,7 @@ from rollbook.inspect.files.limits import MAX_JSON, MAX_ROW, parse
 from rollbook.inspect.files.making import is_messages
 from rollbook.inspect.files.stores import Elements, Lines, Members, Row, Store, Table, dicts, elements
 from rollbook.io import formats, trinity_sqlite
-from rollbook.io.formats import _columns
+from rollbook.io.formats import read_column_names
 
 
 class Unknown(ValueError):
@@ -78,7 +78,7 @@ def family_of(path: str, name: str) -> tuple[str, Store]:
             raise Unknown("an SQLite database without a table of Trinity's")
         return "trinity-sqlite", _database(path)
     if head.startswith(b"PAR1"):
-        family = of_keys(_columns(path), "parquet")
+        family = of_keys(read_column_names(path), "parquet")
         return family, Table(path, records.of_batch if family == "parquet" else dicts)
     if head.startswith(b"\xff\xff\xff\xff") and name.endswith(".arrow"):
         return _dataset(path)
@@ -191,7 +191,7 @@ def of_keys(row: dict[str, Any], own: str) -> str:
     if own == "parquet" and "messages" in keys and "tokens" not in keys:
         return "messages"
     try:
-        return formats._of_keys("", row, own, "")
+        return formats.guess_from_keys("", row, own, "")
     except ValueError:
         shown = ", ".join(sorted(keys)[:20])
         raise Unknown(f"rows with the keys {shown}") from None
