@@ -80,7 +80,7 @@ def test_parquet_through_other_tools(tmp_path: Path) -> None:
 def test_parquet_errors(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     path.write_bytes(b"not parquet at all")
-    with pytest.raises(WireError, match="no Parquet file"):
+    with pytest.raises(WireError, match="cannot read Parquet file"):
         read_parquet(path)
     with pytest.raises(FileNotFoundError):
         read_parquet(tmp_path / "absent.parquet")

@@ -185,8 +185,8 @@ def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ('{"tokens": [1, 2', "no JSON"),
-        ('{"tokens": [1, 2], "reward": NaN}', "no JSON"),
+        ('{"tokens": [1, 2', "invalid JSON"),
+        ('{"tokens": [1, 2], "reward": NaN}', "invalid JSON"),
         ("[1, 2]", "one object a line"),
         ('{"rollbook": 2, "tokens": [1, 2]}', "layout version 2"),
         ('{"reward": 1.0}', "no 'tokens'"),
@@ -201,7 +201,7 @@ def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:
         ('{"tokens": [1, 2], "prompt_lenght": 1}', "'prompt_lenght' is no field"),
         ('{"tokens": [1, 2], "info": {"$unheard": 1}}', "unknown"),
         ('{"tokens": [1, 2], "info": {"a": ' + "[" * 100 + "]" * 100 + "}}", "nested"),
-        ('{"tokens": ' + "[" * 100_000, "no JSON"),
+        ('{"tokens": ' + "[" * 100_000, "invalid JSON"),
     ],
 )
 def test_bad_lines_are_named_or_skipped(line: str, why: str, tmp_path: Path) -> None:
@@ -306,11 +306,11 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
 
 
 def test_writing_asks_for_what_it_needs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"says no format, expected format= .*\.parquet"):
+    with pytest.raises(ValueError, match=r"has no known extension, expected format= .*\.parquet"):
         write([], tmp_path / "x.bin")
     with pytest.raises(ValueError, match=r"format: got 'parkett', .*did you mean 'parquet'"):
         write([], tmp_path / "x", "parkett")
-    with pytest.raises(ValueError, match=r"'verl', which is none for writing"):
+    with pytest.raises(ValueError, match=r"'verl', unknown format for writing"):
         write([], tmp_path / "x", "verl")
     with pytest.raises(ValueError, match=r"'frames' has no option 'compresion'; did you mean 'compression'"):
         write([], tmp_path / "x.frames", compresion="zstd")
@@ -360,8 +360,8 @@ def test_content_decides_and_not_the_name(format: str, tmp_path: Path) -> None:
         (b"hello, this is text", "bytes that begin b'hello"),
         (b'[{"tokens": [1, 2]}]', "a JSON array, not one object a line"),
         (b'{"a": 1, "b": 2}', "JSON lines with the keys a, b"),
-        (b'{"tokens": [1, 2', "line 1: no JSON"),
-        (b"PAR1 and nothing more", "no Parquet file"),
+        (b'{"tokens": [1, 2', "line 1: invalid JSON"),
+        (b"PAR1 and nothing more", "cannot read Parquet file"),
         (b"\x80\x09", "bytes that begin"),
     ],
 )
@@ -532,7 +532,7 @@ def test_a_dataset_names_no_file_outside_its_folder(tmp_path: Path) -> None:
     for name in (f"../secret.hf/{secret.name}", str(secret), "..", None):
         held["_data_files"] = [{"filename": name}]
         state.write_text(json.dumps(held))
-        with pytest.raises(WireError, match="no plain file name"):
+        with pytest.raises(WireError, match="not a plain file name"):
             back(tmp_path / "x.hf")
     (tmp_path / "x.hf" / "link.arrow").symlink_to(secret)
     held["_data_files"] = [{"filename": "link.arrow"}]

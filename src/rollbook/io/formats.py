@@ -63,7 +63,7 @@ def check_format(name: Any, writing: bool = False) -> str:
     names = [format_name for format_name, words in FORMATS.items() if not writing or words.endswith("written")]
     if name not in names:
         also = " for writing" if writing and name in FORMATS else ""
-        raise ValueError(f"format: got {name!r}, which is none{also}{suggest(str(name), names)}")
+        raise ValueError(f"format: got {name!r}, unknown format{also}{suggest(str(name), names)}")
     return str(name)
 
 
@@ -71,9 +71,7 @@ def format_from_name(path: str) -> str:
     """Return the format of a new file, by its extension."""
     suffix = os.path.splitext(path)[1]
     if suffix not in EXTENSIONS:
-        raise ValueError(
-            f"path: {path!r} says no format, expected format= or a name that ends in one of {', '.join(EXTENSIONS)}"
-        )
+        raise ValueError(f"path: {path!r} has no known extension, expected format= or one of {', '.join(EXTENSIONS)}")
     return EXTENSIONS[suffix]
 
 
@@ -155,7 +153,7 @@ def read_column_names(path: str) -> dict[str, Any]:
     try:
         return dict.fromkeys(pq.read_schema(path).names)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise WireError(f"{path}: no Parquet file that can be read: {error}") from None
+        raise WireError(f"{path}: cannot read Parquet file: {error}") from None
 
 
 def guess_from_keys(path: str, row: dict[str, Any], native: str, content: str) -> str:

@@ -66,7 +66,7 @@ def read_trxp(
 
     def size(head: bytes) -> int:
         if head[:4] != trxp.MAGIC or len(head) < trxp._HEADER.size:
-            raise WireError(f"{head[:4]!r} is no TRXP header", 0)
+            raise WireError(f"{head[:4]!r} is not a TRXP header", 0)
         _, _, meta, tensors = trxp._HEADER.unpack(head)
         return int(trxp._HEADER.size + meta + tensors)
 

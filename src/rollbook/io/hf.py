@@ -117,7 +117,7 @@ def _load(path: str) -> Any:
     try:
         return _datasets().load_from_disk(path)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:
-        raise WireError(f"{path}: no saved dataset that can be read: {error}") from None
+        raise WireError(f"{path}: cannot read saved dataset: {error}") from None
 
 
 def _json(path: str) -> dict[str, Any]:
@@ -133,5 +133,5 @@ def _json(path: str) -> dict[str, Any]:
 
 def _check_file_name(name: Any, where: str) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:
-        raise WireError(f"{where}: {name!r} is no plain file name")
+        raise WireError(f"{where}: {name!r} is not a plain file name")
     return name

@@ -136,7 +136,7 @@ def batches(
     except (FileNotFoundError, WireError):
         raise
     except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
-        raise WireError(f"{name}: no Parquet file that can be read: {error}") from None
+        raise WireError(f"{name}: cannot read Parquet file: {error}") from None
 
 
 def _check_size(name: str, size: int, decoded: int, allowed: int, limits: Limits) -> None:

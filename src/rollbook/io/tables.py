@@ -142,11 +142,11 @@ def parse_object(text: bytes | None, max_row_bytes: int, strict: bool = True) ->
         value = orjson.loads(text)
     except ValueError as error:
         if strict or not (b"NaN" in text or b"Infinity" in text):
-            raise WireError(f"no JSON: {error}") from None
+            raise WireError(f"invalid JSON: {error}") from None
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as other:
-            raise WireError(f"no JSON: {other}") from None
+            raise WireError(f"invalid JSON: {other}") from None
     if type(value) is not dict:
         raise WireError(f"got a JSON {type(value).__name__}, expected one object a line")
     # A record's own free-form values may be MAX_DEPTH deep, inside the line's object.
@@ -186,7 +186,7 @@ def list_float_columns(path: str) -> list[str]:
         try:
             schema = pq.read_schema(name)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise WireError(f"{name}: no Parquet file that can be read: {error}") from None
+            raise WireError(f"{name}: cannot read Parquet file: {error}") from None
         names |= {column.name: None for column in schema if pa.types.is_floating(column.type)}
     return list(names)
 

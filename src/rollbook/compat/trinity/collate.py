@@ -1,7 +1,7 @@
-"""From many records to padded tensors, groups and single turns: Trinity's functions, on rows and on columns alike.
+"""Trinity-RFT's functions over several records: padded tensors, groups, and HF datasets.
 
-Invariant: a result says the same whether it was made from a list of rows or from `Experiences`; a maximum that is too
-small raises and names the record, so that nothing is ever cut.
+Invariant: a list of rows and `Experiences` give the same result; a maximum that is too small raises an error that names
+the record, and nothing is truncated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _shapes(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
-    """[N] prompt lengths and response lengths, once they are known to fit."""
+    """Return the prompt and response lengths [N], checked against the maxima."""
     if not isinstance(experiences, Sequence):
         raise ValueError(f"experiences: got {type(experiences).__name__}, expected a list or Experiences")
     if isinstance(experiences, Experiences):
@@ -59,7 +59,7 @@ def _fits(name: str, limit: int, lengths: Any, experiences: Records) -> None:
 
 
 def _response_lengths(experiences: Records) -> Any:
-    """[N] How many response slots each record has: one per response token, or as a truncated one's log-probs."""
+    """Return the response slots [N] of each record: its response tokens, or the log-probs of a truncated prompt."""
     _, responses = _shapes(experiences, None, sys.maxsize)
     if isinstance(experiences, Experiences):
         status, logprobs = experiences.values("truncate_status"), experiences.values("logprobs")
@@ -73,7 +73,7 @@ def _response_lengths(experiences: Records) -> Any:
 
 
 def _rows(experiences: Records, name: str) -> list[torch.Tensor]:
-    """A tensor field of every record; one number that stands for a whole response is spread over it."""
+    """Return a tensor field of every record; one number for a response is expanded to all of its tokens."""
     field = FIELDS[name]
     if isinstance(experiences, Experiences):
         rows = experiences.values(name)
@@ -107,7 +107,7 @@ def _padded(
     lengths: Any,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N, width, ...] Each record's `name`, `lengths[i]` entries from column `starts[i]` on, the rest `fill`."""
+    """Return [N, width, ...]: the field `name`, `lengths[i]` entries from column `starts[i]`, the rest `fill`."""
     spans = Spans(lengths, starts, width)
     column = experiences.column(name) if isinstance(experiences, Experiences) else None
     if isinstance(column, Ragged) and column.valid is None:
@@ -132,7 +132,7 @@ def gather_token_ids(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N, P + R] Token ids: prompts padded on the left to P, responses on the right to R.
+    """Return token ids [N, P + R]: prompts padded on the left to P, responses on the right to R.
 
     `out`, a tensor of that shape and the tokens' type, is filled and given back: memory that was used before takes a
     third of the time of fresh memory.
@@ -152,7 +152,7 @@ def gather_token_ids(
 
 
 def gather_attention_masks(experiences: Records, max_prompt_length: int, max_response_length: int) -> torch.Tensor:
-    """[N, P + R] True on the tokens that `gather_token_ids` did not pad.
+    """Return [N, P + R]: True on tokens, False on the padding of `gather_token_ids`.
 
     >>> from rollbook import Experience
     >>> gather_attention_masks([Experience(tokens=[11, 12, 13])], 2, 3)
@@ -167,7 +167,7 @@ def gather_attention_masks(experiences: Records, max_prompt_length: int, max_res
 
 
 def gather_action_masks(experiences: Records, max_response_length: int) -> torch.Tensor:
-    """[N, R] The action masks, padded on the right with False.
+    """Return the action masks [N, R], padded on the right with False.
 
     >>> from rollbook import Experience
     >>> gather_action_masks([Experience(tokens=[1, 2, 3, 4], action_mask=[1, 0, 1])], 4)
@@ -179,7 +179,7 @@ def gather_action_masks(experiences: Records, max_response_length: int) -> torch
 def gather_response_attrs(
     experiences: Records, attr_name: str, max_response_length: int, pad_value: float = 0
 ) -> torch.Tensor:
-    """[N, R, ...] A response-axis field, padded on the right with `pad_value`.
+    """Return a response-axis field [N, R, ...], padded on the right with `pad_value`.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[1, 2], logprobs=[-0.5]), Experience(tokens=[1, 2, 3], logprobs=[-1.0, -2.0])]
@@ -201,7 +201,7 @@ def gather_response_attrs(
 
 
 def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tensor]]:
-    """The media tensors by name, one per record; a record without a name that others have gives an empty tensor.
+    """Return the media tensors by name, one per record: an empty tensor for a record without it.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[1, 2], multi_modal_inputs={"p": torch.ones(2, 2)}), Experience(tokens=[1, 2])]
@@ -224,7 +224,7 @@ def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tens
 
 
 def group_by(experiences: Records, id_type: str) -> dict[str, Any]:
-    """The records of each task, run or step (`id_type`), in the order they first appear.
+    """Group records by task, run or step (`id_type`), in order of appearance.
 
     A list gives lists, `Experiences` gives `Experiences`.
 
@@ -266,7 +266,7 @@ def to_hf_datasets(experiences: Records, *, for_trinity: bool = False) -> Any:
 
 
 def _trinity_table(records: Experiences) -> pa.Table:
-    """The records with the columns and types of Trinity's own `to_hf_datasets`: dicts as structs, tensors as lists."""
+    """Return a table with the columns and types of Trinity's own `to_hf_datasets`: structs and lists."""
     names = list(FIELDS)
     arrays = {}
     for name in names[: names.index("custom_fields")]:  # the table begins with Trinity's fields, in its order
@@ -317,7 +317,7 @@ def _trinity_values(records: Experiences, field: Field) -> list[Any]:
 
 
 def from_hf_datasets(dataset: Any) -> list[Experience]:
-    """The records of a dataset that `to_hf_datasets` made, or Trinity did."""
+    """Return the records of a dataset from `to_hf_datasets`, also Trinity's."""
     return from_hf(dataset).rows()
 
 
