@@ -33,6 +33,7 @@ from benchmarks.workload import Workload, check_same, make_workload, touch
 from rollbook import Experience, Experiences
 from rollbook.book import Book, First, Proportional, Uniform
 from rollbook.core.wire import encode
+from rollbook.io.parquet import read_parquet, write_parquet
 
 N = 512
 SIZES = (8, 64)
@@ -242,7 +243,7 @@ def appends(workload: Workload, theirs: Trinity, scratch: Path, size: int) -> li
         place, rows = state
         for i, part in enumerate(parts(rows, size)):
             path = place.folder / f"{i}.parquet"
-            Experiences(part).to_parquet(path)
+            write_parquet(Experiences(part), path)
             for name, flags in ((path, os.O_RDONLY), (place.folder, os.O_RDONLY | os.O_DIRECTORY)):
                 fd = os.open(name, flags)
                 os.fsync(fd)
@@ -269,7 +270,7 @@ def reads(workload: Workload, theirs: Trinity, scratch: Path, places: dict[str, 
     stored = places["Trinity"] = theirs.storage(scratch)
     theirs.write(stored.held, workload.build(theirs.experience), 64)
     files = places["Parquet"] = Place(scratch)
-    Experiences(rows).to_parquet(files.folder / "all.parquet")
+    write_parquet(Experiences(rows), files.folder / "all.parquet")
     uids = [row.eid.uid for row in rows]
     n = len(rows)
 
@@ -296,7 +297,7 @@ def reads(workload: Workload, theirs: Trinity, scratch: Path, places: dict[str, 
         Contender(THEIR_READ, lambda _: query()),
         Contender(THEIR_ROWS, lambda _: touch(query())),
         Contender(THEIR_CLAIMS, claim, claimed),
-        Contender("Parquet file read as rows", lambda _: Experiences.from_parquet(files.folder / "all.parquet").rows()),
+        Contender("Parquet file read as rows", lambda _: read_parquet(files.folder / "all.parquet").rows()),
     ]
     for size in SIZES:
         book: Book = places.setdefault(f"book of {size}", filled(scratch, rows, size)).held

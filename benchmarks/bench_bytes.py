@@ -16,6 +16,7 @@ from rollbook import Experiences
 from rollbook.core import wire
 from rollbook.core.experience import Experience
 from rollbook.core.ragged import Ragged
+from rollbook.core.wire import decode, encode
 
 THEIR_WRITE = "Trinity serialize_many"
 THEIR_READ = "Trinity deserialize_many"
@@ -82,7 +83,7 @@ def contenders(workload: Workload, theirs: Any, our_bytes: bytes, their_bytes: b
         Contender(THEIR_READ, lambda _: read_theirs(their_bytes)),
         Contender(THEIR_ROWS, lambda _: touch(read_theirs(their_bytes))),
         Contender(FROM_ROWS, Experience.serialize_many, our_rows),
-        Contender(FROM_COLUMNS, lambda columns: columns.to_bytes(), our_columns),
+        Contender(FROM_COLUMNS, lambda columns: encode(columns), our_columns),
         Contender(FROM_COLUMNS_REUSED, lambda columns: wire.encode(columns, out=buffer), our_columns),
         Contender(OPEN, lambda _: wire.decode(our_bytes, verify=False)),
         Contender(OPEN_VERIFIED, lambda _: wire.decode(our_bytes, verify=True)),
@@ -108,7 +109,7 @@ def run(options: Options) -> Report:
         {
             "Trinity": theirs.Experience.deserialize_many(their_bytes),
             "Rollbook": Experience.deserialize_many(our_bytes),
-            "Rollbook, from columns": list(Experiences.from_bytes(columns.to_bytes())),
+            "Rollbook, from columns": list(decode(encode(columns))),
             "Rollbook, from a reused buffer": list(wire.decode(bytes(reused), verify=True)),
             "Rollbook, unverified": list(wire.decode(our_bytes, verify=False)),
         },

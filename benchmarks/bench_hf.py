@@ -13,6 +13,7 @@ from benchmarks.workload import Workload, check_same, make_workload, touch
 from rollbook import Experiences
 from rollbook.compat.trinity import from_hf_datasets, to_hf_datasets
 from rollbook.core.experience import Experience
+from rollbook.io.hf import from_hf
 
 THEIR_TO = "Trinity to_hf_datasets"
 THEIR_FROM = "Trinity from_hf_datasets, every field asked for"
@@ -41,7 +42,7 @@ def contenders(workload: Workload, theirs: Any, our_dataset: Any, their_dataset:
         Contender(THEIR_FROM, lambda _: touch(theirs.from_hf_datasets(their_dataset))),
         Contender(TO_FROM_ROWS, to_hf_datasets, our_rows),
         Contender(TO_FROM_COLUMNS, to_hf_datasets, lambda: Experiences(our_rows())),
-        Contender(FROM_AS_COLUMNS, lambda _: Experiences.from_hf(our_dataset)),
+        Contender(FROM_AS_COLUMNS, lambda _: from_hf(our_dataset)),
         Contender(FROM_AS_ROWS, lambda _: touch(from_hf_datasets(our_dataset))),
     ]
 
@@ -59,7 +60,7 @@ def run(options: Options) -> Report:
         {
             "Trinity": theirs.from_hf_datasets(their_dataset),
             "Rollbook": from_hf_datasets(our_dataset),
-            "Rollbook, as columns": list(Experiences.from_hf(our_dataset)),
+            "Rollbook, as columns": list(from_hf(our_dataset)),
         },
     )
 

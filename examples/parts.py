@@ -16,9 +16,11 @@ import rollbook
 from rollbook.algorithms import estimate
 from rollbook.algorithms.losses import ppo
 from rollbook.batch.plan import plan
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
+from rollbook.io.parquet import read_parquet
 
 LETTERS = "abcdefghij"
 VOCABULARY = {letter: i for i, letter in enumerate(LETTERS + ">.")}
@@ -80,9 +82,7 @@ def show(folder: Path, tasks: int, runs: int) -> None:
         with book.lease(tasks, by="group") as lease:
             many = lease.experiences
             # Runs of one task come together, whatever order they were brought in.
-            same = (
-                sorted(many, key=uid) == sorted(rollouts, key=uid) == sorted(Experiences.from_parquet(parquet), key=uid)
-            )
+            same = sorted(many, key=uid) == sorted(rollouts, key=uid) == sorted(read_parquet(parquet), key=uid)
             print(f"lease    {lease}: {'every field is the same' if same else 'SOMETHING DIFFERS'}")
             if not same:
                 raise SystemExit("the records that were read are not those that were written")
@@ -124,11 +124,11 @@ def step(many: Experiences) -> None:
     print("  token    " + "".join(f"{NAMES[token]:>8}" for token in response))
     if worst.logprobs is not None:
         print("  logprob  " + "".join(f"{value:>8.2f}" for value in worst.logprobs.tolist()))
-    print(f"\n{many.batch()}\n{many.batch(packing_samples=True)}")
+    print(f"\n{from_experiences(many)}\n{from_experiences(many, packing_samples=True)}")
     found = plan(many, token_cap=64, ranks=2)
     print(f"\n{found.report()}")
     for micro_batch in found[0][:1]:
-        batch = many.take(micro_batch.indices).batch(packing_samples=True)
+        batch = from_experiences(many.take(micro_batch.indices), packing_samples=True)
         print(f"rank 0, step 0: {batch}, cu_seqlens {batch.cu_seqlens.tolist()}")
         moved = batch.action_log_probs.values + 0.05  # what a policy would say that learned a little
         loss, metrics = ppo(

@@ -506,7 +506,7 @@ def test_a_first_token_without_a_prompt_is_masked() -> None:
     ]
     many = Experiences(rows)
     expected = [[False, True, True], [True, False], [False, True]]
-    padded, packed = many.batch(), many.batch(packing_samples=True)
+    padded, packed = from_experiences(many), from_experiences(many, packing_samples=True)
     assert (
         [row.tolist() for row in packed.action_mask] == [row.tolist() for row in padded.pack().action_mask] == expected
     )
@@ -1013,7 +1013,7 @@ def test_records_go_to_a_device() -> None:
 
 def test_predictions_are_of_every_token() -> None:
     many = Experiences([Experience(tokens=[1, 2, 3], prompt_length=1), Experience(tokens=[4, 5], prompt_length=1)])
-    padded, packed = many.batch(), many.batch(packing_samples=True)
+    padded, packed = from_experiences(many), from_experiences(many, packing_samples=True)
     with pytest.raises(ValueError, match=r"predictions: got shape \[2, 2\], expected \[2, 3\] first"):
         padded.at_actions(torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"predictions: got shape \[5\], expected \[1, 5\] first"):

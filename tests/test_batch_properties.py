@@ -28,6 +28,7 @@ from rollbook.compat.lightrft.replay_buffer import (
     split_experience_batch,
 )
 from rollbook.core.fields import BATCH_FIELDS, FIELDS
+from rollbook.core.wire import decode, encode
 from tests.strategies import SEEDS, exact, make_tensor, record_lists
 
 ITEM_FIELDS = [f.name for f in dataclasses.fields(BufferItem)]
@@ -732,7 +733,7 @@ def test_records_to_a_batch(rows: list[Experience], layout: str, pad: int) -> No
         if not any(item.info[name] for item in items):
             for item in items:
                 del item.info[name]
-    for many in (rows, Experiences(rows), Experiences.from_bytes(Experiences(rows).to_bytes())):
+    for many in (rows, Experiences(rows), decode(encode(Experiences(rows)))):
         batch = from_experiences(many, pad_token_id=pad, **options)
         assert_reference(batch, items, layout, pad)
         for row, item in zip(rows, split_experience_batch(batch, unpad=True), strict=True):

@@ -260,7 +260,7 @@ def test_what_is_no_file_is_refused_before_it_is_opened(folder: Path, tmp_path: 
     script = """
 import sys
 from rollbook.cli import main
-from rollbook.core.experiences import Experiences
+from rollbook.io import read_parquet
 from rollbook.train.sources import read
 book, pipe, new = sys.argv[1:]
 for command in (["import", new, pipe], ["import", new, pipe, "--format", "jsonl"],
@@ -268,7 +268,7 @@ for command in (["import", new, pipe], ["import", new, pipe, "--format", "jsonl"
                 ["doctor", pipe], ["diff", book, pipe], ["train", pipe],
                 ["export", book, pipe, "--overwrite", "--format", "html", "--where", "reward > 0"]):
     assert main(command) == 2, command
-for opens in (Experiences.from_parquet, lambda path: list(read(path))):
+for opens in (read_parquet, lambda path: list(read(path))):
     try:
         opens(pipe)
     except ValueError as error:

@@ -22,6 +22,7 @@ from rollbook.compat.trinity import (
     split_dpo_experience_to_single_turn,
 )
 from rollbook.core.fields import FIELDS, tensor_fields
+from rollbook.core.wire import decode, encode
 from tests.strategies import (
     COLUMN_DTYPES,
     FLOAT_DTYPES,
@@ -138,7 +139,7 @@ def test_gather_response_attrs(attr: str, data: st.DataObject, more: int, pad: f
         pad = 1
     width = max((len(value) for value in values), default=0) + more
     before = exact_rows(rows)
-    for given_rows in (rows, tuple(rows), Experiences(rows), Experiences.from_bytes(Experiences(rows).to_bytes())):
+    for given_rows in (rows, tuple(rows), Experiences(rows), decode(encode(Experiences(rows)))):
         result = gather_response_attrs(given_rows, attr, width, pad_value=pad)
         check(result, naive([([], value.tolist()) for value in values], 0, width, pad), dtype, width)
         if attr == "action_mask":

@@ -15,9 +15,9 @@ import torch
 
 import rollbook
 from benchmarks import peers
-from rollbook import Experiences
 from rollbook.algorithms import ESTIMATORS
 from rollbook.core import fields
+from rollbook.io.parquet import read_parquet
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -118,7 +118,7 @@ def test_demo(tmp_path: Path) -> None:
     assert "6 records" in shown
     assert "ExperienceBatch(6 samples, packed" in shown
     assert "on 2 ranks" in shown
-    assert len(Experiences.from_parquet(tmp_path / "out" / "rollouts.parquet")) == 6
+    assert len(read_parquet(tmp_path / "out" / "rollouts.parquet")) == 6
     with rollbook.open(tmp_path / "out" / "book", "r") as book:
         assert book.counts().trained == 6 and "admitted, leased, trained" in shown
 

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from rollbook import EID, Experience, Experiences
 from rollbook.core.fields import FIELDS
 from rollbook.core.ragged import Ragged
+from rollbook.core.wire import decode, encode
+from rollbook.io.arrow import from_table, to_table
 from tests.strategies import exact, exact_rows, full_record, make_tensor, memory_of, record_lists
 
 Rows = list[Experience]
@@ -78,7 +80,7 @@ def test_slices(rows: Rows, start: int | None, stop: int | None, step: int | Non
     assert isinstance(part, Experiences)
     assert len(part) == len(rows[start:stop:step])
     assert exact_rows(part) == exact_rows(rows[start:stop:step])
-    assert exact_rows(Experiences.from_bytes(part.to_bytes())) == exact_rows(rows[start:stop:step])
+    assert exact_rows(decode(encode(part))) == exact_rows(rows[start:stop:step])
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda x: np.array(x, dtype=np.int8)])
@@ -200,7 +202,7 @@ def _apply(name: str, argument: int, many: Experiences, rows: Rows, extra: Rows)
     if name == "compact":
         return many.compact(), rows
     if name == "bytes":
-        return Experiences.from_bytes(many.to_bytes()), rows
+        return decode(encode(many)), rows
     if name == "rebuild":
         return Experiences(many), rows
     return pickle.loads(pickle.dumps(many)), rows
@@ -263,7 +265,7 @@ def test_concat_of_types_shapes_and_fields_that_differ() -> None:
     for row in rows:
         one_by_one += (row,)
     assert exact_rows(one_by_one) == exact_rows(rows)
-    assert exact_rows(Experiences.from_bytes(joined.to_bytes())) == exact_rows(rows)
+    assert exact_rows(decode(encode(joined))) == exact_rows(rows)
 
 
 def test_concat_of_nothing() -> None:
@@ -336,10 +338,10 @@ def _sources() -> dict[str, Experiences]:
     rows = [full_record(seed=i) for i in range(4)]
     return {
         "rows": Experiences(rows),
-        "bytes": Experiences.from_bytes(Experiences(rows).to_bytes()),
-        "bytearray": Experiences.from_bytes(bytearray(Experiences(rows).to_bytes())),
-        "lz4": Experiences.from_bytes(Experiences(rows).to_bytes("lz4")),
-        "arrow": Experiences.from_arrow(Experiences(rows).to_arrow()),
+        "bytes": decode(encode(Experiences(rows))),
+        "bytearray": decode(bytearray(encode(Experiences(rows)))),
+        "lz4": decode(encode(Experiences(rows), compression="lz4")),
+        "arrow": from_table(to_table(Experiences(rows))),
         "concat": Experiences.concat([Experiences(rows[:2]), Experiences(rows[2:])]),
         "take": Experiences(rows)[[0, 1, 2, 3]],
     }
@@ -359,7 +361,7 @@ def test_rows_are_views(source: str) -> None:
     assert many.rows()[1].tokens[0] == 77
     assert list(many)[1].tokens[0] == 77
     assert many.values("tokens")[1][0] == 77
-    assert Experiences.from_bytes(many.to_bytes())[1].tokens[0] == 77
+    assert decode(encode(many))[1].tokens[0] == 77
 
 
 @pytest.mark.parametrize("source", _sources())
@@ -411,7 +413,7 @@ def test_a_row_keeps_its_columns_alive() -> None:
 
 def test_compact_frees_the_parent() -> None:
     rows = [Experience(tokens=torch.full((50_001,), i), reward=1.0, info={"pad": "x" * 50_000}) for i in range(8)]
-    many = Experiences.from_bytes(Experiences(rows).to_bytes())
+    many = decode(encode(Experiences(rows)))
     whole = storage_bytes(many[0].tokens)
     assert whole >= 8 * 50_001 * 8
     watched = weakref.ref(many)
@@ -519,7 +521,7 @@ def test_from_columns_in_each_form() -> None:
             {"tokens": tokens, "reward": np.full(3, 0.5), "eid": [EID(suffix=str(i)) for i in range(3)]}
         )
         assert exact_rows(many) == exact_rows(expected)
-        assert exact_rows(Experiences.from_bytes(many.to_bytes())) == exact_rows(expected)
+        assert exact_rows(decode(encode(many))) == exact_rows(expected)
 
 
 def test_from_columns_with_every_field() -> None:
@@ -622,7 +624,7 @@ def test_from_columns_errors(columns: dict[str, Any], word: str) -> None:
 )
 def test_from_arrow_keeps_the_promises_of_the_table(columns: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        Experiences.from_arrow(pa.table(columns))
+        from_table(pa.table(columns))
 
 
 def test_ragged() -> None:

@@ -27,6 +27,9 @@ from rollbook.compat.trinity import (
 )
 from rollbook.core import fields, wire
 from rollbook.core.fields import FIELDS, Field
+from rollbook.core.wire import decode, encode
+from rollbook.io.arrow import from_table, to_table
+from rollbook.io.parquet import read_parquet, write_parquet
 from tests.strategies import exact, exact_rows
 
 
@@ -155,13 +158,13 @@ def test_construction(case: Case) -> None:
 def test_round_trips(case: Case, tmp_path: Path) -> None:
     _, _, rows = case
     many = Experiences(rows)
-    many.to_parquet(tmp_path / "rows.parquet")
+    write_parquet(many, tmp_path / "rows.parquet")
     ways = {
         "bytes": Experience.deserialize_many(Experience.serialize_many(rows)),
-        "zstd": Experiences.from_bytes(many.to_bytes("zstd")),
-        "arrow": Experiences.from_arrow(many.to_arrow()),
-        "portable": Experiences.from_arrow(many.to_arrow(portable=True)),
-        "parquet": Experiences.from_parquet(tmp_path / "rows.parquet"),
+        "zstd": decode(encode(many, compression="zstd")),
+        "arrow": from_table(to_table(many)),
+        "portable": from_table(to_table(many, portable=True)),
+        "parquet": read_parquet(tmp_path / "rows.parquet"),
         "hf": from_hf_datasets(to_hf_datasets(rows)),
         "hf part": [*from_hf_datasets(to_hf_datasets(rows).select([0, 1])), rows[2]],
         "trxp": Experience.deserialize_many(wire.to_trxp(rows)),
@@ -183,7 +186,7 @@ def test_the_table_says_the_rest(case: Case) -> None:
     assert inspect.signature(Experience).parameters["novel"].default is None
     assert "novel" in dataclasses.asdict(rows[0])
     assert "novel" in to_hf_datasets(rows).column_names
-    assert "novel" in Experiences(rows).to_arrow(portable=True).column_names
+    assert "novel" in to_table(Experiences(rows), portable=True).column_names
     assert (field in fields.tensor_fields(field.axis)) == (field.kind == "tensor")
     with pytest.raises(ValueError, match="novel"):
         CustomField("source", "novel", torch.bool)
@@ -287,15 +290,15 @@ def test_withdrawn_columns_are_kept_as_unknown_ones(name: str, tmp_path: Path) -
         rows = build(values)
         expected = exact_rows(rows)
         data = Experience.serialize_many(rows)
-    without = Experiences.from_bytes(data)
+    without = decode(data)
     assert [row.info["i"] for row in without] == [0, 1, 2]
     again = Experience.serialize_many(without.rows())
-    part = without[[2, 0]].to_bytes()
-    without.to_parquet(tmp_path / "rows.parquet")
+    part = encode(without[[2, 0]])
+    write_parquet(without, tmp_path / "rows.parquet")
     with declared(field):
         assert exact_rows(Experience.deserialize_many(again)) == expected
-        assert exact_rows(Experiences.from_bytes(part)) == [expected[2], expected[0]]
-        assert exact_rows(Experiences.from_parquet(tmp_path / "rows.parquet")) == expected
+        assert exact_rows(decode(part)) == [expected[2], expected[0]]
+        assert exact_rows(read_parquet(tmp_path / "rows.parquet")) == expected
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -304,16 +307,16 @@ def test_columns_in_memory_outlive_their_field(name: str) -> None:
     with declared(field):
         expected = exact_rows(build(values))
         many = Experiences(build(values))
-    data = [many.to_bytes(), many[1:].to_bytes(), Experiences(many.rows()).to_bytes()]
+    data = [encode(many), encode(many[1:]), encode(Experiences(many.rows()))]
     with declared(field):
-        found = [exact_rows(Experiences.from_bytes(part)) for part in data]
+        found = [exact_rows(decode(part)) for part in data]
     assert found == [expected, expected[1:], expected]
 
 
 def test_bytes_with_a_field_that_nobody_declared() -> None:
     plain_rows = Experiences([Experience(tokens=[1, 2])])
-    table = plain_rows.to_arrow().append_column("novel", pa.array([[0.5]], pa.large_list(pa.float32())))
-    data = Experiences.from_arrow(table).to_bytes()
+    table = to_table(plain_rows).append_column("novel", pa.array([[0.5]], pa.large_list(pa.float32())))
+    data = encode(from_table(table))
     with declared(Field("novel", "tensor", "response", "float32")):
         assert Experience.deserialize(data).novel.tolist() == [0.5]
     # What was unknown is checked once it is known.

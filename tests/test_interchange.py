@@ -19,6 +19,8 @@ from benchmarks import peers
 from rollbook import EID, CustomField, Experience, Experiences, WireError
 from rollbook.compat.trinity import from_hf_datasets, to_hf_datasets
 from rollbook.core.fields import FIELDS
+from rollbook.io.arrow import from_table
+from rollbook.io.parquet import read_parquet, write_parquet
 
 
 def rows() -> list[Experience]:
@@ -39,7 +41,7 @@ def rows() -> list[Experience]:
 
 
 def write(path: Path) -> Path:
-    Experiences(rows()).to_parquet(path)
+    write_parquet(Experiences(rows()), path)
     return path
 
 
@@ -63,41 +65,41 @@ def test_parquet_is_ordinary_columns(tmp_path: Path) -> None:
 
 def test_parquet_through_other_tools(tmp_path: Path) -> None:
     path, expected = write(tmp_path / "x.parquet"), rows()
-    original = Experiences.from_parquet(path)
+    original = read_parquet(path)
     through_polars, through_duckdb = tmp_path / "p.parquet", tmp_path / "d.parquet"
     pl.read_parquet(path).write_parquet(through_polars)
     duckdb.sql(f"copy (select * from '{path}') to '{through_duckdb}' (format parquet)")
     for other in (through_polars, through_duckdb):
-        assert Experiences.from_parquet(other) == original
+        assert read_parquet(other) == original
     assert [row.tokens.tolist() for row in original] == [row.tokens.tolist() for row in expected]
     assert original[0].logprobs.dtype == torch.bfloat16
     kept = duckdb.sql(f"select * from '{path}' where reward > 0").to_arrow_table()
-    assert Experiences.from_arrow(kept) == [original[1], original[3]], "NaN is above all in SQL"
+    assert from_table(kept) == [original[1], original[3]], "NaN is above all in SQL"
 
 
 def test_parquet_errors(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     path.write_bytes(b"not parquet at all")
-    with pytest.raises(WireError, match="no Parquet file"):
-        Experiences.from_parquet(path)
+    with pytest.raises(WireError, match="cannot read Parquet file"):
+        read_parquet(path)
     with pytest.raises(FileNotFoundError):
-        Experiences.from_parquet(tmp_path / "absent.parquet")
+        read_parquet(tmp_path / "absent.parquet")
     pq.write_table(pa.table({"x": [1]}), path)
     with pytest.raises(WireError, match="no column 'tokens'"):
-        Experiences.from_parquet(path)
+        read_parquet(path)
     write(path)
     data = path.read_bytes()
     for cut in (10, len(data) // 2, len(data) - 3):
         path.write_bytes(data[:cut])
         with pytest.raises(WireError):
-            Experiences.from_parquet(path)
+            read_parquet(path)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet")
     before = path.read_bytes()
     with pytest.raises((ValueError, pa.ArrowException, OSError)):
-        Experiences(rows()).to_parquet(path, compression="no such codec")
+        write_parquet(Experiences(rows()), path, compression="no such codec")
     assert path.read_bytes() == before
     assert [item.name for item in tmp_path.iterdir()] == ["x.parquet"]
 
@@ -129,16 +131,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 )
 def test_foreign_tables_are_checked(columns: dict[str, Any], word: str) -> None:
     with pytest.raises(WireError, match=word):
-        list(Experiences.from_arrow(pa.table(columns)))
+        list(from_table(pa.table(columns)))
 
 
 def test_what_is_no_table_is_named() -> None:
     for wrong in ([1], {"tokens": [[1, 2]]}, None):
         with pytest.raises(ValueError, match="expected a pyarrow Table"):
-            Experiences.from_arrow(wrong)
+            from_table(wrong)
         with pytest.raises(ValueError, match="expected a datasets.Dataset"):
             from_hf_datasets(wrong)
-    assert Experiences.from_arrow(pa.table({"tokens": [[1, 2, 3]], "prompt_length": [None]}))[0].prompt_length == 1
+    assert from_table(pa.table({"tokens": [[1, 2, 3]], "prompt_length": [None]}))[0].prompt_length == 1
 
 
 def test_foreign_tables_are_read() -> None:
@@ -153,7 +155,7 @@ def test_foreign_tables_are_read() -> None:
             "mine": [1, 2],
         }
     )
-    first, second = Experiences.from_arrow(table)
+    first, second = from_table(table)
     assert (first.tokens.dtype, first.action_mask.tolist(), first.reward) == (torch.int64, [True, False], 1.0)
     assert (first.experience_type, second.experience_type) == ("multi_turn", "single_turn")
     assert first.info == {"a": 1}

@@ -24,6 +24,7 @@ from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperie
 from rollbook.compat.lightrft.rollout_batches import Whole
 from rollbook.core.metrics import Progress
 from rollbook.core.rows import Rows
+from rollbook.core.wire import decode, encode
 from rollbook.models import Actor, Critic
 from rollbook.rollout import Line, Prompt, ScriptedEngine
 from rollbook.rollout.local import TransformersEngine
@@ -796,7 +797,7 @@ def test_records_hold_everything(actor: Actor, reference: Actor, critic: Critic)
     again = maker(actor, reference=reference, critic=critic, advantage_estimator="gae", kl=0.1)
     (batch,) = again.make_experience_list(PROMPTS, **OPTIONS)
     assert len(records) == 9 and [str(eid) for eid in records.eids()] == [str(eid) for eid in batch.ids or ()]
-    back = type(records).from_bytes(records.to_bytes())
+    back = decode(encode(records))
     packed = batch.pack()
     for i, row in enumerate(back):
         assert row.tokens.tolist() == packed.sequences[i].tolist() and row.reward == batch.info["reward"][i].item()

@@ -11,10 +11,12 @@ import torch
 
 from rollbook import Experiences
 from rollbook.algorithms import losses
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.batch_passes import native_batch
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.compat.lightrft.rollout_batches import Whole
 from rollbook.core.images import load_image
+from rollbook.core.wire import decode, encode
 from rollbook.models import Actor, Critic
 from rollbook.rewards.types import RewardInput
 from rollbook.rollout import Prompt
@@ -262,11 +264,11 @@ def test_records_keep_the_pictures_and_batches_do_not_change(tmp_path: Path) -> 
     assert [len(row.info.get("images", ())) for row in records] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert records[8].info["images"] == [file.read_bytes()] * 2
     assert load_image("image", records[3].info["images"][0]).getpixel((0, 0)) == RED
-    mine, other = records.batch(), Experiences([row.replace(info={}) for row in records]).batch()
+    mine, other = from_experiences(records), from_experiences(Experiences([row.replace(info={}) for row in records]))
     assert torch.equal(mine.sequences, other.sequences) and torch.equal(mine.pixel_values, other.pixel_values)
-    kept = [(item.info.get("info") or {}).get("images") for item in _items(records.batch())]
+    kept = [(item.info.get("info") or {}).get("images") for item in _items(from_experiences(records))]
     assert kept == [row.info.get("images") for row in records]
-    assert Experiences.from_bytes(records.to_bytes()) == records
+    assert decode(encode(records)) == records
     assert [len(RewardInput.of(row, tiny.bytes_()).images) for row in records][::3] == [0, 1, 2]
 
 

@@ -28,6 +28,9 @@ from rollbook import EID, CustomField, Experience, Experiences
 from rollbook.compat.trinity import from_hf_datasets, to_hf_datasets
 from rollbook.core import frame_reader, freeform, wire
 from rollbook.core.fields import FIELDS
+from rollbook.core.wire import decode, encode
+from rollbook.io.arrow import from_table, to_table
+from rollbook.io.parquet import read_parquet, write_parquet
 from tests.attacks import corpus
 from tests.attacks.outcome import stacked
 from tests.strategies import (
@@ -108,7 +111,7 @@ def _one_frame_each(rows: Rows) -> list[Experience]:
 def _two_frames(rows: Rows) -> list[Experience]:
     half = len(rows) // 2
     return Experience.deserialize_many(
-        Experience.serialize_many(rows[:half]) + Experiences(rows[half:]).to_bytes("zstd")
+        Experience.serialize_many(rows[:half]) + encode(Experiences(rows[half:]), compression="zstd")
     )
 
 
@@ -123,13 +126,13 @@ def _iter_frames(rows: Rows) -> list[Experience]:
 
 def _parquet(rows: Rows) -> list[Experience]:
     with tempfile.TemporaryDirectory() as folder:
-        Experiences(rows).to_parquet(Path(folder) / "rows.parquet")
-        return list(Experiences.from_parquet(Path(folder) / "rows.parquet"))
+        write_parquet(Experiences(rows), Path(folder) / "rows.parquet")
+        return list(read_parquet(Path(folder) / "rows.parquet"))
 
 
 def _chunked_arrow(rows: Rows) -> list[Experience]:
-    table = Experiences(rows).to_arrow(portable=True)
-    return list(Experiences.from_arrow(pa.concat_tables([table.slice(0, 1), table.slice(1)])))
+    table = to_table(Experiences(rows), portable=True)
+    return list(from_table(pa.concat_tables([table.slice(0, 1), table.slice(1)])))
 
 
 def _unaligned(rows: Rows) -> list[Experience]:
@@ -143,19 +146,17 @@ BYTE_WAYS: dict[str, Callable[[Rows], Rows]] = {
     "unaligned memoryview": _unaligned,
     "columns": lambda rows: list(Experiences(rows)),
     "rows one by one": lambda rows: [many[i] for many in [Experiences(rows)] for i in range(len(rows))],
-    "to_bytes": lambda rows: list(Experiences.from_bytes(Experiences(rows).to_bytes())),
-    "zstd": lambda rows: list(Experiences.from_bytes(Experiences(rows).to_bytes("zstd"))),
-    "lz4": lambda rows: list(Experiences.from_bytes(Experiences(rows).to_bytes("lz4"))),
+    "to_bytes": lambda rows: list(decode(encode(Experiences(rows)))),
+    "zstd": lambda rows: list(decode(encode(Experiences(rows), compression="zstd"))),
+    "lz4": lambda rows: list(decode(encode(Experiences(rows), compression="lz4"))),
     "not verified": lambda rows: list(wire.decode(Experience.serialize_many(rows), verify=False)),
     "given buffer": _out,
     "a frame each": _one_frame_each,
     "two frames": _two_frames,
     "iter_frames": _iter_frames,
-    "decoded, encoded again": lambda rows: list(
-        Experiences.from_bytes(Experiences.from_bytes(Experiences(rows).to_bytes()).to_bytes())
-    ),
-    "arrow": lambda rows: list(Experiences.from_arrow(Experiences(rows).to_arrow())),
-    "portable arrow": lambda rows: list(Experiences.from_arrow(Experiences(rows).to_arrow(portable=True))),
+    "decoded, encoded again": lambda rows: list(decode(encode(decode(encode(Experiences(rows)))))),
+    "arrow": lambda rows: list(from_table(to_table(Experiences(rows)))),
+    "portable arrow": lambda rows: list(from_table(to_table(Experiences(rows), portable=True))),
     "arrow in chunks": _chunked_arrow,
     "pickled columns": lambda rows: list(pickle.loads(pickle.dumps(Experiences(rows)))),
     "copied columns": lambda rows: list(copy.deepcopy(Experiences(rows))),
@@ -525,9 +526,9 @@ def test_a_truncated_prompt_beside_logprobs_that_no_common_type_holds() -> None:
 @pytest.mark.parametrize("portable", [False, True])
 def test_rows_without_a_value_can_be_selected_from_a_table(dtype: torch.dtype, portable: bool) -> None:
     rows = [Experience(tokens=[1, 2, 3], logprobs=torch.ones(2).to(dtype)), Experience(tokens=[1, 2])]
-    table = Experiences(rows).to_arrow(portable)
-    assert exact_rows(Experiences.from_arrow(table.slice(1))) == exact_rows(rows[1:])
-    assert exact_rows(Experiences.from_arrow(table.take(pa.array([1, 0])))) == exact_rows(rows[::-1])
+    table = to_table(Experiences(rows), portable)
+    assert exact_rows(from_table(table.slice(1))) == exact_rows(rows[1:])
+    assert exact_rows(from_table(table.take(pa.array([1, 0])))) == exact_rows(rows[::-1])
 
 
 def test_tables_that_were_made_apart_can_be_joined() -> None:
@@ -538,9 +539,9 @@ def test_tables_that_were_made_apart_can_be_joined() -> None:
         Experience(tokens=[4, 5], prompt_text="\ud800"),
         Experience(tokens=[4, 5], policy_versions=3),
     ]
-    tables = [Experiences([row]).to_arrow(portable=True) for row in rows]
+    tables = [to_table(Experiences([row]), portable=True) for row in rows]
     joined = pa.concat_tables(tables, promote_options="default")
-    assert exact_rows(Experiences.from_arrow(joined)) == exact_rows(rows)
+    assert exact_rows(from_table(joined)) == exact_rows(rows)
     datasets = concatenate_datasets([to_hf_datasets([row]) for row in rows])
     assert exact_rows(from_hf_datasets(datasets)) == exact_rows(rows)
 
@@ -625,8 +626,8 @@ def test_tensors_without_data_are_refused() -> None:
 
 
 def _with_unknown(rows: Rows) -> Experiences:
-    table = Experiences(rows).to_arrow()
-    return Experiences.from_arrow(table.append_column("theirs", pa.array([f"{i} text" for i in range(len(rows))])))
+    table = to_table(Experiences(rows))
+    return from_table(table.append_column("theirs", pa.array([f"{i} text" for i in range(len(rows))])))
 
 
 @pytest.mark.parametrize("form", ["frame", "unverified", "lz4", "trxp"])
@@ -702,8 +703,8 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_unknown_columns_survive(name: str) -> None:
     rows = [full_record(seed=seed) for seed in range(3)]
-    table = Experiences(rows).to_arrow().append_column(name, UNKNOWN[name])
-    many = Experiences.from_bytes(Experiences.from_arrow(table).to_bytes())
+    table = to_table(Experiences(rows)).append_column(name, UNKNOWN[name])
+    many = decode(encode(from_table(table)))
     expected = UNKNOWN[name].to_pylist()
 
     def kept(found: Any) -> bool:
@@ -714,11 +715,11 @@ def test_unknown_columns_survive(name: str) -> None:
     assert kept(many.rows())
     assert kept(Experience.deserialize_many(Experience.serialize_many(many.rows())))
     assert kept(Experiences(many.rows()))
-    assert kept(Experiences.from_bytes(many.to_bytes("zstd")))
+    assert kept(decode(encode(many, compression="zstd")))
     assert kept(list(Experiences.concat([many[:1], many[1:]])))
     assert kept(many[[0, 1, 2]])
     assert kept(many.compact())
-    assert kept(Experiences.from_arrow(many.to_arrow(portable=True)))
+    assert kept(from_table(to_table(many, portable=True)))
     assert kept(_parquet(many.rows()))
     assert kept([row.replace(reward=1.0) for row in many])
     assert kept([copy.copy(row) for row in many])

@@ -17,6 +17,7 @@ from rollbook import Experience, Experiences, WireError
 from rollbook.core import freeform, wire
 from rollbook.core.columns import to_arrays
 from rollbook.core.fields import DTYPES, FIELDS, SIDES
+from rollbook.io.arrow import from_table
 
 PAGE = (Path(__file__).parents[1] / "docs" / "wire.md").read_text()
 
@@ -271,7 +272,7 @@ def test_unknown_columns_are_kept_and_written_back() -> None:
         "mood": pa.array(["good", None, "bad"]),
         "scores__v2": pa.array([[1.5], [], None], pa.list_(pa.float64())),
     }
-    newer = Experiences.from_arrow(pa.table(arrays))
+    newer = from_table(pa.table(arrays))
     data = wire.encode(newer)
     back = wire.decode(data)
     assert back.column("mood").to_pylist() == ["good", None, "bad"]

@@ -15,6 +15,7 @@ from rollbook.algorithms.aggregate import MODES
 from rollbook.algorithms.corrections import importance_weights, staleness_weights
 from rollbook.algorithms.kl import KL, kl_loss, penalise
 from rollbook.algorithms.losses import LOSSES
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.rows import Rows
 
 DEVICE = torch.device("cuda")
@@ -158,7 +159,7 @@ def test_a_batch_on_the_device() -> None:
         )
         for i in range(8)
     )
-    here = estimate("grpo", many.batch())
-    there = estimate("grpo", many.batch(device=DEVICE))
+    here = estimate("grpo", from_experiences(many))
+    there = estimate("grpo", from_experiences(many, device=DEVICE))
     assert there.advantages.device.type == "cuda"
     torch.testing.assert_close(there.advantages.cpu(), here.advantages)

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from rollbook import Experience, Experiences
 from rollbook.algorithms import ESTIMATORS, estimate
 from rollbook.algorithms.inputs import group_id, group_numbers, inputs_of, run_id
+from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.wire import decode, encode
 
 TEXT = st.sampled_from(["", "a", "b/c", "50%", "1"])
 EIDS = st.fixed_dictionaries(
@@ -77,8 +79,8 @@ NAMES = ["grpo", "rloo", "dr_grpo", "opmd", "asymre", "rec", "cpgd", "reinforce"
 def test_records_batches_and_plain_inputs_agree_in_any_order(name: str, rows: list[Any], seed: int) -> None:
     many = Experiences([record(*row) for row in rows])
     found = estimate(name, many)
-    padded = estimate(name, many.batch())
-    packed = estimate(name, many.batch(packing_samples=True))
+    padded = estimate(name, from_experiences(many))
+    packed = estimate(name, from_experiences(many, packing_samples=True))
     inputs = inputs_of(many)
     given = {key: inputs[key] for key in ("rewards", "groups", "runs", "mask")}
     plain = estimate(name, given)
@@ -103,7 +105,7 @@ def test_every_estimator_takes_records_or_a_batch() -> None:
         for s in (0, 1)
     ]
     many = Experiences(rows)
-    batch = many.batch()
+    batch = from_experiences(many)
     batch.values = torch.full(batch.action_mask.shape, 0.5)
     batch.action_entropy = torch.rand(batch.action_mask.shape)
     for name in ESTIMATORS.names():
@@ -129,7 +131,7 @@ def test_token_level_rewards_without_a_reward_and_beside_one_that_could_not_be_c
     common = {"tokens": [1, 2, 3, 4], "prompt_length": 1, "token_level_reward": [0.25, 0.25, 0.5]}
     rewards = (None, 3.0, float("nan"))
     rows = [Experience(eid={"task": 0, "run": run}, reward=reward, **common) for run, reward in enumerate(rewards)]
-    for data in (rows, Experiences(rows).batch(), Experiences(rows).batch(packing_samples=True)):
+    for data in (rows, from_experiences(Experiences(rows)), from_experiences(Experiences(rows), packing_samples=True)):
         found = estimate("dr_grpo", data)
         assert [torch.as_tensor(row).tolist() for row in found.advantages] == [[-1.0] * 3, [1.0] * 3, [0.0] * 3]
         found = estimate("reinforce", data)
@@ -145,7 +147,8 @@ def test_a_record_without_a_mask_beside_one_with_a_mask() -> None:
     found = [row.tolist() for row in estimate("reinforce", rows).advantages]
     assert found == [[0, 1, 1], [1, 1], [1, 0]]
     assert found == [
-        row.tolist() for row in estimate("reinforce", Experiences(rows).batch(packing_samples=True)).advantages
+        row.tolist()
+        for row in estimate("reinforce", from_experiences(Experiences(rows), packing_samples=True)).advantages
     ]
 
 
@@ -162,10 +165,10 @@ def test_results_go_back_into_records_and_batches() -> None:
     more = many.assign(advantages=found.advantages, returns=found.returns)
     assert more[1].advantages.tolist() == [0.5, 0.0, 0.5]
     assert many[1].advantages is None
-    assert Experiences.from_bytes(more.to_bytes()) == more
+    assert decode(encode(more)) == more
     more[1].advantages[0] = 7.0
     assert more[1].returns[0].item() == 0.5
-    batch = many.batch(packing_samples=True)
+    batch = from_experiences(many, packing_samples=True)
     batch.advantages = estimate("dr_grpo", batch).advantages
     assert batch.pad().advantages.tolist() == [[-0.5, 0.0, -0.5], [0.5, 0.0, 0.5]]
 
@@ -183,7 +186,7 @@ def test_assign_refuses_what_does_not_fit() -> None:
 
 
 def test_a_batch_without_ids_says_so() -> None:
-    batch = Experiences([record({"task": 0}, 1.0, [True])]).batch()
+    batch = from_experiences(Experiences([record({"task": 0}, 1.0, [True])]))
     batch.ids = None
     with pytest.raises(ValueError, match="batch: got rows without ids"):
         estimate("grpo", batch)
@@ -262,7 +265,7 @@ def partial(run: int, **more: Any) -> Experience:
 
 
 def sources_of(many: Experiences) -> list[Any]:
-    return [many, many.batch(), many.batch(packing_samples=True)]
+    return [many, from_experiences(many), from_experiences(many, packing_samples=True)]
 
 
 def rows_of(found: Any, many: Experiences) -> list[list[float]]:
@@ -303,7 +306,7 @@ def test_tool_tokens_at_the_end_count_alike_in_every_layout(observations: str, c
         for i, (m, t) in enumerate(rows)
     )
     options = {"observations": observations, "off_action_rewards": carry, "gamma": 0.9}
-    sources = [*sources_of(many), many.batch(layout="prompt_left_response_right")]
+    sources = [*sources_of(many), from_experiences(many, layout="prompt_left_response_right")]
     first = estimate("reinforce", sources[0], **options)
     for source in sources[1:3]:
         found = estimate("reinforce", source, **options)
@@ -333,7 +336,7 @@ def test_no_records_have_no_advantages(name: str) -> None:
 
 
 def test_what_needs_no_ids_does_without() -> None:
-    batch = Experiences([record({"task": 0, "run": i}, 1.0, [True]) for i in (0, 1)]).batch()
+    batch = from_experiences(Experiences([record({"task": 0, "run": i}, 1.0, [True]) for i in (0, 1)]))
     batch.ids = [batch.ids[0], None]
     assert estimate("reinforce", batch).advantages.tolist() == [[1.0], [1.0]]
     with pytest.raises(ValueError, match="batch: got rows without ids"):

@@ -24,6 +24,7 @@ import xxhash
 
 from rollbook import EID, CustomField, Experience, Experiences
 from rollbook.core import fields, wire
+from rollbook.io.arrow import to_table
 
 CONTINUATION = b"\xff\xff\xff\xff"
 END = CONTINUATION + bytes(4)
@@ -258,7 +259,7 @@ def frames() -> dict[str, bytes]:
 
 def columns_of(rows: list[Experience]) -> dict[str, pa.Array]:
     """The Arrow arrays that a frame of these records holds."""
-    table = Experiences(rows).to_arrow()
+    table = to_table(Experiences(rows))
     return {name: table.column(name).combine_chunks() for name in table.schema.names}
 
 

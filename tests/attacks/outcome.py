@@ -20,6 +20,7 @@ from rollbook import Experience, Experiences, WireError
 from rollbook.core import frame_reader, wire
 from rollbook.core.fields import FIELDS
 from rollbook.core.frame_reader import read_stack
+from rollbook.io.arrow import to_table
 from tests.strategies import exact_rows
 
 SPARE = 64 << 20
@@ -49,7 +50,7 @@ def used(rows: list[Experience], many: Experiences | None = None) -> None:
     with contextlib.suppress(ValueError):
         wire.encode(many)
     with contextlib.suppress(ValueError):
-        many.to_arrow(portable=True).validate(full=True)
+        to_table(many, portable=True).validate(full=True)
     with contextlib.suppress(ValueError):
         backwards = many[::-1]
         Experiences.concat([backwards, many[1:], many]).rows()

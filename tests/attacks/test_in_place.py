@@ -23,6 +23,10 @@ import torch
 
 from rollbook import Experience, Experiences
 from rollbook.core import fields, wire
+from rollbook.core.wire import encode
+from rollbook.io.arrow import from_table, to_table
+from rollbook.io.hf import from_hf, to_hf
+from rollbook.io.parquet import read_parquet, write_parquet
 from tests.attacks import corpus
 from tests.attacks.outcome import ROOT
 
@@ -75,20 +79,20 @@ def sources(folder: Path) -> dict[str, Callable[[], Source]]:
 
     def parquet() -> Source:
         file = folder / "records.parquet"
-        Experiences(records()).to_parquet(file)
-        return of_file(file, lambda: Experiences.from_parquet(file))
+        write_parquet(Experiences(records()), file)
+        return of_file(file, lambda: read_parquet(file))
 
     def dataset() -> Source:
-        made = Experiences(records()).to_hf()
-        return lambda: Experiences.from_hf(made), lambda: Experiences.from_hf(made).to_bytes()
+        made = to_hf(Experiences(records()))
+        return lambda: from_hf(made), lambda: encode(from_hf(made))
 
     def dataset_on_disk() -> Source:
         import datasets
 
         place = folder / "dataset"
-        Experiences(records()).to_hf().save_to_disk(str(place))
+        to_hf(Experiences(records())).save_to_disk(str(place))
         loaded = datasets.load_from_disk(str(place))
-        return of_file(place, lambda: Experiences.from_hf(loaded))
+        return of_file(place, lambda: from_hf(loaded))
 
     def streamed() -> Source:
         def read() -> list[Experience]:
@@ -98,8 +102,8 @@ def sources(folder: Path) -> dict[str, Callable[[], Source]]:
         return of_file(path, read)
 
     def arrow() -> Source:
-        table = Experiences(records()).to_arrow()
-        return lambda: Experiences.from_arrow(table), lambda: Experiences.from_arrow(table).to_bytes()
+        table = to_table(Experiences(records()))
+        return lambda: from_table(table), lambda: encode(from_table(table))
 
     def foreign(data: bytes) -> Source:
         return lambda: Experience.deserialize_many(data), lambda: hashlib.sha256(data).digest()

@@ -19,6 +19,7 @@ from rollbook import Experience, Experiences, WireError
 from rollbook.inspect.files.records import Arrow
 from rollbook.inspect.files.stores import dicts
 from rollbook.io import parquet
+from rollbook.io.parquet import read_parquet, write_parquet
 from rollbook.train import sources
 from tests.attacks.outcome import in_child
 
@@ -73,17 +74,18 @@ def bombs(folder: Path) -> dict[str, Path]:
 
 READ = """
 import sys, time
-from rollbook import Experiences, WireError
-from rollbook.io.rows import Errors, Report, objects
+from rollbook import WireError
+from rollbook.io.parquet import read_parquet
+from rollbook.io.tables import ErrorHandler, Report, read_rows
 from rollbook.train import sources
 from rollbook.inspect.files.stores import Table, dicts
 from tests.attacks.outcome import Meter
 
 readers = {
     "viewer": lambda path: list(Table(path, dicts).scan(False)),
-    "import": lambda path: list(objects(path, Errors(False, Report()), 1 << 28)),
+    "import": lambda path: list(read_rows(path, ErrorHandler(False, Report()), 1 << 28)),
     "train": lambda path: list(sources.read(path)),
-    "from_parquet": Experiences.from_parquet,
+    "from_parquet": read_parquet,
 }
 for path in sys.argv[1:]:
     for name, read in readers.items():
@@ -190,8 +192,8 @@ def test_entries_are_counted(words: list[Any], times: int, nested: bool, options
 def test_records_that_compress_well_are_read(tmp_path: Path) -> None:
     many = Experiences([Experience(tokens=[1, 2, 3] * 100, prompt_length=2, prompt_text="a" * 1000)] * 2000)
     path = tmp_path / "x.parquet"
-    many.to_parquet(path)
-    assert Experiences.from_parquet(path) == many
+    write_parquet(many, path)
+    assert read_parquet(path) == many
 
 
 @pytest.mark.parametrize(

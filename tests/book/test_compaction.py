@@ -31,6 +31,7 @@ from rollbook.cli import main
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.wire import encode
+from rollbook.io.arrow import from_table, to_table
 
 MARKER = "this-text-must-not-stay"
 ROOT = Path(__file__).parents[2]
@@ -256,12 +257,10 @@ def test_columns_of_another_version_do_not_stop_it() -> None:
     with rollbook.open("memory:") as book:
         for i in range(10):
             column = pa.array([i] if i < 5 else [str(i)])
-            book.append(
-                Experiences.from_arrow(Experiences([record(i)]).to_arrow().append_column("of_tomorrow", column))
-            )
+            book.append(from_table(to_table(Experiences([record(i)])).append_column("of_tomorrow", column)))
             book.shelf.seal()
         assert book.compact().records == 10
-        assert [book.get([uid(i)]).to_arrow()["of_tomorrow"].to_pylist() for i in (4, 5)] == [[4], ["5"]]
+        assert [to_table(book.get([uid(i)]))["of_tomorrow"].to_pylist() for i in (4, 5)] == [[4], ["5"]]
 
 
 @given(st.lists(st.integers(0, 3 << 20), max_size=80))

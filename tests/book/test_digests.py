@@ -26,6 +26,9 @@ from rollbook.book.digests import Digests, digests, is_late
 from rollbook.core import freeform
 from rollbook.core.equality import same
 from rollbook.core.fields import FIELDS, Field, declare, withdraw
+from rollbook.core.wire import decode, encode
+from rollbook.io.arrow import from_table, to_table
+from rollbook.io.parquet import read_parquet, write_parquet
 from tests.strategies import FREEFORM_DICTS, full_record, record_lists, records
 
 FEW = settings(max_examples=40)
@@ -68,13 +71,13 @@ def test_neighbours_slices_and_gathering_change_nothing(rows: Rows) -> None:
 def test_round_trips_change_nothing(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> None:
     many = Experiences(rows)
     found = digests(many)
-    assert digests(Experiences.from_bytes(many.to_bytes())) == found
-    assert digests(Experiences.from_bytes(many.to_bytes("lz4"))) == found
-    assert digests(Experiences.from_arrow(many.to_arrow())) == found
+    assert digests(decode(encode(many))) == found
+    assert digests(decode(encode(many, compression="lz4"))) == found
+    assert digests(from_table(to_table(many))) == found
     if rows:
         path = tmp_path_factory.mktemp("p") / "rows.parquet"
-        many.to_parquet(path)
-        assert digests(Experiences.from_parquet(path)) == found
+        write_parquet(many, path)
+        assert digests(read_parquet(path)) == found
 
 
 def test_columns_give_what_rows_give() -> None:
@@ -298,13 +301,13 @@ def test_unknown_columns() -> None:
     }
     seen = {plain.whole[0]}
     for name, array in columns.items():
-        many = Experiences.from_arrow(Experiences(rows).to_arrow().append_column(name, array))
+        many = from_table(to_table(Experiences(rows)).append_column(name, array))
         found = digests(many)
         assert found.whole[1] == plain.whole[1], "a null is a neighbour's doing"
         assert (found.whole[0] in seen) == (name == "nothing")
         seen.add(found.whole[0])
         assert (found.core[2] != plain.core[2]) == (name != "nothing")
-        assert digests(Experiences.from_bytes(many.to_bytes())) == found
+        assert digests(decode(encode(many))) == found
         assert digests(many[1:]) == found.take([1, 2])
         assert digests(Experiences([*many.rows(), rows[0]])).whole == [*found.whole, plain.whole[0]]
     union = pa.UnionArray.from_dense(
@@ -404,8 +407,8 @@ def test_an_addition_merges_entries_and_keeps_the_rest() -> None:
 
 
 def test_unknown_columns_conflict() -> None:
-    table = Experiences([full_record(), full_record(), full_record()]).to_arrow()
-    a, b, c = Experiences.from_arrow(table.append_column("theirs", pa.array([1, 2, None]))).rows()
+    table = to_table(Experiences([full_record(), full_record(), full_record()]))
+    a, b, c = from_table(table.append_column("theirs", pa.array([1, 2, None]))).rows()
     assert str(changed(a, b).conflict) == "theirs: stored 1, given 2"
     assert str(changed(a, c).conflict) == "theirs: stored 1, given None"
     assert changed(c, full_record()).conflict is None
@@ -453,8 +456,8 @@ def _golden() -> list[Experience]:
         sampling={"temperature": 1.0},
     )
     pair = Experience(eid=EID(suffix="p"), tokens=[1], chosen=[2, 3], rejected=torch.tensor([4], dtype=torch.int64))
-    table = Experiences([plain]).to_arrow().append_column("theirs", pa.array([[{"a": 1, "b": "x"}]]))
-    return [plain, full, pair, Experiences.from_arrow(table)[0]]
+    table = to_table(Experiences([plain])).append_column("theirs", pa.array([[{"a": 1, "b": "x"}]]))
+    return [plain, full, pair, from_table(table)[0]]
 
 
 GOLDEN = [
@@ -491,13 +494,13 @@ def test_the_format_is_what_its_description_says() -> None:
 
 def test_digests_and_tags_do_without_torch(tmp_path: Path) -> None:
     path = tmp_path / "frame"
-    path.write_bytes(Experiences(_golden()).to_bytes())
+    path.write_bytes(encode(Experiences(_golden())))
     code = f"""
 import sys
-from rollbook.core.experiences import Experiences
+from rollbook.core.wire import decode
 from rollbook.book.digests import digests
 from rollbook.book.tags import numbers, tags
-many = Experiences.from_bytes(open({str(path)!r}, "rb").read())
+many = decode(open({str(path)!r}, "rb").read())
 print(digests(many).whole[1].hex(), len(tags(many)), numbers(many, "metrics.n"), "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

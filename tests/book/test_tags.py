@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rollbook import EID, Experience, Experiences
 from rollbook.book.tags import NOT_A_NUMBER, SCORED, UNSCORED, Tags, numbers, reward, tags
+from rollbook.core.wire import decode, encode
 from tests.strategies import FREEFORM, full_record, record_lists
 
 FEW = settings(max_examples=60)
@@ -79,7 +80,7 @@ def test_tags_are_what_the_records_say(rows: list[Experience], version: Any) -> 
     expected = [naive(row) for row in rows]
     many = Experiences(rows)
     assert [tag._asdict() for tag in tags(many)] == expected
-    assert [tag._asdict() for tag in tags(Experiences.from_bytes(many.to_bytes())[1:])] == expected[1:]
+    assert [tag._asdict() for tag in tags(decode(encode(many))[1:])] == expected[1:]
     assert [tag._asdict() for row in rows for tag in tags(Experiences([row]))] == expected
     for tag in tags(many):
         assert tag.length == tag.prompt_tokens + tag.response_tokens

@@ -27,10 +27,11 @@ from hypothesis import strategies as st
 from rollbook import EID, CustomField, Experience, Experiences, WireError
 from rollbook.core.fields import FIELDS, Field, declare, withdraw
 from rollbook.core.wire import Limits, to_trxp
-from rollbook.io.formats import EXTENSIONS
-from rollbook.io.jsonl import encode_lines, line
-from rollbook.io.rows import regroup
-from rollbook.io.transfer import FORMATS, guess, read, tables, write
+from rollbook.io.formats import EXTENSIONS, FORMATS, guess, list_tables, read, write
+from rollbook.io.hf import from_hf, to_hf
+from rollbook.io.jsonl import encode_line, encode_lines
+from rollbook.io.parquet import read_parquet
+from rollbook.io.tables import regroup
 from tests.strategies import exact_rows, full_record, record_lists
 
 TWO_WAY = list(EXTENSIONS.values())
@@ -56,9 +57,9 @@ def test_round_trip(format: str) -> None:
             assert write(pieces, path, format, batch_rows=cut) == len(rows)
             assert exact_rows(back(path, format, batch_rows=read_rows)) == exact_rows(rows)
             if format == "parquet" and rows:
-                assert exact_rows(Experiences.from_parquet(path)) == exact_rows(rows)
+                assert exact_rows(read_parquet(path)) == exact_rows(rows)
             if format == "hf" and rows:
-                assert exact_rows(Experiences.from_hf(load_from_disk(path))) == exact_rows(rows)
+                assert exact_rows(from_hf(load_from_disk(path))) == exact_rows(rows)
 
     property_()
 
@@ -92,7 +93,7 @@ def test_the_schema_grows_with_the_batches(format: str, tmp_path: Path) -> None:
     assert exact_rows(back(path)) == exact_rows(rows)
     assert exact_rows(back(path, batch_rows=1)) == exact_rows(rows)
     if format == "parquet":
-        assert exact_rows(Experiences.from_parquet(path)) == exact_rows(rows)
+        assert exact_rows(read_parquet(path)) == exact_rows(rows)
 
 
 def test_parquet_of_plain_batches_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def test_odd_shapes_survive(tmp_path: Path) -> None:
 @given(rows=record_lists(max_size=4))
 def test_jsonl_of_columns_equals_that_of_rows(rows: list[Experience]) -> None:
     batch = Experiences(rows)
-    assert encode_lines(batch) == [line(row) for row in batch]
+    assert encode_lines(batch) == [encode_line(row) for row in batch]
 
 
 def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:
@@ -184,8 +185,8 @@ def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ('{"tokens": [1, 2', "no JSON"),
-        ('{"tokens": [1, 2], "reward": NaN}', "no JSON"),
+        ('{"tokens": [1, 2', "invalid JSON"),
+        ('{"tokens": [1, 2], "reward": NaN}', "invalid JSON"),
         ("[1, 2]", "one object a line"),
         ('{"rollbook": 2, "tokens": [1, 2]}', "layout version 2"),
         ('{"reward": 1.0}', "no 'tokens'"),
@@ -200,7 +201,7 @@ def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:
         ('{"tokens": [1, 2], "prompt_lenght": 1}', "'prompt_lenght' is no field"),
         ('{"tokens": [1, 2], "info": {"$unheard": 1}}', "unknown"),
         ('{"tokens": [1, 2], "info": {"a": ' + "[" * 100 + "]" * 100 + "}}", "nested"),
-        ('{"tokens": ' + "[" * 100_000, "no JSON"),
+        ('{"tokens": ' + "[" * 100_000, "invalid JSON"),
     ],
 )
 def test_bad_lines_are_named_or_skipped(line: str, why: str, tmp_path: Path) -> None:
@@ -305,11 +306,11 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
 
 
 def test_writing_asks_for_what_it_needs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"says no format, expected format= .*\.parquet"):
+    with pytest.raises(ValueError, match=r"has no known extension, expected format= .*\.parquet"):
         write([], tmp_path / "x.bin")
     with pytest.raises(ValueError, match=r"format: got 'parkett', .*did you mean 'parquet'"):
         write([], tmp_path / "x", "parkett")
-    with pytest.raises(ValueError, match=r"'verl', which is none for writing"):
+    with pytest.raises(ValueError, match=r"'verl', unknown format for writing"):
         write([], tmp_path / "x", "verl")
     with pytest.raises(ValueError, match=r"'frames' has no option 'compresion'; did you mean 'compression'"):
         write([], tmp_path / "x.frames", compresion="zstd")
@@ -359,8 +360,8 @@ def test_content_decides_and_not_the_name(format: str, tmp_path: Path) -> None:
         (b"hello, this is text", "bytes that begin b'hello"),
         (b'[{"tokens": [1, 2]}]', "a JSON array, not one object a line"),
         (b'{"a": 1, "b": 2}', "JSON lines with the keys a, b"),
-        (b'{"tokens": [1, 2', "line 1: no JSON"),
-        (b"PAR1 and nothing more", "no Parquet file"),
+        (b'{"tokens": [1, 2', "line 1: invalid JSON"),
+        (b"PAR1 and nothing more", "cannot read Parquet file"),
         (b"\x80\x09", "bytes that begin"),
     ],
 )
@@ -531,7 +532,7 @@ def test_a_dataset_names_no_file_outside_its_folder(tmp_path: Path) -> None:
     for name in (f"../secret.hf/{secret.name}", str(secret), "..", None):
         held["_data_files"] = [{"filename": name}]
         state.write_text(json.dumps(held))
-        with pytest.raises(WireError, match="no plain file name"):
+        with pytest.raises(WireError, match="not a plain file name"):
             back(tmp_path / "x.hf")
     (tmp_path / "x.hf" / "link.arrow").symlink_to(secret)
     held["_data_files"] = [{"filename": "link.arrow"}]
@@ -541,7 +542,7 @@ def test_a_dataset_names_no_file_outside_its_folder(tmp_path: Path) -> None:
 
 
 def test_datasets_and_their_splits(tmp_path: Path) -> None:
-    data = some().to_hf()
+    data = to_hf(some())
     assert back(data) == some() and guess(data) == "hf"
     assert back(data.select([1, 0])) == [some()[1], some()[0]]
     both = DatasetDict({"train": data, "test": data.select([0])})
@@ -562,7 +563,7 @@ def test_datasets_and_their_splits(tmp_path: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, rollbook.io.transfer; print([m for m in ('torch', 'datasets', 'pandas') if m in sys.modules])"
+    code = "import sys, rollbook.io.formats; print([m for m in ('torch', 'datasets', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.strip() == "[]"
 
@@ -570,4 +571,4 @@ def test_nothing_heavy_is_imported() -> None:
 def test_other_databases_are_named(tmp_path: Path) -> None:
     write(some(), tmp_path / "x.jsonl")
     with pytest.raises(WireError, match="expected an SQLite database"):
-        tables(tmp_path / "x.jsonl")
+        list_tables(tmp_path / "x.jsonl")

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollbook import WireError
-from rollbook.io.transfer import guess, read
+from rollbook.io.formats import guess, read
 from tests import tiny
 
 WORDS = tiny.words()

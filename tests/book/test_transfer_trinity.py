@@ -18,7 +18,7 @@ import pytest
 from rollbook import Experience, WireError
 from rollbook.core.wire import to_trxp
 from rollbook.io import trinity_sqlite
-from rollbook.io.transfer import guess, read, tables
+from rollbook.io.formats import guess, list_tables, read
 
 DATA = Path(__file__).parent / "data"
 RELEASES = ["0.5.1", "0.5.2", "0.6.0"]
@@ -58,8 +58,8 @@ def test_released_databases(release: str, database: Any, tmp_path: Path) -> None
     path = database(release)
     before = traces(tmp_path)
     assert guess(path) == "trinity-sqlite"
-    assert list(tables(path)) == ["experiences", "sft", "pairs"]
-    assert all(("0.6" if release == "0.6.0" else "0.5") in layout for layout in tables(path).values())
+    assert list(list_tables(path)) == ["experiences", "sft", "pairs"]
+    assert all(("0.6" if release == "0.6.0" else "0.5") in layout for layout in list_tables(path).values())
     got = rows(path, "experiences", batch_rows=4)
     assert [row.eid.task for row in got] == [0, 0, 1, 1, "algebra/7", 2], "a number stays one"
     assert [(row.eid.batch, row.eid.run, row.eid.suffix) for row in got] == [(3, i % 2, f"{i:06x}") for i in range(6)]
@@ -81,7 +81,7 @@ def test_released_databases(release: str, database: Any, tmp_path: Path) -> None
 def test_a_file_that_the_new_release_took_over(database: Any) -> None:
     """0.6.0 finds nothing in the older rows of such a file; all twelve are there."""
     path = database("0.5.1_then_0.6.0")
-    assert "and in 'experiences_blob'" in tables(path)["experiences"]
+    assert "and in 'experiences_blob'" in list_tables(path)["experiences"]
     got = rows(path)
     assert len(got) == 12 and got[0].tokens.tolist() == got[6].tokens.tolist()
     assert [row.eid.suffix for row in got] == [f"{i % 6:06x}" for i in range(12)]
@@ -184,7 +184,7 @@ def test_rows_over_the_limit_are_not_fetched(database: Any) -> None:
 def test_a_blob_table_that_is_missing(database: Any) -> None:
     path = database("0.6.0")
     change(path, "DROP TABLE experiences_blob")
-    assert tables(path)["experiences"] == "no bytes: the table of blobs is missing"
+    assert list_tables(path)["experiences"] == "no bytes: the table of blobs is missing"
     reading = read(path, table="experiences", on_error="skip")
     assert list(reading) == [] and reading.report.count == 6
     assert "a table 'experiences_blob', which is missing" in reading.report.skipped[0].why
@@ -215,7 +215,7 @@ def test_a_hostile_schema_is_only_a_schema(database: Any) -> None:
         "CREATE VIEW v AS SELECT id, experience_bytes FROM experiences_blob",
         "CREATE VIRTUAL TABLE f USING fts5(id, experience_bytes)",
     )
-    assert list(tables(path)) == ["experiences", "sft", "pairs", nasty]
+    assert list(list_tables(path)) == ["experiences", "sft", "pairs", nasty]
     assert rows(path, nasty) == [] and len(rows(path, "experiences")) == 6
 
 

@@ -16,6 +16,7 @@ from rollbook import EID, Experience, Experiences
 from rollbook.algorithms import estimate
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.images import load_image
+from rollbook.core.wire import decode, encode
 from rollbook.rollout import Cancel, Line, Prompt, Sample, Sampling, ScriptedEngine
 from rollbook.rollout.episode import Episode, act_all
 from rollbook.rollout.local import TransformersEngine
@@ -720,7 +721,7 @@ def test_batches_and_estimators_take_them() -> None:
     records = records_of_a_task(with_template(templates.THINKING))
     assert len(records) == 5
     many = Experiences(records)
-    assert Experiences.from_bytes(many.to_bytes()) == many
+    assert decode(encode(many)) == many
     found = estimate("dr_grpo", many)
     # Runs count once: rewards 0, (1 + 0) / 2 and 2 have a mean of 2.5 / 3.
     assert found.scores.tolist() == pytest.approx([-2.5 / 3, 1 - 2.5 / 3, -2.5 / 3, 2 - 2.5 / 3, 2 - 2.5 / 3])

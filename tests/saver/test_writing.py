@@ -16,21 +16,20 @@ from typing import Any
 import pytest
 
 from rollbook.compat.lightrft.saver import TrajectorySaver
-from rollbook.io.trajectories.background import Background
-from rollbook.io.trajectories.files import Files
+from rollbook.io.trajectory_files import BackgroundWriter, TrajectoryFiles
 from tests.saver.making import TOKENIZER, read, rollout
 
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from rollbook.io.trajectories import files as module
-from rollbook.io.trajectories.pictures import Picture
+from rollbook.io import trajectory_files as module
+from rollbook.io.trajectory_files import EncodedImage
 
-files = module.Files(Path(sys.argv[1]), True)
+files = module.TrajectoryFiles(Path(sys.argv[1]), True)
 
 def write(turn):
     text = b'"%d' % turn + b"x" * 500_000 + b'"'
-    picture = Picture(str(turn), b"%d" % turn * 10_000, 1, 1)
+    picture = EncodedImage(str(turn), b"%d" % turn * 10_000, 1, 1)
     files.write("trajectories", 1, [text] * 4, {"step1_exp0_sample0_img0.png": picture})
 
 def dying(function, left):
@@ -81,7 +80,7 @@ def test_a_kill_leaves_a_whole_file(tmp_path: Path) -> None:
     assert len(seen) > 3 and list(tmp_path.rglob("*.partial"))
     for one in tmp_path.rglob("*.partial"):
         os.utime(one, (0, 0))
-    Files(tmp_path, True)  # what was left long ago goes
+    TrajectoryFiles(tmp_path, True)  # what was left long ago goes
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -96,7 +95,7 @@ def test_a_disk_that_fails_leaves_the_old_file(at: str, tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"rollbook.io.trajectories.files.os.{at}", full)
+        patch.setattr(f"rollbook.io.trajectory_files.os.{at}", full)
         assert made.save_trajectories(rollout(2, 2), 1) == (None, {"trajectory/save_errors": 1.0})
     assert read(path) == before and sorted(one.name for one in tmp_path.iterdir()) == ["images", Path(path or "").name]
     assert "No space left" in made.errors[0]
@@ -188,7 +187,7 @@ def test_a_saver_that_nobody_holds_writes_what_it_took(tmp_path: Path, capfd: py
 
 def test_a_job_that_raises_stops_no_other() -> None:
     done: list[int] = []
-    worker = Background(room=4)
+    worker = BackgroundWriter(room=4)
     worker.submit(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     worker.submit(lambda: done.append(1))
     worker.flush()

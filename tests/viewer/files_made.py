@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from rollbook import Experience, Experiences
-from rollbook.io import transfer
+from rollbook.io import formats
 
 DATA = Path(__file__).parent / "data"
 TRINITY = Path(__file__).parent.parent / "book" / "data"
@@ -287,7 +287,7 @@ def records() -> list[Experience]:
 def _export(kind: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         path = folder / f"some.{kind}"
-        transfer.write(Experiences(records()), path, batch_rows=3)
+        formats.write(Experiences(records()), path, batch_rows=3)
         return path
 
     return make

@@ -613,15 +613,15 @@ class Book:
         **options: Any,
     ) -> int:
         """Write the records that meet all conditions (all, if there are none) as Parquet, a HF dataset, JSONL, frames
-        or TRXP (see `rollbook.io.transfer.FORMATS`); how many. The format follows from the path unless it is given.
+        or TRXP (see `rollbook.io.formats.FORMATS`); how many. The format follows from the path unless it is given.
 
         Files do not say what a record is for: those for training are written, or (`evaluation=True`) those that are
         kept beside, for `import_(..., evaluation=True)`.
         """
-        from rollbook.io import transfer
+        from rollbook.io import formats
 
         kept = self.where(*conditions, evaluation=int(check_bool("evaluation", evaluation)))
-        return transfer.write(kept.batches(), path, format, overwrite=overwrite, **options)
+        return formats.write(kept.batches(), path, format, overwrite=overwrite, **options)
 
     def import_(
         self,
@@ -633,17 +633,17 @@ class Book:
         on_error: str = "raise",
         **options: Any,
     ) -> Appended:
-        """Append what a file, folder or database of any of `rollbook.io.transfer.FORMATS` holds, batch by batch.
+        """Append what a file, folder or database of any of `rollbook.io.formats.FORMATS` holds, batch by batch.
 
         Again is nothing: records that are there already stay. `on_error="skip"` leaves out rows that cannot be read,
         and warns how many.
         """
         from rollbook.core.metrics import advise
-        from rollbook.io import transfer
+        from rollbook.io import formats
 
         self._writable("import_")
         done = Appended()
-        with transfer.read(path, format, on_error=on_error, **options) as reading_:
+        with formats.read(path, format, on_error=on_error, **options) as reading_:
             for batch in reading_:
                 done += self.append(batch, evaluation=evaluation, author=author)
         if reading_.report.count:

@@ -142,10 +142,12 @@ class Lease:
         return self._experiences
 
     def batch(self, **options: Any) -> ExperienceBatch:
-        """Its records as a batch (the options of `Experiences.batch`); with weights under `info["weights"]`."""
+        """Its records as a batch (with the options of `from_experiences`); with weights under `info["weights"]`."""
         if not self:
             raise BookError(f"lease.batch: the lease is empty: {self.short or 'no record was asked for'}")
-        made = self.experiences.batch(**options)
+        from rollbook.compat.lightrft.batch import from_experiences
+
+        made = from_experiences(self.experiences, **options)
         if self._claim.weights is not None:
             import torch
 

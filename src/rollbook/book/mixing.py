@@ -77,7 +77,9 @@ class MixedLease:
         """All records as one batch; with weights under `info["weights"]`."""
         if not self:
             raise BookError(f"lease.batch: the lease is empty: {self.short}")
-        made = self.experiences.batch(**options)
+        from rollbook.compat.lightrft.batch import from_experiences
+
+        made = from_experiences(self.experiences, **options)
         if self.weights is not None:
             import torch
 

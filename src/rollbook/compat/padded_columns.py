@@ -1,8 +1,7 @@
-"""What every neighbour's adapter does: records or a batch to padded columns and back, and, row by row, what a
-neighbour has no name for.
+"""Records and batches as the padded columns of other frameworks, and back: the common part of the adapters.
 
-Invariant: a row carries nothing that another row's depends on, so that rows may come back in any order, more than once
-or not at all; a row that comes back as it went out is the same sample, to the bit.
+Invariant: no row depends on another, so that rows may come back in any order, repeated or not at all. A row that comes
+back unchanged is the same sample, bit for bit: what the framework has no key for travels with it in `RowExtras`.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS, owner
 from rollbook.core.ids import EID
 
 COLUMN = "rollbook"
-"""The key under which rows carry what has no other."""
+"""The key of `RowExtras` in a framework's batch."""
 LAYOUT = "prompt_left_response_right"
-"""How the neighbours pad."""
+"""How the frameworks pad."""
 ENGINE = "extras.logprobs"
 _PER_SAMPLE = ("labels", "references", "raw_images")
-_RESPONSE = tuple(name for name, one in BATCH_FIELDS.items() if one.axis == "response" and name != "action_mask")
+_RESPONSE = tuple(name for name, field in BATCH_FIELDS.items() if field.axis == "response" and name != "action_mask")
 
 
-class Carried(dict[str, Any]):
-    """One row's part: equal by value, tensors in it too, as a neighbour may compare two of them with `==`."""
+class RowExtras(dict[str, Any]):
+    """What a framework has no key for, of one row. Compares by value, tensors included: frameworks use `==`."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Carried) and same(dict(self), dict(other))
+        return isinstance(other, RowExtras) and same(dict(self), dict(other))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -46,46 +45,46 @@ class Carried(dict[str, Any]):
     __hash__ = None
 
     def __reduce__(self) -> Any:
-        return Carried, (dict(self),)
+        return RowExtras, (dict(self),)
 
 
-def needed(package: str, what: str) -> Any:
-    """The module `package`, or an `ImportError` that says who wants it."""
+def require(package: str, user: str) -> Any:
+    """Import `package`; the `ImportError` names the function that needs it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise ImportError(
-            f"{what} needs the package {package!r} (pip install {package}): {error}", name=package
+            f"{user} needs the package {package!r} (pip install {package}): {error}", name=package
         ) from error
 
 
 @dataclass(eq=False)
-class Outgoing:
-    """B samples on their way: (B, P + R) tokens and (B, R, ...) columns, and what else each row has."""
+class PaddedColumns:
+    """B samples for a framework: tokens [B, P + R], columns [B, R, ...], and the extras of each row."""
 
     sequences: torch.Tensor
-    """(B, P + R) int64."""
+    """[B, P + R] int64."""
     attention_mask: torch.Tensor
-    """(B, P + R) int64, 0 and 1."""
+    """[B, P + R] int64, 0 and 1."""
     action_mask: torch.Tensor
-    """(B, R) bool."""
+    """[B, R] bool."""
     columns: dict[str, torch.Tensor]
     """By response-axis field (extras as `extras.NAME`). `action_log_probs` are the old policy's, `extras.logprobs`
     the engine's."""
     rewards: list[float] | None
     ids: list[EID] | None
     media: list[dict[str, torch.Tensor]]
-    """By the model's names."""
-    carried: list[Carried]
+    """By the model's argument names."""
+    row_extras: list[RowExtras]
     records: Experiences | None
-    """The records, if that is what was given; preference pairs as the two rows that they are."""
+    """The records, if records were passed; a preference pair is two rows."""
     info: Mapping[Any, Any]
-    """The batch's, with an entry for each row."""
+    """The `info` of the batch."""
 
     @property
     def custom(self) -> dict[str, torch.Tensor]:
-        """[B, ...] by name: the records' custom fields."""
-        return {name: self.info[name] for name in sorted(custom_names(self.carried))}
+        """The records' custom fields [B, ...], by name."""
+        return {name: self.info[name] for name in sorted(custom_names(self.row_extras))}
 
     @property
     def prompt_width(self) -> int:
@@ -93,16 +92,16 @@ class Outgoing:
         return self.sequences.shape[1] - self.action_mask.shape[1]
 
 
-def custom_names(carried: Sequence[Carried]) -> set[str]:
-    """The custom fields that the rows' records have."""
-    return {one.destination_field for row in carried for one in row.get("record", {}).get("custom_fields", ())}
+def custom_names(row_extras: Sequence[RowExtras]) -> set[str]:
+    """Return the names of the custom fields of the rows' records."""
+    return {field.destination_field for row in row_extras for field in row.get("record", {}).get("custom_fields", ())}
 
 
-def outgoing(
-    given: Any, whose: str, pad_token_id: int, prompt_width: int | None = None, response_width: int | None = None
-) -> Outgoing:
-    """Records or a batch as columns: prompts padded on the left to P, responses on the right to R."""
-    batch, records = _batch_of(given, pad_token_id)
+def to_columns(
+    experiences: Any, whose: str, pad_token_id: int, prompt_width: int | None = None, response_width: int | None = None
+) -> PaddedColumns:
+    """Convert records or a batch to columns: prompts padded on the left to P, responses on the right to R."""
+    batch, records = _batch_of(experiences, pad_token_id)
     items = split_experience_batch(batch, unpad=True)
     if batch.layout == "packed" or records is None:
         batch = batch.pad(pad_token_id, LAYOUT)
@@ -123,17 +122,17 @@ def outgoing(
             if bool(wrong.any()):
                 raise ValueError(f"{name}: got {mask[wrong][0].item()}, expected 0 and 1; weights are `loss_weights`")
     _check_complete(batch, items, whose)
-    carried = _carried(batch, items, names)
+    row_extras = _row_extras(batch, items, names)
     if records is not None:
-        _carry_records(carried, records)
+        _add_record_fields(row_extras, records)
         if engine:
-            for row in carried:
+            for row in row_extras:
                 row["engine"] = True
     ids = [item.eid for item in items]
     if None in ids and any(ids):
         i = ids.index(None)
         raise ValueError(f"ids[{i}]: got None, expected an id for every row or for none")
-    return Outgoing(
+    return PaddedColumns(
         widths.tokens(batch.sequences, pad_token_id).long(),
         widths.tokens(attended, 0).long(),
         widths.responses(chosen, 0).bool(),
@@ -141,18 +140,20 @@ def outgoing(
         _rewards(items),
         [eid for eid in ids if eid is not None] if any(ids) else None,
         [_media(item) for item in items],
-        carried,
+        row_extras,
         records,
         batch.info or {},
     )
 
 
-def _batch_of(given: Any, pad_token_id: int) -> tuple[ExperienceBatch, Experiences | None]:
-    if isinstance(given, ExperienceBatch):
-        return given, None
-    if not isinstance(given, Sequence):
-        raise ValueError(f"experiences: got {type(given).__name__}, expected Experiences, a list or an ExperienceBatch")
-    records = as_experiences(given)
+def _batch_of(experiences: Any, pad_token_id: int) -> tuple[ExperienceBatch, Experiences | None]:
+    if isinstance(experiences, ExperienceBatch):
+        return experiences, None
+    if not isinstance(experiences, Sequence):
+        raise ValueError(
+            f"experiences: got {type(experiences).__name__}, expected Experiences, a list or an ExperienceBatch"
+        )
+    records = as_experiences(experiences)
     kinds = records.values("experience_type") if len(records) else []
     if "dpo" in kinds:
         for i, kind in enumerate(kinds):
@@ -220,21 +221,23 @@ def _id(item: BufferItem) -> str:
     return "" if item.eid is None else f" ({item.eid})"
 
 
-def _carried(batch: ExperienceBatch, items: list[BufferItem], names: Mapping[str, str]) -> list[Carried]:
-    """What the columns do not say of each row; the types of its columns are one dict for all rows that agree."""
+def _row_extras(batch: ExperienceBatch, items: list[BufferItem], names: Mapping[str, str]) -> list[RowExtras]:
+    """Return the extras of each row. Rows with the same column types share one dict of them."""
     columns = {name: getattr(batch, name) for name in BATCH_FIELDS}
     columns |= {f"extras.{name}": value for name, value in (batch.extras or {}).items()}
     columns = {name: value for name, value in columns.items() if value is not None}
-    known = batch.origin
+    origin = batch.origin
     usual = {names.get(name, name): value.dtype for name, value in columns.items()}
     rows = []
     for i, item in enumerate(items):
         dtypes = usual
-        if known.absent or known.dtypes:
-            own = {name: known.dtypes[name][i] if name in known.dtypes else columns[name].dtype for name in columns}
-            lacking = {name for name in columns if i in known.absent.get(name, ())}
-            dtypes = {names.get(name, name): kind for name, kind in own.items() if name not in lacking}
-        row = Carried(dtypes=usual if dtypes == usual else dtypes)
+        if origin.absent or origin.dtypes:
+            own_dtypes = {
+                name: origin.dtypes[name][i] if name in origin.dtypes else columns[name].dtype for name in columns
+            }
+            lacking = {name for name in columns if i in origin.absent.get(name, ())}
+            dtypes = {names.get(name, name): kind for name, kind in own_dtypes.items() if name not in lacking}
+        row = RowExtras(dtypes=usual if dtypes == usual else dtypes)
         if item.info is not None:
             row["info"] = item.info
         if item.info_kinds:
@@ -248,7 +251,7 @@ def _carried(batch: ExperienceBatch, items: list[BufferItem], names: Mapping[str
 
 
 def _check_complete(batch: ExperienceBatch, items: list[BufferItem], whose: str) -> None:
-    """Refuse a field that some rows have and some lack: a neighbour would take padding for values."""
+    """Reject a field that only some rows have: a framework would read padding as values."""
     for name, rows in batch.origin.absent.items():
         if rows and (name in _RESPONSE or name.startswith("extras.")):
             first = min(rows)
@@ -260,7 +263,7 @@ def _check_complete(batch: ExperienceBatch, items: list[BufferItem], whose: str)
 
 
 def _rewards(items: list[BufferItem]) -> list[float] | None:
-    """Each row's scalar reward, or `None` if no row has one."""
+    """Return each row's reward, or `None` if no row has one."""
     rewards: list[Any] = [(item.info or {}).get("reward") for item in items]
     lacking = [i for i, reward in enumerate(rewards) if reward is None]
     if lacking and len(lacking) < len(rewards):
@@ -276,8 +279,8 @@ def _media(item: BufferItem) -> dict[str, torch.Tensor]:
     return {key: value for key, value in media.items() if value is not None}
 
 
-def _carry_records(rows: list[Carried], records: Experiences) -> None:
-    """The fields that a batch has no place for: texts, messages, what the record is."""
+def _add_record_fields(rows: list[RowExtras], records: Experiences) -> None:
+    """Add the fields that a batch does not have: texts, messages, the kind of the record."""
     for row, tokens in zip(rows, records.values("tokens"), strict=True):
         row["record"] = {}
         row["token_dtype"] = tokens.dtype  # a batch has int64
@@ -287,10 +290,10 @@ def _carry_records(rows: list[Carried], records: Experiences) -> None:
         for row, value in zip(rows, records.values(name), strict=True):
             if field.kind == "media" or field.axis == "response":
                 # One number for all tokens is spread over them, and no media are none.
-                kept = isinstance(value, int) or (isinstance(value, dict) and not value)
+                stored = isinstance(value, int) or (isinstance(value, dict) and not value)
             else:
-                kept = value is not None and field.kind != "eid"
-            if kept:
+                stored = value is not None and field.kind != "eid"
+            if stored:
                 row["record"][name] = value
     if any(owner(name) is None for name in records.columns):
         for row, record in zip(rows, records.rows(), strict=True):
@@ -298,18 +301,18 @@ def _carry_records(rows: list[Carried], records: Experiences) -> None:
 
 
 def on_last_action(rewards: Sequence[float], chosen: torch.Tensor, warn: bool = False) -> torch.Tensor:
-    """(B, R) float32: each reward on its row's last action; a row without actions gets none.
+    """Put each reward on the last action of its row: [B, R] float32. A row without actions gets none.
 
     >>> on_last_action([1.0, 2.0], torch.tensor([[1, 1, 0], [0, 0, 0]]))
     tensor([[0., 1., 0.],
             [0., 0., 0.]])
     """
     mask = chosen if chosen.dtype == torch.bool else chosen != 0
-    kept = mask.cpu().numpy()
-    last = kept.shape[1] - 1 - kept[:, ::-1].argmax(axis=1)
-    rows = np.flatnonzero(kept[np.arange(len(kept)), last])
-    if warn and len(rows) < len(kept):
-        warnings.warn(f"reward: {len(kept) - len(rows)} rows have no action to carry theirs", stacklevel=3)
+    sampled = mask.cpu().numpy()
+    last = sampled.shape[1] - 1 - sampled[:, ::-1].argmax(axis=1)
+    rows = np.flatnonzero(sampled[np.arange(len(sampled)), last])
+    if warn and len(rows) < len(sampled):
+        warnings.warn(f"reward: {len(sampled) - len(rows)} rows have no action to carry theirs", stacklevel=3)
     scores = torch.zeros(chosen.shape, dtype=torch.float32)
     scores[rows, last[rows]] = torch.tensor(rewards, dtype=torch.float32)[rows]
     return scores.to(chosen.device)
@@ -319,8 +322,8 @@ def on_last_action(rewards: Sequence[float], chosen: torch.Tensor, warn: bool = 
 
 
 @dataclass(eq=False)
-class Incoming:
-    """B samples as a neighbour had them, with its padding; `outgoing`'s names."""
+class ReturnedColumns:
+    """B samples from a framework, with its padding; names as in `PaddedColumns`."""
 
     sequences: torch.Tensor
     attention_mask: torch.Tensor
@@ -328,68 +331,68 @@ class Incoming:
     columns: dict[str, torch.Tensor]
     ids: list[EID] | None
     media: list[dict[str, torch.Tensor]]
-    carried: list[Carried] | None
-    """`None` for rows that no adapter sent."""
+    row_extras: list[RowExtras] | None
+    """`None` for rows that the framework made."""
     info: list[dict[str, Any]] | None = None
-    """What is to be added to each row's `info`."""
+    """Entries to add to each row's `info`."""
     custom: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """[B, ...] by name: the custom fields, which are in `info` too."""
+    """The custom fields [B, ...], by name; also in `info`."""
 
     def spans(self) -> list[tuple[int, int]]:
-        """[B] Where each row's tokens begin and end."""
-        kept = (self.attention_mask != 0).to(torch.int8)
-        width = kept.shape[1]
+        """Return the start and end of each row's tokens [B]."""
+        attended = (self.attention_mask != 0).to(torch.int8)
+        width = attended.shape[1]
         if not width:
-            return [(0, 0)] * len(kept)
-        begin = kept.argmax(dim=1)
-        end = width - kept.flip(1).argmax(dim=1)
-        end = torch.where(kept.any(dim=1), end, begin)
+            return [(0, 0)] * len(attended)
+        begin = attended.argmax(dim=1)
+        end = width - attended.flip(1).argmax(dim=1)
+        end = torch.where(attended.any(dim=1), end, begin)
         return list(zip(begin.tolist(), end.tolist(), strict=True))
 
     @property
-    def behaviour(self) -> bool:
-        """Whether the engine's log-probs stand for the policy's, which nobody computed, as in `from_experiences`."""
-        sent = all(row.get("engine", False) for row in self.carried or ())
+    def uses_engine_logprobs(self) -> bool:
+        """Whether the engine's log-probs take the place of missing policy log-probs, as in `from_experiences`."""
+        sent = all(row.get("engine", False) for row in self.row_extras or ())
         return "action_log_probs" not in self.columns and sent
 
     def items(self) -> list[BufferItem]:
-        """The rows without their padding."""
+        """Return the rows without padding."""
         prompt = self.sequences.shape[1] - self.action_mask.shape[1]
-        rows: list[Any] = self.carried or [Carried() for _ in self.sequences]
-        names = {ENGINE: "action_log_probs"} if self.behaviour else {}
-        whole = {"sequences": self.sequences, "attention_mask": self.attention_mask}
+        rows: list[Any] = self.row_extras or [RowExtras() for _ in self.sequences]
+        names = {ENGINE: "action_log_probs"} if self.uses_engine_logprobs else {}
+        per_token = {"sequences": self.sequences, "attention_mask": self.attention_mask}
         slots = {"action_mask": self.action_mask} | self.columns
-        made = []
+        items = []
         for i, (row, (begin, end)) in enumerate(zip(rows, self.spans(), strict=True)):
-            parts = {name: value[i, begin:end] for name, value in whole.items()}
+            parts = {name: value[i, begin:end] for name, value in per_token.items()}
             low, high = max(begin - prompt, 0), max(end - prompt, 0)
             parts |= {name: value[i, low:high] for name, value in slots.items()}
             kinds = row.get("dtypes")
             if kinds is not None:
-                gone = ("attention_mask", "action_mask")  # masks that were made for the neighbour
-                parts = {name: part for name, part in parts.items() if name in kinds or name not in gone}
+                masks = ("attention_mask", "action_mask")  # may have been added for the framework
+                parts = {name: part for name, part in parts.items() if name in kinds or name not in masks}
                 parts = {name: part.to(kinds.get(name, part.dtype)) for name, part in parts.items()}
-            given: dict[str, Any] = dict.fromkeys(BATCH_FIELDS)
-            given |= {names.get(name, name): part.clone() for name, part in parts.items()}
-            extras = {n.removeprefix("extras."): given.pop(n) for n in list(given) if n.startswith("extras.")}
+            fields: dict[str, Any] = dict.fromkeys(BATCH_FIELDS)
+            fields |= {names.get(name, name): part.clone() for name, part in parts.items()}
+            extras = {n.removeprefix("extras."): fields.pop(n) for n in list(fields) if n.startswith("extras.")}
             media = dict(self.media[i])
-            given |= {name: media.pop(key) for name, key in BATCH_MEDIA.items() if key in media}
+            fields |= {name: media.pop(key) for name, key in BATCH_MEDIA.items() if key in media}
             info = row.get("info")
             if self.info is not None and self.info[i]:
                 info = {**(info or {}), **self.info[i]}
             for name, value in self.custom.items():
                 info = {**(info or {}), name: value[i].item() if value[i].numel() == 1 else value[i].clone()}
-            item = BufferItem(**given, info={} if info is None and "dtypes" not in row else info)
+            item = BufferItem(**fields, info={} if info is None and "dtypes" not in row else info)
             item.extras, item.media = extras or None, media or None
             item.eid = None if self.ids is None else self.ids[i]
             item.info_kinds = row.get("kinds")
             for name in _PER_SAMPLE:
                 setattr(item, name, row.get(name))
-            made.append(item)
-        return made
+            items.append(item)
+        return items
 
     def batch(self, pad_token_id: int, layout: str) -> ExperienceBatch:
-        """The batch, in one of the padded layouts or `packed`."""
+        """Return the batch, in one of the padded layouts or `packed`."""
         return make_experience_batch(
             self.items(),
             layout == "packed",
@@ -398,68 +401,70 @@ class Incoming:
         )
 
     def records(self) -> Experiences:
-        """The records. What a record has no field for goes to `info["trainer"]`, by its name."""
-        rows: list[Any] = self.carried or [Carried() for _ in self.sequences]
-        return Experiences([_record(item, row, self.behaviour) for item, row in zip(self.items(), rows, strict=True)])
+        """Return the records. Columns that a record has no field for go to `info["trainer"]`, by name."""
+        rows: list[Any] = self.row_extras or [RowExtras() for _ in self.sequences]
+        return Experiences(
+            [_record(item, row, self.uses_engine_logprobs) for item, row in zip(self.items(), rows, strict=True)]
+        )
 
 
-def _record(item: BufferItem, row: Carried, engine: bool) -> Experience:
-    given: dict[str, Any] = dict(row.get("record", {}))
+def _record(item: BufferItem, row: RowExtras, engine: bool) -> Experience:
+    fields: dict[str, Any] = dict(row.get("record", {}))
     rest: dict[str, Any] = {}
     columns = {name: getattr(item, name) for name in BATCH_FIELDS} | (item.extras or {})
     for name, part in columns.items():
         field = _field_of(name, engine)
-        if part is None or name == "attention_mask" or field in given:
+        if part is None or name == "attention_mask" or field in fields:
             continue
         if field is None:
             rest[name] = part
         else:
-            given[field] = part
+            fields[field] = part
     if "token_dtype" in row:
-        given["tokens"] = given["tokens"].to(row["token_dtype"])
+        fields["tokens"] = fields["tokens"].to(row["token_dtype"])
     length, slots = len(item.sequences), _slots(item)
-    given.setdefault("prompt_length", length - slots)
+    fields.setdefault("prompt_length", length - slots)
     info = dict(item.info or {})
     if "record" not in row:
         # What was not a record before: everything the batch knows, the reward apart.
-        given["reward"] = info.pop("reward", None)
-        given["info"] = info
-        if given["prompt_length"] and slots and bool((given.get("action_mask", torch.ones(1)) != 0).all()):
-            given.pop("action_mask", None)
+        fields["reward"] = info.pop("reward", None)
+        fields["info"] = info
+        if fields["prompt_length"] and slots and bool((fields.get("action_mask", torch.ones(1)) != 0).all()):
+            fields.pop("action_mask", None)
     if rest:
-        given["info"] = {**given.get("info", {}), "trainer": rest}
+        fields["info"] = {**fields.get("info", {}), "trainer": rest}
     if media := _media(item):
-        given["multi_modal_inputs"] = media
+        fields["multi_modal_inputs"] = media
     if item.eid is not None:
-        given["eid"] = item.eid
-    record = Experience(**given)
+        fields["eid"] = item.eid
+    record = Experience(**fields)
     if row.get("unknown"):
         record.__dict__["unknown"] = dict(row["unknown"])
     return record
 
 
 def _field_of(name: str, engine: bool) -> str | None:
-    """The record's field that a batch's column is, if there is one."""
-    known = BATCH_FIELDS.get(name)
-    if known is not None:
-        return known.sources[-1 if engine else 0] if known.sources else None
+    """Return the record's field of a batch's column, if there is one."""
+    batch_field = BATCH_FIELDS.get(name)
+    if batch_field is not None:
+        return batch_field.sources[-1 if engine else 0] if batch_field.sources else None
     return name if name in FIELDS and FIELDS[name].axis == "response" else None
 
 
-def taken_back(out: Outgoing, key: str) -> list[Any]:
-    """What each row keeps of a neighbour's own in `info[key]`, taken out of what it carries; [] if any row lacks it."""
-    kept = [(row.get("info") or {}).get(key) for row in out.carried]
-    if any(one is None for one in kept):
+def take_back(out: PaddedColumns, key: str) -> list[Any]:
+    """Remove and return the framework's own entries in `info[key]` of each row; [] if any row has none."""
+    entries = [(row.get("info") or {}).get(key) for row in out.row_extras]
+    if any(entry is None for entry in entries):
         return []
-    for row in out.carried:
+    for row in out.row_extras:
         row["info"] = {name: value for name, value in row["info"].items() if name != key}
-    return kept
+    return entries
 
 
-def ids_of(unique: Sequence[Any] | None, groups: Sequence[Any] | None) -> list[EID] | None:
-    """The ids that rows name; of a neighbour's own rows, which name only their group, ids with that as the task.
+def read_ids(unique: Sequence[Any] | None, groups: Sequence[Any] | None) -> list[EID] | None:
+    """Return the ids of rows. Rows that the framework made have only a group, which becomes the task of a new id.
 
-    >>> [eid.rid for eid in ids_of(None, ["a", "b", "a"])]
+    >>> [eid.rid for eid in read_ids(None, ["a", "b", "a"])]
     ['/a/0', '/b/0', '/a/1']
     """
     if unique is not None:
@@ -467,8 +472,8 @@ def ids_of(unique: Sequence[Any] | None, groups: Sequence[Any] | None) -> list[E
     if groups is None:
         return None
     seen: dict[str, int] = {}
-    made = []
+    eids = []
     for group in map(str, groups):
         seen[group] = seen.get(group, -1) + 1
-        made.append(EID(task=group, run=seen[group]))
-    return made
+        eids.append(EID(task=group, run=seen[group]))
+    return eids

@@ -1,23 +1,23 @@
-"""Rollbook's records and batches as what TRL's GRPO trainer computes its loss from, and back.
+"""Records and batches as the batch from which TRL's GRPO trainer computes its loss, and back.
 
-Invariant: the loss mask that TRL makes of a batch, `completion_mask * tool_mask`, is the action mask; what TRL has no
-key for travels in lists with an entry for each row, which its trainer shuffles and splits with everything else.
+Invariant: TRL's loss mask, `completion_mask * tool_mask`, is the action mask. What TRL has no key for is in lists with
+an entry per row, which its trainer shuffles and splits with everything else.
 
-| TRL's key | is |
+| key of TRL | content |
 |---|---|
 | `prompt_ids`, `prompt_mask` (B, P) | int64, padded on the left |
 | `completion_ids`, `completion_mask` (B, R) | int64, padded on the right; the mask is 1 on all of the response |
-| `tool_mask` (B, R) | int64: 0 on what the model did not choose, 1 elsewhere; only if there is such a token |
-| `advantages` (B,) | float32, one for each row; (B, R) with `per_token_advantages` |
-| `num_items_in_batch` () | int64: how many tokens the loss counts, on all processes |
+| `tool_mask` (B, R) | int64: 0 on tokens that the model did not sample; only if there are such tokens |
+| `advantages` (B,) | float32, one per row; (B, R) with `per_token_advantages` |
+| `num_items_in_batch` () | int64: the tokens of the loss, on all processes |
 | `old_per_token_logps`, `ref_per_token_logps` (B, R) | the old policy's and the reference's log-probs |
 | `sampling_per_token_logps` (B, R) | the engine's |
-| `importance_sampling_ratio` (B, R) | from `extras`, if it is there: with vLLM TRL asks for it |
+| `importance_sampling_ratio` (B, R) | from `extras`, if present: TRL needs it with vLLM |
 | custom fields of records (B, ...) | as their `CustomField` says |
-| `pixel_values`, `image_grid_thw`, `num_images`, `mm_token_type_ids`, ... | of all rows together; counts by row |
-| `unique_ids`, `rollbook` [B] | lists: the records' ids, and what has no key of its own |
+| `pixel_values`, `image_grid_thw`, `num_images`, `mm_token_type_ids`, ... | of all rows concatenated; counts per row |
+| `unique_ids`, `rollbook` [B] | lists: the ids of the records, and everything else |
 
-A trainer takes it in place of what it would generate:
+A trainer that uses it instead of generating:
 
     class Offline(trl.GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
@@ -36,13 +36,13 @@ from rollbook.compat.lightrft.batch import ExperienceBatch
 from rollbook.compat.padded_columns import (
     COLUMN,
     LAYOUT,
-    Carried,
-    Incoming,
-    Outgoing,
+    PaddedColumns,
+    ReturnedColumns,
+    RowExtras,
     custom_names,
-    ids_of,
-    outgoing,
-    taken_back,
+    read_ids,
+    take_back,
+    to_columns,
 )
 
 KEYS = {
@@ -50,14 +50,14 @@ KEYS = {
     "base_action_log_probs": "ref_per_token_logps",
     "extras.logprobs": "sampling_per_token_logps",
 }
-"""Our columns that TRL knows."""
+"""Columns with another name in TRL."""
 _COLUMNS = {key: name for name, key in KEYS.items()}
 _BY_TOKEN = ("mm_token_type_ids", "token_type_ids")
-"""Media with an entry for each token of the prompt, or of the whole."""
+"""Media with an entry per token of the prompt, or of the sequence."""
 FOREIGN = "trl"
-"""The key of `info` under which a row keeps TRL's own: a row of a tensor, or an entry of a list."""
+"""The key of `info` for keys that only TRL has."""
 _BY_IMAGE = ("image_sizes", "image_position_ids")
-"""Media with a row for each image."""
+"""Media with a row per image."""
 
 
 def to_trl(
@@ -69,11 +69,21 @@ def to_trl(
     per_token_advantages: bool = False,
     num_items_in_batch: int | None = None,
 ) -> dict[str, Any]:
-    """Records or an `ExperienceBatch` as the dict that `GRPOTrainer` has after generation, with the keys above.
+    """Convert records or an `ExperienceBatch` to the dict that `GRPOTrainer` has after generation.
 
-    `advantages` are one number for each row, so a row whose actions have several is a `ValueError`; the released loss
-    also takes (B, R), and `per_token_advantages` gives that always. `num_items_in_batch` is this batch's number of
-    actions unless given: with several processes, give the sum over all of them. Preference pairs become two rows.
+    A preference pair becomes two rows.
+
+    Args:
+        experiences: Records, or a batch.
+        pad_token_id: The token id of padding.
+        max_prompt_length: P; by default the longest prompt.
+        max_completion_length: R; by default the longest response.
+        per_token_advantages: Return `advantages` [B, R], which TRL's loss also takes, instead of [B].
+        num_items_in_batch: The tokens of the loss on all processes; by default the actions of this batch.
+
+    Raises:
+        ValueError: Without `per_token_advantages`, the actions of a row have different advantages; or only some rows
+            have a field.
 
     >>> from rollbook import Experience
     >>> rows = [
@@ -86,7 +96,7 @@ def to_trl(
     >>> (batch["completion_mask"] * batch["tool_mask"]).tolist(), batch["num_items_in_batch"].item()
     ([[1, 0, 0], [1, 0, 1]], 3)
     """
-    out = outgoing(experiences, "TRL", pad_token_id, max_prompt_length, max_completion_length)
+    out = to_columns(experiences, "TRL", pad_token_id, max_prompt_length, max_completion_length)
     prompt = out.prompt_width
     completion = out.attention_mask[:, prompt:]
     chosen = out.action_mask
@@ -111,23 +121,23 @@ def to_trl(
         if name not in KEYS and key in reserved:
             raise ValueError(f"extras: got {key!r}, expected a name that TRL's batch does not have already")
         batch[key] = value
-    if taken_back(out, FOREIGN):
+    if take_back(out, FOREIGN):
         for key, value in out.info[FOREIGN].items():
             batch.setdefault(key, value)
     if out.ids is not None:
         batch["unique_ids"] = [eid.uid for eid in out.ids]
-    batch[COLUMN] = list(out.carried)
+    batch[COLUMN] = list(out.row_extras)
     return batch
 
 
-def _advantages(given: torch.Tensor | None, out: Outgoing, per_token: bool) -> torch.Tensor:
-    if given is None:
+def _advantages(advantages: torch.Tensor | None, out: PaddedColumns, per_token: bool) -> torch.Tensor:
+    if advantages is None:
         raise ValueError("advantages: got None, expected them: TRL's loss is made of them")
     if per_token:
-        return given
+        return advantages
     chosen = out.action_mask
-    low = given.masked_fill(~chosen, torch.inf).amin(dim=1)
-    high = given.masked_fill(~chosen, -torch.inf).amax(dim=1)
+    low = advantages.masked_fill(~chosen, torch.inf).amin(dim=1)
+    high = advantages.masked_fill(~chosen, -torch.inf).amax(dim=1)
     acts = chosen.any(dim=1)
     uneven = torch.nonzero(acts & (low != high)).flatten().tolist()
     if uneven:
@@ -138,15 +148,15 @@ def _advantages(given: torch.Tensor | None, out: Outgoing, per_token: bool) -> t
             "row; per_token_advantages=True gives TRL one for each token"
         )
     flat = torch.where(acts, low, torch.zeros_like(low)).float()
-    spread = flat[:, None].to(given.dtype) * chosen
-    for i in torch.nonzero((spread != given).any(dim=1)).flatten().tolist():
+    spread = flat[:, None].to(advantages.dtype) * chosen
+    for i in torch.nonzero((spread != advantages).any(dim=1)).flatten().tolist():
         # Tokens that are no actions may have one too, which TRL has no use for.
         length = int(out.attention_mask[i, out.prompt_width :].sum())
-        out.carried[i]["advantages"] = given[i, :length].clone()
+        out.row_extras[i]["advantages"] = advantages[i, :length].clone()
     return flat
 
 
-def _add_media(batch: dict[str, Any], out: Outgoing) -> None:
+def _add_media(batch: dict[str, Any], out: PaddedColumns) -> None:
     """The rows' media together, as TRL's trainer divides them."""
     names = dict.fromkeys(key for media in out.media for key in media)
     if not names:
@@ -161,14 +171,14 @@ def _add_media(batch: dict[str, Any], out: Outgoing) -> None:
     for key in names:
         present = [media[key] for media in out.media if key in media]
         if key in _BY_TOKEN:
-            made = present[0].new_zeros((len(out.media), width))
+            padded = present[0].new_zeros((len(out.media), width))
             for i, media in enumerate(out.media):
                 if key in media:
                     begin = int(out.attention_mask[i].argmax())
                     row = media[key].reshape(-1)
-                    made[i, begin : begin + len(row)] = row
-                    out.carried[i]["media"] = {**out.carried[i].get("media", {}), key: media[key]}
-            batch[key] = made
+                    padded[i, begin : begin + len(row)] = row
+                    out.row_extras[i]["media"] = {**out.row_extras[i].get("media", {}), key: media[key]}
+            batch[key] = padded
         elif key in ("pixel_values", "image_grid_thw", *_BY_IMAGE):
             batch[key] = torch.cat(present)
         else:
@@ -178,23 +188,27 @@ def _add_media(batch: dict[str, Any], out: Outgoing) -> None:
             )
 
 
-# --- back ---------------------------------------------------------------------------------------------------------
+# --- from TRL -------------------------------------------------------------------------------------------------------
 
 
 def from_trl(batch: Mapping[str, Any], *, pad_token_id: int = 0, layout: str = LAYOUT) -> ExperienceBatch:
-    """The `ExperienceBatch` of such a dict, one that `to_trl` made or TRL did.
+    """Convert a dict of `to_trl`, or of TRL, to an `ExperienceBatch`.
 
-    Padding is made anew: `layout` is `prompt_left_response_right`, `left` or `packed`. An advantage for a whole row
-    stands on each of its actions. `num_items_in_batch` is left out: it speaks of all processes. Keys that no batch
-    knows are kept in `info["trl"]`, from where `to_trl` puts them back.
+    The advantage of a row is set on each of its actions. `num_items_in_batch` is left out. Keys that a batch does not
+    have are kept in `info["trl"]`, and `to_trl` restores them.
+
+    Args:
+        batch: The dict.
+        pad_token_id: The token id of padding, which is computed anew.
+        layout: `prompt_left_response_right`, `left` or `packed`.
 
     >>> batch = {
     ...     "prompt_ids": torch.tensor([[0, 1]]), "prompt_mask": torch.tensor([[0, 1]]),
     ...     "completion_ids": torch.tensor([[2, 3, 0]]), "completion_mask": torch.tensor([[1, 1, 0]]),
     ...     "advantages": torch.tensor([0.5]), "num_items_in_batch": torch.tensor(2),
     ... }
-    >>> found = from_trl(batch)
-    >>> found.sequences.tolist(), found.advantages.tolist(), found.action_mask.tolist()
+    >>> converted = from_trl(batch)
+    >>> converted.sequences.tolist(), converted.advantages.tolist(), converted.action_mask.tolist()
     ([[1, 2, 3]], [[0.5, 0.5]], [[True, True]])
     """
     for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"):
@@ -203,31 +217,31 @@ def from_trl(batch: Mapping[str, Any], *, pad_token_id: int = 0, layout: str = L
     completion = batch["completion_mask"]
     count, width = completion.shape
     chosen = completion * batch["tool_mask"] if batch.get("tool_mask") is not None else completion
-    carried: list[Carried] | None = batch.get(COLUMN)
+    row_extras: list[RowExtras] | None = batch.get(COLUMN)
     media_keys = ("pixel_values", "image_grid_thw", "num_images", *_BY_TOKEN, *_BY_IMAGE)
-    known = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"}
-    known |= {"num_items_in_batch", "unique_ids", COLUMN, *media_keys}
-    custom = {key: batch[key] for key in custom_names(carried or ()) & batch.keys()}
+    standard = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"}
+    standard |= {"num_items_in_batch", "unique_ids", COLUMN, *media_keys}
+    custom = {key: batch[key] for key in custom_names(row_extras or ()) & batch.keys()}
     columns: dict[str, torch.Tensor] = {}
     info: list[dict[str, Any]] = [{} for _ in range(count)]
     for key, value in batch.items():
-        if key in known or key in custom or value is None:
+        if key in standard or key in custom or value is None:
             continue
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == width:
             columns[_COLUMNS.get(key) or _name(key)] = value
         elif isinstance(value, (torch.Tensor, list)) and len(value) == count:
-            for row, one in zip(info, value, strict=True):
-                row.setdefault(FOREIGN, {})[key] = one
+            for row, entry in zip(info, value, strict=True):
+                row.setdefault(FOREIGN, {})[key] = entry
     if batch.get("advantages") is not None:
-        columns["advantages"] = _spread(batch["advantages"], chosen, carried)
-    return Incoming(
+        columns["advantages"] = _spread(batch["advantages"], chosen, row_extras)
+    return ReturnedColumns(
         torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
         torch.cat([batch["prompt_mask"], completion], dim=1),
         chosen != 0,
         columns,
-        ids_of(batch.get("unique_ids"), None),
-        _media(batch, carried, count),
-        carried,
+        read_ids(batch.get("unique_ids"), None),
+        _media(batch, row_extras, count),
+        row_extras,
         info,
         custom,
     ).batch(pad_token_id, layout)
@@ -237,18 +251,20 @@ def _name(key: str) -> str:
     return key if key in ("values", "returns", "kl", "action_entropy") else f"extras.{key}"
 
 
-def _spread(given: torch.Tensor, chosen: torch.Tensor, carried: Sequence[Carried] | None) -> torch.Tensor:
-    if given.dim() > 1:
-        return given
-    made = given[:, None] * (chosen != 0)
-    for i, row in enumerate(carried or ()):
+def _spread(advantages: torch.Tensor, chosen: torch.Tensor, row_extras: Sequence[RowExtras] | None) -> torch.Tensor:
+    if advantages.dim() > 1:
+        return advantages
+    per_token = advantages[:, None] * (chosen != 0)
+    for i, row in enumerate(row_extras or ()):
         sent = row.get("advantages")
-        if sent is not None and bool((sent == made[i, : len(sent)])[chosen[i, : len(sent)] != 0].all()):
-            made[i, : len(sent)] = sent
-    return made
+        if sent is not None and bool((sent == per_token[i, : len(sent)])[chosen[i, : len(sent)] != 0].all()):
+            per_token[i, : len(sent)] = sent
+    return per_token
 
 
-def _media(batch: Mapping[str, Any], carried: Sequence[Carried] | None, count: int) -> list[dict[str, torch.Tensor]]:
+def _media(
+    batch: Mapping[str, Any], row_extras: Sequence[RowExtras] | None, count: int
+) -> list[dict[str, torch.Tensor]]:
     rows: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     numbers = batch.get("num_images")
     grids = batch.get("image_grid_thw")
@@ -268,11 +284,11 @@ def _media(batch: Mapping[str, Any], carried: Sequence[Carried] | None, count: i
             if number:
                 row[key] = part
     for key in _BY_TOKEN:
-        if batch.get(key) is not None and carried is None:
-            kept = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1) != 0
+        if batch.get(key) is not None and row_extras is None:
+            attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1) != 0
             for i, row in enumerate(rows):
-                row[key] = batch[key][i][kept[i]]
-    for row, sent in zip(rows, carried or (), strict=False):
+                row[key] = batch[key][i][attended[i]]
+    for row, sent in zip(rows, row_extras or (), strict=False):
         row |= sent.get("media", {})
     return rows
 

@@ -1,25 +1,25 @@
-"""Rollbook's records and batches as verl's `DataProto` (or the `TensorDict` inside), and back.
+"""Records and batches as verl's `DataProto` (or the `TensorDict` inside), and back.
 
-Invariant: `from_verl(to_verl(batch))` is the batch, whichever of its rows verl kept, and in whatever order: rows name
-their ids, and carry what verl has no key for under `rollbook`.
+Invariant: `from_verl(to_verl(batch))` equals the batch, for any selection and order of rows: each row has its id, and
+under `rollbook` what verl has no key for.
 
-| verl's key | is |
+| key of verl | content |
 |---|---|
-| `prompts` (B, P), `responses` (B, R), `input_ids` (B, P + R) | the tokens, int64, prompts on the left of P |
+| `prompts` (B, P), `responses` (B, R), `input_ids` (B, P + R) | the tokens, int64, prompts padded on the left |
 | `attention_mask`, `position_ids` (B, P + R) | int64; positions from 0, padding on the right repeats the last |
 | `response_mask` (B, R) | the action mask, int64 as verl makes it (its GAE fails on bool) |
 | `rollout_log_probs`, `old_log_probs`, `ref_log_prob` (B, R) | the engine's, the old policy's and the reference's |
 | `values`, `returns`, `advantages`, `kl`, `entropys` (B, R) | by name; `entropys` is `action_entropy` |
-| `token_level_scores` (B, R) | `token_level_reward`, or else the reward, on the last *action* |
+| `token_level_scores` (B, R) | `token_level_reward`, else the reward on the last *action* |
 | `teacher_logprobs`, `loss_weights`, `policy_versions`, other extras (B, R) | by name |
-| `response_routed_experts` (B, R, layers, k) | not `routed_experts`, which speaks of the prompt too in verl |
+| `response_routed_experts` (B, R, layers, k) | not `routed_experts`, which in verl includes the prompt |
 | custom fields of records (B, ...) | as their `CustomField` says |
 | `uid`, `unique_ids` | the task's id, by which verl groups, and the record's |
 | `multi_modal_inputs` | a dict of tensors for each row, with the `images_seqlens` that verl counts |
-| `model_versions` | `info["model_version"]`, or 0; by row, since `meta_info` is neither split nor joined by row |
-| `rollbook` | what has no key of its own, row by row |
+| `model_versions` | `info["model_version"]`, or 0; per row, because `meta_info` is not split or joined by row |
+| `rollbook` | everything else, per row |
 
-`meta_info` is empty: whatever verl's `concat` finds there it compares with `==`.
+`meta_info` is empty: verl's `concat` compares its entries with `==`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from rollbook.compat.lightrft.batch import ExperienceBatch
 from rollbook.compat.padded_columns import (
     COLUMN,
     LAYOUT,
-    Carried,
-    Incoming,
-    Outgoing,
+    PaddedColumns,
+    ReturnedColumns,
+    RowExtras,
     custom_names,
-    ids_of,
-    needed,
     on_last_action,
-    outgoing,
-    taken_back,
+    read_ids,
+    require,
+    take_back,
+    to_columns,
 )
 from rollbook.core.experiences import Experiences
 
@@ -55,7 +55,7 @@ KEYS = {
     "extras.token_level_reward": "token_level_scores",
     "extras.routed_experts": "response_routed_experts",
 }
-"""Our columns that verl calls by another name."""
+"""Columns with another name in verl."""
 _COLUMNS = {key: name for name, key in KEYS.items()}
 _BY_NAME = ("values", "returns", "advantages", "kl")
 _TOKENS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
@@ -73,20 +73,28 @@ def to_verl(
     mask_dtype: torch.dtype = torch.int64,
     get_rope_index: Callable[..., Any] | None = None,
 ) -> Any:
-    """Records or an `ExperienceBatch` as a `verl.DataProto`, with the keys above.
+    """Convert records or an `ExperienceBatch` to a `verl.DataProto` with the keys above.
 
-    P and R are the longest prompt and response, or as given. Preference pairs become two rows each, the chosen answer
-    first. A field that some rows have and some lack is a `ValueError`, as is a reward: verl would read 0.
+    A preference pair becomes two rows, the chosen answer first.
 
-    `tensordict_only` gives a `TensorDict` with the same keys, which needs the package tensordict alone. `mask_dtype`
-    is the type of `response_mask` (Trinity-RFT has `torch.bool`). `get_rope_index` is that method of a vision-language
-    model: with it `position_ids` are (B, 4, P + R), the text's positions first, as verl has them for such models.
+    Args:
+        experiences: Records, or a batch.
+        pad_token_id: The token id of padding.
+        max_prompt_length: P; by default the longest prompt.
+        max_response_length: R; by default the longest response.
+        tensordict_only: Return a `TensorDict` with the same keys, which needs only the package tensordict.
+        mask_dtype: The type of `response_mask` (Trinity-RFT uses `torch.bool`).
+        get_rope_index: This method of a vision-language model. `position_ids` are then [B, 4, P + R], the positions of
+            the text first, as verl has them for such models.
+
+    Raises:
+        ValueError: Only some rows have a field or a reward (verl would read 0), or a row is longer than P or R.
 
         data = to_verl(lease.experiences, pad_token_id=tokenizer.pad_token_id)
         data.batch["token_level_scores"], data.non_tensor_batch["uid"]
     """
-    package = needed("tensordict" if tensordict_only else "verl", "to_verl")
-    out = outgoing(experiences, "verl", pad_token_id, max_prompt_length, max_response_length)
+    package = require("tensordict" if tensordict_only else "verl", "to_verl")
+    out = to_columns(experiences, "verl", pad_token_id, max_prompt_length, max_response_length)
     tensors, rows = _tensors(out, mask_dtype), _rows(out)
     if get_rope_index is not None:
         tensors["position_ids"] = _rope_positions(tensors, out, get_rope_index)
@@ -101,7 +109,7 @@ def to_verl(
     return package.TensorDict({**tensors, **stacks}, batch_size=[len(out.sequences)])
 
 
-def _tensors(out: Outgoing, mask_dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _tensors(out: PaddedColumns, mask_dtype: torch.dtype) -> dict[str, torch.Tensor]:
     prompt = out.prompt_width
     tensors = {
         "prompts": out.sequences[:, :prompt],
@@ -120,7 +128,7 @@ def _tensors(out: Outgoing, mask_dtype: torch.dtype) -> dict[str, torch.Tensor]:
     scores = KEYS["extras.token_level_reward"]
     if scores not in tensors and out.rewards is not None:
         tensors[scores] = on_last_action(out.rewards, out.action_mask, warn=True)
-        for row in out.carried:
+        for row in out.row_extras:
             row["scored"] = True
     return tensors
 
@@ -129,28 +137,28 @@ def _reserved() -> set[str]:
     return {*_TOKENS, *_ROWS, *KEYS.values(), *_BY_NAME}
 
 
-def _rows(out: Outgoing) -> dict[str, list[Any]]:
+def _rows(out: PaddedColumns) -> dict[str, list[Any]]:
     rows: dict[str, list[Any]] = {}
     if out.ids is not None:
         rows["uid"] = [eid.tid for eid in out.ids]
         rows["unique_ids"] = [eid.uid for eid in out.ids]
     if any(out.media):
         rows["multi_modal_inputs"] = [_with_seqlens(media) for media in out.media]
-        for row, media in zip(out.carried, out.media, strict=True):
+        for row, media in zip(out.row_extras, out.media, strict=True):
             if _POSITIONS_ONLY in media:
                 row["media"] = {_POSITIONS_ONLY: media[_POSITIONS_ONLY]}
     if out.records is not None:
         rows["model_versions"] = [int(info.get("model_version", 0)) for info in out.records.values("info")]
-    rows[COLUMN] = list(out.carried)
+    rows[COLUMN] = list(out.row_extras)
     return rows
 
 
 def _with_seqlens(media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As verl's model takes it: what serves only for positions is left out, what its counter reads is put in."""
-    made = {key: value for key, value in media.items() if key != _POSITIONS_ONLY}
-    if (lengths := _seqlens(made)) is not None:
-        made.setdefault("images_seqlens", lengths)
-    return made
+    """Convert media to the inputs of verl's model: without position-only entries, with `images_seqlens`."""
+    inputs = {key: value for key, value in media.items() if key != _POSITIONS_ONLY}
+    if (lengths := _seqlens(inputs)) is not None:
+        inputs.setdefault("images_seqlens", lengths)
+    return inputs
 
 
 def _seqlens(media: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -158,62 +166,67 @@ def _seqlens(media: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return None if grid is None else torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
 
 
-def _rope_positions(tensors: Mapping[str, torch.Tensor], out: Outgoing, get_rope_index: Any) -> torch.Tensor:
-    """(B, 4, P + R) The text's positions, then the three of images and videos."""
-    ids, kept = tensors["input_ids"], tensors["attention_mask"]
+def _rope_positions(tensors: Mapping[str, torch.Tensor], out: PaddedColumns, get_rope_index: Any) -> torch.Tensor:
+    """Return [B, 4, P + R]: the positions of the text, then the three of images and videos."""
+    ids, attention = tensors["input_ids"], tensors["attention_mask"]
     config = config_of(get_rope_index)
-    made = []
+    rows = []
     for i, media in enumerate(out.media):
         text = tensors["position_ids"][i]
         positions = text.new_zeros((4, len(text)))
         positions[0] = text
-        attended = kept[i] != 0
+        attended = attention[i] != 0
         positions[1:, attended] = sample_positions(ids[i, attended], media, get_rope_index, config).to(text)
-        made.append(positions)
-    return torch.stack(made)
+        rows.append(positions)
+    return torch.stack(rows)
 
 
 def _objects(values: list[Any]) -> np.ndarray[Any, Any]:
-    made = np.empty(len(values), dtype=object)
+    array = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):  # one by one: numpy would look into sequences
-        made[i] = value
-    return made
+        array[i] = value
+    return array
 
 
-# --- what verl made, and nobody here has a name for ---------------------------------------------------------------
+# --- keys that only verl has ----------------------------------------------------------------------------------------
 
 FOREIGN = "verl"
-"""The key of `info` under which a row keeps verl's own: `rows`, `samples` (B, ...) and `tokens` (B, P + R, ...)."""
+"""The key of `info` for verl's own keys: `rows`, `samples` [B, ...] and `tokens` [B, P + R, ...]."""
 
 
-def _add_foreign(out: Outgoing, tensors: dict[str, torch.Tensor], rows: dict[str, list[Any]]) -> None:
-    """Put back under their keys what `from_verl` kept in `info`."""
-    kept = taken_back(out, FOREIGN)
-    if not kept:
+def _add_foreign(out: PaddedColumns, tensors: dict[str, torch.Tensor], rows: dict[str, list[Any]]) -> None:
+    """Restore the keys that `from_verl` kept in `info`."""
+    entries = take_back(out, FOREIGN)
+    if not entries:
         return
-    for key in kept[0].get("rows", ()):
-        rows.setdefault(key, [one["rows"][key] for one in kept])
+    for key in entries[0].get("rows", ()):
+        rows.setdefault(key, [entry["rows"][key] for entry in entries])
     for key, value in out.info[FOREIGN].get("samples", {}).items():
         tensors.setdefault(key, value)
     width = out.sequences.shape[1]
-    for key, first in kept[0].get("tokens", {}).items():
-        made = first.new_zeros((len(kept), width, *first.shape[1:]))
-        for i, one in enumerate(kept):
+    for key, first in entries[0].get("tokens", {}).items():
+        padded = first.new_zeros((len(entries), width, *first.shape[1:]))
+        for i, entry in enumerate(entries):
             begin = int(out.attention_mask[i].argmax())
-            made[i, begin : begin + len(one["tokens"][key])] = one["tokens"][key]
-        tensors.setdefault(key, made)
+            padded[i, begin : begin + len(entry["tokens"][key])] = entry["tokens"][key]
+        tensors.setdefault(key, padded)
 
 
-# --- back ---------------------------------------------------------------------------------------------------------
+# --- from verl ------------------------------------------------------------------------------------------------------
 
 
 def from_verl(data: Any, *, pad_token_id: int = 0, layout: str = LAYOUT) -> ExperienceBatch:
-    """The `ExperienceBatch` of a `DataProto`, or of a `TensorDict` with the same keys.
+    """Convert a `DataProto`, or a `TensorDict` with the same keys, to an `ExperienceBatch`.
 
-    Padding is made anew: `layout` is `prompt_left_response_right`, `left` or `packed`. What came from `to_verl` comes
-    back as it was, with what verl added since. Of rows that verl made itself, the engine's log-probs stand for the
-    policy's until there are such; the reward is the sum of the row's scores; the task of an id is verl's `uid`; keys
-    that no batch knows are kept in `info["verl"]`, from where `to_verl` puts them back. `meta_info` is left out.
+    Rows from `to_verl` come back as they were, with the columns that verl added. For rows that verl made, the engine's
+    log-probs take the place of missing policy log-probs, the reward is the sum of the row's scores, and the task of the
+    id is verl's `uid`. Keys that a batch does not have are kept in `info["verl"]`, and `to_verl` restores them.
+    `meta_info` is left out.
+
+    Args:
+        data: The `DataProto` or `TensorDict`.
+        pad_token_id: The token id of padding, which is computed anew.
+        layout: `prompt_left_response_right`, `left` or `packed`.
 
     >>> from types import SimpleNamespace
     >>> rollout = {
@@ -224,18 +237,18 @@ def from_verl(data: Any, *, pad_token_id: int = 0, layout: str = LAYOUT) -> Expe
     >>> batch.sequences.tolist(), batch.ids[0].tid, batch.extras["rm_scores"].tolist()
     ([[1, 2, 3, 4]], '/q7', [[0.0, 0.5]])
     """
-    return _incoming(data).batch(pad_token_id, layout)
+    return _read(data).batch(pad_token_id, layout)
 
 
 def experiences_from_verl(data: Any) -> Experiences:
-    """The records of a `DataProto` or `TensorDict`, with what verl added: advantages, returns, old log-probs.
+    """Convert a `DataProto` or `TensorDict` to records, with the columns that verl added.
 
-    What a record has no field for, such as values, goes to `info["trainer"]`.
+    Columns that a record has no field for go to `info["trainer"]`.
     """
-    return _incoming(data).records()
+    return _read(data).records()
 
 
-def _incoming(data: Any) -> Incoming:
+def _read(data: Any) -> ReturnedColumns:
     tensors, rows = _parts(data)
     for key in ("responses", "attention_mask"):
         if key not in tensors:
@@ -246,10 +259,10 @@ def _incoming(data: Any) -> Incoming:
     tokens = tensors["input_ids"] if "prompts" not in tensors else torch.cat([tensors["prompts"], responses], dim=1)
     chosen = tensors.get("response_mask")
     chosen = attended[:, -width:] if chosen is None else chosen
-    carried = rows.get(COLUMN)
+    row_extras = rows.get(COLUMN)
     columns: dict[str, torch.Tensor] = {}
     foreign: dict[str, dict[str, Any]] = {"rows": {}, "samples": {}, "tokens": {}}
-    custom = {key: tensors[key] for key in custom_names(carried or ()) & tensors.keys()}
+    custom = {key: tensors[key] for key in custom_names(row_extras or ()) & tensors.keys()}
     for key, value in tensors.items():
         if key in _TOKENS or key in custom:
             continue
@@ -259,25 +272,25 @@ def _incoming(data: Any) -> Incoming:
             aligned = value.dim() > 1 and value.shape[1] == tokens.shape[1]
             foreign["tokens" if aligned else "samples"][key] = value
     foreign["rows"] = {key: values for key, values in rows.items() if key not in _ROWS}
-    info = _scores(columns, chosen, carried, count)
-    incoming = Incoming(
+    info = _scores(columns, chosen, row_extras, count)
+    incoming = ReturnedColumns(
         tokens,
         attended,
         chosen,
         columns,
-        ids_of(rows.get("unique_ids"), rows.get("uid")),
-        _media(rows.get("multi_modal_inputs"), carried, count),
-        carried,
+        read_ids(rows.get("unique_ids"), rows.get("uid")),
+        _media(rows.get("multi_modal_inputs"), row_extras, count),
+        row_extras,
         custom=custom,
     )
     if any(foreign.values()):
         for i, (begin, end) in enumerate(incoming.spans()):
-            kept = {
+            row_foreign = {
                 "rows": {key: values[i] for key, values in foreign["rows"].items()},
                 "samples": {key: value[i] for key, value in foreign["samples"].items()},
                 "tokens": {key: value[i, begin:end] for key, value in foreign["tokens"].items()},
             }
-            info[i][FOREIGN] = {key: value for key, value in kept.items() if value}
+            info[i][FOREIGN] = {key: value for key, value in row_foreign.items() if value}
     incoming.info = info
     return incoming
 
@@ -299,7 +312,7 @@ def _parts(data: Any) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
 
 
 def _scores(
-    columns: dict[str, torch.Tensor], chosen: torch.Tensor, carried: list[Carried] | None, count: int
+    columns: dict[str, torch.Tensor], chosen: torch.Tensor, row_extras: list[RowExtras] | None, count: int
 ) -> list[dict[str, Any]]:
     """What the scores add to `info`; those that only said what the reward says already are taken out of the columns."""
     name = "extras.token_level_reward"
@@ -307,25 +320,25 @@ def _scores(
     scores = columns.get(name)
     if scores is None:
         return info
-    if carried is None:
+    if row_extras is None:
         for row, total in zip(info, scores.sum(dim=1).tolist(), strict=True):
             row["reward"] = total
-    elif all(row.get("scored") for row in carried):
-        ours = on_last_action([row["info"]["reward"] for row in carried], chosen)
+    elif all(row.get("scored") for row in row_extras):
+        ours = on_last_action([row["info"]["reward"] for row in row_extras], chosen)
         if torch.equal(ours.nan_to_num(nan=torch.inf), scores.to(ours.dtype).nan_to_num(nan=torch.inf)):
             del columns[name]
     return info
 
 
-def _media(rows: list[Any] | None, carried: list[Carried] | None, count: int) -> list[dict[str, torch.Tensor]]:
-    made = []
+def _media(rows: list[Any] | None, row_extras: list[RowExtras] | None, count: int) -> list[dict[str, torch.Tensor]]:
+    per_row = []
     for i in range(count):
         media = dict(rows[i] or {}) if rows is not None else {}
         lengths = _seqlens(media)
         if lengths is not None and "images_seqlens" in media and torch.equal(lengths, media["images_seqlens"]):
             del media["images_seqlens"]
-        made.append(media | ({} if carried is None else carried[i].get("media", {})))
-    return made
+        per_row.append(media | ({} if row_extras is None else row_extras[i].get("media", {})))
+    return per_row
 
 
 __all__ = ["experiences_from_verl", "from_verl", "to_verl"]

@@ -435,7 +435,7 @@ class Experience:
         Nothing in the data is executed; whatever is wrong with it is a `WireError`. The records share nothing with
         `data`.
         """
-        from rollbook.core.wire import read_any
+        from rollbook.core.trxp import read_any
 
         return read_any(data)
 

@@ -23,13 +23,9 @@ from rollbook.core.ids import EID
 from rollbook.core.ragged import Ragged, offsets_of
 
 if TYPE_CHECKING:
-    import os
-
     import torch
 
-    from rollbook.compat.lightrft.batch import ExperienceBatch
     from rollbook.core.experience import Experience
-    from rollbook.core.wire import Limits
 
 ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
 
@@ -72,8 +68,6 @@ class Experiences(Sequence["Experience"]):
     Experiences(2 records, 6 tokens)
     >>> {tid: len(group) for tid, group in many.group_by("task").items()}
     {'1/0': 2, '1/1': 2}
-    >>> Experiences.from_bytes(many.to_bytes()) == many
-    True
     """
 
     def __init__(self, rows: Iterable[Experience] = ()) -> None:
@@ -123,35 +117,6 @@ class Experiences(Sequence["Experience"]):
         return cls._of(parts, count)
 
     @classmethod
-    def from_arrow(cls, data: pa.Table | pa.RecordBatch) -> Experiences:
-        """Records from an Arrow table: Rollbook's own, or one that another tool wrote with these column names."""
-        from rollbook.io.arrow import from_table
-
-        return from_table(data)
-
-    @classmethod
-    def from_bytes(cls, data: Any, verify: bool = True) -> Experiences:
-        """Records from frames, without copying; see `rollbook.core.wire.decode`."""
-        from rollbook.core.wire import decode
-
-        return decode(data, verify=verify)
-
-    @classmethod
-    def from_parquet(cls, path: str | os.PathLike[str], limits: Limits | None = None) -> Experiences:
-        """Records from a Parquet file; see `rollbook.io.arrow.read_parquet`."""
-        from rollbook.core.wire import DEFAULT_LIMITS
-        from rollbook.io.arrow import read_parquet
-
-        return read_parquet(path, DEFAULT_LIMITS if limits is None else limits)
-
-    @classmethod
-    def from_hf(cls, dataset: Any) -> Experiences:
-        """Records from a `datasets.Dataset`; see `rollbook.compat.trinity.from_hf_datasets`."""
-        from rollbook.io.arrow import from_hf
-
-        return from_hf(dataset)
-
-    @classmethod
     def concat(cls, parts: Iterable[Experiences]) -> Experiences:
         """All records of all parts, in order."""
         given = [part for part in parts if len(part)]
@@ -160,38 +125,6 @@ class Experiences(Sequence["Experience"]):
         return cls._of(
             columns.concat([(part._columns, part._count) for part in given]), sum(part._count for part in given)
         )
-
-    # --- going out ------------------------------------------------------------------------------------------
-
-    def to_arrow(self, portable: bool = False) -> pa.Table:
-        """The columns as an Arrow table; `portable` as Parquet and HF have them, with a column for every field."""
-        from rollbook.io.arrow import to_table
-
-        return to_table(self, portable)
-
-    def to_bytes(self, compression: str | None = None) -> bytes:
-        """One frame; see `rollbook.core.wire.encode`."""
-        from rollbook.core.wire import encode
-
-        return bytes(encode(self, compression=compression))
-
-    def batch(self, **options: Any) -> ExperienceBatch:
-        """The records as a model takes them, padded or packed."""
-        from rollbook.compat.lightrft.batch import from_experiences
-
-        return from_experiences(self, **options)
-
-    def to_parquet(self, path: str | os.PathLike[str], compression: str = "zstd") -> None:
-        """A Parquet file that DuckDB, pandas and polars read as ordinary columns."""
-        from rollbook.io.arrow import write_parquet
-
-        write_parquet(self, path, compression)
-
-    def to_hf(self) -> Any:
-        """A `datasets.Dataset`, from which `from_hf` gives the same records back."""
-        from rollbook.io.arrow import to_hf
-
-        return to_hf(self)
 
     # --- a sequence -----------------------------------------------------------------------------------------
 
@@ -274,7 +207,9 @@ class Experiences(Sequence["Experience"]):
         return records_html(self)
 
     def __reduce__(self) -> Any:
-        return Experiences.from_bytes, (self.to_bytes(),)
+        from rollbook.core.wire import decode, encode
+
+        return decode, (encode(self),)
 
     # --- selecting ------------------------------------------------------------------------------------------
 

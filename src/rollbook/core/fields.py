@@ -8,9 +8,10 @@ A new field is one call:
 
 >>> surprise = Field("surprise", kind="tensor", axis="response", dtype="float32", doc="[R] How unlikely.")
 >>> declare(surprise)
->>> from rollbook import Experience, Experiences
+>>> from rollbook import Experience
+>>> from rollbook.wire import decode, encode
 >>> record = Experience(tokens=[1, 2, 3], surprise=[0.5, 0.25])
->>> Experiences.from_bytes(Experiences([record]).to_bytes())[0].surprise.tolist()
+>>> decode(encode([record]))[0].surprise.tolist()
 [0.5, 0.25]
 >>> withdraw("surprise")
 """

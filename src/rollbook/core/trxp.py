@@ -694,6 +694,17 @@ def read(view: memoryview, limits: Limits) -> list[Experience]:
         raise WireError(f"the payload holds what no record can: {type(error).__name__}: {error}") from None
 
 
+def read_any(data: bytes | bytearray | memoryview, limits: Limits | None = None) -> list[Experience]:
+    """Read the records of frames, of a TRXP payload or of a legacy pickle. They share no memory with `data`."""
+    from rollbook.core import wire
+
+    limits = wire.DEFAULT_LIMITS if limits is None else limits
+    view = memoryview(data).cast("B")
+    if bytes(view[:4]) == wire.MAGIC[:4]:
+        return wire.decode(view, limits=limits).rows()
+    return read(view, limits)
+
+
 def _read_pickle(view: memoryview, limits: Limits) -> list[Experience]:
     if not len(view):
         raise WireError("there are no bytes", 0)

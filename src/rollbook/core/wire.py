@@ -497,16 +497,6 @@ def _read(file: BinaryIO, size: int) -> bytes:
     return b"".join(parts)
 
 
-def read_any(data: Any, limits: Limits = DEFAULT_LIMITS) -> list[Experience]:
-    """Rows from frames, TRXP or Trinity's legacy pickles, sharing nothing with `data`."""
-    view = memoryview(data).cast("B")
-    if bytes(view[:4]) == MAGIC[:4]:
-        return decode(view, limits=limits).rows()
-    from rollbook.core import trxp
-
-    return trxp.read(view, limits)
-
-
 def to_trxp(experiences: Iterable[Experience]) -> bytes:
     """These records as a TRXP 1 payload, which Trinity-RFT 0.5.2 and later read; see `rollbook.core.trxp`."""
     from rollbook.core import trxp
@@ -526,7 +516,6 @@ __all__ = [
     "encode",
     "encoded_size",
     "iter_frames",
-    "read_any",
     "read_header",
     "to_trxp",
     "write_frame",

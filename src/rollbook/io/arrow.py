@@ -1,17 +1,17 @@
-"""Arrow tables, Parquet files and HF datasets: the same columns as on the wire, as other tools read them.
+"""Arrow tables of records: the columns of the wire format, in the form that other tools read and write.
 
-Invariant: what Rollbook wrote it reads back exactly; what another tool wrote with the same column names it reads with
-the types that tool gave. Half-precision floats are float32 in these forms, with their own type in `<field>__dtype`.
+Invariant: a table that Rollbook wrote is read back exactly; a table of another tool with the same column names is read
+with the types that it has. Half-precision floats are float32 in these tables, with their own type in `<field>__dtype`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 
 from rollbook.core import columns, experiences
 from rollbook.core import columns as arrow
@@ -19,33 +19,43 @@ from rollbook.core.columns import PLAIN_TYPES, Columns
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS, Field, owner
-from rollbook.core.files import check_regular
 from rollbook.core.ids import EID
-from rollbook.core.wire import DEFAULT_LIMITS, Limits
-from rollbook.io import parquet
+from rollbook.core.ragged import Ragged, promote
 
 
-def to_table(many: Experiences, portable: bool, typed: bool = True) -> pa.Table:
-    """The columns as a table; `portable` has a column for every field, null (and of null type unless `typed`) where no
-    record has it."""
-    arrays = arrow.to_arrays(many.columns, portable)
+def to_table(records: Experiences, portable: bool = False, typed: bool = True) -> pa.Table:
+    """Convert records to an Arrow table.
+
+    Args:
+        records: The records.
+        portable: Add a column for every field, as Parquet files and HF datasets have them.
+        typed: With `portable`, give the column of a field that no record has the field's type, else the null type.
+
+    >>> table = to_table(Experiences.from_columns({"tokens": [[1, 2, 3], [4, 5]], "reward": [1.0, 0.0]}))
+    >>> table["tokens"].to_pylist(), from_table(table).values("reward")
+    ([[1, 2, 3], [4, 5]], [1.0, 0.0])
+    """
+    arrays = arrow.to_arrays(records.columns, portable)
     if portable:
-        named = {}
+        ordered = {}
         for field in FIELDS.values():
-            named[field.name] = arrays.pop(field.name, None)
-            if named[field.name] is None:
-                named[field.name] = pa.nulls(len(many), arrow.empty_type(field) if typed else pa.null())
+            ordered[field.name] = arrays.pop(field.name, None)
+            if ordered[field.name] is None:
+                ordered[field.name] = pa.nulls(len(records), arrow.empty_type(field) if typed else pa.null())
             for side in [name for name in arrays if name.startswith(f"{field.name}__")]:
-                named[side] = arrays.pop(side)
-        arrays = {**named, **arrays}
+                ordered[side] = arrays.pop(side)
+        arrays = {**ordered, **arrays}
     return pa.table(arrays)
 
 
 def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
-    """Records from an Arrow table; see `Experiences.from_arrow`.
+    """Read records from an Arrow table: Rollbook's own, or one of another tool with these column names.
 
     In a table without `experience_type`, a record whose mask is the one that a single turn gets is a single_turn:
     Trinity writes these masks too.
+
+    Raises:
+        WireError: The table has no tokens, or a column that cannot be read as its field.
 
     >>> table = pa.table({"tokens": [[1, 2, 3], [4, 5]], "reward": [1, None], "action_mask": [[True, False], None]})
     >>> [(row.tokens.tolist(), row.reward, row.experience_type) for row in from_table(table)]
@@ -66,7 +76,7 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
             continue
         try:
             array.validate(full=True)
-            _normalise(name, array, arrays, parts)
+            _normalize(name, array, arrays, parts)
         except WireError:
             raise
         except (pa.ArrowException, TypeError, ValueError, OverflowError, NotImplementedError) as error:
@@ -91,15 +101,15 @@ def _one_chunk(column: Any) -> pa.Array:
     return column
 
 
-def _normalise(name: str, array: pa.Array, arrays: dict[str, pa.Array], parts: Columns) -> None:
+def _normalize(name: str, array: pa.Array, arrays: dict[str, pa.Array], parts: Columns) -> None:
     """Put `array` into `arrays` with the type its field has, or, if it must be remade by value, into `parts`."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    known = owner(name)
-    if known is None:
+    column = owner(name)
+    if column is None:
         arrays[name] = array
         return
-    field, side = known
+    field, side = column
     if field.kind == "tensor" and not side:
         kind = _ragged_type(field, array.type)
         if kind is None:
@@ -189,106 +199,128 @@ def _tensor(value: Any, dtype: str) -> Any:
     return torch.tensor(value, dtype=getattr(torch, name if name in DTYPES else "float32"))
 
 
-# --- Parquet ------------------------------------------------------------------------------------------------------
+# --- tables of one schema -----------------------------------------------------------------------------------------
 
 
-def write_parquet(many: Experiences, path: str | os.PathLike[str], compression: str = "zstd") -> None:
-    """Write one Parquet file, whole or not at all: it is moved into place when it is complete."""
-    import pyarrow.parquet as pq
+class UnionSchema:
+    """The schema that holds every batch seen so far: the element type and trailing sizes of each tensor column, and
+    the side columns. It only grows."""
 
-    final = os.fspath(path)
-    partial = f"{final}.{os.getpid()}.partial"
+    def __init__(self, typed: bool) -> None:
+        self.typed = typed
+        """Whether a field that no batch has is a null column of the field's type, or of the null type (for HF)."""
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.types: dict[str, pa.DataType] = {}
+
+    def fit(self, records: Experiences) -> tuple[dict[str, pa.Array], pa.Schema]:
+        """Return the arrays of a batch and the schema that holds it and all earlier ones."""
+        parts = dict(records.columns)
+        for name in [name for name in parts if name in FIELDS and isinstance(parts[name], Ragged)]:
+            column = parts[name]
+            dtype, trailing = self.tensors.get(name, (column.dtype, column.trailing))
+            wide = promote((dtype, column.dtype))
+            if wide is None or trailing != column.trailing:
+                # No column type holds both: these rows are stored as {dtype, shape, data}.
+                self._set_aside(FIELDS[name], parts, len(records))
+                continue
+            if wide != dtype:
+                # Earlier rows need their own type.
+                self.types[f"{name}__dtype"] = pa.uint8()
+            self.tensors[name] = (wide, trailing)
+            parts[name] = column.as_dtype(wide)
+        arrays = arrow.to_arrays(parts, portable=True)
+        for name, array in arrays.items():
+            earlier = self.types.setdefault(name, array.type)
+            if earlier != array.type:
+                if name not in self.tensors:
+                    raise ValueError(f"column {name!r} is {earlier} in one batch and {array.type} in another")
+                self.types[name] = array.type
+        return arrays, self.schema()
+
+    def _set_aside(self, field: Field, parts: Columns, count: int) -> None:
+        values = columns.decode(field, parts) or []
+        encoded = columns.encode(field, values, [frozenset((field.name,))] * count)
+        for name in (field.name, f"{field.name}__other", f"{field.name}__one"):
+            parts.pop(name, None)
+        parts.update(encoded)
+
+    def schema(self) -> pa.Schema:
+        """Every field's column followed by its side columns, then unknown columns."""
+        ordered: dict[str, pa.DataType] = {}
+        for field in FIELDS.values():
+            ordered[field.name] = self.types.get(field.name) or (arrow.empty_type(field) if self.typed else pa.null())
+            ordered.update({side: t for side, t in sorted(self.types.items()) if side.startswith(f"{field.name}__")})
+        ordered.update({name: kind for name, kind in self.types.items() if name not in ordered})
+        return pa.schema(list(ordered.items()))
+
+    def table(self, arrays: dict[str, pa.Array], schema: pa.Schema, count: int) -> pa.Table:
+        """Return the arrays as a table of this schema."""
+        full = {}
+        for name, kind in zip(schema.names, schema.types, strict=True):
+            array = arrays.get(name)
+            main = arrays.get(name.removesuffix("__dtype")) if name.endswith("__dtype") else None
+            if array is None and main is not None:
+                # Other tables of the file have this column, so it states the implied type here.
+                array = self._codes(FIELDS[name.removesuffix("__dtype")], main)
+            full[name] = pa.nulls(count, kind) if array is None else array
+        return pa.table(full, schema=schema)
+
+    def _codes(self, field: Field, main: pa.Array) -> pa.Array:
+        inner = main.type
+        while inner.num_fields:
+            inner = inner.field(0).type
+        code = DTYPES[arrow.implied(str(np.dtype(inner.to_pandas_dtype())), field)].code
+        return pa.array(np.where(np.asarray(main.is_valid()), code, 0).astype(np.uint8))
+
+
+def write_tables(
+    batches: Iterable[Experiences],
+    path: str,
+    *,
+    typed: bool,
+    open_writer: Callable[[str, pa.Schema], Any],
+    read_tables: Callable[[str], Iterator[Any]],
+) -> int:
+    """Write batches as tables of one schema.
+
+    The schema is the first batch's, with every field. When a batch needs another type or a side column, the tables
+    written so far are copied under the wider schema. That is rare: the schema only grows.
+
+    Args:
+        batches: The records.
+        path: The file.
+        typed: See `UnionSchema`.
+        open_writer: Opens a writer (`write_table`, `close`) for a path and a schema.
+        read_tables: Reads the tables of a path back.
+
+    Returns:
+        The number of records.
+    """
+    union, count = UnionSchema(typed), 0
+    schema = union.schema()
+    writer = open_writer(path, schema)
     try:
-        pq.write_table(to_table(many, portable=True), partial, compression=compression)
-        os.replace(partial, final)
-    except BaseException:
-        if os.path.exists(partial):
-            os.remove(partial)
-        raise
+        for batch in batches:
+            arrays, wider = union.fit(batch)
+            if wider != schema:
+                writer.close()
+                wide_writer = open_writer(f"{path}.wider", wider)
+                try:
+                    for table in read_tables(path) if count else ():
+                        records = from_table(table)
+                        wide_writer.write_table(union.table(union.fit(records)[0], wider, len(records)))
+                except BaseException:
+                    wide_writer.close()
+                    raise
+                os.replace(f"{path}.wider", path)
+                writer, schema = wide_writer, wider
+            writer.write_table(union.table(arrays, schema, len(batch)))
+            count += len(batch)
+    finally:
+        writer.close()
+        if os.path.exists(f"{path}.wider"):
+            os.remove(f"{path}.wider")
+    return count
 
 
-def read_parquet(path: str | os.PathLike[str], limits: Limits = DEFAULT_LIMITS) -> Experiences:
-    """The records of a Parquet file; `WireError` if it is damaged or its columns are not those of records."""
-    check_regular(path)
-    parts = list(parquet.batches(path, 1 << 16, limits=limits))
-    return from_table(pa.Table.from_batches(parts)) if parts else Experiences()
-
-
-# --- HF datasets --------------------------------------------------------------------------------------------------
-
-
-def to_hf(many: Experiences, for_trinity: bool = False) -> Any:
-    """A `datasets.Dataset` of these records; see `rollbook.compat.trinity.to_hf_datasets`."""
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
-
-    # Empty columns without a type: datasets then concatenates with any.
-    table = _trinity_table(many) if for_trinity else to_table(many, portable=True, typed=False)
-    # Left to itself, datasets pickles the whole table to name it; the same content gets the same name here too.
-    digest = xxhash.xxh3_128(str(table.schema).encode())
-    for column in table.columns:
-        for chunk in column.chunks:
-            digest.update(f"{len(chunk)} {chunk.offset}".encode())
-            for buffer in chunk.buffers():
-                digest.update(b"" if buffer is None else buffer)
-    return Dataset(InMemoryTable(table), fingerprint=digest.hexdigest()[:16])
-
-
-def _trinity_table(many: Experiences) -> pa.Table:
-    """The records with the columns and types of Trinity's own `to_hf_datasets`: dicts as structs, tensors as lists."""
-    names = list(FIELDS)
-    arrays = {}
-    for name in names[: names.index("custom_fields")]:  # the table begins with Trinity's fields, in its order
-        values = _trinity_values(many, FIELDS[name])
-        try:
-            arrays[name] = pa.array(values)
-        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(
-                f"{name}: Trinity's datasets need values of one type in all records: {error}; "
-                "rollbook.core.wire.to_trxp writes these records"
-            ) from None
-    for i, custom_fields in enumerate(many.values("custom_fields")):
-        if custom_fields:
-            raise ValueError(
-                f"record {i} ({many.eids()[i]}): custom_fields: got {len(custom_fields)}, expected none: Trinity's "
-                "datasets cannot hold them; rollbook.core.wire.to_trxp writes them"
-            )
-    return pa.table(arrays)
-
-
-def _trinity_values(many: Experiences, field: Field) -> list[Any]:
-    from rollbook.core.experience import implied_mask
-
-    values = many.values(field.name)
-    if field.kind == "eid":
-        parts = [eid.to_dict() for eid in many.eids()]
-        for name in ("batch", "task"):
-            if len({type(part[name]) for part in parts}) > 1:  # which print alike as numbers and as text
-                parts = [{**part, name: str(part[name])} for part in parts]
-        return parts
-    if field.kind == "media":
-        keys = [value.keys() if value else None for value in values]
-        first = next((entry for entry in keys if entry is not None), None)
-        for i, entry in enumerate(keys):
-            if entry is not None and entry != first:
-                raise ValueError(
-                    f"record {i} ({many.eids()[i]}): {field.name}: got the keys {sorted(entry)}, expected "
-                    f"{sorted(first or ())}: Trinity's datasets need the same in all records that have any"
-                )
-        return [{key: tensor.tolist() for key, tensor in value.items()} if value else None for value in values]
-    if field.name == "action_mask":
-        # Without a mask Trinity makes that of a single turn, and with it the right kind.
-        return [
-            None if value is None or implied_mask(row) else (value != 0).tolist()
-            for row, value in zip(many.rows(), values, strict=True)
-        ]
-    if field.kind == "tensor":
-        return [None if value is None else value.tolist() for value in values]
-    return [value if value or field.kind != "json" else None for value in values]
-
-
-def from_hf(dataset: Any) -> Experiences:
-    """The records of a `datasets.Dataset`, whatever was selected, filtered or shuffled in it."""
-    if not hasattr(dataset, "with_format") or isinstance(dataset, dict):
-        raise ValueError(f"dataset: got {type(dataset).__name__}, expected a datasets.Dataset")
-    return from_table(dataset.with_format("arrow")[:])
+__all__ = ["UnionSchema", "from_table", "to_table", "write_tables"]

@@ -1,21 +1,46 @@
-"""Which formats there are, and which of them a path holds.
+"""Read and write records in other formats, a batch at a time, and detect the format of a path; see `FORMATS`.
 
-Invariant: content decides. An extension is asked only of a file that has nothing in it yet; what fits no format, or
-fits several, is refused with what was found.
+Invariant: reading holds one batch and executes nothing from the file; writing leaves a complete file or none. The
+content decides the format: an extension counts only for an empty or new file. A path that fits no format, or several,
+is rejected with what was found.
+
+>>> import tempfile
+>>> from rollbook import Experience, Experiences
+>>> records = Experiences([Experience(tokens=[1, 2, 3], reward=float(i)) for i in range(3)])
+>>> with tempfile.TemporaryDirectory() as folder:
+...     write([records[:2], records[2:]], f"{folder}/some.jsonl"), guess(f"{folder}/some.jsonl")
+...     [len(batch) for batch in read(f"{folder}/some.jsonl", batch_rows=2)]
+(3, 'jsonl')
+[2, 1]
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rollbook.core.checks import suggest
+from rollbook.core.checks import check_bool, check_choice, check_int, suggest
 from rollbook.core.errors import WireError
-from rollbook.core.files import check_regular
+from rollbook.core.experiences import Experiences
+from rollbook.core.files import FOLDER, check_regular, make_private
 from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.wire import MAGIC as FRAME
-from rollbook.io.rows import MAX_ROW_BYTES, files, json_object, lines
-from rollbook.io.trinity_sqlite import tables
+from rollbook.io import frames, frameworks, hf, jsonl, parquet, trinity_sqlite
+from rollbook.io.arrow import from_table
+from rollbook.io.tables import (
+    MAX_ROW_BYTES,
+    ErrorHandler,
+    Report,
+    Skipped,
+    list_files,
+    parse_object,
+    read_lines,
+    regroup,
+)
+from rollbook.io.trinity_sqlite import list_tables
 
 FORMATS: dict[str, str] = {
     "parquet": "one Parquet file of ordinary columns, a row group a batch; read and written",
@@ -29,35 +54,33 @@ FORMATS: dict[str, str] = {
     "openrlhf": "samples that OpenRLHF wrote, JSONL or Parquet; read",
 }
 EXTENSIONS = {".parquet": "parquet", ".jsonl": "jsonl", ".frames": "frames", ".trxp": "trxp", ".hf": "hf"}
-"""What a new file's name says, and an empty one's."""
+"""Formats of new and empty files, by extension."""
 
 
-def known(name: Any, writing: bool = False) -> str:
-    """The format of that name, else an error with those that exist."""
-    names = [each for each, words in FORMATS.items() if not writing or words.endswith("written")]
+def check_format(name: Any, writing: bool = False) -> str:
+    """Check the name of a format."""
+    names = [format_name for format_name, words in FORMATS.items() if not writing or words.endswith("written")]
     if name not in names:
         also = " for writing" if writing and name in FORMATS else ""
-        raise ValueError(f"format: got {name!r}, which is none{also}{suggest(str(name), names)}")
+        raise ValueError(f"format: got {name!r}, unknown format{also}{suggest(str(name), names)}")
     return str(name)
 
 
-def for_writing(path: str) -> str:
-    """The format that a new file's name asks for."""
+def format_from_name(path: str) -> str:
+    """Return the format of a new file, by its extension."""
     suffix = os.path.splitext(path)[1]
     if suffix not in EXTENSIONS:
-        raise ValueError(
-            f"path: {path!r} says no format, expected format= or a name that ends in one of {', '.join(EXTENSIONS)}"
-        )
+        raise ValueError(f"path: {path!r} has no known extension, expected format= or one of {', '.join(EXTENSIONS)}")
     return EXTENSIONS[suffix]
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Whether a folder is what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` made."""
-    return any(os.path.isfile(os.path.join(path, each)) for each in ("state.json", "dataset_dict.json"))
+    """Whether a folder was written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    return any(os.path.isfile(os.path.join(path, file)) for file in ("state.json", "dataset_dict.json"))
 
 
 def guess(path: Any) -> str:
-    """The name of the format that a file, a folder or a `datasets.Dataset` holds.
+    """Detect the format of a file, a folder or a `datasets.Dataset`.
 
     >>> import tempfile, pathlib
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -73,69 +96,69 @@ def guess(path: Any) -> str:
     name = os.fspath(path)
     check_regular(name)
     if not os.path.isdir(name):
-        return _of_file(name)
+        return _guess_file(name)
     if is_saved_dataset(name):
         return "hf"
-    found = files(name)
+    paths = list_files(name)
     kinds: dict[str, str] = {}
-    for each in found:
-        kinds.setdefault(_of_file(each), each)
+    for file_path in paths:
+        kinds.setdefault(_guess_file(file_path), file_path)
         if len(kinds) > 1:
-            what = " and ".join(f"{kind} ({os.path.basename(file)})" for kind, file in kinds.items())
-            raise ValueError(f"{name}: the folder holds {what}, expected files of one format")
+            formats = " and ".join(f"{kind} ({os.path.basename(file)})" for kind, file in kinds.items())
+            raise ValueError(f"{name}: the folder holds {formats}, expected files of one format")
     if not kinds:
-        raise ValueError(f"{name}: the folder has no files; {_names()}")
+        raise ValueError(f"{name}: the folder has no files; {_list_formats()}")
     return next(iter(kinds))
 
 
-def _names() -> str:
+def _list_formats() -> str:
     return f"the formats are {', '.join(FORMATS)}"
 
 
-def _of_file(path: str) -> str:
+def _guess_file(path: str) -> str:
     with open(path, "rb") as file:
         head = file.read(64)
     if not head:
         suffix = os.path.splitext(path)[1]
         if suffix in EXTENSIONS and suffix != ".parquet":
             return EXTENSIONS[suffix]
-        raise ValueError(f"{path}: the file is empty; {_names()}")
+        raise ValueError(f"{path}: the file is empty; {_list_formats()}")
     if head.startswith(FRAME):
         return "frames"
     # A pickle of protocol 2 or later, as Trinity wrote before TRXP.
     if head.startswith(TRXP) or (head[0] == 0x80 and head[1] < 6):
         return "trxp"
     if head.startswith(b"SQLite format 3\0"):
-        if not tables(path):
-            raise ValueError(f"{path}: found an SQLite database without a table of Trinity's; {_names()}")
+        if not list_tables(path):
+            raise ValueError(f"{path}: found an SQLite database without a table of Trinity's; {_list_formats()}")
         return "trinity-sqlite"
     if head.startswith(b"PAR1"):
-        return _of_keys(path, _columns(path), "parquet", "a Parquet file with the columns")
+        return guess_from_keys(path, read_column_names(path), "parquet", "a Parquet file with the columns")
     if head.lstrip()[:1] == b"{":
-        _, text = next(lines(path, MAX_ROW_BYTES))
+        _, text = next(read_lines(path, MAX_ROW_BYTES))
         try:
-            row = json_object(text, MAX_ROW_BYTES, strict=False)
+            row = parse_object(text, MAX_ROW_BYTES, strict=False)
         except WireError as error:
-            raise ValueError(f"{path}: line 1: {error.message}; {_names()}") from None
-        return _of_keys(path, row, "jsonl", "JSON lines with the keys")
-    what = "a JSON array, not one object a line" if head.lstrip()[:1] == b"[" else f"bytes that begin {head[:16]!r}"
-    raise ValueError(f"{path}: found {what}; {_names()}")
+            raise ValueError(f"{path}: line 1: {error.message}; {_list_formats()}") from None
+        return guess_from_keys(path, row, "jsonl", "JSON lines with the keys")
+    content = "a JSON array, not one object a line" if head.lstrip()[:1] == b"[" else f"bytes that begin {head[:16]!r}"
+    raise ValueError(f"{path}: found {content}; {_list_formats()}")
 
 
-def _columns(path: str) -> dict[str, Any]:
+def read_column_names(path: str) -> dict[str, Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         return dict.fromkeys(pq.read_schema(path).names)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise WireError(f"{path}: no Parquet file that can be read: {error}") from None
+        raise WireError(f"{path}: cannot read Parquet file: {error}") from None
 
 
-def _of_keys(path: str, row: dict[str, Any], own: str, what: str) -> str:
+def guess_from_keys(path: str, row: dict[str, Any], native: str, content: str) -> str:
     keys = set(row)
-    if "tokens" in keys or (own == "parquet" and "tokens__other" in keys) or "rollbook" in keys:
-        return own
+    if "tokens" in keys or (native == "parquet" and "tokens__other" in keys) or "rollbook" in keys:
+        return native
     # verl's generation writes a list of answers beside its dataset's columns; its trainer writes ids and masks.
     by_verl = keys & {"data_source", "reward_model", "response_mask", "attention_mask", "input_ids"}
     if {"input", "output"} <= keys and keys & {"score", "gts", "step"}:
@@ -149,4 +172,193 @@ def _of_keys(path: str, row: dict[str, Any], own: str, what: str) -> str:
     if keys & {"prompt", "prompts"} and keys & {"response", "responses"}:
         return "openrlhf"
     shown = ", ".join(sorted(map(str, keys))[:20])
-    raise ValueError(f"{path}: found {what} {shown}; {_names()}")
+    raise ValueError(f"{path}: found {content} {shown}; {_list_formats()}")
+
+
+def _read_parquet(path: str, batch_rows: int, errors: ErrorHandler, *, max_row_bytes: int) -> Iterator[Experiences]:
+    for name in list_files(path):
+        for batch in parquet.batches(name, batch_rows, max_row_bytes=max_row_bytes):
+            yield from_table(batch)
+
+
+_READERS: dict[str, Callable[..., Iterator[Experiences]]] = {
+    "parquet": _read_parquet,
+    "hf": hf.read,
+    "jsonl": jsonl.read,
+    "frames": frames.read_frames,
+    "trxp": frames.read_trxp,
+    "trinity-sqlite": trinity_sqlite.read,
+    "verl": frameworks.read_verl,
+    "trl": frameworks.read_trl,
+    "openrlhf": frameworks.read_openrlhf,
+}
+_WRITERS: dict[str, Callable[..., int]] = {
+    "parquet": parquet.write,
+    "hf": hf.write,
+    "jsonl": jsonl.write,
+    "frames": frames.write_frames,
+    "trxp": frames.write_trxp,
+}
+
+
+class Reading(Iterator[Experiences]):
+    """An iterator over the batches of a path, with its format and the report of skipped rows."""
+
+    def __init__(self, format: str, batches: Iterator[Experiences], report: Report) -> None:
+        self.format = format
+        self.report = report
+        self._batches = batches
+
+    def __next__(self) -> Experiences:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Stop reading and close the file."""
+        if inspect.isgenerator(self._batches):
+            self._batches.close()
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(
+    path: Any, format: str | None = None, *, batch_rows: int = 1024, on_error: str = "raise", **options: Any
+) -> Reading:
+    """Read records in batches.
+
+    Options of formats:
+
+    - `max_row_bytes` (jsonl, parquet, trinity-sqlite, verl, trl, openrlhf): the largest row that is read.
+    - `limits` (frames, trxp): a `rollbook.core.wire.Limits`.
+    - `split` (hf): which of several splits. `table` (trinity-sqlite): which of several tables (see `list_tables`).
+    - `tokenizer` (verl, trl, openrlhf): a transformers tokenizer or its path, for rows without token ids.
+    - `rewards` (trl): the reward columns, or a dict with their weights.
+
+    Args:
+        path: A file, a folder or a `datasets.Dataset`.
+        format: A key of `FORMATS`; detected by default.
+        batch_rows: Records per batch.
+        on_error: `"skip"` leaves out rows (lines, database rows, frames, payloads) that cannot be read and lists them
+            in the `report` of the result. A file that is damaged as a whole raises either way.
+
+    Returns:
+        An iterator over `Experiences`.
+    """
+    name = guess(path) if format is None else check_format(format)
+    where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(where, str) and name != "hf":
+        raise ValueError(f"path: got a {type(path).__name__}, expected a path for format {name!r}")
+    if isinstance(where, str) and not os.path.exists(where):
+        raise FileNotFoundError(f"path: {where!r} does not exist")
+    if isinstance(where, str):
+        check_regular(where)
+    check_choice("on_error", on_error, ("raise", "skip"))
+    rows = check_int("batch_rows", batch_rows, 1)
+    reader = _READERS[name]
+    _check_options(reader, name, options)
+    if "max_row_bytes" in inspect.signature(reader).parameters:
+        options["max_row_bytes"] = check_int("max_row_bytes", options.get("max_row_bytes", MAX_ROW_BYTES), 1)
+    report = Report()
+    batches = reader(where, rows, ErrorHandler(on_error == "skip", report), **options)
+    return Reading(name, regroup(batches, rows), report)
+
+
+def write(
+    batches: Experiences | Iterable[Experiences],
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    batch_rows: int = 1024,
+    overwrite: bool = False,
+    **options: Any,
+) -> int:
+    """Write records to a file, which appears when it is complete.
+
+    Options of formats: `compression` (parquet: "zstd"; frames: None), `max_shard_size` (hf).
+
+    Args:
+        batches: The records.
+        path: The file, or for `hf` the folder.
+        format: A key of `FORMATS`; by default given by the extension (.parquet, .jsonl, .frames, .trxp, .hf).
+        batch_rows: Records per row group, frame or payload.
+        overwrite: Replace an existing file.
+
+    Returns:
+        The number of records.
+    """
+    final = os.fspath(path).rstrip("/")
+    name = format_from_name(final) if format is None else check_format(format, writing=True)
+    parts: Any = [batches] if isinstance(batches, Experiences) else batches
+    if not isinstance(parts, Iterable):
+        raise ValueError(f"batches: got a {type(batches).__name__}, expected an iterable of Experiences")
+    rows = check_int("batch_rows", batch_rows, 1)
+    writer = _WRITERS[name]
+    _check_options(writer, name, options)
+    if not check_bool("overwrite", overwrite) and os.path.lexists(final):
+        raise FileExistsError(f"path: {final!r} exists; overwrite=True replaces it")
+    check_regular(final)
+    if os.path.isdir(final) and not (name == "hf" and is_saved_dataset(final)):
+        # Its files would be lost.
+        raise FileExistsError(f"path: {final!r} is a folder and no saved dataset; it is not replaced")
+    # In a private folder, which also has the temporary files of the writer.
+    aside = f"{final}.{os.urandom(4).hex()}.partial"
+    partial = os.path.join(aside, os.path.basename(final))
+    os.mkdir(aside, FOLDER)
+    try:
+        count = writer(regroup(parts, rows), partial, **options)
+        make_private(partial)
+        _sync(partial)
+        if os.path.isdir(final) and not os.path.islink(final):
+            _replace_folder(partial, final)
+        else:
+            os.replace(partial, final)
+    finally:
+        _remove(aside)
+    _sync_folder(os.path.dirname(os.path.abspath(final)))
+    return count
+
+
+def _check_options(function: Callable[..., Any], name: str, options: dict[str, Any]) -> None:
+    takes = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for option in options:
+        if option not in takes:
+            raise ValueError(f"format {name!r} has no option {option!r}{suggest(option, takes)}")
+
+
+def _sync(path: str) -> None:
+    for name in [path] if os.path.isfile(path) else [os.path.join(path, entry) for entry in os.listdir(path)]:
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _sync_folder(path: str) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _replace_folder(new: str, final: str) -> None:
+    """Replace a folder. Between the two renames the name is free; it never has an incomplete folder."""
+    old = f"{new}.old"
+    os.rename(final, old)
+    try:
+        os.replace(new, final)
+    except BaseException:
+        os.rename(old, final)
+        raise
+    _remove(old)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.remove(path)
+
+
+__all__ = ["FORMATS", "Reading", "Report", "Skipped", "guess", "list_tables", "read", "write"]

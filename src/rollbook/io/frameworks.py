@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from rollbook.core.errors import WireError
+from rollbook.core.errors import RollbookError, WireError
 from rollbook.core.experiences import Experiences
-from rollbook.io.rows import Errors, float_columns, objects
+from rollbook.io.tables import ErrorHandler, list_float_columns, read_rows
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-class Asked(ValueError):
-    """What the caller has to give before any row can be read: no fault of a row, so never skipped."""
+class MissingOptionError(RollbookError, ValueError):
+    """Raised when rows cannot be read without an option that the caller did not pass. Never skipped."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """One answer as a writer had it: texts, messages or token ids, and what was said of it."""
+    """One answer of a row: texts, messages or token ids, reward and ids."""
 
     prompt: Any
     answer: Any
@@ -46,20 +46,20 @@ class Sample:
     run: int | None = None
     step: int = 0
     mask: list[bool] | None = None
-    """Over the answer's tokens, where the writer has them."""
+    """Over the answer's tokens, if the file has one."""
     tensors: dict[str, Any] = field(default_factory=dict)
-    """Response-axis fields, of the answer's tokens."""
+    """Response-axis fields."""
     advantage: float | None = None
-    """One number for all of the answer."""
+    """One number for all tokens of the answer."""
     rejected: Any = None
-    """The worse answer of a pair."""
+    """The rejected answer of a pair."""
 
 
 # --- text to tokens -----------------------------------------------------------------------------------------------
 
 
 class Texts:
-    """Tokens of texts and conversations, by the tokenizer that was given."""
+    """Tokenizes texts and conversations."""
 
     def __init__(self, tokenizer: Any, who: str) -> None:
         self.who = who
@@ -74,8 +74,8 @@ class Texts:
         self.tokenizer = tokenizer
 
     def ids(self, value: Any) -> list[int]:
-        """Of token ids, a text or messages that await an answer."""
-        if _is_ids(value):
+        """Return the token ids of a prompt: of ids, a text, or messages that await an answer."""
+        if is_token_ids(value):
             return list(value)
         if isinstance(value, str):
             return list(self._needed()(value, add_special_tokens=False)["input_ids"])
@@ -84,7 +84,7 @@ class Texts:
         raise WireError(f"got a {type(value).__name__} where a text, messages or token ids should be")
 
     def answer(self, prompt: Any, start: list[int], value: Any) -> tuple[list[int], list[bool] | None]:
-        """The answer's tokens behind `start`, the prompt's, and which of them the model wrote (`None`: all)."""
+        """Return the answer's tokens after the prompt's (`start`), and which of them the model wrote (`None`: all)."""
         if not _is_messages(value):
             return self.ids(value), None
         if not _is_messages(prompt):
@@ -106,23 +106,23 @@ class Texts:
     def _rendered(self, messages: Any, awaits: bool) -> list[int]:
         tokenizer = self._needed()
         try:
-            found = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=awaits)
+            rendered = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=awaits)
         except Exception as error:
             # A chat template is a program of its author's, and fails with whatever it likes.
             raise WireError(f"the chat template fails on the messages: {type(error).__name__}: {error}") from None
-        return list(found["input_ids"] if isinstance(found, Mapping) else found)
+        return list(rendered["input_ids"] if isinstance(rendered, Mapping) else rendered)
 
     def _needed(self) -> Any:
         if self.tokenizer is None:
-            raise Asked(
+            raise MissingOptionError(
                 f"tokenizer: got None, but these {self.who} rows have text and no token ids; give tokenizer= "
                 "(a transformers tokenizer, or the path of the one that the run used)"
             )
         return self.tokenizer
 
 
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int for each in value)
+def is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(element) is int for element in value)
 
 
 def _is_messages(value: Any) -> bool:
@@ -137,18 +137,18 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Messages as they were: in Parquet every message has the keys of all, null where it has none."""
+    """Remove null keys of messages: in Parquet every message has the keys of all."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _kept(value: Any) -> Any:
-    """A value that `info` can hold: Parquet has dates and decimals too, which are kept as text."""
+def _storable(value: Any) -> Any:
+    """Convert a value to a type of `info`: dates and decimals of Parquet become text."""
     if isinstance(value, dict):
-        return {str(key): _kept(item) for key, item in value.items()}
+        return {str(key): _storable(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_kept(item) for item in value]
+        return [_storable(item) for item in value]
     return value if value is None or isinstance(value, (str, int, float, bytes)) else str(value)
 
 
@@ -168,41 +168,41 @@ class _Maker:
         self.runs: dict[bytes, int] = {}
 
     def record(self, sample: Sample, row: Row, used: set[str]) -> Experience:
-        """One record; `used` names the keys of the row that the sample has in other places."""
+        """Build a record; keys of the row that are not in `used` go to `info` and `metrics`."""
         from rollbook.core.experience import Experience
 
         prompt, answer = _without_nulls(sample.prompt), _without_nulls(sample.answer)
-        given: Row = {"info": {"source": self.who}, "metrics": {}}
+        fields: Row = {"info": {"source": self.who}, "metrics": {}}
         for name, value in row.items():
             if name not in used and value is not None:
                 numeric = isinstance(value, (int, float)) and abs(value) < 2**63
-                given["metrics" if numeric else "info"][name] = float(value) if numeric else _kept(value)
+                fields["metrics" if numeric else "info"][name] = float(value) if numeric else _storable(value)
         start = self.texts.ids(prompt)
-        if not (_is_ids(prompt) and _is_ids(answer)):
-            given["info"]["retokenized"] = True
+        if not (is_token_ids(prompt) and is_token_ids(answer)):
+            fields["info"]["retokenized"] = True
         if isinstance(prompt, str):
-            given["prompt_text"] = prompt
-        given["eid"] = self._eid(sample, prompt, row)
+            fields["prompt_text"] = prompt
+        fields["eid"] = self._eid(sample, prompt, row)
         if sample.rejected is not None:
             rejected = _without_nulls(sample.rejected)
-            given |= {"tokens": start, "chosen": self.texts.answer(prompt, start, answer)[0]}
-            given["rejected"] = self.texts.answer(prompt, start, rejected)[0]
-            return Experience(**given)
+            fields |= {"tokens": start, "chosen": self.texts.answer(prompt, start, answer)[0]}
+            fields["rejected"] = self.texts.answer(prompt, start, rejected)[0]
+            return Experience(**fields)
         tokens, mask = self.texts.answer(prompt, start, answer)
         mask = sample.mask if sample.mask is not None else mask
-        given |= {"tokens": start + tokens, "prompt_length": len(start), "reward": sample.reward, **sample.tensors}
+        fields |= {"tokens": start + tokens, "prompt_length": len(start), "reward": sample.reward, **sample.tensors}
         if mask is not None or not start or not tokens:
             # A single turn has a prompt and an answer; what lacks one is kept as a conversation.
-            given["action_mask"] = [True] * len(tokens) if mask is None else mask
+            fields["action_mask"] = [True] * len(tokens) if mask is None else mask
         if isinstance(answer, str):
-            given["response_text"] = answer
+            fields["response_text"] = answer
         if _is_messages(prompt) and _is_messages(answer):
-            given["messages"] = [*prompt, *answer]
+            fields["messages"] = [*prompt, *answer]
         elif _is_messages(prompt):
-            given["messages"] = [*prompt, *([{"role": "assistant", "content": answer}] * isinstance(answer, str))]
+            fields["messages"] = [*prompt, *([{"role": "assistant", "content": answer}] * isinstance(answer, str))]
         if sample.advantage is not None:
-            given["advantages"] = [sample.advantage] * len(tokens)
-        return Experience(**given)
+            fields["advantages"] = [sample.advantage] * len(tokens)
+        return Experience(**fields)
 
     def _eid(self, sample: Sample, prompt: Any, row: Row) -> dict[str, Any]:
         shown = orjson.dumps(prompt)
@@ -222,31 +222,31 @@ Split = Callable[[Row], tuple[list[Sample], set[str]]]
 
 
 def _read(
-    path: str, batch_rows: int, errors: Errors, who: str, split: Split, tokenizer: Any, max_row_bytes: int
+    path: str, batch_rows: int, errors: ErrorHandler, who: str, split: Split, tokenizer: Any, max_row_bytes: int
 ) -> Iterator[Experiences]:
     make = _Maker(Texts(tokenizer, who), who)
-    held: list[Experience] = []
-    for where, row in objects(path, errors, max_row_bytes):
+    pending: list[Experience] = []
+    for where, row in read_rows(path, errors, max_row_bytes):
         try:
             samples, used = split(row)
-            made = [make.record(sample, row, used) for sample in samples]
-        except Asked:
+            records = [make.record(sample, row, used) for sample in samples]
+        except MissingOptionError:
             raise
         except ValueError as error:
-            errors.bad(where, error)
+            errors.handle(where, error)
             continue
         except (TypeError, LookupError, OverflowError, RuntimeError) as error:
-            errors.bad(where, WireError(f"{type(error).__name__}: {error}"))
+            errors.handle(where, WireError(f"{type(error).__name__}: {error}"))
             continue
-        held += made
-        if len(held) >= batch_rows:
-            yield Experiences(held)
-            held = []
-    if held:
-        yield Experiences(held)
+        pending += records
+        if len(pending) >= batch_rows:
+            yield Experiences(pending)
+            pending = []
+    if pending:
+        yield Experiences(pending)
 
 
-def _step(row: Row) -> int | str:
+def row_step(row: Row) -> int | str:
     value = row.get("step", row.get("global_step"))
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -260,12 +260,12 @@ _STEPS = {"step", "global_step"}
 
 
 def read_verl(
-    path: str, batch_rows: int, errors: Errors, *, tokenizer: Any = None, max_row_bytes: int
+    path: str, batch_rows: int, errors: ErrorHandler, *, tokenizer: Any = None, max_row_bytes: int
 ) -> Iterator[Experiences]:
     """Rows of `{step}.jsonl` (input, output, gts, score, step and what the reward function said), of the Parquet that
     its generation writes (prompt, responses and the dataset's columns), and of Parquet with its batch's columns
     (prompts, responses as ids, attention_mask, response_mask, rollout_log_probs, ...)."""
-    yield from _read(path, batch_rows, errors, "verl", _verl, tokenizer, max_row_bytes)
+    yield from _read(path, batch_rows, errors, "verl", split_verl_row, tokenizer, max_row_bytes)
 
 
 _VERL_TENSORS = {
@@ -277,9 +277,9 @@ _VERL_TENSORS = {
 }
 
 
-def _verl(row: Row) -> tuple[list[Sample], set[str]]:
+def split_verl_row(row: Row) -> tuple[list[Sample], set[str]]:
     if "input" in row and "output" in row:
-        sample = Sample(row["input"], row["output"], _number(row.get("score")), _step(row))
+        sample = Sample(row["input"], row["output"], _number(row.get("score")), row_step(row))
         used = {"input", "output", "score", *_STEPS}
         # The newer trainer's ids: sample, rollout, output of the rollout.
         parts = str(row.get("uid", "")).rsplit("_", 2)
@@ -290,13 +290,18 @@ def _verl(row: Row) -> tuple[list[Sample], set[str]]:
     prompt, answers = row.get("prompts", row.get("prompt")), row.get("responses")
     if answers is None:
         raise WireError(f"got the keys {', '.join(row)}, expected input and output, or a prompt and responses")
-    if isinstance(prompt, list) and _is_ids(prompt) and _is_ids(answers):
+    if isinstance(prompt, list) and is_token_ids(prompt) and is_token_ids(answers):
         return [_verl_ids(row, prompt, answers)], {
             *("prompts", "prompt", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "uid"),
             *("score", "reward", *_VERL_TENSORS, *_STEPS),
         }
     listed = [answers] if isinstance(answers, str) else answers
-    return [Sample(prompt, answer, None, _step(row)) for answer in listed], {"prompt", "prompts", "responses", *_STEPS}
+    return [Sample(prompt, answer, None, row_step(row)) for answer in listed], {
+        "prompt",
+        "prompts",
+        "responses",
+        *_STEPS,
+    }
 
 
 def _verl_ids(row: Row, prompt: list[int], answer: list[int]) -> Sample:
@@ -322,7 +327,7 @@ def _verl_ids(row: Row, prompt: list[int], answer: list[int]) -> Sample:
         [token for token, real in zip(prompt, seen, strict=False) if real],
         [answer[i] for i in at],
         reward,
-        _step(row),
+        row_step(row),
         task=None if row.get("uid") is None else str(row["uid"]),
         mask=None if mask is None or all(mask[i] for i in at) else [bool(mask[i]) for i in at],
         tensors=tensors,
@@ -335,7 +340,7 @@ def _verl_ids(row: Row, prompt: list[int], answer: list[int]) -> Sample:
 def read_trl(
     path: str,
     batch_rows: int,
-    errors: Errors,
+    errors: ErrorHandler,
     *,
     tokenizer: Any = None,
     rewards: Sequence[str] | Mapping[str, float] | None = None,
@@ -351,8 +356,8 @@ def read_trl(
         raise ValueError(f"rewards: got {rewards!r}, expected a list of columns, or a dict with their weights")
     weights: dict[str, float] = dict(rewards) if isinstance(rewards, Mapping) else dict.fromkeys(rewards or (), 1.0)
     if rewards is None:
-        # Asked of the files, where they know: a column can be null in all rows but one.
-        _trl_one_reward(weights, float_columns(path))
+        # Read from the schema of the files if there is one: a column can be null in all rows but one.
+        _trl_one_reward(weights, list_float_columns(path))
 
     def split(row: Row) -> tuple[list[Sample], set[str]]:
         ids = row.get("prompt_ids") is not None and row.get("completion_ids") is not None
@@ -361,13 +366,13 @@ def read_trl(
             raise WireError(f"got the keys {', '.join(row)}, expected prompt and completion, or their ids")
         if rewards is None:
             _trl_one_reward(weights, [name for name, value in row.items() if type(value) is float])
-        sample = Sample(row[prompt], row[answer], _trl_reward(row, weights), _step(row))
+        sample = Sample(row[prompt], row[answer], _trl_reward(row, weights), row_step(row))
         sample.advantage = _number(row.get("advantage"))
         used = {prompt, answer, *_STEPS}
         if sample.advantage is not None:
             used.add("advantage")
         if ids:
-            used |= _trl_ids(row, sample)
+            used |= read_trl_ids(row, sample)
         return [sample], used
 
     yield from _read(path, batch_rows, errors, "trl", split, tokenizer, max_row_bytes)
@@ -376,8 +381,8 @@ def read_trl(
 _TRL_TENSORS = {"sampling_per_token_logps": "logprobs", "old_per_token_logps": "policy_logprobs"}
 
 
-def _trl_ids(row: Row, sample: Sample) -> set[str]:
-    """Token ids without the padding that masks tell; the columns that were used."""
+def read_trl_ids(row: Row, sample: Sample) -> set[str]:
+    """Set token ids without padding, by the masks; return the columns that were used."""
     real = row.get("prompt_mask") or [1] * len(row["prompt_ids"])
     sample.prompt = [token for token, here in zip(row["prompt_ids"], real, strict=True) if here]
     real = row.get("completion_mask") or [1] * len(row["completion_ids"])
@@ -392,10 +397,10 @@ def _trl_ids(row: Row, sample: Sample) -> set[str]:
 
 
 def _trl_one_reward(weights: dict[str, float], floats: Iterable[str]) -> None:
-    """Take the only column of floats for the reward; several are for the caller to tell apart."""
+    """Take the only float column as the reward; the caller must choose among several."""
     weights |= {name: 1.0 for name in floats if name not in ("advantage", *_STEPS)}
     if len(weights) > 1:
-        raise Asked(
+        raise MissingOptionError(
             f"rewards: got None, but the columns {', '.join(weights)} could all be rewards; give rewards= those that "
             "are (or a dict with their weights), [] for none"
         )
@@ -404,7 +409,7 @@ def _trl_one_reward(weights: dict[str, float], floats: Iterable[str]) -> None:
 def _trl_reward(row: Row, weights: Mapping[str, float]) -> float | None:
     missing = [name for name in weights if name not in row]
     if missing:
-        raise Asked(f"rewards: the rows have no column {missing[0]!r}; they have {', '.join(row)}")
+        raise MissingOptionError(f"rewards: the rows have no column {missing[0]!r}; they have {', '.join(row)}")
     # A function that gave none for a sample counts for nothing, as in TRL.
     values = [(weight, _number(row[name])) for name, weight in weights.items()]
     parts = [weight * value for weight, value in values if value is not None and value == value]
@@ -415,45 +420,45 @@ def _trl_reward(row: Row, weights: Mapping[str, float]) -> float | None:
 
 
 def read_openrlhf(
-    path: str, batch_rows: int, errors: Errors, *, tokenizer: Any = None, max_row_bytes: int
+    path: str, batch_rows: int, errors: ErrorHandler, *, tokenizer: Any = None, max_row_bytes: int
 ) -> Iterator[Experiences]:
     """Rows of its batch inference (input, output, reward), of pairs that it makes from those (prompt, chosen,
     rejected), of samples (prompts, responses, rewards, labels, in the singular too), and of what its agents give
     (observation_tokens, action_ranges, rollout_log_probs, reward, scores)."""
-    yield from _read(path, batch_rows, errors, "openrlhf", _openrlhf, tokenizer, max_row_bytes)
+    yield from _read(path, batch_rows, errors, "openrlhf", split_openrlhf_row, tokenizer, max_row_bytes)
 
 
-def _openrlhf(row: Row) -> tuple[list[Sample], set[str]]:
+def split_openrlhf_row(row: Row) -> tuple[list[Sample], set[str]]:
     if row.get("observation_tokens") is not None:
         return [_openrlhf_agent(row)], {
             *("observation_tokens", "action_ranges", "rollout_log_probs", "reward", *_STEPS),
         }
     if row.get("chosen") is not None and row.get("rejected") is not None and "prompt" in row:
-        sample = Sample(row["prompt"], row["chosen"], None, _step(row), rejected=row["rejected"])
+        sample = Sample(row["prompt"], row["chosen"], None, row_step(row), rejected=row["rejected"])
         return [sample], {"prompt", "chosen", "rejected", *_STEPS}
     prompt = next((name for name in ("input", "prompt", "prompts") if row.get(name) is not None), None)
     answer = next((name for name in ("output", "response", "responses") if row.get(name) is not None), None)
     if prompt is None or answer is None:
         raise WireError(f"got the keys {', '.join(row)}, expected input and output, or prompt and response")
     reward = next((name for name in ("reward", "rewards") if row.get(name) is not None), None)
-    given = None if reward is None else row[reward]
+    reward_value = None if reward is None else row[reward]
     answers = row[answer]
     used = {prompt, answer, *_STEPS}
-    if isinstance(answers, list) and not _is_ids(answers) and not _is_messages(answers):
-        rewards = given if isinstance(given, list) else [given] * len(answers)
+    if isinstance(answers, list) and not is_token_ids(answers) and not _is_messages(answers):
+        rewards = reward_value if isinstance(reward_value, list) else [reward_value] * len(answers)
         if len(rewards) != len(answers):
             raise WireError(f"{reward}: got {len(rewards)}, expected {len(answers)}, one for each answer")
-        made = [Sample(row[prompt], a, _number(r), _step(row)) for a, r in zip(answers, rewards, strict=True)]
-        return made, used | ({reward} if reward else set())
-    sample = Sample(row[prompt], answers, _number(given), _step(row))
+        samples = [Sample(row[prompt], a, _number(r), row_step(row)) for a, r in zip(answers, rewards, strict=True)]
+        return samples, used | ({reward} if reward else set())
+    sample = Sample(row[prompt], answers, _number(reward_value), row_step(row))
     return [sample], used | ({reward} if reward and sample.reward is not None else set())
 
 
 def _openrlhf_agent(row: Row) -> Sample:
     tokens, ranges = row["observation_tokens"], row.get("action_ranges")
-    if not _is_ids(tokens):
+    if not is_token_ids(tokens):
         raise WireError("observation_tokens: expected token ids")
-    if not isinstance(ranges, list) or not ranges or not all(_is_ids(r) and len(r) == 2 for r in ranges):
+    if not isinstance(ranges, list) or not ranges or not all(is_token_ids(r) and len(r) == 2 for r in ranges):
         raise WireError(f"action_ranges: got {ranges!r}, expected pairs of start and end")
     prompt = ranges[0][0]
     if not 0 <= prompt <= len(tokens) or any(not prompt <= a <= b <= len(tokens) for a, b in ranges):
@@ -461,7 +466,7 @@ def _openrlhf_agent(row: Row) -> Sample:
     mask = [False] * (len(tokens) - prompt)
     for a, b in ranges:
         mask[a - prompt : b - prompt] = [True] * (b - a)
-    sample = Sample(tokens[:prompt], tokens[prompt:], _number(row.get("reward")), _step(row))
+    sample = Sample(tokens[:prompt], tokens[prompt:], _number(row.get("reward")), row_step(row))
     sample.mask = None if all(mask) else mask
     logprobs = row.get("rollout_log_probs")
     if logprobs is not None:

@@ -1,6 +1,6 @@
 """Rollbook's own JSONL: one record a line, strict JSON that keeps every type and bit.
 
-Invariant: `record(line(row))` equals `row` for every record. A field is there if the record has it:
+Invariant: `decode_line(encode_line(row))` equals `row` for every record. A line has the fields that the record has:
 
 - `tokens` and other tensors are lists where the type is the field's own, else `{"dtype": "bfloat16", "values": [...]}`;
   NaN and infinities are the texts `"nan"`, `"inf"`, `"-inf"`; types and shapes that a list cannot say are `$tensor`s.
@@ -23,14 +23,14 @@ from rollbook.core.columns import Column, numbers, texts
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import COLUMNAR, FIELDS, INTEGERS, Field, owner
-from rollbook.io.rows import Errors, files, json_object, lines
+from rollbook.io.tables import ErrorHandler, list_files, parse_object, read_lines
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
 
 VERSION = 1
 KEY = "rollbook"
-"""The key of every line that says which version of this layout it has."""
+"""The key with the version of this layout, in every line."""
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -44,7 +44,7 @@ def encode_lines(batch: Experiences) -> list[bytes]:
     """
     columns = batch.columns
     if any(name.endswith("__other") or owner(name) is None for name in columns):
-        return [line(row) for row in batch]
+        return [encode_line(row) for row in batch]
     rows: list[dict[str, Any]] = [{KEY: VERSION} for _ in range(len(batch))]
     for field in FIELDS.values():
         if any(owner(name) == (field, "") for name in columns) or f"{field.name}__one" in columns:
@@ -62,7 +62,7 @@ def encode_lines(batch: Experiences) -> list[bytes]:
 
 
 def _json_values(field: Field, batch: Experiences, columns: Mapping[str, Column]) -> list[Any]:
-    """One field of every record as orjson takes it, `None` where a record lacks it."""
+    """Return one field of every record in a form that orjson encodes, `None` where a record lacks it."""
     if field.kind == "tensor":
         return _listed_tensors(field, len(batch), columns)
     column = columns[field.name]
@@ -115,11 +115,11 @@ def _tagged_tensor(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"$tensor": {"dtype": entry["dtype"], "shape": list(entry["shape"]), "data": data}}
 
 
-def line(row: Experience) -> bytes:
-    """One record as a line, without the newline.
+def encode_line(row: Experience) -> bytes:
+    """Encode one record as a line, without the newline.
 
     >>> from rollbook import Experience
-    >>> line(Experience(eid={"batch": 1, "suffix": "a"}, tokens=[1, 2, 3], reward=float("nan"))).decode()
+    >>> encode_line(Experience(eid={"batch": 1, "suffix": "a"}, tokens=[1, 2, 3], reward=float("nan"))).decode()
     '{"rollbook":1,"eid":{"batch":1,"task":"","run":0,"step":0,"suffix":"a"},"tokens":[1,2,3],"prompt_length":1,\
 "reward":{"$float":"nan"},"experience_type":"single_turn"}'
     """
@@ -130,26 +130,26 @@ def line(row: Experience) -> bytes:
             f"record {row.eid}: the columns {', '.join(row.unknown)} of a newer version cannot be kept in JSONL; "
             "'frames' and 'parquet' keep them"
         )
-    made: dict[str, Any] = {KEY: VERSION}
+    encoded: dict[str, Any] = {KEY: VERSION}
     for name, field in FIELDS.items():
         value = getattr(row, name)
         if value is None or (name == "action_mask" and implied_mask(row)):
             continue
         if field.kind == "tensor" and hasattr(value, "dtype"):
-            made[name] = _tensor(field, value, name in row.odd)
+            encoded[name] = _tensor(field, value, name in row.odd)
         elif field.kind in ("tensor", "integer"):
-            made[name] = value
+            encoded[name] = value
         elif field.kind == "eid":
-            made[name] = orjson.Fragment(_free(name, value.to_dict()))
+            encoded[name] = orjson.Fragment(_free(name, value.to_dict()))
         elif field.kind == "custom_fields":
             if value:
-                made[name] = orjson.Fragment(_free(name, [custom.to_dict() for custom in value]))
+                encoded[name] = orjson.Fragment(_free(name, [custom.to_dict() for custom in value]))
         elif value or not field.always:
-            made[name] = orjson.Fragment(_free(name, value))
+            encoded[name] = orjson.Fragment(_free(name, value))
     if row.odd:
-        made["odd"] = sorted(row.odd)
+        encoded["odd"] = sorted(row.odd)
     try:
-        return orjson.dumps(made)
+        return orjson.dumps(encoded)
     except TypeError as error:
         raise ValueError(f"record {row.eid}: cannot be kept in JSONL: {error}") from None
 
@@ -175,17 +175,17 @@ def _named(values: list[Any]) -> list[Any]:
     return [_named(v) if type(v) is list else v if math.isfinite(v) else repr(v) for v in values]
 
 
-def record(text: bytes | None, max_row_bytes: int) -> Experience:
-    """The record of one line; `WireError` if it is none."""
+def decode_line(text: bytes | None, max_row_bytes: int) -> Experience:
+    """Decode one line; `WireError` if it is not a record."""
     from rollbook.core.experience import Experience, restore
 
-    held = json_object(text, max_row_bytes)
-    version = held.pop(KEY, VERSION)
+    line_fields = parse_object(text, max_row_bytes)
+    version = line_fields.pop(KEY, VERSION)
     if version != VERSION:
         raise WireError(f"layout version {version!r}; this reader knows {VERSION}")
-    odd = held.pop("odd", [])
+    odd = line_fields.pop("odd", [])
     values: dict[str, Any] = {}
-    for name, value in held.items():
+    for name, value in line_fields.items():
         field = FIELDS.get(name)
         if field is None:
             raise WireError(f"{name!r} is no field; the fields are {', '.join(FIELDS)}")
@@ -241,24 +241,24 @@ def _numbers(values: list[Any]) -> list[Any]:
     return [_numbers(v) if type(v) is list else _NOT_FINITE.get(v, v) for v in values]
 
 
-def read(path: str, batch_rows: int, errors: Errors, *, max_row_bytes: int) -> Iterator[Experiences]:
-    """The records of a file, or of a folder of such files, `batch_rows` at a time."""
-    held = []
-    for name in files(path):
-        for where, text in lines(name, max_row_bytes):
+def read(path: str, batch_rows: int, errors: ErrorHandler, *, max_row_bytes: int) -> Iterator[Experiences]:
+    """Read a file, or a folder of such files, in batches of `batch_rows`."""
+    pending = []
+    for name in list_files(path):
+        for where, text in read_lines(name, max_row_bytes):
             try:
-                held.append(record(text, max_row_bytes))
+                pending.append(decode_line(text, max_row_bytes))
             except WireError as error:
-                errors.bad(where, error)
-            if len(held) >= batch_rows:
-                yield Experiences(held)
-                held = []
-    if held:
-        yield Experiences(held)
+                errors.handle(where, error)
+            if len(pending) >= batch_rows:
+                yield Experiences(pending)
+                pending = []
+    if pending:
+        yield Experiences(pending)
 
 
 def write(batches: Iterable[Experiences], path: str) -> int:
-    """All records, one a line."""
+    """Write one record per line; return the number of records."""
     count = 0
     with open(path, "wb") as file:
         for batch in batches:

@@ -1,15 +1,15 @@
-"""Parquet files that others wrote, read within limits.
+"""Parquet files of records, and reading any Parquet file within limits.
 
-Invariant: a column is decoded only after the headers of its pages were read. They say what Arrow will allocate; the
-sizes in the footer are the writer's word, and nobody checks them. What a file becomes is bounded by its own size, as
-with other compressed files (`Limits.max_ratio`), and so is the number of its rows.
+Invariant: a column is decoded only after the headers of its pages were read, which state what Arrow will allocate; the
+sizes in the footer are not trusted. What a file decodes to and the number of its rows are bounded by its size
+(`Limits.max_ratio`).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,20 +18,73 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences
+from rollbook.core.files import check_regular
 from rollbook.core.wire import DEFAULT_LIMITS, FREE_BYTES, Limits
+from rollbook.io.arrow import from_table, to_table, write_tables
 
 FREE_ROWS, ROWS_PER_BYTE = 250_000, 4
-"""Rows that a file may have whatever its size, and beyond that for each of its bytes."""
+"""Rows that any file may have; larger files may have so many per byte."""
 ROW_BYTES = 1024
-"""What a row may become whatever the file's size: columns that repeat take next to nothing."""
+"""Bytes that a row may decode to in any file: repeated values take almost no space."""
 BATCH_BYTES = 256 << 20
-"""What a batch may become before the entries of dictionaries are counted one by one."""
+"""Bytes that a batch may decode to before dictionary entries are counted one by one."""
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 _CODECS = {"SNAPPY": "snappy", "GZIP": "gzip", "BROTLI": "brotli", "ZSTD": "zstd", "LZ4": "lz4_raw"}
 _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
 _PLAIN_DICTIONARY, _DELTA_BYTE_ARRAY, _RLE_DICTIONARY = 2, 7, 8
 _MAX_DEPTH = 8
 Bytes = mmap.mmap | memoryview
+
+
+def read_parquet(path: str | os.PathLike[str], limits: Limits = DEFAULT_LIMITS) -> Experiences:
+    """Read the records of a Parquet file.
+
+    Raises:
+        WireError: The file is damaged, goes beyond a limit, or its columns are not those of records.
+    """
+    check_regular(path)
+    parts = list(batches(path, 1 << 16, limits=limits))
+    return from_table(pa.Table.from_batches(parts)) if parts else Experiences()
+
+
+def write_parquet(records: Experiences, path: str | os.PathLike[str], compression: str = "zstd") -> None:
+    """Write records to a Parquet file that DuckDB, pandas and polars read as ordinary columns.
+
+    The file is moved into place when it is complete.
+
+    >>> import tempfile
+    >>> records = Experiences.from_columns({"tokens": [[1, 2, 3], [4, 5]], "reward": [1.0, 0.0]})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_parquet(records, f"{folder}/records.parquet")
+    ...     read_parquet(f"{folder}/records.parquet") == records
+    True
+    """
+    import pyarrow.parquet as pq
+
+    final = os.fspath(path)
+    partial = f"{final}.{os.getpid()}.partial"
+    try:
+        pq.write_table(to_table(records, portable=True), partial, compression=compression)
+        os.replace(partial, final)
+    except BaseException:
+        if os.path.exists(partial):
+            os.remove(partial)
+        raise
+
+
+def write(batches: Iterable[Experiences], path: str, *, compression: str = "zstd") -> int:
+    """Write one file with a row group per batch; return the number of records."""
+    import pyarrow.parquet as pq
+
+    def open_writer(name: str, schema: pa.Schema) -> Any:
+        return pq.ParquetWriter(name, schema, compression=compression)
+
+    def read_tables(name: str) -> Iterator[pa.RecordBatch]:
+        with pq.ParquetFile(name) as file:
+            yield from file.iter_batches(1024)
+
+    return write_tables(batches, path, typed=True, open_writer=open_writer, read_tables=read_tables)
 
 
 def batches(
@@ -83,7 +136,7 @@ def batches(
     except (FileNotFoundError, WireError):
         raise
     except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
-        raise WireError(f"{name}: no Parquet file that can be read: {error}") from None
+        raise WireError(f"{name}: cannot read Parquet file: {error}") from None
 
 
 def _check_size(name: str, size: int, decoded: int, allowed: int, limits: Limits) -> None:
@@ -100,11 +153,11 @@ def _check_size(name: str, size: int, decoded: int, allowed: int, limits: Limits
 class _Page:
     header: dict[int, Any]
     start: int
-    """Where its body begins."""
+    """Start of the body."""
     codec: str
 
     def body(self, data: mmap.mmap, skipped: int = 0, compressed: bool = True) -> memoryview:
-        """The body decompressed, but for what `skipped` says of its beginning, which is left out."""
+        """Return the decompressed body without its first `skipped` bytes."""
         stored = memoryview(data)[self.start + skipped : self.start + self.header[3]]
         if self.codec == "UNCOMPRESSED" or not compressed:
             return memoryview(bytes(stored))
@@ -116,20 +169,20 @@ class _Page:
 
 @dataclass
 class _Leaf:
-    """A column without columns inside, over all row groups that are read."""
+    """A leaf column, over all row groups that are read."""
 
     path: str
     width: int
-    """Bytes that a value takes at least, once decoded."""
+    """Minimum bytes of a decoded value."""
     repeated: bool
-    """Whether a row may have many of its values."""
+    """Whether a row may have several values."""
     uncompressed: int = 0
-    """Bytes of its pages once decompressed."""
+    """Decompressed bytes of its pages."""
     values: int = 0
     largest: int = 0
-    """Bytes of the largest page, and so of the largest value."""
+    """Bytes of the largest page: a bound of the largest value."""
     prefixed: bool = False
-    """Whether a value may share the beginning of the one before it."""
+    """Whether a value may share a prefix with the value before it."""
     levels: tuple[bool, bool] = (False, False)
     """Whether its pages begin with repetition levels, and with definition levels."""
     chunks: list[tuple[_Page, list[_Page]]] = field(default_factory=list)
@@ -162,7 +215,7 @@ def _leaves(
 
 
 def _add_pages(name: str, data: mmap.mmap, chunk: Any, leaf: _Leaf) -> None:
-    """Add up the pages of a column chunk as Arrow finds them: until there are as many values as the footer states."""
+    """Add up the pages of a column chunk until there are as many values as the footer states, as Arrow does."""
     at = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < (chunk.dictionary_page_offset or 0) < at:
         at = chunk.dictionary_page_offset
@@ -172,21 +225,22 @@ def _add_pages(name: str, data: mmap.mmap, chunk: Any, leaf: _Leaf) -> None:
         try:
             header, body = _struct(data, at, stop)
             kind, uncompressed, compressed = header[1], header[2], header[3]
-            count, encoding = 0, None
+            count, entries, encoding = 0, 0, None
             if kind == _DATA_PAGE:
                 count, encoding = header[5][1], header[5][2]
             elif kind == _DATA_PAGE_V2:
                 count, encoding = header[8][1], header[8][4]
             page = _Page(header, body, chunk.compression)
             if kind == _DICTIONARY_PAGE and chunk.physical_type == "BYTE_ARRAY":
-                header[7][1]  # the number of its entries
+                entries = header[7][1]
                 leaf.chunks.append((page, []))
                 dictionary = True
             elif encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY) and dictionary:
                 leaf.chunks[-1][1].append(page)
+            negative = min(uncompressed, compressed, count, entries) < 0  # TypeError: not a number
         except (IndexError, KeyError, TypeError):
             raise WireError(f"{name}: column {leaf.path!r}: the page at byte {at} has no header") from None
-        if min(uncompressed, compressed, count) < 0:
+        if negative:
             raise WireError(f"{name}: column {leaf.path!r}: the page at byte {at} states a negative size")
         leaf.prefixed |= encoding == _DELTA_BYTE_ARRAY and chunk.physical_type == "BYTE_ARRAY"
         leaf.uncompressed += uncompressed
@@ -197,7 +251,7 @@ def _add_pages(name: str, data: mmap.mmap, chunk: Any, leaf: _Leaf) -> None:
 
 
 def _struct(data: Bytes, at: int, stop: int, depth: int = 0) -> tuple[dict[int, Any], int]:
-    """The whole numbers and structs of a struct in Thrift's compact protocol, by field number, and where it ends.
+    """Read the integers and structs of a struct in Thrift's compact protocol, by field number, and its end.
 
     Raises:
         IndexError: If it does not end before byte `stop`, or is nested deeper than a page header is.
@@ -253,7 +307,7 @@ def _varint(data: Bytes, at: int, stop: int) -> tuple[int, int]:
 
 
 def _count_entries(name: str, data: mmap.mmap, leaves: list[_Leaf], batch_rows: int, allowed: int) -> int:
-    """Refuse byte arrays that become larger than `allowed`; give the rows of a batch that is not too large at once.
+    """Reject byte arrays that decode to more than `allowed` bytes; return the rows of a batch of acceptable size.
 
     A dictionary's entry takes its length wherever an index names it, and a value of DELTA_BYTE_ARRAY that of all values
     before it. As long as batches stay small even if each value is as large as the largest page, nothing is counted.
@@ -283,7 +337,7 @@ def _count_entries(name: str, data: mmap.mmap, leaves: list[_Leaf], batch_rows: 
 
 
 def _entry_lengths(body: memoryview, count: int) -> NDArray[np.int64]:
-    """[count] How long each entry of a dictionary page is: a length of four bytes stands before each."""
+    """Return the lengths [count] of the entries of a dictionary page."""
     if not 0 <= count <= len(body) // 4:
         raise IndexError(f"{count} entries in {len(body)} bytes")
     lengths, at = np.empty(count, dtype=np.int64), 0
@@ -297,7 +351,7 @@ def _entry_lengths(body: memoryview, count: int) -> NDArray[np.int64]:
 
 
 def _indexed_size(page: _Page, data: mmap.mmap, leaf: _Leaf, lengths: NDArray[np.int64]) -> int:
-    """Bytes of the entries that a page of indices names."""
+    """Return the bytes of the entries that a page of indices refers to."""
     header = page.header
     if header[1] == _DATA_PAGE_V2:
         skipped = header[8][5] + header[8][6]

@@ -1,8 +1,8 @@
-"""`ExperienceDataset`: records as a torch `IterableDataset`, one by one or in batches, that can stop and go on.
+"""Records as a resumable torch `IterableDataset`, one by one or in batches.
 
 Invariant: the units of an epoch (rows or batches) and their order follow from the source, the settings, the seed and
-the epoch alone. Every unit goes to exactly one rank and one worker, and a rank's units arrive in the same order with
-any number of workers, so that a place in the epoch is one number.
+the epoch alone. Every unit goes to exactly one rank and one worker, and the units of a rank have the same order with
+any number of workers, so that a position in the epoch is one number.
 """
 
 from __future__ import annotations
@@ -25,29 +25,35 @@ from rollbook.core.wire import HEADER_BYTES, WireError, decode, read_header
 
 Rows: TypeAlias = NDArray[np.int64]
 _GATHER = 1024
-"""Rows that are made at once where rows are given out one by one."""
+"""Rows that are created at once when rows are returned one by one."""
 
 
 class ExperienceDataset(IterableDataset[Any]):
     """Records for a torch `DataLoader` with `batch_size=None`: this class makes the batches.
 
-    `source`: `Experiences`, a list of records, the path of a file of frames (or several), or anything that can be
-    iterated again and again and gives `Experiences` or `Experience`. Files are read a few frames at a time.
+    The units are single `Experience`s, or `Experiences` with `batch_size` or `max_tokens`. They are distributed to
+    ranks, and to the workers of a rank, in turn.
 
-    Without `batch_size` and `max_tokens` the units are single `Experience`s. With `batch_size` they are `Experiences`
-    of that many records (the last may have fewer), with `max_tokens` of as many records, in order, as have that many
-    tokens together. `collate` makes something else of a batch, in the worker:
-    `functools.partial(rollbook.compat.lightrft.batch.from_experiences, pad_token_id=0)` an `ExperienceBatch`.
+    The epoch increases when it was iterated to its end in this process. With workers and without `tracked`, call
+    `set_epoch` before each epoch. `state_dict` and `load_state_dict` save and restore the position: exactly, if this
+    process iterates the dataset, or a loader through `tracked`, or if the loader asks its workers, as torchdata's
+    `StatefulDataLoader` does. Iterating again without loading starts at the last loaded state.
 
-    `shuffle` orders anew in each epoch, from `seed`: all records where they lie in memory, else files' frames among
-    each other and then `shuffle_rows` records at a time. Units are dealt to the ranks in turn, and to a rank's workers
-    in turn; `rank` and `world_size` are torch.distributed's unless given. Ranks may have one unit more or less; with
-    `drop_last` they have equally many, and the rest, like a short last batch, is left out.
-
-    The epoch rises by itself when it has been iterated to its end in this process; `set_epoch` says which it is (with
-    workers, and without `tracked`, call it before each). `state_dict` and `load_state_dict` keep the place: exactly,
-    if this process iterates the dataset, or a loader through `tracked`, or if the loader asks its workers, as
-    torchdata's `StatefulDataLoader` does. Iterating again without loading begins where the last loaded state was.
+    Args:
+        source: `Experiences`, a list of records, paths of files of frames, or any object that can be iterated
+            repeatedly and yields `Experiences` or `Experience`. Files are read a few frames at a time.
+        batch_size: Records per batch. The last may have fewer.
+        max_tokens: The most tokens of a batch, filled with records in order.
+        collate: Converts a batch, in the worker. For an `ExperienceBatch`:
+            `functools.partial(rollbook.compat.lightrft.batch.from_experiences, pad_token_id=0)`.
+        shuffle: Shuffle in each epoch: all records if they are in memory, else the frames of the files, and then
+            `shuffle_rows` records at a time.
+        seed: The seed of the order.
+        shuffle_rows: Records that are shuffled together.
+        drop_last: Give all ranks the same number of units, and leave out a short last batch. Otherwise ranks may
+            differ by one unit.
+        rank: The rank; by default that of `torch.distributed`.
+        world_size: The number of ranks; by default that of `torch.distributed`.
 
     >>> rows = [Experience(tokens=[1, 2, 3 + i]) for i in range(5)]
     >>> data = ExperienceDataset(rows, batch_size=2)
@@ -72,9 +78,9 @@ class ExperienceDataset(IterableDataset[Any]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        for name, given in (("batch_size", batch_size), ("max_tokens", max_tokens), ("shuffle_rows", shuffle_rows)):
-            if given is not None and (type(given) is not int or given < 1):
-                raise ValueError(f"{name}: got {given!r}, expected a whole number from 1 on")
+        for name, limit in (("batch_size", batch_size), ("max_tokens", max_tokens), ("shuffle_rows", shuffle_rows)):
+            if limit is not None and (type(limit) is not int or limit < 1):
+                raise ValueError(f"{name}: got {limit!r}, expected a whole number from 1 on")
         if batch_size is not None and max_tokens is not None:
             raise ValueError(f"max_tokens: got {max_tokens} beside batch_size {batch_size}, expected one of the two")
         if collate is not None and batch_size is None and max_tokens is None:
@@ -103,11 +109,11 @@ class ExperienceDataset(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """Which epoch is, or will be, iterated."""
+        """The current or next epoch."""
         return int(self._shared[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch is next; another one than now starts from its beginning."""
+        """Set the next epoch. If it is not the current one, it starts at its beginning."""
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch: got {epoch!r}, expected a whole number from 0 on")
         if epoch != self.epoch:
@@ -118,7 +124,7 @@ class ExperienceDataset(IterableDataset[Any]):
         self._taken, self._resumed = 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the place in it and the settings, as plain numbers.
+        """Return the epoch, the position in it and the settings.
 
         >>> data = ExperienceDataset([Experience(tokens=[1, 2 + i]) for i in range(4)], shuffle=True)
         >>> whole = [int(row.tokens[-1]) for row in data]
@@ -136,11 +142,11 @@ class ExperienceDataset(IterableDataset[Any]):
         return {"epoch": epoch, "start": start, "taken": taken, "worker": worker, "workers": workers, **self._settings}
 
     def _place(self) -> tuple[int, int, int]:
-        """The epoch, where this rank began in it, and how many units this worker had taken by then."""
+        """Return the epoch, where this rank started in it, and the units that this worker had taken by then."""
         return self._resumed or (int(self._shared[0]), int(self._shared[1]), 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was saved, with the same source and settings."""
+        """Restore a position, with the same source and settings."""
         place = ("epoch", "start", "taken", "worker", "workers")
         for name in (*place, *self._settings):
             if name not in state:
@@ -159,7 +165,7 @@ class ExperienceDataset(IterableDataset[Any]):
         self._resumed, self._taken = (epoch, start, taken), 0
 
     def tracked(self, loader: Any) -> Iterator[Any]:
-        """What `loader`, a `DataLoader` of this dataset, gives, with the dataset's place kept up to date.
+        """Iterate `loader`, a `DataLoader` of this dataset, and keep the position of the dataset up to date.
 
         A loader's workers have copies of the dataset and are ahead of what was delivered; this counts deliveries.
         """
@@ -181,7 +187,7 @@ class ExperienceDataset(IterableDataset[Any]):
     # --- what it gives --------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """How many units this rank has in an epoch, where that is known beforehand."""
+        """Return the units of this rank in an epoch, if they can be counted in advance."""
         if self._source.count is None or self._settings["max_tokens"] is not None:
             raise TypeError("len: units are counted beforehand only without max_tokens, and of a source with a size")
         size, drop = self._settings["batch_size"] or 1, self._settings["drop_last"]
@@ -201,7 +207,7 @@ class ExperienceDataset(IterableDataset[Any]):
             self._resumed = None
 
     def _mine(self, epoch: int, first: int, step: int) -> Iterator[_Unit]:
-        """Every `step`th of this rank's units, from number `first` on."""
+        """Yield every `step`th unit of this rank, from number `first`."""
         deal: list[_Unit] = []
         number = 0
         for unit in self._units(epoch):
@@ -219,38 +225,38 @@ class ExperienceDataset(IterableDataset[Any]):
     def _units(self, epoch: int) -> Iterator[_Unit]:
         size, cap = self._settings["batch_size"] or 1, self._settings["max_tokens"]
         unit: _Unit = []
-        held = 0
+        filled = 0
         for block, order in self._blocks(epoch):
             begin = 0
             if cap is None:
-                while held + len(order) - begin >= size:
-                    stop = begin + size - held
+                while filled + len(order) - begin >= size:
+                    stop = begin + size - filled
                     yield [*unit, (block, order[begin:stop])]
-                    unit, held, begin = [], 0, stop
+                    unit, filled, begin = [], 0, stop
                 if begin < len(order):
                     unit.append((block, order[begin:]))
-                    held += len(order) - begin
+                    filled += len(order) - begin
                 continue
             for at, length in enumerate(block.records.token_lengths()[order].tolist()):
                 if length > cap:
                     eid = block.records[int(order[at])].eid
                     raise ValueError(f"max_tokens: got {cap}, expected at least {length}, as record {eid} has")
-                if held + length > cap:
+                if filled + length > cap:
                     yield [*unit, (block, order[begin:at])] if at > begin else unit
-                    unit, held, begin = [], 0, at
-                held += length
+                    unit, filled, begin = [], 0, at
+                filled += length
             if begin < len(order):
                 unit.append((block, order[begin:]))
         if unit and not self._settings["drop_last"]:
             yield unit
 
     def _blocks(self, epoch: int) -> Iterator[tuple[_Block, Rows]]:
-        """The records that are ordered together, block by block, and their order."""
+        """Yield blocks of records that are ordered together, with their order."""
         shuffle, seed = self._settings["shuffle"], self._settings["seed"]
         parts: Iterable[_Part] = self._source.parts()
         if shuffle and self._source.count is not None:
-            known = list(parts)
-            parts = (known[i] for i in np.random.default_rng([seed, epoch]).permutation(len(known)))
+            all_parts = list(parts)
+            parts = (all_parts[i] for i in np.random.default_rng([seed, epoch]).permutation(len(all_parts)))
         least = self._settings["shuffle_rows"] if shuffle else 1
         for number, block in enumerate(_blocks(parts, least)):
             if shuffle:
@@ -268,7 +274,7 @@ class ExperienceDataset(IterableDataset[Any]):
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Which rank of how many this is."""
+    """Return the rank and the number of ranks."""
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank: got {rank} with world_size {world_size}, expected both or neither")
     if rank is None or world_size is None:
@@ -290,14 +296,14 @@ def _worker() -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Records that are loaded together: some in memory, or a frame of a file."""
+    """Records that are loaded together: in memory, or a frame of a file."""
 
     count: int
     load: Callable[[], Experiences]
 
 
 class _Block:
-    """Parts that are ordered together, loaded when a record of theirs is first wanted."""
+    """Parts that are ordered together, loaded on first use."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts: list[_Part] | None = parts
@@ -316,32 +322,32 @@ _Unit: TypeAlias = list[tuple[_Block, Rows]]
 
 
 def _blocks(parts: Iterable[_Part], least: int) -> Iterator[_Block]:
-    """Blocks of whole parts with at least so many records each, but for the last."""
-    held: list[_Part] = []
+    """Yield blocks of complete parts with at least `least` records each, except the last."""
+    pending: list[_Part] = []
     count = 0
     for part in parts:
         if part.count:
-            held.append(part)
+            pending.append(part)
             count += part.count
         if count >= least:
-            yield _Block(held)
-            held, count = [], 0
-    if held:
-        yield _Block(held)
+            yield _Block(pending)
+            pending, count = [], 0
+    if pending:
+        yield _Block(pending)
 
 
 def _rows(units: Iterator[_Unit]) -> Iterator[Experience]:
-    """Units of one record as that record, made many at a time."""
-    held: list[int] = []
+    """Yield the record of each unit of one, created in bulk."""
+    pending: list[int] = []
     block: _Block | None = None
     for ((its, (row,)),) in units:
-        if block is not None and (its is not block or len(held) == _GATHER):
-            yield from block.records.take(held).rows()
-            held = []
+        if block is not None and (its is not block or len(pending) == _GATHER):
+            yield from block.records.take(pending).rows()
+            pending = []
         block = its
-        held.append(int(row))
+        pending.append(int(row))
     if block is not None:
-        yield from block.records.take(held).rows()
+        yield from block.records.take(pending).rows()
 
 
 class _Memory:
@@ -354,7 +360,7 @@ class _Memory:
 
 
 class _Files:
-    """Frames of files, found by their headers alone."""
+    """Frames of files, located by their headers."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.frames = [frame for path in paths for frame in _frames(path)]
@@ -426,23 +432,23 @@ def _loaded(records: Experiences) -> _Part:
     return _Part(len(records), lambda: records)
 
 
-def _source(given: Any) -> _Memory | _Files | _Stream:
-    if isinstance(given, Experiences):
-        return _Memory(given)
-    if isinstance(given, (str, os.PathLike)):
-        return _Files([Path(given)])
-    if isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray, memoryview)):
-        if given and all(isinstance(item, (str, os.PathLike)) for item in given):
-            return _Files([Path(item) for item in given])
-        if all(isinstance(item, Experience) for item in given):
-            return _Memory(Experiences(given))
-        if all(isinstance(item, (Experience, Experiences)) for item in given):
-            parts = _Stream(given).parts()
+def _source(data: Any) -> _Memory | _Files | _Stream:
+    if isinstance(data, Experiences):
+        return _Memory(data)
+    if isinstance(data, (str, os.PathLike)):
+        return _Files([Path(data)])
+    if isinstance(data, Sequence) and not isinstance(data, (bytes, bytearray, memoryview)):
+        if data and all(isinstance(item, (str, os.PathLike)) for item in data):
+            return _Files([Path(item) for item in data])
+        if all(isinstance(item, Experience) for item in data):
+            return _Memory(Experiences(data))
+        if all(isinstance(item, (Experience, Experiences)) for item in data):
+            parts = _Stream(data).parts()
             return _Memory(Experiences.concat(part.load() for part in parts))
-    if isinstance(given, Iterable) and not isinstance(given, (Iterator, bytes, bytearray, memoryview, Mapping)):
-        return _Stream(given)
+    if isinstance(data, Iterable) and not isinstance(data, (Iterator, bytes, bytearray, memoryview, Mapping)):
+        return _Stream(data)
     raise ValueError(
-        f"source: got {type(given).__name__}, expected Experiences, a list of records, paths of frame files, or "
+        f"source: got {type(data).__name__}, expected Experiences, a list of records, paths of frame files, or "
         "something that can be iterated more than once and gives Experiences or records"
     )
 

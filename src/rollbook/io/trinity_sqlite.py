@@ -25,22 +25,23 @@ from urllib.parse import quote
 from rollbook.core.checks import suggest
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
-from rollbook.core.wire import Limits, read_any
-from rollbook.io.rows import Errors
+from rollbook.core.trxp import read_any
+from rollbook.core.wire import Limits
+from rollbook.io.tables import ErrorHandler
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
 
 _INLINE = ("experience_bytes", "serialized_exp")
-"""The column of bytes: its name since 0.2.1, and before."""
+"""Names of the column of bytes: since 0.2.1, and before."""
 _META = ("task_id", "run_id", "msg_id", "model_version", "reward")
 _KINDS = ({"task_id", "run_id", "msg_id"}, {"message_list"}, {"chosen_message_list", "rejected_message_list"})
-"""Columns by which a table of 0.6.0 is known: of experiences, of sft and of dpo data."""
+"""Columns that identify a table of 0.6.0: of experiences, of SFT and of DPO data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of records: where their bytes are, and which of Trinity's columns it has."""
+    """A table of records: the place of their bytes, and which of Trinity's columns it has."""
 
     name: str
     inline: str | None
@@ -51,7 +52,7 @@ class Table:
 
     @property
     def layout(self) -> str:
-        """In words, for a list of tables."""
+        """Description of the place of the bytes."""
         if self.inline and self.blob:
             return f"bytes in {self.inline!r} and in {self.blob!r} (0.5, later written by 0.6)"
         if self.inline:
@@ -59,48 +60,48 @@ class Table:
         return f"bytes in {self.blob!r} (0.6)" if self.blob else "no bytes: the table of blobs is missing"
 
 
-def tables(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The tables of records in a file, by name, each with where its bytes are."""
-    with _opened(os.fspath(path)) as connection:
-        return {name: table.layout for name, table in _tables(connection, os.fspath(path)).items()}
+def list_tables(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the tables of records in a database, by name, with a description of where the bytes are."""
+    with open_read_only(os.fspath(path)) as connection:
+        return {name: table.layout for name, table in find_tables(connection, os.fspath(path)).items()}
 
 
 def read(
-    path: str, batch_rows: int, errors: Errors, *, table: str | None = None, max_row_bytes: int
+    path: str, batch_rows: int, errors: ErrorHandler, *, table: str | None = None, max_row_bytes: int
 ) -> Iterator[Experiences]:
-    """The records of a table by ascending id, `batch_rows` at a time."""
-    with _opened(path) as connection:
-        found = _tables(connection, path)
-        if not found:
+    """Read the records of a table by ascending id, in batches of `batch_rows`."""
+    with open_read_only(path) as connection:
+        by_name = find_tables(connection, path)
+        if not by_name:
             raise ValueError(f"{path}: the database has no table of Trinity's experiences")
-        if table is None and len(found) > 1:
-            raise ValueError(f"table: got None, expected one of {', '.join(map(repr, found))}: {path} has several")
-        if table is not None and table not in found:
-            raise ValueError(f"table: got {table!r}, which {path} does not have{suggest(table, list(found))}")
-        chosen = found[next(iter(found)) if table is None else table]
-        held = []
+        if table is None and len(by_name) > 1:
+            raise ValueError(f"table: got None, expected one of {', '.join(map(repr, by_name))}: {path} has several")
+        if table is not None and table not in by_name:
+            raise ValueError(f"table: got {table!r}, which {path} does not have{suggest(table, list(by_name))}")
+        chosen = by_name[next(iter(by_name)) if table is None else table]
+        pending = []
         try:
-            for row in connection.execute(_query(chosen), (max_row_bytes, max_row_bytes)):
+            for row in connection.execute(build_query(chosen), (max_row_bytes, max_row_bytes)):
                 where = row[0]
                 try:
-                    held.append(_record(row, chosen, max_row_bytes))
+                    pending.append(_record(row, chosen, max_row_bytes))
                 except WireError as error:
-                    errors.bad(where if isinstance(where, int) else repr(where), error)
-                if len(held) >= batch_rows:
-                    yield Experiences(held)
-                    held = []
+                    errors.handle(where if isinstance(where, int) else repr(where), error)
+                if len(pending) >= batch_rows:
+                    yield Experiences(pending)
+                    pending = []
         except sqlite3.Error as error:
             raise WireError(f"{path}: the database cannot be read: {error}") from None
-        if held:
-            yield Experiences(held)
+        if pending:
+            yield Experiences(pending)
 
 
 # --- opening ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[sqlite3.Connection]:
-    """A connection that reads, and leaves no trace."""
+def open_read_only(path: str) -> Iterator[sqlite3.Connection]:
+    """Open a read-only connection that creates no files."""
     with open(path, "rb") as file:
         head = file.read(20)
     if not head.startswith(b"SQLite format 3\0"):
@@ -152,7 +153,7 @@ def _name(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
 
 
-def _tables(connection: sqlite3.Connection, path: str) -> dict[str, Table]:
+def find_tables(connection: sqlite3.Connection, path: str) -> dict[str, Table]:
     try:
         # Views and virtual tables have no page of their own: they are not read.
         rows = connection.execute(
@@ -162,31 +163,31 @@ def _tables(connection: sqlite3.Connection, path: str) -> dict[str, Table]:
         columns: dict[str, set[str]] = {}
         for (raw,) in rows:
             name = raw.decode("utf-8")
-            found = connection.execute(f"PRAGMA table_info({_name(name)})").fetchall()
-            columns[name] = {entry[1].decode("utf-8") for entry in found}
+            info = connection.execute(f"PRAGMA table_info({_name(name)})").fetchall()
+            columns[name] = {entry[1].decode("utf-8") for entry in info}
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise WireError(f"{path}: the list of tables cannot be read: {error}") from None
     result = {}
     for name, has in columns.items():
-        inline = next((each for each in _INLINE if each in has), None)
+        inline = next((column_name for column_name in _INLINE if column_name in has), None)
         blob = f"{name}_blob" if {"id", "experience_bytes"} <= columns.get(f"{name}_blob", set()) else None
         of_another = name.endswith("_blob") and has == {"id", "experience_bytes"}
         if "id" not in has or of_another or not (inline or any(kind <= has for kind in _KINDS)):
             continue
-        result[name] = Table(name, inline, blob, tuple(each for each in _META if each in has))
+        result[name] = Table(name, inline, blob, tuple(column_name for column_name in _META if column_name in has))
     return result
 
 
-def _query(table: Table) -> str:
-    """Id, bytes and their length in the row, bytes and their length beside it, then the columns.
+def build_query(table: Table) -> str:
+    """Return the query of: id, bytes and length in the row, bytes and length in the blob table, columns.
 
     A value over the limit is not fetched, only measured.
     """
     places = [f"t.{_name(table.inline)}" if table.inline else "NULL", "b.experience_bytes" if table.blob else "NULL"]
-    wanted = [f"CASE WHEN length({place}) <= ? THEN {place} END, length({place})" for place in places]
+    selected = [f"CASE WHEN length({place}) <= ? THEN {place} END, length({place})" for place in places]
     joined = f" LEFT JOIN {_name(table.blob)} b ON b.id = t.id" if table.blob else ""
     columns = "".join(f", t.{column}" for column in table.columns)
-    return f"SELECT t.id, {', '.join(wanted)}{columns} FROM {_name(table.name)} t{joined} ORDER BY t.id"
+    return f"SELECT t.id, {', '.join(selected)}{columns} FROM {_name(table.name)} t{joined} ORDER BY t.id"
 
 
 # --- one row ------------------------------------------------------------------------------------------------------
@@ -213,18 +214,18 @@ def _record(row: tuple[Any, ...], table: Table, max_row_bytes: int) -> Experienc
 
 def _override(record: Experience, column: dict[str, Any]) -> None:
     try:
-        given = {name: value.decode() if isinstance(value, bytes) else value for name, value in column.items()}
+        stored = {name: value.decode() if isinstance(value, bytes) else value for name, value in column.items()}
         changes: dict[str, Any] = {}
         for name, part in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
-            value = given.get(name)
+            value = stored.get(name)
             # Written as text: what prints alike is what it was.
             if value is not None and str(getattr(record.eid, part)) != str(value):
                 changes[part] = str(value) if part == "suffix" else value
         if changes:
             record.eid = record.eid.replace(**changes)
-        if "reward" in given and not (given["reward"] is None and record.reward != record.reward):
-            record.reward = None if given["reward"] is None else float(given["reward"])
-        if given.get("model_version") is not None:
-            record.info["model_version"] = given["model_version"]
+        if "reward" in stored and not (stored["reward"] is None and record.reward != record.reward):
+            record.reward = None if stored["reward"] is None else float(stored["reward"])
+        if stored.get("model_version") is not None:
+            record.info["model_version"] = stored["model_version"]
     except (ValueError, TypeError) as error:
         raise WireError(f"a column holds what it cannot: {error}") from None

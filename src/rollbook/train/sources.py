@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.core.files import check_regular
-from rollbook.io.rows import MAX_ROW_BYTES
+from rollbook.io.tables import MAX_ROW_BYTES
 
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _KINDS = (*_LINES, ".json", ".parquet")

@@ -48,8 +48,9 @@ def finished(rows: Sequence[Experience], whole: Whole) -> Experiences:
     `whole` has a row for each record, matched by id: a record without a row (filtered out) is left out, and the result
     is in the order of `whole`. Rows without ids are matched by place.
 
+    >>> from rollbook.compat.lightrft.batch import from_experiences
     >>> record = Experience(tokens=[5, 7, 2], prompt_length=1)
-    >>> batch = Experiences([record]).batch()
+    >>> batch = from_experiences([record])
     >>> batch.info["reward"], batch.values = torch.tensor([1.0]), torch.ones(1, 2)
     >>> finished([record], Whole([batch]))[0].values.tolist()
     [1.0, 1.0]

@@ -1,20 +1,24 @@
-"""Saving what the model did, for people: LightRFT's `TrajectorySaver`, its file names, JSON keys and return values.
+"""LightRFT's `TrajectorySaver`: its file names, JSON keys and return values.
 
-Invariant: saving never stops training: whatever goes wrong is counted, reported as a metric and said once. What is
-saved of a sample does not depend on whether it came padded, packed, as an item or as a record, nor on how many
-processes there are; `full_sequence` alone, as LightRFT's, is of the row as it was given, with what padding it has.
+Invariant: saving never stops training: errors are counted, reported as a metric and warned about once. What is saved
+of a sample does not depend on whether it came padded, packed, as an item or as a record, nor on the number of
+processes. Only `full_sequence` is, as in LightRFT, of the row with its padding. Collective calls are made only when
+every process is known to make them, in the same order: a process in which something fails sends the failure.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import pickle
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rollbook.core.errors import explain_missing
 
@@ -23,46 +27,72 @@ try:
 except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollbook.algorithms.masks import high_entropy_mask
+from rollbook.compat.lightrft.saver_sources import read_sources
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.metrics import advise
 from rollbook.core.process_group import ALONE, Ranks, check_ranks
-from rollbook.io.trajectories.background import Background
-from rollbook.io.trajectories.collecting import Samples
-from rollbook.io.trajectories.files import DEFAULT_PREFIX, IMAGES, Files, check_prefix, stem
-from rollbook.io.trajectories.keeping import KEEP, choose
-from rollbook.io.trajectories.offsets import Decoder
-from rollbook.io.trajectories.pictures import Picture, Pictures
-from rollbook.io.trajectories.plain import host
-from rollbook.io.trajectories.rendering import Measures, Renderer, measured, response_of, spread_of
-from rollbook.io.trajectories.repetition import REFLECTIONS, reflections, repeat_score
-from rollbook.io.trajectories.sample import Candidate, Sample
-from rollbook.io.trajectories.together import Rendezvous, attempted, from_first, here, to_first
+from rollbook.io.response_text import REFLECTIONS, Decoder, reflections, repeat_score
+from rollbook.io.trajectories import (
+    KEEP,
+    Candidate,
+    ResponseStats,
+    Trajectory,
+    TrajectoryEncoder,
+    TrajectorySet,
+    extract_response,
+    measure_response,
+    sample_std,
+    select,
+    to_numpy,
+)
+from rollbook.io.trajectory_files import (
+    DEFAULT_PREFIX,
+    IMAGES,
+    BackgroundWriter,
+    EncodedImage,
+    ImageEncoder,
+    TrajectoryFiles,
+    check_prefix,
+    image_stem,
+)
 
+T = TypeVar("T")
 Stats = dict[str, float]
-_WAITING = 2
-"""With `background=True`, so many saves may wait for the one that is being written."""
-_REMEMBERED = 100
-"""So many errors are kept in words."""
+_Plan = dict[int, tuple[list[tuple[int, str, float | None]], list[int]]]
+"""By rank: the samples to save, with reason and weight; and those to count in statistics."""
+_MAX_WAITING = 2
+"""With `background=True`, saves that may wait for the one being written."""
+_MAX_ERRORS = 100
+"""Errors whose message is remembered."""
 
 
 class TrajectorySaver:
     """Saves samples of a rollout as JSON, with their texts, numbers and images.
 
-    - `save_dir`: the folder, made if it is not there. `tokenizer`: any object with `decode(ids)`.
-    - `save_images_separately`: PNG files in `save_dir/images`, each content once; else base64 in the JSON.
-      `max_image_size`: larger images are saved smaller (the caller's stay as they are).
-    - `mark_high_entropy_tokens`: with entropies, `generated_tokens` and `pure_generated_tokens` say of each token
-      whether it is among the `high_entropy_token_ratio` of its sample with the highest (see `high_entropy_mask`).
-    - `keep`: which samples, if there are more than asked for: `"groups"`, `"first"`, `"random"`, a function, or
-      `"auto"`: groups where samples have ids, else the first (see `rollbook.io.trajectories.keeping.choose`).
-    - `background`: write in a thread of its own; what finds two saves waiting is dropped and counted.
-    - `ranks`: the processes that call together; by default those of `torch.distributed`, once it is initialised, and
-      `rollbook.core.process_group.ALONE` for a saver that only this process calls.
-    - `wait_seconds`: how long a save waits for all of them to call it. Then the first saves its own samples alone, and
-      the next save of that prefix does not wait; code that calls the saver on rank 0 only works.
+    Args:
+        save_dir: The folder, created if missing.
+        tokenizer: Any object with `decode(ids)`.
+        save_images_separately: Write PNG files to `save_dir/images`, each content once; else base64 in the JSON.
+        max_image_size: Larger images are saved smaller.
+        mark_high_entropy_tokens: State for each token of `generated_tokens` and `pure_generated_tokens` whether it is
+            among the `high_entropy_token_ratio` of its sample with the highest entropy (see `high_entropy_mask`).
+        high_entropy_token_ratio: The share of tokens that are marked.
+        keep: How to select samples if there are more than `num_samples`: `"groups"`, `"first"`, `"random"`, a
+            function, or `"auto"`: groups if samples have ids, else the first (see `rollbook.io.trajectories.select`).
+        background: Write in a thread. A save that finds two others waiting is dropped and counted.
+        ranks: The processes that call together: by default those of `torch.distributed`, once it is initialized;
+            `rollbook.core.process_group.ALONE` for a saver that only this process calls.
+        wait_seconds: How long a save waits for all of them. After that, the first process saves its own samples, and
+            the next save of that prefix does not wait: code that calls the saver on rank 0 only works.
 
-    `errors`: the last errors, in words; `error_count`: how many there were; `dropped`: saves that found no room.
+    Attributes:
+        errors: The last error messages.
+        error_count: The number of errors.
+        dropped: The number of saves that found no room.
 
     >>> import tempfile
     >>> from rollbook import EID, Experience
@@ -112,32 +142,36 @@ class TrajectorySaver:
         self.keep = keep
         if not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer: got {type(tokenizer).__name__}, expected an object with decode(ids)")
-        self._given_ranks = None if ranks is None else check_ranks(ranks)
+        self._fixed_ranks = None if ranks is None else check_ranks(ranks)
         self._rendezvous = Rendezvous(str(self.save_dir), check_float("wait_seconds", wait_seconds, 0))
-        self._worker = Background(_WAITING) if check_bool("background", background) else None
-        self._pictures = Pictures(self.max_image_size)
+        self._worker = BackgroundWriter(_MAX_WAITING) if check_bool("background", background) else None
+        self._image_encoder = ImageEncoder(self.max_image_size)
         self._lock = threading.Lock()
-        self.errors: deque[str] = deque(maxlen=_REMEMBERED)
+        self.errors: deque[str] = deque(maxlen=_MAX_ERRORS)
         self.error_count = 0
         self.dropped = 0
         self._unreported = 0
         self._last_stats: Stats | None = None
         self._advised = False
         if self._ranks.rank == 0:
-            _ = self._files  # made now: a folder that cannot be is the constructor's error
+            _ = self._files  # created now: a folder that cannot be created is an error of the constructor
 
     @property
     def _ranks(self) -> Ranks:
-        return here() if self._given_ranks is None else self._given_ranks
+        return current_process_group() if self._fixed_ranks is None else self._fixed_ranks
 
     @cached_property
-    def _files(self) -> Files:
-        return Files(self.save_dir, self.save_images_separately)
+    def _files(self) -> TrajectoryFiles:
+        return TrajectoryFiles(self.save_dir, self.save_images_separately)
 
     @cached_property
-    def _renderer(self) -> Renderer:
-        ratio = self.high_entropy_token_ratio if self.mark_high_entropy_tokens else None
-        return Renderer(Decoder(self.tokenizer), ratio, self.save_images_separately)
+    def _encoder(self) -> TrajectoryEncoder:
+        mark = self._high_entropy_tokens if self.mark_high_entropy_tokens else None
+        return TrajectoryEncoder(Decoder(self.tokenizer), mark, self.save_images_separately)
+
+    def _high_entropy_tokens(self, entropy: NDArray[Any]) -> NDArray[Any]:
+        rows = torch.from_numpy(np.ascontiguousarray(entropy))[None]
+        return np.flatnonzero(high_entropy_mask(rows, None, self.high_entropy_token_ratio)[0].numpy())
 
     def save_trajectories(
         self,
@@ -149,14 +183,20 @@ class TrajectorySaver:
     ) -> tuple[str | None, Stats | None]:
         """Save `num_samples` samples, or all if there are fewer, as `save_dir/{prefix}_step_{step}.json`.
 
-        - `experiences`: batches, buffer items and records, in any mix; text and vision.
-        - `compute_stats`: means over the samples saved; with `"all"`, over every sample of every process.
+        With several processes, each calls it with its samples, and the first writes the union. If some do not call it
+        within `wait_seconds`, the first writes its own samples.
 
-        Where there are several processes each calls it, with what samples it has, and the first writes them all, one
-        that several have once. If some do not call it within `wait_seconds`, the first writes its own. Gives the file's
-        path and the statistics, each `None` where there is none: nothing to save, or not the first process. If anything
-        went wrong, the statistics have `trajectory/save_errors`, asked for or not. With `background=True` the file
-        comes a little later, and the statistics are those of the last save that is done.
+        Args:
+            experiences: Batches, buffer items and records, in any mix; text and vision.
+            step: The training step.
+            num_samples: How many samples to save.
+            prefix: The beginning of the file name.
+            compute_stats: Compute means over the saved samples, or with `"all"` over every sample of every process.
+
+        Returns:
+            The path of the file and the statistics; each `None` if there is none: nothing to save, or not the first
+            process. After an error the statistics have `trajectory/save_errors`. With `background=True` the file
+            appears later, and the statistics are those of the last finished save.
         """
         try:
             return self._save(
@@ -167,10 +207,10 @@ class TrajectorySaver:
                 compute_stats if compute_stats == "all" else check_bool("compute_stats", compute_stats),
             )
         except Exception as error:  # training goes on
-            return None, self._reported(None, [f"{type(error).__name__}: {error}"])
+            return None, self._report(None, [f"{type(error).__name__}: {error}"])
 
     def flush(self) -> None:
-        """Wait until everything is written; what `background=True` left to do."""
+        """Wait until everything is written (with `background=True`)."""
         if self._worker is not None:
             self._worker.flush()
 
@@ -179,49 +219,49 @@ class TrajectorySaver:
     def _save(
         self, experiences: Any, step: int, count: int, prefix: str, compute_stats: bool | Literal["all"]
     ) -> tuple[str | None, Stats | None]:
-        """Two rounds: a few numbers of every sample go to the first process, which chooses; then the chosen samples."""
+        """Gather a few numbers of every sample in the first process, which selects; then the selected samples."""
         ranks = self._ranks
         problems: list[str] = []
-        if ranks is not ALONE and not self._met(ranks, prefix, step, problems):
+        if ranks is not ALONE and not self._meet(ranks, prefix, step, problems):
             if ranks.rank:
                 return None, None
             ranks = ALONE
-        mine = attempted(problems, Samples, experiences, step, ranks.rank)
-        if mine is not None:
-            problems += mine.problems
-        told = to_first(ranks, None if mine is None else mine.candidates, problems)
+        samples = attempt(problems, _read_samples, experiences, step, ranks.rank)
+        if samples is not None:
+            problems += samples.problems
+        gathered = gather_to_first(ranks, None if samples is None else samples.candidates, problems)
         plan: _Plan | None = None
-        if told is not None:
-            problems = [problem for _, said in told for problem in said]
-            plan = attempted(problems, self._plan, told, count, f"{prefix} {step}")
-        plan = from_first(ranks, plan)
-        if plan is None:  # nothing to save, or no choice could be made: every process knows
-            return (None, None) if told is None else (None, self._reported(None, problems))
+        if gathered is not None:
+            problems = [problem for _, faults in gathered for problem in faults]
+            plan = attempt(problems, self._plan, gathered, count, f"{prefix} {step}")
+        plan = broadcast_from_first(ranks, plan)
+        if plan is None:  # in every process: nothing to save, or the selection failed
+            return (None, None) if gathered is None else (None, self._report(None, problems))
         faults: list[str] = []
-        chosen, counted = plan.get(ranks.rank, ([], []))
-        samples = [] if mine is None else self._taken(mine, chosen, faults)
-        measures = self._measured(mine, counted, faults) if mine is not None and compute_stats == "all" else []
-        told = to_first(ranks, (samples, measures), faults)
-        if told is None:
+        selected, counted = plan.get(ranks.rank, ([], []))
+        trajectories = [] if samples is None else self._take(samples, selected, faults)
+        measured = self._measure(samples, counted, faults) if samples is not None and compute_stats == "all" else []
+        gathered = gather_to_first(ranks, (trajectories, measured), faults)
+        if gathered is None:
             return None, None
-        problems += [problem for _, said in told for problem in said]
-        parts = [part for part, _ in told if part is not None]
-        kept = [one for some, _ in parts for one in some]
-        every = [one for _, some in parts for one in some] if compute_stats == "all" else None
+        problems += [problem for _, faults in gathered for problem in faults]
+        parts = [part for part, _ in gathered if part is not None]
+        all_trajectories = [trajectory for part, _ in parts for trajectory in part]
+        all_measured = [stats for _, part in parts for stats in part] if compute_stats == "all" else None
 
         def write() -> tuple[bool, Stats | None]:
-            saved = attempted(problems, self._written, kept, step, prefix, problems)
-            found = every if every is not None else saved or []
-            return saved is not None, means(found) if compute_stats else None
+            written = attempt(problems, self._write, all_trajectories, step, prefix, problems)
+            measured = all_measured if all_measured is not None else written or []
+            return written is not None, mean_stats(measured) if compute_stats else None
 
         if self._worker is not None:
-            return self._left_to(self._worker, write, problems, prefix, step, bool(compute_stats))
+            return self._write_in_background(self._worker, write, problems, prefix, step, bool(compute_stats))
         done, stats = write()
-        return str(self._files.path(prefix, step)) if done else None, self._reported(stats, problems)
+        return str(self._files.path(prefix, step)) if done else None, self._report(stats, problems)
 
-    def _met(self, ranks: Ranks, prefix: str, step: int, problems: list[str]) -> bool:
-        """Whether every process takes part; what is missing in the file, if only some others do, is a problem."""
-        together, present = self._rendezvous.met(ranks, prefix, step)
+    def _meet(self, ranks: Ranks, prefix: str, step: int, problems: list[str]) -> bool:
+        """Whether every process takes part. If only some others do, their samples are missing: a problem."""
+        together, present = self._rendezvous.meet(ranks, prefix, step)
         if not together and len(present) > 1:
             problems.append(
                 f"ranks {present} called save_trajectories within {self._rendezvous.seconds:g} s, and others did not: "
@@ -229,75 +269,83 @@ class TrajectorySaver:
             )
         return together
 
-    def _plan(self, told: list[tuple[Any, list[str]]], count: int, seed: str) -> _Plan | None:
-        """What each process is to send; `None` if there is nothing."""
+    def _plan(self, gathered: list[tuple[Any, list[str]]], count: int, seed: str) -> _Plan | None:
+        """Plan what each process sends; `None` if there is nothing."""
         unique: dict[str, Candidate] = {}
-        for candidates, _ in told:
-            for one in candidates or ():
-                unique.setdefault(one.uid, one)  # samples that several processes hold are one
+        for candidates, _ in gathered:
+            for candidate in candidates or ():
+                unique.setdefault(candidate.uid, candidate)  # several processes may have the same sample
         if not unique:
             return None
         plan: _Plan = {}
-        for one in unique.values():
-            plan.setdefault(one.rank, ([], []))[1].append(one.index)
-        for kept in choose(list(unique.values()), count, self.keep, seed):
-            plan[kept.candidate.rank][0].append((kept.candidate.index, kept.reason, kept.weight))
+        for candidate in unique.values():
+            plan.setdefault(candidate.rank, ([], []))[1].append(candidate.index)
+        for selection in select(list(unique.values()), count, self.keep, seed):
+            candidate = selection.candidate
+            plan[candidate.rank][0].append((candidate.index, selection.reason, selection.weight))
         return plan
 
-    def _taken(self, mine: Samples, chosen: list[tuple[int, str, float | None]], faults: list[str]) -> list[Sample]:
-        """The chosen samples of this process."""
-        found: list[Sample] = []
-        for index, why, weight in chosen:
-            sample = attempted(faults, mine.sample, index, self._pictures)
-            if sample is not None:
-                sample.why, sample.weight = why, weight
-                faults += [f"{sample.eid.uid}: {note}" for note in sample.notes]
-                found.append(sample)
-        return found
+    def _take(
+        self, samples: TrajectorySet, selected: list[tuple[int, str, float | None]], faults: list[str]
+    ) -> list[Trajectory]:
+        """Return the selected samples of this process."""
+        trajectories: list[Trajectory] = []
+        for index, reason, weight in selected:
+            trajectory = attempt(faults, samples.trajectory, index, self._image_encoder)
+            if trajectory is not None:
+                trajectory.reason, trajectory.weight = reason, weight
+                faults += [f"{trajectory.eid.uid}: {note}" for note in trajectory.notes]
+                trajectories.append(trajectory)
+        return trajectories
 
-    def _measured(self, mine: Samples, counted: list[int], faults: list[str]) -> list[Measures]:
-        """The measures of this process's samples that are not another's too."""
+    def _measure(self, samples: TrajectorySet, counted: list[int], faults: list[str]) -> list[ResponseStats]:
+        """Measure the samples that are counted in this process."""
 
-        def one(index: int) -> Measures:
-            sample = mine.sample(index, None)
-            return measured(sample, response_of(sample, self._renderer.decoder))
+        def measure(index: int) -> ResponseStats:
+            trajectory = samples.trajectory(index, None)
+            return measure_response(trajectory, extract_response(trajectory, self._encoder.decoder))
 
-        found = (attempted(faults, one, index) for index in counted)
-        return [measures for measures in found if measures is not None]
+        attempts = (attempt(faults, measure, index) for index in counted)
+        return [stats for stats in attempts if stats is not None]
 
     # --- in the first process ---------------------------------------------------------------------------------
 
-    def _written(self, kept: list[Sample], step: int, prefix: str, problems: list[str]) -> list[Measures]:
-        """Write the samples, and give their measures."""
-        if self.mark_high_entropy_tokens and kept and not any("action_entropy" in one.arrays for one in kept):
+    def _write(
+        self, trajectories: list[Trajectory], step: int, prefix: str, problems: list[str]
+    ) -> list[ResponseStats]:
+        """Write the samples and return their statistics."""
+        without_entropy = not any("action_entropy" in trajectory.arrays for trajectory in trajectories)
+        if self.mark_high_entropy_tokens and trajectories and without_entropy:
             if not self._advised:
-                _say("mark_high_entropy_tokens: no sample has entropies, and none is marked; a maker records them with "
-                     "MakerConfig(entropy=True)")  # fmt: skip
+                _warn(
+                    "mark_high_entropy_tokens: no sample has entropies, and none is marked; a maker records them with "
+                    "MakerConfig(entropy=True)"
+                )
             self._advised = True
         records: list[bytes] = []
-        found: list[Measures] = []
-        images: dict[str, Picture] = {}
+        written: list[ResponseStats] = []
+        files: dict[str, EncodedImage] = {}
         names: dict[str, str] = {}
-        for sample in kept:
-            owner = f"_rank{sample.rank}" if sample.rank else ""
-            name = f"{stem(prefix, step)}{owner}_exp{sample.experience}_sample{sample.row}_img"
-            shown = dict(names)  # of an image that an earlier record shows, that one's file
-            for k, picture in enumerate(sample.images):
-                if picture is not None:
-                    shown.setdefault(picture.sha256, f"{name}{k}.png")
-            paths = [None if one is None else f"{IMAGES}/{shown[one.sha256]}" for one in sample.images]
-            made = attempted(problems, self._renderer.record, sample, step, paths)
-            if made is not None:
-                records.append(made[0])
-                found.append(made[1])
-                names = shown
-                images |= {shown[one.sha256]: one for one in sample.images if one is not None}
-        self._files.write(prefix, step, records, images if self.save_images_separately else {})
-        return found
+        for trajectory in trajectories:
+            owner = f"_rank{trajectory.rank}" if trajectory.rank else ""
+            stem = f"{image_stem(prefix, step)}{owner}_exp{trajectory.experience}_sample{trajectory.row}_img"
+            new_names = dict(names)  # an image of an earlier record keeps that record's file
+            for k, image in enumerate(trajectory.images):
+                if image is not None:
+                    new_names.setdefault(image.sha256, f"{stem}{k}.png")
+            paths = [None if image is None else f"{IMAGES}/{new_names[image.sha256]}" for image in trajectory.images]
+            encoded = attempt(problems, self._encoder.encode, trajectory, step, paths)
+            if encoded is not None:
+                records.append(encoded[0])
+                written.append(encoded[1])
+                names = new_names
+                files |= {new_names[image.sha256]: image for image in trajectory.images if image is not None}
+        self._files.write(prefix, step, records, files if self.save_images_separately else {})
+        return written
 
-    def _left_to(
+    def _write_in_background(
         self,
-        worker: Background,
+        worker: BackgroundWriter,
         write: Callable[[], tuple[bool, Stats | None]],
         problems: list[str],
         prefix: str,
@@ -310,68 +358,69 @@ class TrajectorySaver:
             _, stats = write()
             with self._lock:
                 self._last_stats = stats
-            self._failed(problems)
+            self._record(problems)
 
-        taken = worker.submit(job)
-        if not taken:
+        accepted = worker.submit(job)
+        if not accepted:
             self.dropped += 1
-            self._failed(problems)
+            self._record(problems)
         with self._lock:
             stats = self._last_stats if compute_stats else None
         if self.dropped:
             stats = {**(stats or {}), "trajectory/dropped": float(self.dropped)}
-        return str(self._files.path(prefix, step)) if taken else None, self._reported(stats, [])
+        return str(self._files.path(prefix, step)) if accepted else None, self._report(stats, [])
 
     # --- errors -----------------------------------------------------------------------------------------------
 
-    def _failed(self, problems: list[str]) -> None:
-        """Remember errors, and say the first."""
+    def _record(self, problems: list[str]) -> None:
+        """Remember errors, and warn about the first."""
         with self._lock:
             first = problems and not self.error_count
             self.errors.extend(problems)
             self.error_count += len(problems)
             self._unreported += len(problems)
         if first:
-            _say(f"saving trajectories: {problems[0]} (further errors are counted)")
+            _warn(f"saving trajectories: {problems[0]} (further errors are counted)")
 
-    def _reported(self, stats: Stats | None, problems: list[str]) -> Stats | None:
-        """The statistics, and the errors since the last ones, if there were any."""
-        self._failed(problems)
+    def _report(self, stats: Stats | None, problems: list[str]) -> Stats | None:
+        """Return the statistics with the number of errors since the last report, if there were any."""
+        self._record(problems)
         with self._lock:
             count, self._unreported = self._unreported, 0
         return {**(stats or {}), "trajectory/save_errors": float(count)} if count else stats
 
 
-_Plan = dict[int, tuple[list[tuple[int, str, float | None]], list[int]]]
-"""By rank: the samples to save, with why and their weight; and those that count for statistics."""
+def _read_samples(experiences: Any, step: int, rank: int) -> TrajectorySet:
+    problems: list[str] = []
+    return TrajectorySet(read_sources(experiences, problems), step, rank, problems)
 
 
-def _say(message: str) -> None:
-    with contextlib.suppress(Warning):  # a warning that is made an error must not stop training either
+def _warn(message: str) -> None:
+    with contextlib.suppress(Warning):  # also if warnings are errors, training goes on
         advise(message)
 
 
-def means(measures: Sequence[Measures]) -> Stats:
-    """The statistics of a save, by LightRFT's names; none of nothing.
+def mean_stats(measured: Sequence[ResponseStats]) -> Stats:
+    """Average statistics, by LightRFT's names; empty for no samples.
 
-    >>> means([Measures(0.5, {"wait": 1}, None, 3), Measures(0.25, {}, 0.5, 4)])
+    >>> mean_stats([ResponseStats(0.5, {"wait": 1}, None, 3), ResponseStats(0.25, {}, 0.5, 4)])
     {'trajectory/repeat_score_mean': 0.375, 'trajectory/reflection_pattern_score_mean': 0.5,
      'trajectory/policy_entropy_mean': 0.5, 'trajectory/response_token_count_mean': 3.5}
     """
     columns: dict[str, list[float]] = {
-        "repeat_score": [one.repeat_score for one in measures],
-        "reflection_pattern_score": [one.reflection_score for one in measures],
-        "policy_entropy": [one.policy_entropy for one in measures if one.policy_entropy is not None],
-        "response_token_count": [one.tokens for one in measures],
+        "repeat_score": [stats.repeat_score for stats in measured],
+        "reflection_pattern_score": [stats.reflection_score for stats in measured],
+        "policy_entropy": [stats.policy_entropy for stats in measured if stats.policy_entropy is not None],
+        "response_token_count": [stats.tokens for stats in measured],
     }
-    return {f"trajectory/{name}_mean": sum(some) / len(some) for name, some in columns.items() if some}
+    return {f"trajectory/{name}_mean": sum(column) / len(column) for name, column in columns.items() if column}
 
 
 def create_trajectory_saver(args: Any, tokenizer: Any) -> TrajectorySaver | None:
-    """A saver as training arguments ask for it, in `{args.save_path}/trajectories`; `None` unless
+    """Create a saver from training arguments, in `{args.save_path}/trajectories`; `None` unless
     `args.save_trajectories`.
 
-    Reads `mark_high_entropy_tokens` (False) and `high_entropy_token_ratio` (0.2) too, where there are any.
+    Also reads `mark_high_entropy_tokens` (default False) and `high_entropy_token_ratio` (default 0.2).
 
     >>> from types import SimpleNamespace
     >>> create_trajectory_saver(SimpleNamespace(save_trajectories=False), None) is None
@@ -387,13 +436,114 @@ def create_trajectory_saver(args: Any, tokenizer: Any) -> TrajectorySaver | None
     )
 
 
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def current_process_group() -> Ranks:
+    """Return the processes of `torch.distributed` if it is initialized, else `ALONE`."""
+    import torch.distributed as dist
+
+    return Ranks() if dist.is_available() and dist.is_initialized() else ALONE
+
+
+class Rendezvous:
+    """Determines before each save whether every process takes part.
+
+    Each process registers in the store of `torch.distributed`. The first process decides when all have registered or
+    `seconds` are over. No process waits forever: if the first does not come, the others close the save themselves. A
+    prefix that was saved without the others is not waited for again, until one of them comes late.
+    """
+
+    def __init__(self, folder: str, seconds: float) -> None:
+        self.folder, self.seconds = folder, seconds
+        self._calls: dict[tuple[str, int], int] = {}
+        self._alone: dict[str, str] = {}
+        """By prefix, the key of its last save, if that was without the others."""
+
+    def meet(self, ranks: Ranks, prefix: str, step: int) -> tuple[bool, list[int]]:
+        """Return whether all processes save together, and which ones came. The answer is the same in all of them."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store, group = _get_default_store(), dist.get_process_group_ranks(ranks.group)
+        number = self._calls[prefix, step] = self._calls.get((prefix, step), -1) + 1
+        identity = repr((self.folder, prefix, step, number, group)).encode()
+        key = f"rollbook/save/{hashlib.blake2b(identity, digest_size=16).hexdigest()}"
+        places = range(len(group))
+
+        def present(key: str) -> list[int]:
+            return [rank for rank in places if rank == ranks.rank or store.check([f"{key}/{rank}"])]
+
+        store.set(f"{key}/{ranks.rank}", "here")
+        last = self._alone.get(prefix)
+        waits = last is None or len(present(last)) > 1  # another process came after the last save was over
+        # The first may come as late as it then waits for others.
+        limit = (self.seconds if ranks.rank == 0 else 2 * self.seconds) if waits else 0.0
+        deadline, pause = time.monotonic() + limit, 0.001
+        arrived = present(key) if ranks.rank == 0 else []
+        while time.monotonic() < deadline:
+            if len(arrived) == len(group) or (ranks.rank and store.check([f"{key}/decision"])):
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            arrived = present(key) if ranks.rank == 0 else []
+        decision = "together" if len(arrived) == len(group) else "apart"
+        # The first decision in the store counts for all.
+        together = store.compare_set(f"{key}/decision", "", decision) == b"together"
+        if together:
+            self._alone.pop(prefix, None)
+        else:
+            self._alone[prefix] = key
+        return together, present(key)
+
+
+def attempt(problems: list[str], function: Callable[..., T], *arguments: Any) -> T | None:
+    """Call a function; if it raises, add the error to `problems` and return `None`.
+
+    >>> problems = []
+    >>> attempt(problems, int, "7"), attempt(problems, int, "x"), problems
+    (7, None, ["ValueError: invalid literal for int() with base 10: 'x'"])
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:  # the other processes wait for this one, whatever happens
+        problems.append(f"{type(error).__name__}: {error}")
+        return None
+
+
+def gather_to_first(ranks: Ranks, payload: Any, problems: list[str]) -> list[tuple[Any, list[str]]] | None:
+    """Gather every process's payload and problems in the first process, by rank; `None` elsewhere.
+
+    A payload that cannot be pickled is sent as `None`, with a problem.
+    """
+    if ranks is ALONE:
+        return [(payload, problems)]
+    import torch.distributed as dist
+
+    pickled = attempt(problems, pickle.dumps, payload) or pickle.dumps(None)
+    parts: list[Any] | None = [None] * dist.get_world_size(ranks.group) if ranks.rank == 0 else None
+    dist.gather_object((pickled, problems), parts, group=ranks.group, group_dst=0)
+    return None if parts is None else [(pickle.loads(pickled), faults) for pickled, faults in parts]
+
+
+def broadcast_from_first(ranks: Ranks, payload: Any) -> Any:
+    """Return the first process's payload in every process."""
+    if ranks is ALONE:
+        return payload
+    import torch.distributed as dist
+
+    box = [payload]
+    dist.broadcast_object_list(box, group=ranks.group, group_src=0)
+    return box[0]
+
+
 # --- LightRFT's helpers -------------------------------------------------------------------------------------------
 
 
 def create_high_entropy_mask(
     entropy: torch.Tensor, action_mask: torch.Tensor, high_entropy_token_ratio: float
 ) -> torch.Tensor:
-    """(B, A) `high_entropy_mask` in the entropies' type; with a ratio that marks all, a copy of the action mask.
+    """Return `high_entropy_mask` [B, A] in the type of the entropies; a copy of the mask for a ratio outside (0, 1).
 
     >>> create_high_entropy_mask(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[0, 1, 1]]), 0.5)
     tensor([[0., 0., 1.]])
@@ -415,13 +565,13 @@ def _check_reflection_pattern(text: str) -> dict[str, int]:
 
 
 def _calculate_reflection_pattern_score(text: str) -> int:
-    """How many phrases of reflection there are."""
+    """Count the reflection phrases."""
     return sum(reflections(text).values())
 
 
 def _calculate_entropy_from_log_probs(log_probs: torch.Tensor | None) -> float:
-    """Of whole distributions (T, V), their mean entropy; of chosen tokens' log-probs [T], their standard deviation,
-    which is no entropy, and which records have as `action_log_prob_std`. 0 of one number or none.
+    """Return the mean entropy of distributions [T, V]; of log-probs of sampled tokens [T], their standard deviation,
+    which is not an entropy and is saved as `action_log_prob_std`. 0 of one number or none.
 
     >>> round(_calculate_entropy_from_log_probs(torch.tensor([-0.1, -0.5, -2.0, -0.3])), 4)
     0.8655
@@ -431,11 +581,7 @@ def _calculate_entropy_from_log_probs(log_probs: torch.Tensor | None) -> float:
     if log_probs.dim() == 2:
         values = log_probs.detach().double()
         return float(torch.special.entr(values.exp()).sum(-1).mean())
-    return spread_of(host(log_probs).reshape(-1))
+    return sample_std(to_numpy(log_probs).reshape(-1))
 
 
-__all__ = [
-    "TrajectorySaver",
-    "create_high_entropy_mask",
-    "create_trajectory_saver",
-]
+__all__ = ["TrajectorySaver", "create_high_entropy_mask", "create_trajectory_saver"]

@@ -1,7 +1,7 @@
-"""From many records to padded tensors, groups and single turns: Trinity's functions, on rows and on columns alike.
+"""Trinity-RFT's functions over several records: padded tensors, groups, and HF datasets.
 
-Invariant: a result says the same whether it was made from a list of rows or from `Experiences`; a maximum that is too
-small raises and names the record, so that nothing is ever cut.
+Invariant: a list of rows and `Experiences` give the same result; a maximum that is too small raises an error that names
+the record, and nothing is truncated.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from rollbook.core.experience import dtype_name, result_dtype
-from rollbook.core.experiences import Experiences, id_part
-from rollbook.core.fields import FIELDS
+from rollbook.core.experience import dtype_name, implied_mask, result_dtype
+from rollbook.core.experiences import Experiences, as_experiences, id_part
+from rollbook.core.fields import FIELDS, Field
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Spans, segments
+from rollbook.io.hf import dataset_from_table, from_hf, to_hf
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _shapes(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
-    """[N] prompt lengths and response lengths, once they are known to fit."""
+    """Return the prompt and response lengths [N], checked against the maxima."""
     if not isinstance(experiences, Sequence):
         raise ValueError(f"experiences: got {type(experiences).__name__}, expected a list or Experiences")
     if isinstance(experiences, Experiences):
@@ -57,7 +59,7 @@ def _fits(name: str, limit: int, lengths: Any, experiences: Records) -> None:
 
 
 def _response_lengths(experiences: Records) -> Any:
-    """[N] How many response slots each record has: one per response token, or as a truncated one's log-probs."""
+    """Return the response slots [N] of each record: its response tokens, or the log-probs of a truncated prompt."""
     _, responses = _shapes(experiences, None, sys.maxsize)
     if isinstance(experiences, Experiences):
         status, logprobs = experiences.values("truncate_status"), experiences.values("logprobs")
@@ -71,7 +73,7 @@ def _response_lengths(experiences: Records) -> Any:
 
 
 def _rows(experiences: Records, name: str) -> list[torch.Tensor]:
-    """A tensor field of every record; one number that stands for a whole response is spread over it."""
+    """Return a tensor field of every record; one number for a response is expanded to all of its tokens."""
     field = FIELDS[name]
     if isinstance(experiences, Experiences):
         rows = experiences.values(name)
@@ -105,15 +107,15 @@ def _padded(
     lengths: Any,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N, width, ...] Each record's `name`, `lengths[i]` entries from column `starts[i]` on, the rest `fill`."""
+    """Return [N, width, ...]: the field `name`, `lengths[i]` entries from column `starts[i]`, the rest `fill`."""
     spans = Spans(lengths, starts, width)
     column = experiences.column(name) if isinstance(experiences, Experiences) else None
     if isinstance(column, Ragged) and column.valid is None:
         kind = result_dtype(name, column.row_dtypes(), fill)
         if kind != column.dtype:
             # Other rows of the column, which are not among these, made it wider.
-            made = spans.pad(column, fill).to(getattr(torch, kind))
-            return made if out is None else out.copy_(made)
+            padded = spans.pad(column, fill).to(getattr(torch, kind))
+            return padded if out is None else out.copy_(padded)
         return spans.pad(column, fill, out)
     rows = _rows(experiences, name)
     if not rows:
@@ -130,7 +132,7 @@ def gather_token_ids(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N, P + R] Token ids: prompts padded on the left to P, responses on the right to R.
+    """Return token ids [N, P + R]: prompts padded on the left to P, responses on the right to R.
 
     `out`, a tensor of that shape and the tokens' type, is filled and given back: memory that was used before takes a
     third of the time of fresh memory.
@@ -150,7 +152,7 @@ def gather_token_ids(
 
 
 def gather_attention_masks(experiences: Records, max_prompt_length: int, max_response_length: int) -> torch.Tensor:
-    """[N, P + R] True on the tokens that `gather_token_ids` did not pad.
+    """Return [N, P + R]: True on tokens, False on the padding of `gather_token_ids`.
 
     >>> from rollbook import Experience
     >>> gather_attention_masks([Experience(tokens=[11, 12, 13])], 2, 3)
@@ -165,7 +167,7 @@ def gather_attention_masks(experiences: Records, max_prompt_length: int, max_res
 
 
 def gather_action_masks(experiences: Records, max_response_length: int) -> torch.Tensor:
-    """[N, R] The action masks, padded on the right with False.
+    """Return the action masks [N, R], padded on the right with False.
 
     >>> from rollbook import Experience
     >>> gather_action_masks([Experience(tokens=[1, 2, 3, 4], action_mask=[1, 0, 1])], 4)
@@ -177,7 +179,7 @@ def gather_action_masks(experiences: Records, max_response_length: int) -> torch
 def gather_response_attrs(
     experiences: Records, attr_name: str, max_response_length: int, pad_value: float = 0
 ) -> torch.Tensor:
-    """[N, R, ...] A response-axis field, padded on the right with `pad_value`.
+    """Return a response-axis field [N, R, ...], padded on the right with `pad_value`.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[1, 2], logprobs=[-0.5]), Experience(tokens=[1, 2, 3], logprobs=[-1.0, -2.0])]
@@ -199,7 +201,7 @@ def gather_response_attrs(
 
 
 def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tensor]]:
-    """The media tensors by name, one per record; a record without a name that others have gives an empty tensor.
+    """Return the media tensors by name, one per record: an empty tensor for a record without it.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[1, 2], multi_modal_inputs={"p": torch.ones(2, 2)}), Experience(tokens=[1, 2])]
@@ -207,10 +209,10 @@ def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tens
     [(2, 2), (0, 2)]
     """
     if isinstance(experiences, Experiences):
-        given = experiences.values("multi_modal_inputs")
+        inputs = experiences.values("multi_modal_inputs")
     else:
-        given = [row.multi_modal_inputs for row in experiences]
-    media = [item or {} for item in given]
+        inputs = [row.multi_modal_inputs for row in experiences]
+    media = [item or {} for item in inputs]
     models: dict[str, torch.Tensor] = {}
     for item in media:
         for key, tensor in item.items():
@@ -222,7 +224,7 @@ def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tens
 
 
 def group_by(experiences: Records, id_type: str) -> dict[str, Any]:
-    """The records of each task, run or step (`id_type`), in the order they first appear.
+    """Group records by task, run or step (`id_type`), in order of appearance.
 
     A list gives lists, `Experiences` gives `Experiences`.
 
@@ -259,16 +261,63 @@ def to_hf_datasets(experiences: Records, *, for_trinity: bool = False) -> Any:
     >>> to_hf_datasets([Experience(tokens=[1, 2], info={"a": 1})], for_trinity=True)[0]["info"]
     {'a': 1}
     """
-    from rollbook.core.experiences import as_experiences
-    from rollbook.io.arrow import to_hf
+    records = as_experiences(experiences)
+    return dataset_from_table(_trinity_table(records)) if for_trinity else to_hf(records)
 
-    return to_hf(as_experiences(experiences), for_trinity)
+
+def _trinity_table(records: Experiences) -> pa.Table:
+    """Return a table with the columns and types of Trinity's own `to_hf_datasets`: structs and lists."""
+    names = list(FIELDS)
+    arrays = {}
+    for name in names[: names.index("custom_fields")]:  # the table begins with Trinity's fields, in its order
+        values = _trinity_values(records, FIELDS[name])
+        try:
+            arrays[name] = pa.array(values)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{name}: Trinity's datasets need values of one type in all records: {error}; "
+                "rollbook.core.wire.to_trxp writes these records"
+            ) from None
+    for i, custom_fields in enumerate(records.values("custom_fields")):
+        if custom_fields:
+            raise ValueError(
+                f"record {i} ({records.eids()[i]}): custom_fields: got {len(custom_fields)}, expected none: Trinity's "
+                "datasets cannot hold them; rollbook.core.wire.to_trxp writes them"
+            )
+    return pa.table(arrays)
+
+
+def _trinity_values(records: Experiences, field: Field) -> list[Any]:
+    values = records.values(field.name)
+    if field.kind == "eid":
+        parts = [eid.to_dict() for eid in records.eids()]
+        for name in ("batch", "task"):
+            if len({type(part[name]) for part in parts}) > 1:  # which print alike as numbers and as text
+                parts = [{**part, name: str(part[name])} for part in parts]
+        return parts
+    if field.kind == "media":
+        keys = [value.keys() if value else None for value in values]
+        first = next((entry for entry in keys if entry is not None), None)
+        for i, entry in enumerate(keys):
+            if entry is not None and entry != first:
+                raise ValueError(
+                    f"record {i} ({records.eids()[i]}): {field.name}: got the keys {sorted(entry)}, expected "
+                    f"{sorted(first or ())}: Trinity's datasets need the same in all records that have any"
+                )
+        return [{key: tensor.tolist() for key, tensor in value.items()} if value else None for value in values]
+    if field.name == "action_mask":
+        # Without a mask Trinity makes that of a single turn, and with it the right kind.
+        return [
+            None if value is None or implied_mask(row) else (value != 0).tolist()
+            for row, value in zip(records.rows(), values, strict=True)
+        ]
+    if field.kind == "tensor":
+        return [None if value is None else value.tolist() for value in values]
+    return [value if value or field.kind != "json" else None for value in values]
 
 
 def from_hf_datasets(dataset: Any) -> list[Experience]:
-    """The records of a dataset that `to_hf_datasets` made, or Trinity did."""
-    from rollbook.io.arrow import from_hf
-
+    """Return the records of a dataset from `to_hf_datasets`, also Trinity's."""
     return from_hf(dataset).rows()
 
 

@@ -42,14 +42,14 @@ _LABELS = ("gts", "ground_truth", "answer", "solution", "label", "labels")
 
 def verl(row: Row, where: Where) -> Iterator[Trajectory]:
     """A row of verl's."""
-    samples, used = frameworks._verl(row)
+    samples, used = frameworks.split_verl_row(row)
     for sample in samples:
         yield _made(sample, row, used, where)
 
 
 def openrlhf(row: Row, where: Where) -> Iterator[Trajectory]:
     """A row of OpenRLHF's; a pair is the better answer, with the worse one beside."""
-    samples, used = frameworks._openrlhf(row)
+    samples, used = frameworks.split_openrlhf_row(row)
     for sample in samples:
         trajectory = _made(sample, row, used, where)
         if sample.rejected is not None:
@@ -75,13 +75,13 @@ def trl(row: Row, where: Where) -> Iterator[Trajectory]:
     if len(counted) > 1:
         notes.append(f"TRL does not log the reward: shown is the sum of {', '.join(counted)}, each with weight 1.")
     rewards = [value for value in counted.values() if value is not None and value == value]
-    sample = Sample(row.get("prompt"), row.get("completion"), batch=frameworks._step(row))
+    sample = Sample(row.get("prompt"), row.get("completion"), batch=frameworks.row_step(row))
     sample.reward = math.fsum(rewards) if rewards else math.nan if counted else None
     sample.advantage = number(row.get("advantage"))
     used = {"prompt", "completion", "step", "global_step", "advantage"}
     if row.get("prompt_ids") is not None and row.get("completion_ids") is not None:
         sample.prompt, sample.answer = row["prompt_ids"], row["completion_ids"]
-        used |= frameworks._trl_ids(row, sample) | {"prompt_ids", "completion_ids"}
+        used |= frameworks.read_trl_ids(row, sample) | {"prompt_ids", "completion_ids"}
     elif sample.prompt is None or sample.answer is None:
         raise WireError(f"got the keys {', '.join(row)}, expected prompt and completion, or their ids")
     trajectory = _made(sample, row, used, where)
@@ -109,7 +109,7 @@ def _made(sample: Sample, row: Row, used: set[str], where: Where) -> Trajectory:
         "label": json_safe(label),
         "info": {name: json_safe(value) for name, value in rest.items() if name not in parts},
     }
-    if not (frameworks._is_ids(sample.prompt) and frameworks._is_ids(sample.answer)):
+    if not (frameworks.is_token_ids(sample.prompt) and frameworks.is_token_ids(sample.answer)):
         return conversation(sample.prompt, sample.answer, where, **fields)
     arrays = dict(sample.tensors)
     if sample.advantage is not None:

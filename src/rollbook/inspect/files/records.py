@@ -353,9 +353,9 @@ class Database:
     def scan(self, more: bool) -> Iterator[Found]:
         if not more:
             self._last = {}
-        with trinity_sqlite._opened(self.path) as connection:
-            for number, table in enumerate(trinity_sqlite._tables(connection, self.path).values()):
-                query = trinity_sqlite._query(table).replace(" ORDER BY", " WHERE t.id > ? ORDER BY")
+        with trinity_sqlite.open_read_only(self.path) as connection:
+            for number, table in enumerate(trinity_sqlite.find_tables(connection, self.path).values()):
+                query = trinity_sqlite.build_query(table).replace(" ORDER BY", " WHERE t.id > ? ORDER BY")
                 for row in connection.execute(query, (MAX_ROW, MAX_ROW, self._last.get(number, -(2**62)))):
                     at = row[0] if isinstance(row[0], int) else 0
                     self._last[number] = at
@@ -366,12 +366,12 @@ class Database:
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
         rows: dict[Place, Row] = {}
-        with trinity_sqlite._opened(self.path) as connection:
-            tables = list(trinity_sqlite._tables(connection, self.path).values())
+        with trinity_sqlite.open_read_only(self.path) as connection:
+            tables = list(trinity_sqlite.find_tables(connection, self.path).values())
             for number, at in places:
                 table = tables[number]
                 # The query names the table as t, and orders by its id.
-                query = trinity_sqlite._query(table).replace(" ORDER BY t.id", " WHERE t.id = ?")
+                query = trinity_sqlite.build_query(table).replace(" ORDER BY t.id", " WHERE t.id = ?")
                 for row in connection.execute(query, (MAX_ROW, MAX_ROW, at)):
                     rows[number, at] = _database_row(row, table)
         return rows

@@ -58,7 +58,7 @@ from rollbook.inspect.records import record_json
 from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import Trajectory
 from rollbook.io import formats, trinity_sqlite
-from rollbook.io.formats import _columns
+from rollbook.io.formats import read_column_names
 
 if TYPE_CHECKING:
     from rollbook.inspect.index import Index
@@ -115,11 +115,11 @@ def family_of(path: str, name: str) -> tuple[str, Store]:
     if head.startswith(TRXP):
         return "trxp", records.Payloads(path)
     if head.startswith(b"SQLite format 3\0"):
-        if not trinity_sqlite.tables(path):
+        if not trinity_sqlite.list_tables(path):
             raise UnknownFormatError("an SQLite database without a table of Trinity's")
         return "trinity-sqlite", _database(path)
     if head.startswith(b"PAR1"):
-        family = of_keys(_columns(path), "parquet")
+        family = of_keys(read_column_names(path), "parquet")
         return family, Table(path, records.of_batch if family == "parquet" else dicts)
     if head.startswith(b"\xff\xff\xff\xff") and name.endswith(".arrow"):
         return _dataset(path)
@@ -234,7 +234,7 @@ def of_keys(row: dict[str, Any], default: str) -> str:
     if default == "parquet" and "messages" in keys and "tokens" not in keys:
         return "messages"
     try:
-        return formats._of_keys("", row, default, "")
+        return formats.guess_from_keys("", row, default, "")
     except ValueError:
         shown = ", ".join(sorted(keys)[:20])
         raise UnknownFormatError(f"rows with the keys {shown}") from None

@@ -29,7 +29,7 @@ from rollbook.core.errors import WireError
 from rollbook.core.wire import DEFAULT_LIMITS
 from rollbook.core.wire import FREE_BYTES as FREE_BYTES
 from rollbook.io import parquet
-from rollbook.io.rows import check_depth
+from rollbook.io.tables import check_depth
 
 MAX_ROW = 256 << 20
 """Bytes of one line, one element, one member of an archive."""

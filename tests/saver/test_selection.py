@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.io.trajectories.keeping import Kept, choose
-from rollbook.io.trajectories.sample import Candidate
+from rollbook.io.trajectories import Candidate, Selection, select
 
 
-def candidates(sizes: list[int], seed: int = 0, named: bool = True) -> list[Candidate]:
+def candidates(sizes: list[int], seed: int = 0, has_id: bool = True) -> list[Candidate]:
     draw = random.Random(seed)
     made = []
     for g, size in enumerate(sizes):
@@ -27,7 +26,7 @@ def candidates(sizes: list[int], seed: int = 0, named: bool = True) -> list[Cand
                     row=run,
                     uid=f"{g}/{run}",
                     group=f"g{g}",
-                    named=named,
+                    has_id=has_id,
                     reward=draw.choice([None, float("nan"), 0.0, 1.0, draw.random()]),
                     tokens=draw.randint(1, 50),
                     truncated=draw.random() < 0.1,
@@ -38,7 +37,7 @@ def candidates(sizes: list[int], seed: int = 0, named: bool = True) -> list[Cand
     return made
 
 
-def uids(kept: list[Kept]) -> list[str]:
+def uids(kept: list[Selection]) -> list[str]:
     return [one.candidate.uid for one in kept]
 
 
@@ -50,13 +49,13 @@ def uids(kept: list[Kept]) -> list[str]:
 )
 def test_as_many_as_asked_for(sizes: list[int], count: int, keep: str, seed: int) -> None:
     every = candidates(sizes, seed)
-    kept = choose(every, count, keep, str(seed))
+    kept = select(every, count, keep, str(seed))
     assert len(kept) == min(count, len(every)) == len(set(uids(kept)))
     assert all(one.reason for one in kept)
     assert [one.candidate.index for one in kept] == sorted(one.candidate.index for one in kept)
     mixed = list(every)
     random.Random(seed).shuffle(mixed)
-    again = choose(mixed, count, keep, str(seed))
+    again = select(mixed, count, keep, str(seed))
     assert {one.candidate.uid: (one.reason, one.weight) for one in again} == {
         one.candidate.uid: (one.reason, one.weight) for one in kept
     }
@@ -66,7 +65,7 @@ def test_as_many_as_asked_for(sizes: list[int], count: int, keep: str, seed: int
 def test_half_are_whole_groups_by_chance(size: int, groups: int, seed: int, wanted: int) -> None:
     every = candidates([size] * groups, seed)
     count = wanted * size
-    kept = choose(every, count, "groups", str(seed))
+    kept = select(every, count, "groups", str(seed))
     by_lot = [one for one in kept if one.weight is not None]
     if count >= len(every):
         assert {one.reason for one in kept} == {"all"}
@@ -84,7 +83,7 @@ def test_half_are_whole_groups_by_chance(size: int, groups: int, seed: int, want
 def test_chance_is_fair() -> None:
     every = candidates([4] * 10)
     seen = Counter(
-        one.candidate.group for seed in range(400) for one in choose(every, 16, "groups", str(seed)) if one.weight
+        one.candidate.group for seed in range(400) for one in select(every, 16, "groups", str(seed)) if one.weight
     )
     assert set(seen) == {f"g{g}" for g in range(10)}
     assert max(seen.values()) < 1.6 * min(seen.values())
@@ -103,7 +102,7 @@ def told(**more: Any) -> list[Candidate]:
 
 
 def test_what_is_shown() -> None:
-    kept = {one.candidate.uid: one.reason for one in choose(told(), 20, "groups", "1")}
+    kept = {one.candidate.uid: one.reason for one in select(told(), 20, "groups", "1")}
     reasons = {"1/0": "best", "2/0": "worst", "4/0": "truncated", "5/0": "mismatch", "6/0": "longest", "7/0": "error"}
     for uid, why in reasons.items():
         assert why in kept[uid].split(", ")
@@ -113,22 +112,22 @@ def test_what_is_shown() -> None:
 
 
 def test_without_ids_the_first() -> None:
-    every = candidates([3, 3], named=False)
-    assert uids(choose(every, 2, "auto", "1")) == ["0/0", "0/1"]
-    assert {one.reason for one in choose(every, 2, "auto", "1")} == {"first"}
-    assert len(uids(choose(every, 2, "groups", "1"))) == 2
+    every = candidates([3, 3], has_id=False)
+    assert uids(select(every, 2, "auto", "1")) == ["0/0", "0/1"]
+    assert {one.reason for one in select(every, 2, "auto", "1")} == {"first"}
+    assert len(uids(select(every, 2, "groups", "1"))) == 2
 
 
 def test_the_first_are_of_every_rank() -> None:
     every = [Candidate(rank, i, 0, i, f"{rank}{i}", "g", False, None, 1) for rank in range(3) for i in range(5)]
-    assert uids(choose(every, 6, "first", "1")) == ["00", "01", "10", "11", "20", "21"]
+    assert uids(select(every, 6, "first", "1")) == ["00", "01", "10", "11", "20", "21"]
 
 
 def test_a_function_of_ones_own() -> None:
     every = candidates([2, 2])
     longest = lambda some, count: sorted(((one, "long") for one in some), key=lambda pair: -pair[0].tokens)  # noqa: E731
-    kept = choose(every, 1, longest, "1")
+    kept = select(every, 1, longest, "1")
     assert kept[0].candidate.tokens == max(one.tokens for one in every) and kept[0].reason == "long"
-    assert uids(choose(every, 3, lambda some, count: some[:2], "1")) == ["0/0", "0/1"]
+    assert uids(select(every, 3, lambda some, count: some[:2], "1")) == ["0/0", "0/1"]
     with pytest.raises(ValueError, match="keep: got 3"):
-        choose(every, 1, lambda some, count: [3], "1")
+        select(every, 1, lambda some, count: [3], "1")

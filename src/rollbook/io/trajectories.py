@@ -1,0 +1,972 @@
+"""Trajectories as JSON objects for people: which samples of a rollout to keep, and how each is written.
+
+A `TrajectorySource` reads samples where they are (`RecordSource`: records). A `TrajectorySet` describes every sample as
+a `Candidate`, from which `select` chooses, and gives the chosen ones as `Trajectory`. A `TrajectoryEncoder` encodes
+these: LightRFT's keys first, in its order, then the rest of the record.
+
+Invariant: entry j of every array of a `Trajectory` belongs to token `prompt + j`; it shares no memory with its source;
+sources are not changed. The texts of tokens, joined, are the text they belong to. The bytes are strict JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from numpy.typing import NDArray
+
+from rollbook.core.experience import Experience
+from rollbook.core.fields import BATCH_FIELDS, FIELDS, tensor_fields
+from rollbook.core.ids import EID
+from rollbook.core.images import names_file, source
+from rollbook.core.media import is_picture
+from rollbook.io.response_text import Decoder, reflections, repeat_score
+from rollbook.io.trajectory_files import EncodedImage, ImageEncoder, flatten_images, is_remote, message_images
+
+ARRAYS = {
+    "advantages": "advantages",
+    "returns": "return",
+    "action_log_probs": "action_log_probs",
+    "values": "values",
+    "base_action_log_probs": "base_action_log_probs",
+    "action_entropy": "action_entropy",
+    "kl": "kl",
+}
+"""Per-token fields of a batch, and their names in the JSON. The first four are LightRFT's, in its order."""
+NUMBERS = tuple(ARRAYS.values())[:4]
+"""LightRFT's arrays, which may be one number per sample."""
+_TEXT_FIELDS = ("finish_reason", "truncate_status", "parent", "group_size", "prompt_text", "response_text")
+_FREE_FORM_FIELDS = ("messages", "tools", "sampling")
+_TRUNCATED = ("length", "response_truncated", "prompt_truncated")
+
+
+@dataclass(slots=True)
+class Candidate:
+    """The few numbers of a sample by which it is selected."""
+
+    rank: int
+    index: int
+    """Its place among the samples of its process."""
+    experience: int
+    row: int
+    uid: str
+    group: str
+    """The same for all samples of a prompt."""
+    has_id: bool
+    """Whether the sample came with an id. Otherwise its id is a hash of its content."""
+    reward: float | None
+    tokens: int
+    """Number of tokens of the response."""
+    truncated: bool = False
+    error: bool = False
+    mismatch: float | None = None
+    """The largest difference between the trainer's and the engine's log-prob of a token."""
+
+
+@dataclass
+class Trajectory:
+    """One sample as it is written: L tokens, of which the last R are the response."""
+
+    rank: int
+    experience: int
+    row: int
+    eid: EID
+    has_id: bool
+    tokens: NDArray[np.int64]
+    """[L]"""
+    mask: NDArray[np.bool_]
+    """[R] True where the model sampled the token."""
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """[R] each, by their names in the JSON."""
+    numbers: dict[str, float | None] = field(default_factory=dict)
+    """Fields with one number for all tokens, by their names in the JSON."""
+    padded: NDArray[np.int64] | None = None
+    """[S] The tokens with the padding that the source has, if any."""
+    label: Any = None
+    reference: Any = None
+    info: Any = None
+    reward: float | None = None
+    reward_parts: dict[str, Any] = field(default_factory=dict)
+    segments: Any = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Further fields of a record, by name."""
+    images: list[EncodedImage | None] = field(default_factory=list)
+    rejected: NDArray[np.int64] | None = None
+    """The rejected answer of a preference pair."""
+    nonfinite: dict[str, dict[str, int]] = field(default_factory=dict)
+    """How many NaN and infinite values each field has."""
+    notes: list[str] = field(default_factory=list)
+    """Parts of the sample that could not be written, with the reason."""
+    reason: str = ""
+    """Why it was selected."""
+    weight: float | None = None
+
+    @property
+    def prompt(self) -> int:
+        """Number of tokens before the response."""
+        return len(self.tokens) - len(self.mask)
+
+
+# --- JSON-safe values -----------------------------------------------------------------------------------------------
+
+_MAX_DEPTH = 32
+_MAX_ELEMENTS = 1 << 18
+"""Larger tensors and arrays are described, not written."""
+_MAX_TEXT = 1 << 16
+"""Bytes, and the text of unknown objects, are cut here."""
+_INT64 = 1 << 63
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class JsonSafe:
+    """Convert any values to strict JSON, and count by path what was not finite. Never raises.
+
+    Tensors and arrays become lists (without dimensions: numbers), tuples and sets lists, keys text. Bytes become text
+    if they are UTF-8, else `{"$bytes": hexadecimal}`. Images and other objects are described in words.
+
+    Args:
+        references: By `id()` of a message part with an image, or of an image's bytes, the text to write instead.
+
+    >>> safe = JsonSafe()
+    >>> safe.convert({"a": torch.tensor([1.0, float("nan")]), 2: {3}, "b": b"x", "c": np.float32(0.5)}, "info")
+    {'a': [1.0, None], '2': [3], 'b': 'x', 'c': 0.5}
+    >>> safe.nonfinite
+    {'info.a': {'nan': 1}}
+    """
+
+    def __init__(self, references: Mapping[int, str] | None = None) -> None:
+        self.nonfinite: dict[str, dict[str, int]] = {}
+        self.references = references or {}
+
+    def convert(self, value: Any, path: str, depth: int = 0) -> Any:
+        """Convert `value`, whose place in the record is `path`."""
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind is str:
+            return self.text(value)
+        if kind is float:
+            return self.number(value, path)
+        if kind is int:
+            return value if -_INT64 <= value < 2 * _INT64 else str(value)
+        if depth >= _MAX_DEPTH:
+            return f"{kind.__name__}, too deep to be shown"
+        try:
+            return self._convert(value, path, depth)
+        except Exception as error:  # a user's object may raise anything
+            return f"{kind.__name__}, which cannot be shown ({type(error).__name__})"
+
+    def _convert(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, Mapping):
+            image_key = source(value) if id(value) in self.references else None
+            converted = {}
+            for key, element in value.items():
+                name = self.text(key if isinstance(key, str) else str(key))
+                if image_key is not None and key == image_key:
+                    converted[name] = self.references[id(value)]
+                else:
+                    converted[name] = self.convert(element, f"{path}.{name}", depth + 1)
+            return converted
+        if isinstance(value, (list, tuple)):
+            return [self.convert(element, f"{path}[{i}]", depth + 1) for i, element in enumerate(value)]
+        if isinstance(value, (set, frozenset)):
+            elements = sorted(value, key=lambda element: (str(type(element)), element))
+            return [self.convert(element, path, depth + 1) for element in elements]
+        if isinstance(value, torch.Tensor):
+            if value.numel() > _MAX_ELEMENTS or value.is_meta:
+                return f"tensor of {value.dtype}, shape {list(value.shape)}"
+            return self.array(to_numpy(value), path)
+        if isinstance(value, np.generic | np.ndarray):
+            array = np.asarray(value)
+            if array.size > _MAX_ELEMENTS or array.dtype.names is not None:
+                return f"array of {array.dtype}, shape {list(array.shape)}"
+            return self.array(array, path)
+        if isinstance(value, bytes) and id(value) in self.references:
+            return self.references[id(value)]
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            head = bytes(value[:_MAX_TEXT])
+            try:
+                return head.decode()
+            except UnicodeDecodeError:
+                return {"$bytes": head.hex()}
+        if is_picture(value):
+            return f"image {value.width}x{value.height} {value.mode}"
+        if isinstance(value, str):
+            return self.text(str(value))
+        if isinstance(value, (bool, int, float)):
+            return self.convert(float(value) if isinstance(value, float) else int(value), path, depth)
+        return self.text(str(value)[:_MAX_TEXT])
+
+    def text(self, text: str) -> str:
+        """Replace unpaired surrogates, which UTF-8 cannot encode, by U+FFFD."""
+        return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+    def number(self, number: float, path: str) -> float | None:
+        """Return `number`, or `None` if it is not finite."""
+        if math.isfinite(number):
+            return number
+        self._count(path, repr(number), 1)
+        return None
+
+    def array(self, array: NDArray[Any], path: str) -> Any:
+        """Convert an array to lists, or to a number if it has no dimensions."""
+        if array.dtype.kind == "f":
+            self.count_nonfinite(array, path)
+            objects: Any = array.astype(object)
+            objects[~np.isfinite(array)] = None
+            return objects.tolist()
+        if array.dtype.kind in "biu":
+            return array.tolist()
+        return self.convert(array.tolist(), path, 1)
+
+    def count_nonfinite(self, array: NDArray[Any], path: str) -> None:
+        """Count what is not finite in an array."""
+        if array.dtype.kind != "f" or np.isfinite(array).all():
+            return
+        for name, count in (
+            ("nan", np.isnan(array).sum()),
+            ("inf", np.isposinf(array).sum()),
+            ("-inf", np.isneginf(array).sum()),
+        ):
+            if count:
+                self._count(path, name, int(count))
+
+    def _count(self, path: str, name: str, count: int) -> None:
+        counts = self.nonfinite.setdefault(path, {})
+        counts[name] = counts.get(name, 0) + count
+
+
+def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    """Copy a tensor to an array. Types that numpy lacks, and float16, become float32."""
+    tensor = tensor.detach()
+    if tensor.dtype in _HALF_PRECISION or str(tensor.dtype).startswith("torch.float8"):
+        tensor = tensor.float()
+    return np.array(tensor.cpu().numpy())
+
+
+def as_number(value: Any) -> float | None:
+    """Convert a number, or a tensor or array of one, to a float; anything else to `None`."""
+    size = value.numel() if isinstance(value, torch.Tensor) else value.size if isinstance(value, np.ndarray) else 0
+    value = value.item() if size == 1 else value
+    return float(value) if isinstance(value, (int, float, np.integer, np.floating)) else None
+
+
+# --- sources --------------------------------------------------------------------------------------------------------
+
+
+class TrajectorySource(ABC):
+    """Samples that are read where they are, on demand.
+
+    Args:
+        places: (experience, row) of each sample: its place in what the caller passed.
+    """
+
+    def __init__(self, places: list[tuple[int, int]]) -> None:
+        self.places = places
+
+    @abstractmethod
+    def read(self, i: int, name: str) -> NDArray[Any] | None:
+        """Return a per-token field of sample i, by its name in a batch, on the host and without padding."""
+
+    @abstractmethod
+    def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
+        """Return functions that read further [R] arrays of sample i, by their names in a record."""
+
+    @abstractmethod
+    def info(self, i: int) -> Mapping[Any, Any] | None:
+        """Return the `info` of sample i."""
+
+    @abstractmethod
+    def entry(self, i: int, name: str) -> Any:
+        """Return the `eid`, `labels`, `references` or `raw_images` of sample i."""
+
+    @abstractmethod
+    def padded(self, i: int) -> NDArray[np.int64] | None:
+        """Return the [S] token ids of sample i with their padding, or `None` if there is none."""
+
+    @abstractmethod
+    def slots(self, i: int) -> int:
+        """Return R: the number of response tokens of sample i, sampled or not."""
+
+    def tokens(self, i: int) -> NDArray[np.int64]:
+        """Return the [L] token ids of sample i."""
+        ids = self.read(i, "sequences")
+        if ids is None:
+            raise ValueError("sequences: got None, expected token ids")
+        return ids.astype(np.int64)
+
+    def fill(self, i: int, trajectory: Trajectory, safe: JsonSafe, encoder: ImageEncoder) -> None:
+        """Add everything but the per-token arrays of sample i."""
+        batch_info = self.info(i)
+        info = batch_info or {}
+        trajectory.label = safe.convert(self.entry(i, "labels"), "label")
+        trajectory.reference = safe.convert(self.entry(i, "references"), "reference")
+        record_info = info.get("info")
+        record_info = record_info if isinstance(record_info, Mapping) else {}
+        images = flatten_images(self.entry(i, "raw_images")) or recorded_images(record_info)
+        trajectory.images = encode_images(images, encoder, trajectory.notes)
+        safe.references = image_references(images, trajectory.images)
+        trajectory.info = safe.convert(batch_info, "info")
+        trajectory.reward_parts = reward_parts(info.get("reward_metrics", info.get("metrics")), safe)
+        trajectory.segments = safe.convert(info.get("segments", record_info.get("segments")), "segments")
+        for name in _TEXT_FIELDS:
+            if isinstance(content := info.get(name), (str, int)):
+                trajectory.fields[name] = content
+
+
+class RecordSource(TrajectorySource):
+    """Records."""
+
+    def __init__(self, places: list[tuple[int, int]], rows: Sequence[Experience]) -> None:
+        super().__init__(places)
+        self.rows = rows
+
+    def read(self, i: int, name: str) -> NDArray[Any] | None:
+        row = self.rows[i]
+        if name == "sequences":
+            parts = [row.tokens, row.chosen] if row.experience_type == "dpo" else [row.tokens]
+            return np.concatenate([to_numpy(part) for part in parts if part is not None])
+        for field_name in BATCH_FIELDS[name].sources:
+            if getattr(row, field_name) is not None:
+                return self._response(i, field_name)
+        return None
+
+    def _response(self, i: int, name: str) -> NDArray[Any]:
+        per_token = getattr(self.rows[i], name)
+        if isinstance(per_token, int):
+            return np.full(self.slots(i), per_token, dtype=np.int64)
+        return to_numpy(per_token)
+
+    def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
+        row = self.rows[i]
+        in_batch = {name for batch_field in BATCH_FIELDS.values() for name in batch_field.sources}
+        if row.policy_logprobs is not None:
+            in_batch.discard("logprobs")  # the engine's, next to the trainer's
+        return {
+            tensor_field.name: partial(self._response, i, tensor_field.name)
+            for tensor_field in tensor_fields("response")
+            if not tensor_field.trailing
+            and tensor_field.name not in in_batch
+            and getattr(row, tensor_field.name) is not None
+        }
+
+    def padded(self, i: int) -> None:
+        return None
+
+    def info(self, i: int) -> Mapping[Any, Any]:
+        row = self.rows[i]
+        outcome = {"finish_reason": row.finish_reason, "truncate_status": row.truncate_status, "reward": row.reward}
+        return {**row.info, **{name: content for name, content in outcome.items() if content is not None}}
+
+    def entry(self, i: int, name: str) -> Any:
+        return self.rows[i].eid if name == "eid" else None
+
+    def slots(self, i: int) -> int:
+        row = self.rows[i]
+        if row.experience_type == "dpo":
+            return 0 if row.chosen is None else len(row.chosen)
+        if row.truncate_status == "prompt_truncated" and row.logprobs is not None and row.logprobs.dim():
+            return min(len(row.logprobs), len(row.tokens))
+        return max(len(row.tokens) - row.prompt_length, 0)
+
+    def fill(self, i: int, trajectory: Trajectory, safe: JsonSafe, encoder: ImageEncoder) -> None:
+        row = self.rows[i]
+        trajectory.label = safe.convert(row.info.get("label"), "label")
+        trajectory.reference = safe.convert(row.info.get("reference"), "reference")
+        images = [*message_images(row.messages), *recorded_images(row.info)]
+        contents = [None if names_file(image) and not is_remote(image) else image for image in images]
+        trajectory.images = encode_images(contents, encoder, trajectory.notes)
+        trajectory.notes += [
+            f"images[{k}]: a path in a record, not opened" for k, image in enumerate(images) if contents[k] is not image
+        ]
+        safe.references = image_references(images, trajectory.images)
+        trajectory.info = safe.convert(row.info, "info")
+        trajectory.reward_parts = reward_parts(row.metrics, safe)
+        trajectory.segments = safe.convert(row.info.get("segments"), "segments")
+        trajectory.fields["kind"] = row.experience_type
+        for name in (*_TEXT_FIELDS, *_FREE_FORM_FIELDS):
+            if (content := getattr(row, name)) is not None:
+                trajectory.fields[name] = safe.convert(content, name)
+        if row.rejected is not None:
+            trajectory.rejected = to_numpy(row.rejected).astype(np.int64)
+
+
+def reward_parts(metrics: Any, safe: JsonSafe) -> dict[str, Any]:
+    """Return the numbers among the metrics of a sample."""
+    if not isinstance(metrics, Mapping):
+        return {}
+    converted = safe.convert(metrics, "reward_parts")
+    return {name: part for name, part in converted.items() if isinstance(part, (int, float)) or part is None}
+
+
+def recorded_images(info: Mapping[Any, Any]) -> list[bytes]:
+    """Return the images in a record's `info["images"]`; see `rollbook.core.images.recorded`."""
+    images = info.get("images")
+    return [image for image in images if isinstance(image, bytes)] if isinstance(images, (list, tuple)) else []
+
+
+def image_references(images: Sequence[Any], encoded: Sequence[EncodedImage | None]) -> dict[int, str]:
+    """Return the `references` of `JsonSafe`: a hash for each image that was encoded."""
+    pairs = zip(images, encoded, strict=True)
+    return {id(image): f"sha256:{picture.sha256}" for image, picture in pairs if picture is not None}
+
+
+def encode_images(images: Iterable[Any], encoder: ImageEncoder, notes: list[str]) -> list[EncodedImage | None]:
+    """Encode the images of a sample: `None` for a missing, remote or unreadable one. The reasons go to `notes`."""
+    encoded: list[EncodedImage | None] = []
+    for k, image in enumerate(images):
+        picture = None
+        if image is not None and not is_remote(image):
+            try:
+                picture = encoder.encode(image)
+            except Exception as error:  # images come from many libraries, with their own exceptions
+                notes.append(f"images[{k}]: {error}")
+        encoded.append(picture)
+    return encoded
+
+
+class TrajectorySet:
+    """All samples of a process: a `Candidate` for each, and its `Trajectory` on demand.
+
+    A sample without an id gets one by content: the same in every process that has the same samples in the same order.
+
+    Args:
+        sources: The samples.
+        step: The training step, for ids by content.
+        rank: The process.
+        problems: A list to which the reason is added for each sample that cannot be read. The others are not affected.
+
+    >>> records = [Experience(tokens=[1, 2, 3], reward=1.0, eid=EID(0, "a", suffix="x"))]
+    >>> samples = TrajectorySet([RecordSource([(0, 0)], records)], step=3, rank=0, problems=[])
+    >>> samples.candidates[0].uid, samples.candidates[0].reward
+    ('0/a/0/0/x', 1.0)
+    >>> samples.trajectory(0, ImageEncoder(512)).tokens.tolist()
+    [1, 2, 3]
+    """
+
+    def __init__(self, sources: Iterable[TrajectorySource], step: int, rank: int, problems: list[str]) -> None:
+        self.problems = problems
+        self.rank, self.step = rank, step
+        self.candidates: list[Candidate] = []
+        self._places: list[tuple[TrajectorySource, int]] = []
+        self._ids: list[EID] = []
+        self._runs: dict[str, int] = {}
+        for samples in sources:
+            for i, (experience, row) in enumerate(samples.places):
+                try:
+                    self._add(samples, i, experience, row)
+                except Exception as error:
+                    self.problems.append(f"experiences[{experience}], sample {row}: {error}")
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def _add(self, samples: TrajectorySource, i: int, experience: int, row: int) -> None:
+        slots = samples.slots(i)
+        mask = samples.read(i, "action_mask")
+        eid, info = samples.entry(i, "eid"), samples.info(i) or {}
+        has_id = isinstance(eid, EID)
+        if not has_id:
+            eid = self._id_by_content(samples.tokens(i), slots)
+        reward = as_number(info.get("reward"))
+        finish_reason = info.get("finish_reason")
+        failed = info.get("error") is not None or info.get("reward_error") is not None or finish_reason == "error"
+        self.candidates.append(
+            Candidate(
+                rank=self.rank,
+                index=len(self.candidates),
+                experience=experience,
+                row=row,
+                uid=eid.uid,
+                group=eid.tid,
+                has_id=has_id,
+                reward=reward,
+                tokens=slots if mask is None or len(mask) != slots or not mask.any() else int(np.count_nonzero(mask)),
+                truncated=finish_reason in _TRUNCATED or info.get("truncate_status") in _TRUNCATED,
+                error=failed or (reward is not None and math.isnan(reward)),
+                mismatch=self._mismatch(samples, i, mask),
+            )
+        )
+        self._places.append((samples, i))
+        self._ids.append(eid)
+
+    def _id_by_content(self, tokens: NDArray[np.int64], slots: int) -> EID:
+        ids = tokens.astype("<i8")
+        task = hashlib.blake2b(ids[: len(ids) - slots].tobytes(), digest_size=8).hexdigest()
+        run = self._runs[task] = self._runs.get(task, -1) + 1
+        return EID(self.step, task, run, 0, hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest())
+
+    @staticmethod
+    def _mismatch(samples: TrajectorySource, i: int, mask: NDArray[Any] | None) -> float | None:
+        extras = samples.extras(i)
+        trainer = samples.read(i, "action_log_probs") if "logprobs" in extras else None
+        if trainer is None:
+            return None
+        engine = extras["logprobs"]()
+        if len(engine) != len(trainer):
+            return None
+        difference = np.abs(trainer.astype(np.float64) - engine)
+        difference = difference[mask != 0] if mask is not None and len(mask) == len(difference) else difference
+        difference = difference[np.isfinite(difference)]
+        return float(difference.max()) if len(difference) else None
+
+    def trajectory(self, index: int, encoder: ImageEncoder | None) -> Trajectory:
+        """Return sample `index`; without `encoder`, only what `measure_response` needs."""
+        samples, i = self._places[index]
+        candidate = self.candidates[index]
+        slots = samples.slots(i)
+        action_mask = samples.read(i, "action_mask")
+        mask = np.ones(slots, dtype=np.bool_) if action_mask is None else action_mask != 0
+        safe = JsonSafe()
+        trajectory = Trajectory(
+            rank=self.rank,
+            experience=candidate.experience,
+            row=candidate.row,
+            eid=self._ids[index].replace(),
+            has_id=candidate.has_id,
+            tokens=samples.tokens(i),
+            mask=mask,
+        )
+        if len(mask) != slots:
+            trajectory.mask = np.zeros(slots, dtype=np.bool_)
+            trajectory.notes.append(f"action_mask: got {len(mask)} entries, expected {slots}; left out")
+        arrays: dict[str, NDArray[Any] | None]
+        if encoder is None:
+            arrays = {"action_entropy": samples.read(i, "action_entropy")}
+        else:
+            arrays = {json_name: samples.read(i, name) for name, json_name in ARRAYS.items()}
+            arrays.update((name, read()) for name, read in samples.extras(i).items())
+            trajectory.padded = samples.padded(i)
+            samples.fill(i, trajectory, safe, encoder)
+            trajectory.reward = None if candidate.reward is None else safe.number(candidate.reward, "reward")
+        for name, array in arrays.items():
+            if array is None:
+                continue
+            if len(array) == 1 != slots and name in NUMBERS:
+                trajectory.numbers[name] = safe.number(float(array[0]), name)
+                continue
+            if len(array) != slots:
+                trajectory.notes.append(f"{name}: got {len(array)} entries, expected {slots}; left out")
+                continue
+            safe.count_nonfinite(array, name)
+            trajectory.arrays[name] = array
+        trajectory.nonfinite = safe.nonfinite
+        return trajectory
+
+
+# --- selection ------------------------------------------------------------------------------------------------------
+
+KEEP = ("auto", "groups", "first", "random")
+"""The ways to select samples; see `select`."""
+
+
+@dataclass
+class Selection:
+    """A selected candidate, the reasons, and, if it was drawn at random, the number of samples it represents."""
+
+    candidate: Candidate
+    reasons: list[str] = field(default_factory=list)
+    weight: float | None = None
+
+    @property
+    def reason(self) -> str:
+        """All reasons, in order."""
+        return ", ".join(dict.fromkeys(self.reasons))
+
+
+def select(candidates: Sequence[Candidate], count: int, keep: str | Callable[..., Any], seed: str) -> list[Selection]:
+    """Select `count` of the candidates, or all if there are no more.
+
+    The selection depends on the candidates and `seed` alone, not on their order or on which rank they came from.
+
+    - `groups`: half at random, as whole groups (samples of one prompt). The rest are the best, the worst, one of a
+      group without variance, truncated, the largest difference of log-probs, the longest and failed ones, each with its
+      group as far as there is room; then the next best, and so on.
+    - `first`: the first of each rank in turn. `random`: any, at random.
+    - `auto`: `groups` if samples have ids, which state their group; else `first`.
+    - a function of the candidates and `count` that returns the selected ones, or pairs of one and a reason.
+
+    Args:
+        candidates: The candidates of all processes.
+        count: How many to select.
+        keep: One of `KEEP`, or a function.
+        seed: The seed of random choices.
+
+    Returns:
+        The selection, in the order of `candidates`.
+
+    >>> rewards = {"a": [1, 0, 0, 1], "b": [0, 0, 0, 0], "c": [1, 1, 1, 0]}
+    >>> candidates = [
+    ...     Candidate(0, i, 0, i, f"{name}{run}", name, True, reward, 10)
+    ...     for i, (name, run, reward) in enumerate((g, r, x) for g, xs in rewards.items() for r, x in enumerate(xs))
+    ... ]
+    >>> [(entry.candidate.uid, entry.reason, entry.weight) for entry in select(candidates, 6, "groups", "3")]
+    [('a0', 'random', 3.0), ('a1', 'random', 3.0), ('a2', 'random', 3.0), ('a3', 'random', 3.0),
+     ('c2', 'best', None), ('c3', 'with best', None)]
+    """
+    if len(candidates) <= count:
+        return [Selection(candidate, ["all"], 1.0) for candidate in candidates]
+    if count <= 0:
+        return []
+    if callable(keep):
+        return _select_by_function(candidates, count, keep)
+    if keep == "auto":
+        keep = "groups" if any(candidate.has_id for candidate in candidates) else "first"
+    if keep == "first":
+        first = sorted(candidates, key=lambda candidate: (candidate.index, candidate.rank))[:count]
+        return _in_order(candidates, {candidate.uid: Selection(candidate, ["first"]) for candidate in first})
+    # Sorted by uid: the order of the ranks' samples has no influence.
+    generator = random.Random(seed)
+    by_uid = sorted(candidates, key=lambda candidate: candidate.uid)
+    if keep == "random":
+        weight = len(by_uid) / count
+        drawn = generator.sample(by_uid, count)
+        return _in_order(candidates, {candidate.uid: Selection(candidate, ["random"], weight) for candidate in drawn})
+    return _in_order(candidates, _GroupSelector(by_uid, generator).select(count))
+
+
+def _in_order(candidates: Sequence[Candidate], selected: dict[str, Selection]) -> list[Selection]:
+    return [selected[candidate.uid] for candidate in candidates if candidate.uid in selected]
+
+
+def _select_by_function(candidates: Sequence[Candidate], count: int, keep: Callable[..., Any]) -> list[Selection]:
+    by_uid = {candidate.uid: candidate for candidate in candidates}
+    selected: dict[str, Selection] = {}
+    for entry in keep(list(candidates), count):
+        candidate, reason = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, "chosen")
+        if not isinstance(candidate, Candidate) or candidate.uid not in by_uid:
+            raise ValueError(f"keep: got {candidate!r}, expected some of the candidates, or pairs of one and why")
+        selected[candidate.uid] = Selection(by_uid[candidate.uid], [str(reason)])
+    return _in_order(candidates, dict(list(selected.items())[:count]))
+
+
+class _GroupSelector:
+    """Selects half of the candidates at random and half from rankings."""
+
+    def __init__(self, candidates: list[Candidate], generator: random.Random) -> None:
+        self.generator = generator
+        self.groups: dict[str, list[Candidate]] = {}
+        for candidate in candidates:
+            self.groups.setdefault(candidate.group, []).append(candidate)
+        # Ties, of which rewards of 0 and 1 have many, are broken at random, in one order for all rankings.
+        order = list(candidates)
+        generator.shuffle(order)
+        scored = [candidate for candidate in order if candidate.reward is not None and not math.isnan(candidate.reward)]
+        constant = {name for name, group in self.groups.items() if _is_constant(group)}
+        mismatched = [candidate for candidate in order if candidate.mismatch]
+        self.rankings: dict[str, list[Candidate]] = {
+            "best": sorted(scored, key=lambda candidate: -(candidate.reward or 0.0)),
+            "worst": sorted(scored, key=lambda candidate: candidate.reward or 0.0),
+            "zero variance": _first_of_each_group(candidate for candidate in order if candidate.group in constant),
+            "truncated": [candidate for candidate in order if candidate.truncated],
+            "mismatch": sorted(mismatched, key=lambda candidate: -(candidate.mismatch or 0.0)),
+            "longest": sorted(order, key=lambda candidate: -candidate.tokens),
+            "error": [candidate for candidate in order if candidate.error],
+        }
+        self.candidates = candidates
+
+    def select(self, count: int) -> dict[str, Selection]:
+        """Select `count` candidates, by uid."""
+        selected = self._random_half(count)
+        queues = {reason: list(reversed(ranking)) for reason, ranking in self.rankings.items()}
+        while len(selected) < count:
+            for reason, queue in queues.items():
+                self._select_next(reason, queue, selected, count)
+        return selected
+
+    def _random_half(self, count: int) -> dict[str, Selection]:
+        """Draw as many whole groups as fit into half of `count`, at least one; of larger groups, single samples."""
+        half = -(-count // 2)
+        largest = max(map(len, self.groups.values()))
+        if largest > count:
+            weight = len(self.candidates) / half
+            drawn = self.generator.sample(self.candidates, half)
+            return {candidate.uid: Selection(candidate, ["random"], weight) for candidate in drawn}
+        names = self.generator.sample(sorted(self.groups), min(max(1, half // largest), len(self.groups)))
+        weight = len(self.groups) / len(names)
+        return {
+            candidate.uid: Selection(candidate, ["random"], weight) for name in names for candidate in self.groups[name]
+        }
+
+    def _select_next(self, reason: str, queue: list[Candidate], selected: dict[str, Selection], count: int) -> None:
+        """Select the next of a ranking with its group, or add the reason if it is selected already."""
+        if not queue or len(selected) >= count:
+            return
+        candidate = queue.pop()
+        if candidate.uid in selected:
+            selected[candidate.uid].reasons.append(reason)
+            return
+        selected[candidate.uid] = Selection(candidate, [reason])
+        others = [other for other in self.groups[candidate.group] if other.uid not in selected]
+        for other in _by_contrast(others, candidate)[: count - len(selected)]:
+            selected[other.uid] = Selection(other, [f"with {reason}"])
+
+
+def _is_constant(group: list[Candidate]) -> bool:
+    rewards = {candidate.reward for candidate in group}
+    return len(group) > 1 and len(rewards) == 1 and None not in rewards
+
+
+def _first_of_each_group(candidates: Iterable[Candidate]) -> list[Candidate]:
+    return list({candidate.group: candidate for candidate in reversed(list(candidates))}.values())[::-1]
+
+
+def _by_contrast(group: list[Candidate], candidate: Candidate) -> list[Candidate]:
+    """Sort by reward from both ends alternately, the end further from `candidate` first: if a group does not fit,
+    those that differ most are selected."""
+    ranked = sorted(group, key=_finite_reward)
+    reward = _finite_reward(candidate)
+    if ranked and reward - _finite_reward(ranked[0]) < _finite_reward(ranked[-1]) - reward:
+        ranked.reverse()
+    return [ranked[i // 2] if i % 2 == 0 else ranked[-1 - i // 2] for i in range(len(ranked))]
+
+
+def _finite_reward(candidate: Candidate) -> float:
+    return candidate.reward if candidate.reward is not None and math.isfinite(candidate.reward) else 0.0
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
+
+_ORJSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY
+_ORJSON_TYPES = (np.float32, np.float64, np.int64, np.int32, np.int16, np.int8, np.uint8)
+_MAX_CACHED_TOKENS = 1 << 18
+
+
+@dataclass
+class ResponseStats:
+    """Statistics of one response."""
+
+    repeat_score: float
+    reflections: dict[str, int]
+    policy_entropy: float | None
+    tokens: int
+
+    @property
+    def reflection_score(self) -> int:
+        """Number of reflection phrases."""
+        return sum(self.reflections.values())
+
+
+@dataclass
+class Response:
+    """The tokens of a trajectory that the model sampled: n of R."""
+
+    ids: NDArray[np.int64]
+    sampled: NDArray[np.bool_]
+    """[R] Which tokens of the response these are: those of the mask, or all if it is all False."""
+    text: str
+    """Without special tokens."""
+    ends: NDArray[np.int64]
+    """[n] Where each token ends in the text; special tokens are empty."""
+    pure: int
+    """Number of tokens before the end token."""
+
+    @property
+    def pure_text(self) -> str:
+        """The text before the end token."""
+        return self.text[: int(self.ends[self.pure - 1])] if self.pure else ""
+
+
+def extract_response(trajectory: Trajectory, decoder: Decoder) -> Response:
+    """Decode the tokens that the model sampled."""
+    sampled = trajectory.mask if trajectory.mask.any() else np.ones_like(trajectory.mask)
+    ids = trajectory.tokens[trajectory.prompt :][sampled]
+    special = decoder.special(ids)
+    text, text_ends = decoder.text_and_ends(ids[~special])
+    ends = np.zeros(len(ids), dtype=np.int64)
+    ends[~special] = text_ends
+    ended = len(ids) > 0 and (bool(special[-1]) or int(ids[-1]) in decoder.end_ids)
+    return Response(ids, sampled, text, np.maximum.accumulate(ends), len(ids) - ended)
+
+
+def measure_response(trajectory: Trajectory, response: Response) -> ResponseStats:
+    """Compute the statistics of a response."""
+    entropy = trajectory.arrays.get("action_entropy")
+    finite = None if entropy is None else entropy[response.sampled]
+    finite = None if finite is None else finite[np.isfinite(finite)]
+    return ResponseStats(
+        repeat_score=repeat_score(response.pure_text),
+        reflections=reflections(response.pure_text),
+        policy_entropy=float(finite.mean(dtype=np.float64)) if finite is not None and len(finite) else None,
+        tokens=len(response.ids),
+    )
+
+
+def sample_std(log_probs: NDArray[Any]) -> float:
+    """Return the sample standard deviation; 0 of one number or none."""
+    return float(np.std(log_probs.astype(np.float64), ddof=1)) if len(log_probs) > 1 else 0.0
+
+
+class TrajectoryEncoder:
+    """Encode trajectories as JSON objects.
+
+    Args:
+        decoder: The tokenizer's texts.
+        mark: A function from the entropies [n] of the sampled tokens to the indices of those to mark, or `None`.
+        separate_images: Write paths of images instead of base64.
+    """
+
+    def __init__(
+        self, decoder: Decoder, mark: Callable[[NDArray[Any]], NDArray[Any]] | None, separate_images: bool
+    ) -> None:
+        self.decoder = decoder
+        self.mark = mark
+        self.separate_images = separate_images
+        self._token_json = _TokenJson()
+
+    def encode(self, trajectory: Trajectory, step: int, paths: list[str | None]) -> tuple[bytes, ResponseStats]:
+        """Return the JSON of a trajectory, with `paths` of its images, and its statistics."""
+        text, ends = self.decoder.text_and_ends(trajectory.tokens)
+        response = extract_response(trajectory, self.decoder)
+        stats = measure_response(trajectory, response)
+        entropy = trajectory.arrays.get("action_entropy")
+        record: dict[str, Any] = {
+            "global_step": step,
+            "experience_index": trajectory.experience,
+            "sample_in_exp": trajectory.row,
+            "full_sequence": text if trajectory.padded is None else self.decoder.text(trajectory.padded),
+            "generated_text": response.text,
+            "pure_generated_text": response.pure_text,
+            "label": trajectory.label,
+            "reference": trajectory.reference,
+            "repeat_score": stats.repeat_score,
+            "reflection_pattern_score": stats.reflection_score,
+            "reflection_pattern_details": stats.reflections,
+            "policy_entropy": stats.policy_entropy,
+            "response_token_count": stats.tokens,
+        }
+        if self.mark is not None and entropy is not None:
+            tokens = self._tokens(response, entropy[response.sampled], self.mark)
+            record["generated_tokens"] = orjson.Fragment(b"[" + b",".join(tokens) + b"]")
+            record["pure_generated_tokens"] = orjson.Fragment(b"[" + b",".join(tokens[: response.pure]) + b"]")
+        for name in NUMBERS:
+            if name in trajectory.arrays:
+                record[name] = _as_json_array(trajectory.arrays[name])
+            elif name in trajectory.numbers:
+                record[name] = trajectory.numbers[name]
+        if trajectory.info is not None:
+            record["info"] = trajectory.info
+        record |= self._images(trajectory, paths)
+        record |= self._further_keys(trajectory, text, ends, response)
+        return orjson.dumps(record, option=_ORJSON_OPTIONS), stats
+
+    def _tokens(
+        self, response: Response, entropy: NDArray[Any], mark: Callable[[NDArray[Any]], NDArray[Any]]
+    ) -> list[bytes]:
+        """Return the JSON of each token [n]: its text, whether it is marked, and if so its entropy."""
+        ends = response.ends.tolist()
+        text = response.text
+        tokens = [self._token_json[text[start:end]] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        if len(self._token_json) > _MAX_CACHED_TOKENS:
+            self._token_json.clear()
+        if not len(entropy):
+            return tokens
+        places = mark(entropy)
+        scores = orjson.dumps(_as_json_array(entropy[places]), option=_ORJSON_OPTIONS)[1:-1].split(b",")
+        for place, score in zip(places.tolist(), scores, strict=True):
+            tokens[place] = tokens[place].removesuffix(b"false}") + b'true,"entropy_score":' + score + b"}"
+        return tokens
+
+    def _images(self, trajectory: Trajectory, paths: list[str | None]) -> dict[str, Any]:
+        if not trajectory.images:
+            return {"has_images": False}
+        counts: dict[str, Any] = {"has_images": True, "num_images": len(trajectory.images)}
+        if self.separate_images:
+            return counts | {"image_paths": paths}
+        texts = [None if image is None else base64.b64encode(image.png).decode() for image in trajectory.images]
+        return counts | {"images_base64": texts}
+
+    def _further_keys(
+        self, trajectory: Trajectory, text: str, ends: NDArray[np.int64], response: Response
+    ) -> dict[str, Any]:
+        """Return the keys that LightRFT's records lack."""
+        eid, prompt, arrays = trajectory.eid, trajectory.prompt, trajectory.arrays
+        log_probs = arrays.get("action_log_probs")
+        spread = None if log_probs is None else sample_std(log_probs[response.sampled])
+        batch_names = [name for name in ARRAYS.values() if name not in NUMBERS and name in arrays]
+        field_names = [name for name in arrays if name in FIELDS and name not in ARRAYS.values()]
+        custom_names = [name for name in arrays if name not in FIELDS and name not in ARRAYS.values()]
+        keys: dict[str, Any] = {
+            "action_log_prob_std": spread,
+            "uid": eid.uid,
+            "gid": eid.tid,
+            "batch": eid.batch,
+            "task": eid.task,
+            "run": eid.run,
+            "turn": eid.step,
+            "named": trajectory.has_id,
+            "rank": trajectory.rank,
+            "kept": trajectory.reason,
+            "kept_weight": trajectory.weight,
+            "reward": trajectory.reward,
+            "reward_parts": trajectory.reward_parts,
+            "prompt_tokens": prompt,
+            "prompt_text": trajectory.fields.get("prompt_text", text[: int(ends[prompt - 1])] if prompt else ""),
+            "token_ids": trajectory.tokens,
+            "text": text,
+            "token_ends": ends,
+            "mask": trajectory.mask.astype(np.uint8),
+            "segments": trajectory.segments,
+        }
+        keys |= {name: _as_json_array(arrays[name]) for name in (*batch_names, *field_names)}
+        if custom_names:
+            keys["custom"] = {name: _as_json_array(arrays[name]) for name in custom_names}
+        keys |= {name: content for name, content in trajectory.fields.items() if name not in keys}
+        if trajectory.images:
+            keys["image_sha256"] = [None if image is None else image.sha256 for image in trajectory.images]
+        if trajectory.rejected is not None:
+            rejected = np.concatenate([trajectory.tokens[:prompt], trajectory.rejected])
+            rejected_text, rejected_ends = self.decoder.text_and_ends(rejected)
+            keys["rejected"] = {"text": rejected_text, "token_ids": rejected, "token_ends": rejected_ends}
+        if trajectory.nonfinite:
+            keys["nonfinite"] = trajectory.nonfinite
+        if trajectory.notes:
+            keys["notes"] = trajectory.notes
+        return keys
+
+
+class _TokenJson(dict[str, bytes]):
+    """A cache of the JSON of tokens that are not marked, by their text."""
+
+    def __missing__(self, text: str) -> bytes:
+        encoded = self[text] = b'{"text":' + orjson.dumps(text) + b',"high_entropy":false}'
+        return encoded
+
+
+def _as_json_array(array: NDArray[Any]) -> NDArray[Any]:
+    """Convert an array to a type that orjson encodes; what is not finite becomes null there."""
+    if array.dtype.kind == "b":
+        return array.astype(np.uint8)
+    if array.dtype not in _ORJSON_TYPES:
+        array = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
+    return np.ascontiguousarray(array)
+
+
+__all__ = [
+    "KEEP",
+    "Candidate",
+    "JsonSafe",
+    "RecordSource",
+    "Response",
+    "ResponseStats",
+    "Selection",
+    "Trajectory",
+    "TrajectoryEncoder",
+    "TrajectorySet",
+    "TrajectorySource",
+    "extract_response",
+    "measure_response",
+    "sample_std",
+    "select",
+    "to_numpy",
+]
