@@ -96,16 +96,16 @@ def json_match(response: str, reference: Any) -> float:
     except ValueError:
         right = reference
     try:
-        return float(_equal(_value(response), right))
+        return float(_equal_json(_value(response), right))
     except (ValueError, RecursionError):
         return 0.0
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal_json(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_equal_json(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(_equal_json, a, b))
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
