@@ -26,7 +26,7 @@ from rollbook.core.metrics import Progress
 from rollbook.core.rows import Rows
 from rollbook.models import Actor, Critic
 from rollbook.rollout import Line, Prompt, ScriptedEngine
-from rollbook.rollout.local import TransformersEngine
+from rollbook.rollout.transformers import TransformersEngine
 from tests import tiny
 
 PROMPTS = ["the quick fox", "what is two plus three", "yes"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.rewards import FunctionReward, as_reward
-from rollbook.rewards.pools import PoolError, Processes
+from rollbook.rewards.functions import PoolError, Processes
 from tests.rewards.helpers import samples
 
 HEAD = """

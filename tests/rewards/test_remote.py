@@ -18,7 +18,7 @@ from PIL import Image
 from rollbook import EID, Experience
 from rollbook.core.retry import Backoff
 from rollbook.rewards import RemoteReward, RewardError, RewardInput, as_reward
-from rollbook.rewards.images import Encoder
+from rollbook.rewards.remote import Encoder
 from rollbook.rollout import Prompt, Sample
 from tests.rewards.helpers import sample, samples
 from tests.rewards.server import nobody, serve

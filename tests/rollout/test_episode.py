@@ -18,7 +18,7 @@ from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.images import load_image
 from rollbook.rollout import Cancel, Line, Prompt, Sample, Sampling, ScriptedEngine
 from rollbook.rollout.episode import Episode, act_all
-from rollbook.rollout.local import TransformersEngine
+from rollbook.rollout.transformers import TransformersEngine
 from tests import tiny
 from tests.rollout import templates
 from tests.rollout.templates import END, ids, merging, with_template

@@ -26,10 +26,9 @@ from PIL import Image
 from rollbook import EID
 from rollbook.core.retry import Backoff
 from rollbook.rollout import Cancel, Prompt, Sampling
-from rollbook.rollout.connection import events
-from rollbook.rollout.content import chat_messages, scrubbed
-from rollbook.rollout.dialects import kind_of
+from rollbook.rollout.chat import chat_messages, scrubbed
 from rollbook.rollout.openai import OpenAIEngine
+from rollbook.rollout.server import events, kind_of
 from tests import tiny
 from tests.rollout.server import CALL, Fault, serve
 

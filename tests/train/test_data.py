@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from rollbook.compat.trinity import split_dpo_experience_to_single_turn
 from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
-from rollbook.rollout.processing import Preparer
+from rollbook.rollout.transformers import Preparer
 from rollbook.train.data import Prompts, permutation
 from rollbook.train.naming import resolve
 from rollbook.train.rows import Reader, digest

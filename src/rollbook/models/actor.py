@@ -182,7 +182,7 @@ class Actor(Wrapper):
     def engine(self) -> Any:
         """The rollout engine over this actor's own weights; one for each actor."""
         if self._engine is None:
-            from rollbook.rollout.local import TransformersEngine
+            from rollbook.rollout.transformers import TransformersEngine
 
             made = TransformersEngine(self.model, self.tokenizer, self.processor)
             # Whoever asks it, and for what: what has no probability in training is not sampled.

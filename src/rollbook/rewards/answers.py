@@ -1,17 +1,25 @@
-r"""Ready functions that look for an answer in a response and compare it (exact, numeric, boxed), or look at its form.
+"""Built-in reward functions: compare answers (exact, numeric, boxed, symbolic, JSON) or check a response's form.
 
-Invariant: they look at the response alone; what cannot be read as an answer is wrong (0), while a missing or unreadable
-reference is an error.
+Invariant: they look at the response alone. A response without a readable answer scores 0; a missing or unreadable
+reference is an error. Length and repetition are those of `rollbook.algorithms.penalties`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
+import logging
+import os
 import re
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Literal
 
 from rollbook.core.checks import check_choice, check_float
+from rollbook.rewards.functions import MissingExtra, Processes, batched
 
 Percent = Literal["either", "hundredth", "ignored"]
 
@@ -308,3 +316,279 @@ def gsm8k(response: str, reference: Any, *, format_weight: float = 0.1) -> dict[
         response = f"{before}\\boxed{{{answer}}}"
     accuracy, form = boxed_match(response, reference), think_boxed_format(response)
     return {"reward": (1 - share) * accuracy + share * form, "accuracy": accuracy, "format": form}
+
+
+_pool: Processes | None = None
+_pool_lock = threading.Lock()
+
+
+def math_match(response: str, reference: Any, *, time_limit: float = 10.0, precision: int = 6) -> float:
+    r"""1 if the answer equals the reference as mathematics, else 0.
+
+    The answer is what math-verify finds in the response: its last box, else LaTeX or an expression near its end. Sets,
+    intervals, tuples, matrices, equations (`x = 3` for `3`), percent and units are understood. `precision`: decimals
+    that must agree. A reference is an answer, with or without a box or dollar signs, or a list of them.
+
+    Comparisons run in processes of their own (up to 4), started when first needed. One that is not done after
+    `time_limit` seconds is killed, and the answer is wrong. Only a reference that cannot be read is an error. Texts and
+    plain numbers that are equal as they stand are not sent there.
+
+    >>> math_match(r"so it is \boxed{\frac{2}{4}}", "1/2"), math_match(r"$x^2 + 2x + 1$", "(x + 1)^2")
+    (1.0, 1.0)
+    >>> math_match(r"\boxed{(1, 2]}", "[1, 2]"), math_match("I do not know", "7")
+    (0.0, 0.0)
+    """
+    check_float("time_limit", time_limit, 0.01, 1e6)
+    right = references(reference)
+    answer = final_answer(response)
+    if answer is not None and any(_same(answer, one) for one in right):
+        return 1.0
+    outcome = _processes().call((response, right, precision), time_limit)
+    if outcome.stopped:
+        return 0.0
+    if outcome.fatal is not None:
+        raise outcome.fatal(outcome.error)
+    if outcome.error is not None:
+        raise RuntimeError(f"math equivalence: {outcome.error}")
+    return float(outcome.value)
+
+
+def _same(answer: str, reference: str) -> bool:
+    own = final_answer(reference) or reference
+    if plain(answer) == plain(own):
+        return True
+    value = as_number(answer)
+    return value is not None and value == as_number(own)
+
+
+def _processes() -> Processes:
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            _pool = Processes(_Verifier(), min(4, os.cpu_count() or 1))
+        return _pool
+
+
+class _Verifier:
+    """`_verified`, which in another process comes with SymPy loaded: that takes longer than most comparisons, and is
+    not to count in anybody's limit."""
+
+    def __reduce__(self) -> Any:
+        return _ready, ()
+
+    def __call__(self, response: str, right: list[str], precision: int) -> float:
+        return _verified(response, right, precision)
+
+
+def _ready() -> _Verifier:
+    with contextlib.suppress(ImportError):  # the call says what is missing
+        importlib.import_module("math_verify")
+    return _Verifier()
+
+
+def _verified(response: str, right: list[str], precision: int) -> float:
+    """The comparison itself, without a limit."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise MissingExtra("math equivalence needs math-verify: pip install 'rollbook[math]'") from None
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of limits that are off: ours is not
+    expressions = []
+    for one in right:
+        marked = final_answer(one)
+        # A bare answer is read as a box: outside of one, an interval or a letter is not found.
+        forms = [one] if "$" in one else [f"\\boxed{{{one if marked is None else marked}}}", one]
+        expected = next((parsed for form in forms if (parsed := parse(form, parsing_timeout=None))), None)
+        if expected is None:
+            raise ValueError(f"reference: got {one[:80]!r}, which math-verify cannot read")
+        expressions.append(expected)
+    try:
+        found = parse(response, parsing_timeout=None)
+        return float(
+            any(verify(one, found, float_rounding=precision, timeout_seconds=None) for one in expressions if found)
+        )
+    except Exception:  # SymPy raises whatever it likes of what a model wrote
+        return 0.0
+
+
+_FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def json_errors(text: str, schema: Any = None, *, most: int = 10) -> list[str]:
+    """What is wrong with a text as JSON, or with its value by a schema; nothing, if it is as it should be.
+
+    The text is JSON as a whole, or its last fenced block (three back ticks) is. `NaN`, duplicate keys and nesting that
+    is too deep to read are errors. References in a schema to other documents are never fetched.
+
+    >>> json_errors('{"age": 3}', {"type": "object", "required": ["name"]})
+    ["$: 'name' is a required property"]
+    >>> json_errors('{"age": ')
+    ['not JSON: Expecting value: line 1 column 9 (char 8)']
+    """
+    try:
+        value = _value(text)
+    except (ValueError, RecursionError) as error:
+        return [f"not JSON: {str(error)[:200]}"]
+    if schema is None:
+        return []
+    try:
+        found = sorted(_validator(json.dumps(schema)).iter_errors(value), key=lambda error: list(map(str, error.path)))
+    except RecursionError:
+        return ["$: nested too deep to be checked"]
+    return [f"{error.json_path}: {error.message[:200]}" for error in found[:most]]
+
+
+def _value(text: str) -> Any:
+    """The value of a text that is JSON, or whose last fenced block is."""
+    blocks = _FENCE.findall(text)
+    return json.loads(blocks[-1] if blocks else text, parse_constant=_no_constant, object_pairs_hook=_once)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key is there twice")
+    return made
+
+
+@lru_cache(maxsize=64)
+def _validator(schema: str) -> Any:
+    try:
+        import jsonschema
+        from referencing import Registry
+    except ImportError:
+        raise MissingExtra("a JSON schema needs jsonschema: pip install 'rollbook[json]'") from None
+    plain = json.loads(schema)
+    kind = jsonschema.validators.validator_for(plain, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(plain)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"schema: got one that is none: {error.message[:200]}") from None
+    if isinstance(plain, dict) and plain and not plain.keys() & kind.VALIDATORS.keys():
+        names = ", ".join(map(repr, list(plain)[:8]))
+        raise ValueError(f"schema: got the keys {names}, expected a JSON schema: none of them checks anything")
+    return kind(plain, registry=Registry())
+
+
+def json_match(response: str, reference: Any) -> float:
+    """1 if the response is JSON of the same value as the reference, else 0.
+
+    reference: a value, or its JSON text (a text that is no JSON stands for itself). Numbers are equal by their value
+    (`1` is `1.0`, `true` is neither), objects whatever the order of their keys. `json_schema` asks for a form instead.
+
+    >>> json_match('{"a": 1.0, "b": [true]}', {"b": [True], "a": 1}), json_match('{"z": 9}', '{"a": 1}')
+    (1.0, 0.0)
+    """
+    if reference is None:
+        raise ValueError("reference: got None, expected a value, or its JSON text ('null' for none)")
+    try:
+        right = json.loads(reference) if isinstance(reference, str) else json.loads(json.dumps(reference))
+    except TypeError as error:
+        raise ValueError(f"reference: got {type(reference).__name__}, expected what JSON can say ({error})") from None
+    except ValueError:
+        right = reference
+    try:
+        return float(_equal_json(_value(response), right))
+    except (ValueError, RecursionError):
+        return 0.0
+
+
+def _equal_json(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal_json(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal_json, a, b))
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
+def json_schema(response: str, reference: Any = None, *, schema: Any = None) -> dict[str, float]:
+    """1 if the response is JSON that keeps the schema, else 0; `json` (it is JSON at all) and `errors` are metrics.
+
+    schema: given once for all samples (`as_reward("json_schema", schema=...)`), else each sample's reference, a
+    mapping or its JSON text. `json_errors` says what is wrong in words.
+
+    >>> shape = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    >>> json_schema('{"age": 3}', shape), json_schema('{"age": "three"}', shape)["reward"], json_schema("three", shape)
+    ({'reward': 1.0, 'json': 1.0, 'errors': 0.0}, 0.0, {'reward': 0.0, 'json': 0.0, 'errors': 1.0})
+    >>> json_schema('{"z": 9}', {"a": 1})
+    Traceback (most recent call last):
+        ...
+    ValueError: schema: got the keys 'a', expected a JSON schema: none of them checks anything
+    """
+    asked = schema if schema is not None else reference
+    if isinstance(asked, str):
+        try:
+            asked = json.loads(asked)
+        except ValueError as error:
+            raise ValueError(f"schema: got {asked[:80]!r}, expected JSON ({error})") from None
+    if not isinstance(asked, (dict, bool)):
+        raise ValueError(f"schema: got {type(asked).__name__}, expected a JSON schema, or one as the reference")
+    wrong = json_errors(response, asked)
+    parsed = not (wrong and wrong[0].startswith("not JSON"))
+    return {"reward": float(not wrong), "json": float(parsed), "errors": float(len(wrong))}
+
+
+Unit = Literal["tokens", "words", "characters"]
+
+
+def _units(responses: Sequence[str], ids: Sequence[Sequence[int]], unit: Unit) -> list[list[int]]:
+    """Each response as numbers that are equal where its units are."""
+    check_choice("unit", unit, ("tokens", "words", "characters"))
+    if unit == "tokens":
+        for i, (text, row) in enumerate(zip(responses, ids, strict=True)):
+            if text and not len(row):
+                raise ValueError(f"response_ids: got none for sample {i}, expected them, or unit='words'")
+        return [list(row) for row in ids]
+    if unit == "characters":
+        return [[ord(mark) for mark in text] for text in responses]
+    seen: dict[str, int] = {}
+    return [[seen.setdefault(word, len(seen)) for word in text.split()] for text in responses]
+
+
+@batched
+def length(
+    responses: Sequence[str],
+    response_ids: Sequence[Sequence[int]],
+    *,
+    target: int = 1024,
+    per_unit: float = 0.001,
+    max_penalty: float = 1.0,
+    unit: Unit = "tokens",
+) -> list[float]:
+    """[B] What each response loses for its length over `target`: `penalties.length_penalty`.
+
+    >>> length(["a b c", "a"], [[], []], target=1, per_unit=0.25, unit="words")
+    [-0.5, 0.0]
+    """
+    from rollbook.algorithms.penalties import length_penalty
+
+    sizes = [len(row) for row in _units(responses, response_ids, unit)]
+    if not sizes:
+        return []
+    found: list[float] = length_penalty(sizes, target=target, per_token=per_unit, max_penalty=max_penalty).tolist()
+    return found
+
+
+@batched
+def repetition(
+    responses: Sequence[str],
+    response_ids: Sequence[Sequence[int]],
+    *,
+    n: int = 4,
+    max_penalty: float = 1.0,
+    unit: Unit = "tokens",
+) -> list[float]:
+    """[B] What each response loses for repeating itself, by its n-grams: `penalties.repetition_penalty`.
+
+    >>> repetition(["a b a b a", "a b c d"], [[], []], n=2, unit="words")
+    [-0.5, 0.0]
+    """
+    from rollbook.algorithms.penalties import repetition_penalty
+
+    rows = _units(responses, response_ids, unit)
+    found: list[float] = repetition_penalty(rows, n=n, max_penalty=max_penalty).tolist() if rows else []
+    return found

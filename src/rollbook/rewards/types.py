@@ -17,8 +17,8 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from rollbook.core.checks import check_float
+from rollbook.core.fingerprints import source_fingerprint
 from rollbook.core.ids import EID
-from rollbook.core.modules import source_fingerprint
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from rollbook.core.metrics import advise
 from rollbook.core.sampling import Prompt
 from rollbook.models import Actor
 from rollbook.models.loading import transformers_module
-from rollbook.rewards.choose import as_reward
-from rollbook.rewards.pools import MissingExtra
+from rollbook.rewards.functions import MissingExtra
+from rollbook.rewards.recipes import as_reward
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.parts import Data, Reward
 from rollbook.train.config.schema import Config

@@ -21,7 +21,7 @@ from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.core.metrics import advise
 from rollbook.models import Actor
 from rollbook.models.heads import text_config
-from rollbook.rewards.choose import as_reward
+from rollbook.rewards.recipes import as_reward
 from rollbook.train.asking import check_readable, prompts_of, reward_of, unrewarded
 from rollbook.train.completing import maker_config
 from rollbook.train.config.kinds import ConfigError

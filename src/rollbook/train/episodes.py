@@ -26,11 +26,11 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.metrics import Stages, advise
 from rollbook.core.sampling import Prompt, Sample, Sampling
-from rollbook.rewards.choose import as_reward
+from rollbook.rewards.recipes import as_reward
 from rollbook.rewards.types import RewardInput, Scores
 from rollbook.rollout.engine import Engine
 from rollbook.rollout.episode import Episode, act_all
-from rollbook.rollout.local import TransformersEngine
+from rollbook.rollout.transformers import TransformersEngine
 
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What an environment says: text, or where the prompt is a chat a message or several; a text is then a user's."""

@@ -168,7 +168,7 @@ def evaluate(
     What goes wrong with some samples is counted, in `failed` and `unscored`, and the others are what they would be.
     """
     from rollbook.core.sampling import Sampling
-    from rollbook.rewards.choose import as_reward
+    from rollbook.rewards.recipes import as_reward
     from rollbook.rewards.types import is_reward
 
     check_int("k", k, 1)

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rollbook.core.checks import suggest
-from rollbook.core.modules import module_of_file
+from rollbook.core.fingerprints import module_of_file
 
 
 def resolve(target: str, *, name: str = "function", folder: str | Path | None = None) -> Any:

@@ -16,9 +16,9 @@ from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.sampling import Overflow, Prompt, Sampling
+from rollbook.rollout.chat import Renderer
 from rollbook.rollout.engine import made_up_batch
-from rollbook.rollout.processing import Prepared, Preparer
-from rollbook.rollout.rendering import Renderer
+from rollbook.rollout.transformers import Prepared, Preparer
 from rollbook.train.data import Prompts
 from rollbook.train.rows import ANSWERS
 

@@ -17,9 +17,8 @@ from rollbook.compat.lightrft.batch import ExperienceBatch, Samples
 from rollbook.compat.lightrft.rollout_batches import Whole, batch_device
 from rollbook.core.metrics import Progress
 from rollbook.core.sampling import Prompt, Sample
-from rollbook.rewards.choose import as_reward
 from rollbook.rewards.functions import KNOWN
-from rollbook.rewards.recipes import LightRFTReward, Recipe, check_label, lightrft_reward
+from rollbook.rewards.recipes import LightRFTReward, Recipe, as_reward, check_label, lightrft_reward
 from rollbook.rewards.types import Reward, RewardInput, Scores, WrongCount, is_reward
 
 

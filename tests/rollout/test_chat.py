@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollbook.rollout.rendering import Drift, Drifts, Renderer, compare
+from rollbook.rollout.chat import Drift, Drifts, Renderer, compare
 from tests import tiny
 from tests.rollout import templates
 from tests.rollout.templates import END, ids, merging, with_template

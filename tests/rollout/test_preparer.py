@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollbook.batch.vision import placeholders
 from rollbook.core.sampling import Prompt, Sampling
-from rollbook.rollout.processing import Prepared, Preparer, load_image
+from rollbook.rollout.transformers import Prepared, Preparer, load_image
 from tests.tiny import SPECIAL, bytes_, llava, picture, words
 
 IMAGE = SPECIAL.index("<image>")

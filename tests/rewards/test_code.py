@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollbook.rewards import Limits, as_reward, code_match, sandboxed
-from rollbook.rewards.programs import Cases, program
+from rollbook.rewards.code import Cases, program
 from rollbook.rewards.sandbox import Ran
 from tests.rewards.helpers import sample
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollbook.rollout.choosing import NUCLEUS, Blocks, Rule, Rules, choose, picked, uniforms
+from rollbook.rollout.decoding import NUCLEUS, Blocks, Rule, Rules, choose, picked, uniforms
 
 ENOUGH = 5.0
 """Standard deviations: seeds are fixed, so that a test that passes goes on passing."""

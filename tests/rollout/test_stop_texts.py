@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rollbook.rollout.stopping import StopTexts, begin
+from rollbook.rollout.decoding import StopTexts, begin
 from tests.tiny import bytes_, words
 
 

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from rollbook.core.ids import EID
 from rollbook.core.sampling import Prompt, Sample, Sampling
 from rollbook.rollout.engine import Cancel
-from rollbook.rollout.local import TransformersEngine
+from rollbook.rollout.transformers import TransformersEngine
 from tests import tiny
 from tests.tiny import SPECIAL, bytes_, gpt2, llama, llava, picture, qwen3, words
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig
 
-from rollbook.rollout.caching import room
+from rollbook.rollout.decoding import room
 
 MOVES = st.lists(
     st.one_of(st.integers(1, 5).map(lambda n: ("grow", n)), st.lists(st.integers(0, 2), min_size=1, max_size=4)),

@@ -1,0 +1,99 @@
+"""llama.cpp's native `/completion` API, which returns token ids.
+
+Invariant: prompts are sent as token ids, so that the recorded ids are those the server was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from rollbook.core.sampling import LogprobsKind, Sampling
+from rollbook.rollout.server import Ask, BadReply, Dialect, Json, Piece
+
+
+class LlamaCpp(Dialect):
+    """llama.cpp's own `/completion`: ids in; ids and log-probs of the model's own distribution out.
+
+    A chat is rendered by its `/apply-template`, and sent as ids. One with tools goes to its chat endpoint, whose
+    log-probs carry ids.
+    """
+
+    name = "llama.cpp"
+    gives_ids = True
+    chats = "template"
+    tokenizes = True
+    media = False
+    trims_stop = True
+    kind: ClassVar[LogprobsKind | None] = "raw"
+    words = frozenset({"top_k", "min_p", "ignore_eos", "suppress"})
+    largest_seed = 2**32 - 2  # the next one means "any"
+    cannot = (
+        "stop at token ids, and a least number of tokens (stop_token_ids, min_tokens)",
+        "the prompt ids of a prompt with images",
+        "log-probs of another kind than raw",
+    )
+    ids_from = "llama.cpp gives them from the end of 2024 on (return_tokens)"
+    logprobs_from = "llama.cpp gives them from the end of 2024 on (n_probs)"
+
+    def together(self, sampling: Sampling) -> bool:
+        return False
+
+    def path(self, ask: Ask) -> str:
+        return "/completion" if ask.messages is None else "/v1/chat/completions"
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        how = ask.sampling
+        made: dict[str, Any] = {
+            "temperature": ask.temperature,
+            "top_p": how.top_p,
+            "top_k": max(how.top_k, 0),
+            "min_p": how.min_p,
+            "typical_p": 1.0,
+            "repeat_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "dry_multiplier": 0.0,
+            "xtc_probability": 0.0,
+            "ignore_eos": how.ignore_eos,
+            "stop": list(how.stop),
+            "stream": ask.stream,
+        }
+        if ask.seed is not None:
+            made["seed"] = ask.seed
+        if how.suppress:
+            made["logit_bias"] = [[one, False] for one in how.suppress]
+        if ask.messages is not None:
+            chat = {"messages": list(ask.messages), "max_tokens": ask.max_tokens, "logprobs": True, "top_logprobs": 1}
+            return made | chat | ({} if ask.tools is None else {"tools": list(ask.tools)})
+        made |= {"prompt": list(ask.ids or ()), "n_predict": ask.max_tokens, "return_tokens": True}
+        # Of a whole reply it leaves out the log-probs of the stop text's tokens; of a stream it does not.
+        made["stream"] = ask.stream or bool(how.stop)
+        return made | ({} if how.logprobs is None else {"n_probs": 1})
+
+    async def tokenized(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
+        if chat:
+            text = (await json("/apply-template", chat)).get("prompt")
+        return (await json("/tokenize", {"content": text, "add_special": False, "parse_special": True})).get("tokens")
+
+    def read(self, reply: Any, pieces: Sequence[Piece]) -> None:
+        if isinstance(reply, dict) and "choices" in reply:
+            super().read(reply, pieces)
+            return
+        self.fold(reply, pieces)
+        if pieces[0].finish is None:
+            raise BadReply("stop_type: got none, expected one")
+
+    def fold(self, event: Any, pieces: Sequence[Piece]) -> None:
+        (piece,) = pieces
+        if isinstance(event, dict) and "choices" in event:
+            super().fold(event, pieces)
+            return
+        if not isinstance(event, dict) or "content" not in event:
+            raise BadReply(f"the reply has no content: {str(event)[:200]}")
+        entries = event.get("completion_probabilities")
+        piece.more(event.get("tokens"), [e.get("logprob") for e in entries] if entries else None, event["content"])
+        if event.get("stop"):
+            how = event.get("stop_type")
+            piece.finish = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(how))
+            piece.stop = event.get("stopping_word") or None

@@ -1,0 +1,102 @@
+"""SGLang's native `/generate` API, which returns token ids.
+
+Invariant: prompts are sent as token ids, so that the recorded ids are those the server was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from rollbook.core.sampling import LogprobsKind, Sampling
+from rollbook.rollout.server import Ask, BadReply, Dialect, Piece, whole
+
+
+class SGLang(Dialect):
+    """SGLang's own `/generate`: ids in, and (log-prob, id) pairs out. Its OpenAI endpoints give no ids.
+
+    Log-probs are after temperature and before truncation; of a server with SGLANG_RETURN_ORIGINAL_LOGPROB=1 say
+    `logprobs_kind="raw"`. A seed holds where the server runs with `--enable-deterministic-inference`.
+    """
+
+    name = "sglang"
+    gives_ids = True
+    chats = "local"
+    tokenizes = True
+    media = False
+    kind: ClassVar[LogprobsKind | None] = "tempered"
+    words = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
+    largest_seed = 2**31 - 1
+    cannot = (
+        "the prompt ids of a chat: give a tokenizer, which renders it here",
+        "the prompt ids of a prompt with images",
+        "tool calls as messages: they are in the text",
+        "sample the same again by a seed, unless the server runs with --enable-deterministic-inference",
+        "log-probs after truncation, or before temperature",
+    )
+    ids_from = "SGLang gives them by /generate, which a server or a proxy of another kind may lack"
+    logprobs_from = "SGLang gives them by /generate (return_logprob)"
+
+    def together(self, sampling: Sampling) -> bool:
+        return False
+
+    def path(self, ask: Ask) -> str:
+        return "/generate"
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        how = ask.sampling
+        sampling: dict[str, Any] = {
+            "max_new_tokens": ask.max_tokens,
+            "min_new_tokens": ask.min_tokens,
+            "temperature": ask.temperature,
+            "top_p": how.top_p,
+            "top_k": how.top_k,
+            "min_p": how.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(how.stop),
+            "stop_token_ids": list(how.stop_token_ids),
+            "ignore_eos": how.ignore_eos,
+            "no_stop_trim": how.include_stop,
+        }
+        if ask.seed is not None:
+            sampling["sampling_seed"] = ask.seed
+        if how.suppress:
+            sampling["logit_bias"] = {str(one): -100 for one in how.suppress}
+        return {
+            "input_ids": list(ask.ids or ()),
+            "sampling_params": sampling,
+            "return_logprob": how.logprobs is not None,
+            "stream": ask.stream,
+        }
+
+    def read(self, reply: Any, pieces: Sequence[Piece]) -> None:
+        self.fold(reply, pieces)
+        if pieces[0].finish is None:
+            raise BadReply("finish_reason: got none, expected one")
+
+    def fold(self, event: Any, pieces: Sequence[Piece]) -> None:
+        (piece,) = pieces
+        meta = event.get("meta_info") if isinstance(event, dict) else None
+        if not isinstance(meta, dict):
+            raise BadReply(f"the reply has no meta_info: {str(event)[:200]}")
+        pairs, ids, text = meta.get("output_token_logprobs"), event.get("output_ids"), event.get("text") or ""
+        if pairs is not None:
+            if any(not isinstance(pair, list) or len(pair) < 2 for pair in pairs):
+                raise BadReply(f"output_token_logprobs: got {str(pairs)[:80]}, expected [log-prob, id, text] each")
+            ids = [pair[1] for pair in pairs]
+        done = meta.get("completion_tokens")
+        if len(ids or ()) == done:  # all so far; else, by the server's choice, only what is new
+            piece.ids, piece.logprobs, piece.text = None, None, ""
+        piece.more(ids, None if pairs is None else [pair[0] for pair in pairs], text)
+        version = whole(meta.get("weight_version"))
+        if version is not None and piece.ids:
+            start = piece.spans[-1][2] if piece.spans else 0
+            piece.spans.append((version, start, max(start, len(piece.ids))))
+        finish = meta.get("finish_reason")
+        if isinstance(finish, dict):
+            piece.finish = finish.get("type")
+            piece.stop = finish.get("matched")
+            if piece.finish == "abort" and finish.get("status_code"):
+                raise BadReply(f"the server gave up: {str(finish.get('message'))[:300]}")

@@ -1,0 +1,55 @@
+"""vLLM's OpenAI-compatible API, with the extensions that return token ids."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from rollbook.core.sampling import LogprobsKind, Sampling
+from rollbook.rollout.server import Ask, Dialect
+
+
+class VLLM(Dialect):
+    """vLLM's server, from 0.10.2 on: token ids with every reply, all options, n samples by one request.
+
+    Sample k of a request with a seed is sampled by seed + k. Log-probs are `raw` unless the server was started with
+    `--logprobs-mode processed_logprobs`, which it does not tell: then say `logprobs_kind="processed"`.
+    """
+
+    name = "vllm"
+    gives_ids = True
+    kind: ClassVar[LogprobsKind | None] = "raw"
+    words = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
+    cannot = (
+        "log-probs of another kind than the server's --logprobs-mode (raw unless logprobs_kind= says otherwise)",
+        "go on with a prompt that has images: only token ids are sent again",
+    )
+    ids_from = "vLLM gives them from 0.10.2 on (return_token_ids)"
+    logprobs_from = "vLLM gives them when it is asked (logprobs), unless extra= or a proxy takes that out"
+    interval = 8
+    """Tokens of one event of a stream: fewer cost both sides more than they are worth, since a cancel loses less than
+    this; servers that do not know the option send each token."""
+
+    def together(self, sampling: Sampling) -> bool:
+        return True
+
+    def seed_of(self, seed: int, k: int) -> int:
+        return seed + k
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        how = ask.sampling
+        made = self._shared(ask) | {
+            "top_k": how.top_k,
+            "min_p": how.min_p,
+            "repetition_penalty": 1.0,
+            "min_tokens": ask.min_tokens,
+            "stop_token_ids": list(how.stop_token_ids),
+            "include_stop_str_in_output": how.include_stop,
+            "ignore_eos": how.ignore_eos,
+            "add_special_tokens": False,
+            "return_token_ids": True,
+        }
+        if how.logprobs is not None:
+            made |= {"logprobs": 0} if ask.messages is None else {"logprobs": True, "top_logprobs": 0}
+        if ask.stream:
+            made["stream_interval"] = self.interval
+        return made
