@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollbook import EID, Experience, Experiences
-from rollbook.rewards import Reward, RewardInput, Scores, as_reward
+from rollbook.rewards import Reward, RewardInput, RewardResult, as_reward
 from rollbook.rewards.types import as_float, check_on_error, run_sync
 from rollbook.rollout import Prompt, Sample
 from tests.rewards.server import serve
@@ -118,14 +118,14 @@ def test_rewards_take_samples_and_records_and_inputs_alike() -> None:
 
 
 def test_scores_are_float32_tensors() -> None:
-    rewards, metrics = Scores(rewards=[1, True], metrics={"n": [2, 3]}).to_tensors()
+    rewards, metrics = RewardResult(rewards=[1, True], metrics={"n": [2, 3]}).to_tensors()
     assert rewards.dtype == metrics["n"].dtype == torch.float32
     assert rewards.tolist() == [1.0, 1.0]
 
 
 def test_scores_of_a_wrong_length_are_refused() -> None:
     with pytest.raises(ValueError, match="n: got 1 entries, expected 2"):
-        Scores(rewards=[1.0, 2.0], metrics={"n": [1.0]})
+        RewardResult(rewards=[1.0, 2.0], metrics={"n": [1.0]})
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_coroutine_runs_in_and_out_of_a_loop() -> None:
 def test_a_reward_of_ones_own_has_the_rest() -> None:
     class Mine(Reward):
         def __call__(self, inputs):  # type: ignore[no-untyped-def]
-            return Scores(rewards=[math.pi] * len(inputs))
+            return RewardResult(rewards=[math.pi] * len(inputs))
 
     mine = Mine()
     assert isinstance(mine, Reward)

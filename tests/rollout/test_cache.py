@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig
 
-from rollbook.rollout.decoding import room
+from rollbook.rollout.decoding import preallocate
 
 MOVES = st.lists(
     st.one_of(st.integers(1, 5).map(lambda n: ("grow", n)), st.lists(st.integers(0, 2), min_size=1, max_size=4)),
@@ -22,7 +22,7 @@ MOVES = st.lists(
 @given(MOVES, st.integers(0, 30), st.sampled_from([1, 4]))
 def test_as_a_concatenating_cache(moves: list[Any], most: int, step: int) -> None:
     plain, roomy = (DynamicCache(config=LlamaConfig(num_hidden_layers=2)) for _ in range(2))
-    room(roomy, most, step)
+    preallocate(roomy, most, step)
     rows, draw = 3, torch.Generator().manual_seed(0)
     for move in moves:
         if isinstance(move, list):
@@ -45,7 +45,7 @@ def test_as_a_concatenating_cache(moves: list[Any], most: int, step: int) -> Non
 
 
 def test_it_is_copied_a_few_times_only_and_is_never_larger_than_it_may_become() -> None:
-    cache = room(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), 600)
+    cache = preallocate(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), 600)
     states = torch.ones(2, 1, 10, 4)
     cache.update(states, states, 0)
     places, sizes = set(), set()
@@ -58,14 +58,14 @@ def test_it_is_copied_a_few_times_only_and_is_never_larger_than_it_may_become() 
 
 def test_layers_of_other_kinds_are_left_as_they_are() -> None:
     config = Gemma3TextConfig(num_hidden_layers=6, sliding_window=4)
-    kinds = [type(layer).__name__ for layer in room(DynamicCache(config=config), 9).layers]
+    kinds = [type(layer).__name__ for layer in preallocate(DynamicCache(config=config), 9).layers]
     assert kinds.count("RoomyLayer") == config.layer_types.count("full_attention") == 1
     assert kinds.count("DynamicSlidingWindowLayer") == 5
 
 
 @pytest.mark.parametrize("most", [0, 5, 100])
 def test_more_than_was_said_fits_as_well(most: int) -> None:
-    cache = room(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), most)
+    cache = preallocate(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), most)
     states = torch.arange(8.0).view(1, 1, 2, 4)
     for i in range(5):
         keys, _ = cache.update(states + i, states, 0)

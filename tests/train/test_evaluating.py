@@ -11,7 +11,7 @@ import torch
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.rewards import RewardInput, Scores
+from rollbook.rewards import RewardInput, RewardResult
 from rollbook.rewards.types import Reward
 from rollbook.rollout import Cancel, Engine, Line, Prompt, Request, RunInfo, Sample, ScriptedEngine, TransformersEngine
 from rollbook.train.evaluating import Evaluation, difference, evaluate, evaluated
@@ -78,9 +78,9 @@ def test_a_vote_is_by_the_marked_answer_or_by_ones_own() -> None:
 @pytest.mark.parametrize(("success", "expected"), [(None, 1 / 3), (0.5, 2 / 3), (0, 1.0), (2.0, 0.0), ("close", 2 / 3)])
 def test_what_counts_as_success(success: Any, expected: float) -> None:
     class Parts(Reward):
-        def __call__(self, inputs: Sequence[Any]) -> Scores:
+        def __call__(self, inputs: Sequence[Any]) -> RewardResult:
             rewards = [{"2": 0.1 + 0.2 + 0.7 - 1e-9, "5": 0.5}.get(one.response, 0.0) for one in inputs]
-            return Scores(rewards=rewards, metrics={"close": [float(one >= 0.5) for one in rewards]})
+            return RewardResult(rewards=rewards, metrics={"close": [float(one >= 0.5) for one in rewards]})
 
     found = evaluate(answering(["2"], ["5"], ["9"]), prompts(), Parts(), success=success)
     assert found.success == pytest.approx(expected)
@@ -178,8 +178,8 @@ def test_mistakes_are_refused(options: dict[str, Any], said: str) -> None:
 
 def test_a_reward_that_gives_too_few_scores_is_an_error() -> None:
     class Short(Reward):
-        def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
-            return Scores(rewards=[1.0])
+        def __call__(self, inputs: Sequence[RewardInput]) -> RewardResult:
+            return RewardResult(rewards=[1.0])
 
     with pytest.raises(ValueError, match="reward: got 1 scores back, expected 3"):
         evaluate(answering(["2"], ["4"], ["6"]), prompts(), Short())

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 
-def module_of_file(path: str | Path) -> ModuleType:
+def load_module_file(path: str | Path) -> ModuleType:
     """Import a file and return its module; later calls return the same module.
 
     Raises:
@@ -31,7 +31,7 @@ def module_of_file(path: str | Path) -> ModuleType:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     script = Path(folder, "mine.py")
     ...     _ = script.write_text("answer = 6 * 7")
-    ...     module_of_file(script).answer, module_of_file(script) is module_of_file(str(script))
+    ...     load_module_file(script).answer, load_module_file(script) is load_module_file(str(script))
     (42, True)
     """
     file_path = Path(path).resolve()
@@ -61,7 +61,7 @@ def source_fingerprint(target: Any) -> str | None:
     Returns:
         16 hex digits, or `None` for code of this library and where there is no source.
 
-    >>> source_fingerprint(module_of_file), len(source_fingerprint(textwrap.dedent))
+    >>> source_fingerprint(load_module_file), len(source_fingerprint(textwrap.dedent))
     (None, 16)
     """
     name = getattr(target, "__module__", None) or ""
@@ -89,13 +89,13 @@ def text_fingerprint(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def joined_fingerprint(parts: Mapping[str, str | None]) -> str | None:
+def join_fingerprints(parts: Mapping[str, str | None]) -> str | None:
     """Fingerprint several sources by name; `None` if none of them has a fingerprint."""
     present = {name: fingerprint for name, fingerprint in parts.items() if fingerprint is not None}
     return text_fingerprint(repr(sorted(present.items()))) if present else None
 
 
-def _hashed(text: str) -> str:
+def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -115,7 +115,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     else:
         parts = {"class": type(tokenizer).__name__, "vocabulary": dict(tokenizer.get_vocab())}
     special = {name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()}
-    return _hashed(json.dumps([parts, special], sort_keys=True))
+    return _hash(json.dumps([parts, special], sort_keys=True))
 
 
 def template_fingerprint(tokenizer: Any) -> str | None:
@@ -125,4 +125,4 @@ def template_fingerprint(tokenizer: Any) -> str | None:
     True
     """
     template = getattr(tokenizer, "chat_template", None)
-    return None if not template else _hashed(json.dumps(template, sort_keys=True))
+    return None if not template else _hash(json.dumps(template, sort_keys=True))

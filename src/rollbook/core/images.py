@@ -21,9 +21,9 @@ from rollbook.core.paths import check_regular
 SOURCES = ("image", "bytes", "path", "url", "image_url", "video")
 """Where a mapping, or a part of a message, may have an image or a video. Bytes come before a path: datasets of images
 give both, and the path is then a name without a file."""
-MARKS = {"png": b"\x89PNG", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
+MAGIC_BYTES = {"png": b"\x89PNG", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
 """How the files begin that servers and browsers take."""
-MOST = 32 << 20
+MAX_IMAGE_BYTES = 32 << 20
 """Bytes of a picture that is kept with a record, which is as much as pages show."""
 
 _PNG_MODES = frozenset(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"))
@@ -32,22 +32,22 @@ _pngs: OrderedDict[Any, bytes] = OrderedDict()
 _lock = threading.Lock()
 
 
-def source(part: Mapping[str, Any]) -> str | None:
+def source_key(part: Mapping[str, Any]) -> str | None:
     """Under which name a mapping has an image or a video, if it has one.
 
-    >>> source({"type": "image", "path": "a.png"}), source({"type": "image"})
+    >>> source_key({"type": "image", "path": "a.png"}), source_key({"type": "image"})
     ('path', None)
     """
     return next((name for name in SOURCES if part.get(name) is not None), None)
 
 
-def inner(given: Any) -> Any:
+def unwrap(given: Any) -> Any:
     """What a mapping holds, else what was given.
 
-    >>> inner({"type": "image_url", "image_url": {"url": "a.png"}})
+    >>> unwrap({"type": "image_url", "image_url": {"url": "a.png"}})
     'a.png'
     """
-    while isinstance(given, Mapping) and (key := source(given)) is not None:
+    while isinstance(given, Mapping) and (key := source_key(given)) is not None:
         given = given[key]
     return given
 
@@ -61,7 +61,7 @@ def names_file(given: Any) -> bool:
     >>> names_file("a.png"), names_file({"url": "file:///a.png"}), names_file("data:image/png;base64,AA=="), names_file(b"")
     (True, True, False, False)
     """  # noqa: E501
-    content = inner(given)
+    content = unwrap(given)
     return isinstance(content, str) and not content.startswith("data:")
 
 
@@ -71,16 +71,16 @@ def as_path(given: Any) -> Any:
     >>> as_path({"path": "/a.png"}), as_path("file:///a.png") == Path("/a.png"), as_path("https://host/a.png")
     (PosixPath('/a.png'), True, 'https://host/a.png')
     """
-    return _held("image", given) if names_file(given) else given
+    return _resolve("image", given) if names_file(given) else given
 
 
-def encoded(name: str, given: Any) -> bytes | None:
+def read_encoded(name: str, given: Any) -> bytes | None:
     """The bytes of an image that comes as bytes, a file or a `data:` address, as they are; `None` of any other.
 
-    >>> encoded("image", {"url": "data:image/png;base64,iVBORw=="})
+    >>> read_encoded("image", {"url": "data:image/png;base64,iVBORw=="})
     b'\\x89PNG'
     """
-    given = _held(name, given)
+    given = _resolve(name, given)
     if isinstance(given, Path):
         check_regular(given)
         try:
@@ -106,8 +106,8 @@ def load_picture(name: str, given: Any) -> Any:
     except ImportError as error:
         raise ImportError("images need Pillow: pip install 'rollbook[models]'") from error
 
-    raw = encoded(name, given)
-    given = _held(name, given) if raw is None else given
+    raw = read_encoded(name, given)
+    given = _resolve(name, given) if raw is None else given
     try:
         made = given if raw is None else Image.open(io.BytesIO(raw))
         if isinstance(made, Image.Image):
@@ -146,34 +146,37 @@ def pixels_key(image: Any) -> Any:
     return content_key(image), palette, repr(image.info.get("transparency"))
 
 
-def recorded(images: Sequence[Any]) -> list[bytes | str | None]:
-    """Images as a record keeps them, an entry for each: PNG, JPEG, GIF and WebP files byte for byte, every other as
-    PNG. An address on the network is kept as it is; of what cannot be read, or takes more than `MOST` bytes, the path
-    is, and `None` if it has none. What a processor has made of images is nobody's picture, and left out.
+def encode_for_record(images: Sequence[Any]) -> list[bytes | str | None]:
+    """Encode images for a record: PNG, JPEG, GIF and WebP files byte for byte, every other image as PNG.
 
-    The runs of a prompt show the same: what was encoded lately is not encoded again.
+    The samples of a prompt share their images: recently encoded images are cached.
+
+    Returns:
+        One entry per image. A network address is kept as text. An image that cannot be read, or takes more than
+        `MAX_IMAGE_BYTES`, becomes its path, or `None` if it has none. Processed media (mappings of tensors) are left
+        out.
 
     >>> import numpy as np
-    >>> made = recorded([np.zeros((4, 6), np.uint8), b"GIF89a...", "https://host/cat.png", "no/such.png", 7])
+    >>> made = encode_for_record([np.zeros((4, 6), np.uint8), b"GIF89a...", "https://host/cat.png", "no/such.png", 7])
     >>> made[0][:4], made[1:]
     (b'\\x89PNG', [b'GIF89a...', 'https://host/cat.png', 'no/such.png', None])
     """
-    return [_recorded(one) for one in images if not isinstance(one, Mapping) or source(one) is not None]
+    return [_encode_image(one) for one in images if not isinstance(one, Mapping) or source_key(one) is not None]
 
 
-def _recorded(given: Any) -> bytes | str | None:
-    held = inner(given)
+def _encode_image(given: Any) -> bytes | str | None:
+    held = unwrap(given)
     named = os.fspath(held) if isinstance(held, (str, os.PathLike)) else None
     name = named if isinstance(named, str) and not named.startswith("data:") else None
     if name is not None and name.startswith(("http://", "https://")):
         return name
     try:
-        raw = encoded("image", given)
-        if raw is None or (len(raw) <= MOST and data_url(raw[:16]) is None):
+        raw = read_encoded("image", given)
+        if raw is None or (len(raw) <= MAX_IMAGE_BYTES and data_url(raw[:16]) is None):
             raw = _png(load_picture("image", given if raw is None else raw))
     except (ImportError, OSError, ValueError):  # whoever shows it to a model says so; there is a record of that too
         return name
-    return raw if len(raw) <= MOST else name
+    return raw if len(raw) <= MAX_IMAGE_BYTES else name
 
 
 def _png(image: Any) -> bytes:
@@ -202,36 +205,36 @@ def data_url(raw: bytes) -> str | None:
     >>> data_url(b"GIF8")
     'data:image/gif;base64,R0lGOA=='
     """
-    kind = next((kind for kind, mark in MARKS.items() if raw.startswith(mark)), None)
+    kind = next((kind for kind, mark in MAGIC_BYTES.items() if raw.startswith(mark)), None)
     return None if kind is None else f"data:image/{kind};base64,{base64.b64encode(raw).decode()}"
 
 
-def told(message: Mapping[str, Any]) -> dict[str, Any]:
+def encode_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A chat message as a record keeps it: pictures that its parts hold, or have the path of, as `data:` addresses.
 
-    >>> told({"role": "user", "content": [{"type": "image", "image": b"GIF8"}, {"type": "text", "text": "what?"}]})
+    >>> encode_message({"role": "user", "content": [{"type": "image", "image": b"GIF8"}, {"type": "text", "text": "what?"}]})
     {'role': 'user', 'content': [{'type': 'image', 'image': 'data:image/gif;base64,R0lGOA=='}, {'type': 'text', 'text': 'what?'}]}
     """  # noqa: E501
     content = message.get("content")
     if not isinstance(content, (list, tuple)):
         return dict(message)
-    return {**message, "content": [_told(part) if isinstance(part, Mapping) else part for part in content]}
+    return {**message, "content": [_encode_part(part) if isinstance(part, Mapping) else part for part in content]}
 
 
-def _told(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    key = source(part) if part.get("type") in ("image", "image_url") else None
-    held = inner(part)
+def _encode_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    key = source_key(part) if part.get("type") in ("image", "image_url") else None
+    held = unwrap(part)
     if key is None or (isinstance(held, str) and held.startswith(("data:", "http://", "https://"))):
         return part
-    made = _recorded(held)
+    made = _encode_image(held)
     shown = data_url(made) if isinstance(made, bytes) else made
     deeper = key == "image_url" and isinstance(part[key], Mapping)  # a server's form, with a `detail` maybe
     return {**part, key: {**part[key], "url": shown} if deeper else shown}
 
 
-def _held(name: str, given: Any) -> Any:
+def _resolve(name: str, given: Any) -> Any:
     """What a mapping, or an address that needs no network, holds."""
-    given = inner(given)
+    given = unwrap(given)
     if not isinstance(given, str):
         return given
     address = urlsplit(given)

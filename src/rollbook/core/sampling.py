@@ -366,13 +366,13 @@ class Sample:
         that is all False, and `info["error"]`. `info["images"]` has the prompt's images (see `pictures.recorded`),
         unless the prompt's own `info` has something under that name."""
         from rollbook.core.experience import Experience
-        from rollbook.core.images import recorded, told
+        from rollbook.core.images import encode_for_record, encode_message
 
         whole = not self.failed
         info = {**self.prompt.info, **self.info}
         given: dict[str, Any] = {"reference": self.prompt.reference, "label": self.prompt.label, "error": self.error}
         info |= {name: value for name, value in given.items() if value is not None}
-        if self.prompt.images and "images" not in info and (images := recorded(self.prompt.images)):
+        if self.prompt.images and "images" not in info and (images := encode_for_record(self.prompt.images)):
             info["images"] = images
         sampling = {**self.sampling, "logprobs": self.logprobs_kind if self.logprobs is not None else None}
         if self.run_id is not None:
@@ -395,7 +395,7 @@ class Sample:
             truncate_status="response_truncated" if self.finish_reason == "length" else None,
             response_text=self.text,
             prompt_text=self.prompt_text if self.prompt_text is not None else self.prompt.text,
-            messages=None if messages is None else [told(message) for message in messages],
+            messages=None if messages is None else [encode_message(message) for message in messages],
             tools=None if self.prompt.tools is None else [dict(tool) for tool in self.prompt.tools],
             multi_modal_inputs=self.media,
             routed_experts=self.routed_experts,

@@ -2,7 +2,7 @@
 
 | module | contents |
 |---|---|
-| `types` | `RewardInput`, `Scores`, the `Reward` protocol |
+| `types` | `RewardInput`, `RewardResult`, the `Reward` protocol |
 | `functions` | reward functions, in threads or processes, with a time limit for each call |
 | `models` | torch modules and sequence classifiers |
 | `remote` | reward models behind HTTP |
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
     from rollbook.rewards.functions import batched as batched
     from rollbook.rewards.models import ModelReward as ModelReward
     from rollbook.rewards.recipes import READY as READY
-    from rollbook.rewards.recipes import Combined as Combined
+    from rollbook.rewards.recipes import CombinedReward as CombinedReward
     from rollbook.rewards.recipes import Recipe as Recipe
     from rollbook.rewards.recipes import as_reward as as_reward
     from rollbook.rewards.recipes import lightrft_reward as lightrft_reward
     from rollbook.rewards.remote import RemoteReward as RemoteReward
     from rollbook.rewards.sandbox import Limits as Limits
-    from rollbook.rewards.sandbox import sandboxed as sandboxed
+    from rollbook.rewards.sandbox import run_sandboxed as run_sandboxed
     from rollbook.rewards.types import Reward as Reward
     from rollbook.rewards.types import RewardError as RewardError
     from rollbook.rewards.types import RewardInput as RewardInput
-    from rollbook.rewards.types import Scores as Scores
+    from rollbook.rewards.types import RewardResult as RewardResult
 
 _HOMES = {
-    "Combined": "rollbook.rewards.recipes",
+    "CombinedReward": "rollbook.rewards.recipes",
     "FunctionReward": "rollbook.rewards.functions",
     "Limits": "rollbook.rewards.sandbox",
     "ModelReward": "rollbook.rewards.models",
@@ -69,7 +69,7 @@ _HOMES = {
     "Reward": "rollbook.rewards.types",
     "RewardError": "rollbook.rewards.types",
     "RewardInput": "rollbook.rewards.types",
-    "Scores": "rollbook.rewards.types",
+    "RewardResult": "rollbook.rewards.types",
     "as_number": "rollbook.rewards.answers",
     "as_reward": "rollbook.rewards.recipes",
     "batched": "rollbook.rewards.functions",
@@ -88,7 +88,7 @@ _HOMES = {
     "math_match": "rollbook.rewards.answers",
     "numeric_match": "rollbook.rewards.answers",
     "repetition": "rollbook.rewards.answers",
-    "sandboxed": "rollbook.rewards.sandbox",
+    "run_sandboxed": "rollbook.rewards.sandbox",
     "think_answer_format": "rollbook.rewards.answers",
     "think_boxed_format": "rollbook.rewards.answers",
 }

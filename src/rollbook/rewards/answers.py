@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from rollbook.core.checks import check_choice, check_float
-from rollbook.rewards.functions import MissingExtra, Processes, batched
+from rollbook.rewards.functions import MissingExtraError, ProcessPool, batched
 
 Percent = Literal["either", "hundredth", "ignored"]
 
@@ -109,7 +109,7 @@ def as_number(text: str) -> Fraction | None:
     >>> as_number("1,234.50"), as_number("-3/4"), as_number("50%"), as_number(r"\frac{1}{2}"), as_number("1,2")
     (Fraction(2469, 2), Fraction(-3, 4), Fraction(1, 2), Fraction(1, 2), None)
     """
-    read = _read(_WHOLE.fullmatch(_undressed(text)))
+    read = _parse_number(_WHOLE.fullmatch(_strip_latex(text)))
     return None if read is None else read[0] / (100 if read[1] else 1)
 
 
@@ -119,24 +119,24 @@ def last_number(text: str) -> Fraction | None:
     >>> last_number("She has 3 apples, and 1,200.5 pears."), last_number("none")
     (Fraction(2401, 2), None)
     """
-    read = _last(text)
+    read = _last_number(text)
     return None if read is None else read[0] / (100 if read[1] else 1)
 
 
-def _undressed(text: str) -> str:
+def _strip_latex(text: str) -> str:
     text = _FRAC.sub(r" \1\3/\2\4", text[: 8 * _MOST_DIGITS])  # the space: 3\frac{1}{2} is three and a half
     return _DRESS.sub("", text).strip()
 
 
-def _last(text: str) -> tuple[Fraction, bool] | None:
-    tail = _undressed(text[-8 * _MOST_DIGITS :])
+def _last_number(text: str) -> tuple[Fraction, bool] | None:
+    tail = _strip_latex(text[-8 * _MOST_DIGITS :])
     found = None
     for match in _INSIDE.finditer(tail):
-        found = _read(match) or found
+        found = _parse_number(match) or found
     return found
 
 
-def _read(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
+def _parse_number(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
     """(value without percent, whether there was a percent sign)."""
     if match is None or len(match.group()) > _MOST_DIGITS:
         return None
@@ -156,25 +156,25 @@ def _read(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
-def references(given: Any) -> list[str]:
+def as_references(given: Any) -> list[str]:
     """The answers that count as right: one, or a list of them, as texts.
 
-    >>> references(["a", 5]), references("b")
+    >>> as_references(["a", 5]), as_references("b")
     (['a', '5'], ['b'])
     """
     if isinstance(given, str):
         return [given]
     if isinstance(given, Sequence) and given:
-        return [text for one in given for text in references(one)]
+        return [text for one in given for text in as_references(one)]
     if given is None or isinstance(given, (Sequence, dict)):
         raise ValueError(f"reference: got {given!r}, expected an answer or a list of answers")
     return [str(given)]
 
 
-def plain(text: str) -> str:
+def normalize_text(text: str) -> str:
     """A text as answers are compared: no outer space, inner space single, case folded, no final full stop.
 
-    >>> plain("  The  Answer. ")
+    >>> normalize_text("  The  Answer. ")
     'the answer'
     """
     return " ".join(text.split()).casefold().rstrip(".").rstrip()
@@ -183,23 +183,23 @@ def plain(text: str) -> str:
 def exact_match(response: str, reference: Any, *, strict: bool = False) -> float:
     r"""1 if the answer is (one of) the reference(s), else 0.
 
-    The answer is what the response marks as such (`final_answer`), else all of it; both are compared as `plain` texts.
-    `strict`: the whole response, character by character.
+    The answer is what the response marks as such (`final_answer`), else all of it; both are compared after
+    `normalize_text`. `strict`: the whole response, character by character.
 
     >>> exact_match("The capital is \\boxed{Paris}.", "paris"), exact_match("Paris, I think", "Paris")
     (1.0, 0.0)
     >>> exact_match("B", ["A", "B"]), exact_match("Paris ", "Paris", strict=True)
     (1.0, 0.0)
     """
-    right = references(reference)
+    right = as_references(reference)
     if strict:
         return float(response in right)
     answer = final_answer(response)
-    found = plain(response if answer is None else answer)
-    return float(any(found == plain(_own(one)) for one in right))
+    found = normalize_text(response if answer is None else answer)
+    return float(any(found == normalize_text(_marked_answer(one)) for one in right))
 
 
-def _own(reference: str) -> str:
+def _marked_answer(reference: str) -> str:
     """A reference that marks its answer (a whole solution of GSM8K) stands for that answer."""
     marked = final_answer(reference)
     return reference if marked is None else marked
@@ -219,21 +219,25 @@ def numeric_match(response: str, reference: Any, *, tolerance: float = 1e-6, per
     """
     check_float("tolerance", tolerance, 0, 1)
     check_choice("percent", percent, ("either", "hundredth", "ignored"))
-    rights = [_reference_number(one) for one in references(reference)]
+    rights = [_reference_number(one) for one in as_references(reference)]
     answer = final_answer(response)
-    found = _last(response) if answer is None else _read(_WHOLE.fullmatch(_undressed(answer))) or _last(answer)
-    return float(found is not None and any(_equal(found, right, tolerance, percent) for right in rights))
+    found = (
+        _last_number(response)
+        if answer is None
+        else _parse_number(_WHOLE.fullmatch(_strip_latex(answer))) or _last_number(answer)
+    )
+    return float(found is not None and any(_equal_numbers(found, right, tolerance, percent) for right in rights))
 
 
 def _reference_number(text: str) -> tuple[Fraction, bool]:
-    own = _own(text)
-    found = _read(_WHOLE.fullmatch(_undressed(own))) or _last(own)
+    own = _marked_answer(text)
+    found = _parse_number(_WHOLE.fullmatch(_strip_latex(own))) or _last_number(own)
     if found is None:
         raise ValueError(f"reference: got {text[:80]!r}, expected a number")
     return found
 
 
-def _equal(a: tuple[Fraction, bool], b: tuple[Fraction, bool], tolerance: float, percent: Percent) -> bool:
+def _equal_numbers(a: tuple[Fraction, bool], b: tuple[Fraction, bool], tolerance: float, percent: Percent) -> bool:
     pairs = []
     if percent != "ignored":
         pairs.append((a[0] / (100 if a[1] else 1), b[0] / (100 if b[1] else 1)))
@@ -248,19 +252,19 @@ def boxed_match(response: str, reference: Any, *, tolerance: float = 1e-6) -> fl
     >>> boxed_match(r"so \boxed{x + 1}", "x+1"), boxed_match(r"\boxed{72}", "#### 72"), boxed_match("72", "72")
     (1.0, 1.0, 0.0)
     """
-    right = references(reference)
+    right = as_references(reference)
     answer = boxed(response)
     if answer is None:
         return 0.0
-    bare = "".join(plain(answer).split())
-    if any(bare == "".join(plain(_own(one)).split()) for one in right):
+    bare = "".join(normalize_text(answer).split())
+    if any(bare == "".join(normalize_text(_marked_answer(one)).split()) for one in right):
         return 1.0
-    found = _read(_WHOLE.fullmatch(_undressed(answer)))
+    found = _parse_number(_WHOLE.fullmatch(_strip_latex(answer)))
     if found is None:
         return 0.0
     for one in right:
-        value = _read(_WHOLE.fullmatch(_undressed(_own(one))))
-        if value is not None and _equal(found, value, tolerance, "either"):
+        value = _parse_number(_WHOLE.fullmatch(_strip_latex(_marked_answer(one))))
+        if value is not None and _equal_numbers(found, value, tolerance, "either"):
             return 1.0
     return 0.0
 
@@ -318,7 +322,7 @@ def gsm8k(response: str, reference: Any, *, format_weight: float = 0.1) -> dict[
     return {"reward": (1 - share) * accuracy + share * form, "accuracy": accuracy, "format": form}
 
 
-_pool: Processes | None = None
+_pool: ProcessPool | None = None
 _pool_lock = threading.Lock()
 
 
@@ -339,7 +343,7 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
     (0.0, 0.0)
     """
     check_float("time_limit", time_limit, 0.01, 1e6)
-    right = references(reference)
+    right = as_references(reference)
     answer = final_answer(response)
     if answer is not None and any(_same(answer, one) for one in right):
         return 1.0
@@ -355,17 +359,17 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
 
 def _same(answer: str, reference: str) -> bool:
     own = final_answer(reference) or reference
-    if plain(answer) == plain(own):
+    if normalize_text(answer) == normalize_text(own):
         return True
     value = as_number(answer)
     return value is not None and value == as_number(own)
 
 
-def _processes() -> Processes:
+def _processes() -> ProcessPool:
     global _pool
     with _pool_lock:
         if _pool is None:
-            _pool = Processes(_Verifier(), min(4, os.cpu_count() or 1))
+            _pool = ProcessPool(_Verifier(), min(4, os.cpu_count() or 1))
         return _pool
 
 
@@ -391,7 +395,7 @@ def _verified(response: str, right: list[str], precision: int) -> float:
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise MissingExtra("math equivalence needs math-verify: pip install 'rollbook[math]'") from None
+        raise MissingExtraError("math equivalence needs math-verify: pip install 'rollbook[math]'") from None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of limits that are off: ours is not
     expressions = []
     for one in right:
@@ -441,14 +445,14 @@ def json_errors(text: str, schema: Any = None, *, most: int = 10) -> list[str]:
 def _value(text: str) -> Any:
     """The value of a text that is JSON, or whose last fenced block is."""
     blocks = _FENCE.findall(text)
-    return json.loads(blocks[-1] if blocks else text, parse_constant=_no_constant, object_pairs_hook=_once)
+    return json.loads(blocks[-1] if blocks else text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key is there twice")
@@ -461,7 +465,7 @@ def _validator(schema: str) -> Any:
         import jsonschema
         from referencing import Registry
     except ImportError:
-        raise MissingExtra("a JSON schema needs jsonschema: pip install 'rollbook[json]'") from None
+        raise MissingExtraError("a JSON schema needs jsonschema: pip install 'rollbook[json]'") from None
     plain = json.loads(schema)
     kind = jsonschema.validators.validator_for(plain, default=jsonschema.Draft202012Validator)
     try:

@@ -23,12 +23,12 @@ from rollbook.rewards.types import (
     OnError,
     Reward,
     RewardInput,
-    Scores,
+    RewardResult,
     as_inputs,
     check_on_error,
     failed_score,
-    say_failures,
-    where,
+    locate,
+    log_failures,
 )
 
 Score = Callable[[Any], torch.Tensor]
@@ -102,10 +102,10 @@ class ModelReward(Reward):
         self._last = _decoder_classifier(self.model)
         self.on_error: OnError = check_on_error(on_error)
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples."""
         inputs = as_inputs(inputs)
-        scores = Scores(rewards=[nan] * len(inputs))
+        scores = RewardResult(rewards=[nan] * len(inputs))
         if not inputs:
             return scores
         ids = [self._ids(one) for one in inputs]
@@ -128,8 +128,8 @@ class ModelReward(Reward):
         for i, error in enumerate(scores.errors):
             if error is not None:
                 scores.errors[i] = f"{self.name}: {error}"
-                scores.rewards[i] = failed_score(self.on_error, where(inputs[i], i), f"{self.name}: {error}")
-        return say_failures(self.name, scores)
+                scores.rewards[i] = failed_score(self.on_error, locate(inputs[i], i), f"{self.name}: {error}")
+        return log_failures(self.name, scores)
 
     def _ids(self, one: RewardInput) -> list[int]:
         if self._tokenizer is None:

@@ -21,42 +21,51 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.core.checks import check_float, suggest
-from rollbook.core.fingerprints import joined_fingerprint, source_fingerprint
-from rollbook.rewards.functions import KNOWN, FileFunction, FunctionReward, MissingExtra, name_of, parts_of
+from rollbook.core.fingerprints import join_fingerprints, source_fingerprint
+from rollbook.rewards.functions import (
+    PARAMETER_NAMES,
+    FileFunction,
+    FunctionReward,
+    MissingExtraError,
+    name_of,
+    read_scores,
+)
 from rollbook.rewards.remote import RemoteReward
 from rollbook.rewards.types import (
     OnError,
     Reward,
     RewardInput,
-    Scores,
+    RewardResult,
     as_inputs,
     check_on_error,
     failed_score,
     is_reward,
-    where,
+    locate,
 )
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScoredComponent:
     """One component's scores of the samples at `places`, and its weight for each of them."""
 
     name: str
     places: Sequence[int]
     weights: Sequence[float]
-    scores: Scores
+    scores: RewardResult
 
 
-def assembled(n: int, pieces: Sequence[Piece]) -> Scores:
+def assemble(n: int, pieces: Sequence[ScoredComponent]) -> RewardResult:
     """The weighted sum for n samples; each component's own score is a metric, its metrics are `component/metric`.
 
     A sample lacks a reward if a component that counts (of a weight other than 0) has none for it.
 
-    >>> part = Scores(rewards=[1.0], metrics={"steps": [3.0]})
-    >>> assembled(2, [Piece("a", [1], [0.5], part)])
-    Scores(rewards=[0.0, 0.5], metrics={'a': [nan, 1.0], 'a/steps': [nan, 3.0]}, errors=[None, None])
+    >>> part = RewardResult(rewards=[1.0], metrics={"steps": [3.0]})
+    >>> assemble(2, [ScoredComponent("a", [1], [0.5], part)])
+    RewardResult(rewards=[0.0, 0.5], metrics={'a': [nan, 1.0], 'a/steps': [nan, 3.0]}, errors=[None, None])
     """
-    made = Scores(rewards=[0.0] * n, parts=tuple(dict.fromkeys(piece.name for piece in pieces if any(piece.weights))))
+    made = RewardResult(
+        rewards=[0.0] * n, parts=tuple(dict.fromkeys(piece.name for piece in pieces if any(piece.weights)))
+    )
     for piece in pieces:
         if len(piece.scores) != len(piece.places):
             raise ValueError(f"{piece.name}: gave {len(piece.scores)} scores, expected {len(piece.places)}")
@@ -78,25 +87,25 @@ def assembled(n: int, pieces: Sequence[Piece]) -> Scores:
     return made
 
 
-def scored_together(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[Scores]:
+def score_all(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[RewardResult]:
     """Each reward's scores of its inputs: those that wait for others run side by side, the rest in turn, right here."""
-    found: dict[int, Scores] = {}
+    found: dict[int, RewardResult] = {}
     waiting = [k for k, (reward, inputs) in enumerate(jobs) if reward.waits and inputs]
     with ThreadPoolExecutor(max(len(waiting), 1), "rollbook-reward") as threads:
         started = {k: threads.submit(jobs[k][0], jobs[k][1]) for k in waiting}
         for k, (reward, inputs) in enumerate(jobs):
             if k not in started:
-                found[k] = reward(inputs) if inputs else Scores(rewards=[])
+                found[k] = reward(inputs) if inputs else RewardResult(rewards=[])
         found |= {k: future.result() for k, future in started.items()}
     return [found[k] for k in range(len(jobs))]
 
 
-async def gathered(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[Scores]:
+async def score_all_async(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[RewardResult]:
     """The same for an event loop."""
     return list(await asyncio.gather(*(reward.score_async(inputs) for reward, inputs in jobs)))
 
 
-class Combined(Reward):
+class CombinedReward(Reward):
     """Several rewards of the same samples: their weighted sum, or whatever `combine` makes of them.
 
     rewards: by name. `weights`: by name or in order, 1 each unless told. `combine`: a function of the list of score
@@ -105,7 +114,8 @@ class Combined(Reward):
     >>> from rollbook.rewards import as_reward
     >>> def right(response, reference): return float(response == reference)
     >>> def short(response): return float(len(response) < 4)
-    >>> both = Combined({"right": as_reward(right), "short": as_reward(short)}, weights={"right": 0.9, "short": 0.1})
+    >>> parts = {"right": as_reward(right), "short": as_reward(short)}
+    >>> both = CombinedReward(parts, weights={"right": 0.9, "short": 0.1})
     >>> scores = both([RewardInput(prompt="", response="no", reference="yes")])
     >>> scores.rewards, scores.metrics
     ([0.1], {'right': [0.0], 'short': [1.0]})
@@ -121,43 +131,43 @@ class Combined(Reward):
         if not rewards:
             raise ValueError("rewards: got none, expected at least one")
         self.rewards = dict(rewards)
-        self.weights = named_weights(list(self.rewards), weights)
+        self.weights = check_weights(list(self.rewards), weights)
         if combine is not None and weights is not None:
             raise ValueError("weights: got them beside combine, expected one of the two")
         self.combine = combine
         self.waits = all(reward.waits for reward in self.rewards.values())
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples."""
         inputs = as_inputs(inputs)
-        return self._sum(len(inputs), scored_together([(reward, inputs) for reward in self.rewards.values()]))
+        return self._sum(len(inputs), score_all([(reward, inputs) for reward in self.rewards.values()]))
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """The same for an event loop, all parts at once."""
         inputs = as_inputs(inputs)
-        return self._sum(len(inputs), await gathered([(reward, inputs) for reward in self.rewards.values()]))
+        return self._sum(len(inputs), await score_all_async([(reward, inputs) for reward in self.rewards.values()]))
 
     def source(self) -> str | None:
         """Fingerprint the parts."""
-        return joined_fingerprint({name: reward.source() for name, reward in self.rewards.items()})
+        return join_fingerprints({name: reward.source() for name, reward in self.rewards.items()})
 
     def close(self) -> None:
         """Close every part."""
         for reward in self.rewards.values():
             reward.close()
 
-    def _sum(self, n: int, found: Sequence[Scores]) -> Scores:
+    def _sum(self, n: int, found: Sequence[RewardResult]) -> RewardResult:
         places = range(n)
-        made = assembled(
+        made = assemble(
             n,
             [
-                Piece(name, places, [self.weights[name]] * n, scores)
+                ScoredComponent(name, places, [self.weights[name]] * n, scores)
                 for name, scores in zip(self.rewards, found, strict=True)
             ],
         )
         if self.combine is not None and n:
             lost = [isnan(reward) for reward in made.rewards]
-            parts = parts_of(self.combine([scores.to_tensors()[0] for scores in found]), n)
+            parts = read_scores(self.combine([scores.to_tensors()[0] for scores in found]), n)
             for i, (reward, metrics, error) in enumerate(parts):
                 made.rewards[i] = nan if lost[i] else reward
                 for key, value in metrics.items():
@@ -167,12 +177,12 @@ class Combined(Reward):
         return made
 
 
-def named_weights(names: Sequence[str], weights: Mapping[str, float] | Sequence[float] | None) -> dict[str, float]:
+def check_weights(names: Sequence[str], weights: Mapping[str, float] | Sequence[float] | None) -> dict[str, float]:
     """A weight for each name, however they were given; 1 each if they were not.
 
-    >>> named_weights(["a", "b"], [0.9, 0.1])
+    >>> check_weights(["a", "b"], [0.9, 0.1])
     {'a': 0.9, 'b': 0.1}
-    >>> named_weights(["accuracy", "format"], {"acuracy": 1.0})
+    >>> check_weights(["accuracy", "format"], {"acuracy": 1.0})
     Traceback (most recent call last):
         ...
     ValueError: weights: got 'acuracy', which is no component; did you mean 'accuracy'? (accuracy, format)
@@ -248,7 +258,7 @@ class Recipe(Reward):
         for label, lines in recipe.items():
             self.recipe[label] = []
             for line in lines:
-                kind, name, weight = _line(label, line)
+                kind, name, weight = _check_line(label, line)
                 source: Mapping[str, Any] = by_key if kind == "model" else known
                 if name not in source:
                     what = "models" if kind == "model" else "functions"
@@ -266,21 +276,21 @@ class Recipe(Reward):
             if not self.recipe[label]:
                 raise ValueError(f"recipe[{label!r}]: got no components, expected at least one")
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples, each by its label's components."""
         inputs = as_inputs(inputs)
         plan = self._plan(inputs)
-        return self._made(inputs, plan, scored_together(self._jobs(inputs, plan)))
+        return self._made(inputs, plan, score_all(self._jobs(inputs, plan)))
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """The same for an event loop, all components at once."""
         inputs = as_inputs(inputs)
         plan = self._plan(inputs)
-        return self._made(inputs, plan, await gathered(self._jobs(inputs, plan)))
+        return self._made(inputs, plan, await score_all_async(self._jobs(inputs, plan)))
 
     def source(self) -> str | None:
         """Fingerprint the components."""
-        return joined_fingerprint({name: reward.source() for name, reward in self.components.items()})
+        return join_fingerprints({name: reward.source() for name, reward in self.components.items()})
 
     def close(self) -> None:
         """Close every component."""
@@ -303,10 +313,12 @@ class Recipe(Reward):
         return [(self.components[name], [inputs[i] for i in weights]) for name, weights in plan.items()]
 
     def _made(
-        self, inputs: Sequence[RewardInput], plan: Mapping[str, dict[int, float]], found: Sequence[Scores]
-    ) -> Scores:
+        self, inputs: Sequence[RewardInput], plan: Mapping[str, dict[int, float]], found: Sequence[RewardResult]
+    ) -> RewardResult:
         parts = zip(plan.items(), found, strict=True)
-        made = assembled(len(inputs), [Piece(n, list(w), list(w.values()), scores) for (n, w), scores in parts])
+        made = assemble(
+            len(inputs), [ScoredComponent(n, list(w), list(w.values()), scores) for (n, w), scores in parts]
+        )
         for name in self.components:  # the same metrics whichever labels a call happens to have
             made.metrics.setdefault(name, [nan] * len(inputs))
         return made
@@ -319,14 +331,14 @@ def check_label(one: RewardInput, place: int, recipe: Mapping[Any, Any]) -> None
     except TypeError:
         known = False
     if not known:
-        spot = where(one, place)
+        spot = locate(one, place)
         raise ValueError(
             f"label: got {one.label!r} ({spot}), which the recipe does not have"
             f"{suggest(one.label, [*map(str, recipe)])}"
         )
 
 
-def _line(label: Any, line: Any) -> tuple[str, str, float]:
+def _check_line(label: Any, line: Any) -> tuple[str, str, float]:
     """(kind, name, weight) of a recipe's line."""
     if isinstance(line, (str, bytes)) or not isinstance(line, Sequence) or len(line) not in (2, 3):
         raise ValueError(f"recipe[{label!r}]: got {line!r}, expected (type, key, weight) or (name, weight)")
@@ -394,24 +406,24 @@ class LightRFTReward(Reward):
         # there is an error only when a sample asks for it.
         self._needs: dict[str, set[str]] = {}
         for label, lines in self.recipe.items():
-            found = [_line(label, line) for line in lines]
+            found = [_check_line(label, line) for line in lines]
             self._needs[label] = {name for kind, name, weight in found if kind == "model" and weight != 0.0}
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples."""
         inputs = as_inputs(inputs)
-        return self._made(inputs, scored_together(self._jobs(inputs)))
+        return self._made(inputs, score_all(self._jobs(inputs)))
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """The same for an event loop; `reward_fn` itself runs in a thread."""
         inputs = as_inputs(inputs)
-        found = await gathered(self._jobs(inputs))
+        found = await score_all_async(self._jobs(inputs))
         return await asyncio.to_thread(self._made, inputs, found)
 
     def source(self) -> str | None:
         """Fingerprint `reward_fn` and the models."""
         models = {str(i): model.source() for i, model in enumerate(self.models)}
-        return joined_fingerprint({**models, "reward_fn": source_fingerprint(self.reward_fn)})
+        return join_fingerprints({**models, "reward_fn": source_fingerprint(self.reward_fn)})
 
     def close(self) -> None:
         """Close every model."""
@@ -434,12 +446,12 @@ class LightRFTReward(Reward):
             for model, key in zip(self.models, self._keys, strict=True)
         ]
 
-    def _made(self, inputs: Sequence[RewardInput], found: Sequence[Scores]) -> Scores:
+    def _made(self, inputs: Sequence[RewardInput], found: Sequence[RewardResult]) -> RewardResult:
         import torch
 
         n = len(inputs)
         if not n:
-            return Scores(rewards=[])
+            return RewardResult(rewards=[])
         columns, errors = [], dict[int, str]()
         for key, scores in zip(self._keys, found, strict=True):
             column = torch.zeros(n, dtype=torch.float32)
@@ -448,7 +460,7 @@ class LightRFTReward(Reward):
                 if error is not None:
                     errors[i] = error
             columns.append(column)
-        parts = parts_of(
+        parts = read_scores(
             self.reward_fn(
                 model_reward_list=columns,
                 labels=[one.label for one in inputs],
@@ -458,14 +470,14 @@ class LightRFTReward(Reward):
             ),
             n,
         )
-        made = Scores(rewards=[nan] * n)
+        made = RewardResult(rewards=[nan] * n)
         for i, (reward, metrics, error) in enumerate(parts):
             for name, value in metrics.items():
                 made.metrics.setdefault(name, [nan] * n)[i] = value
             wrong = errors.get(i) or (None if error is None else f"reward_fn: {error}")
             if wrong is not None:
                 made.errors[i] = wrong
-                reward = failed_score(self.on_error, where(inputs[i], i), wrong)
+                reward = failed_score(self.on_error, locate(inputs[i], i), wrong)
             made.rewards[i] = reward
         return made
 
@@ -552,7 +564,8 @@ def as_reward(given: Any, **options: Any) -> Reward:
     - a torch module, or the path of a folder with a `config.json`: `ModelReward`;
     - `"http://..."`: `RemoteReward`;
     - {label: [(type, key, weight), ...]}: `Recipe`;
-    - a list of these, or a mapping from names to these: their weighted sum, `Combined` (`names`, `weights`, `combine`);
+    - a list of these, or a mapping from names to these: their weighted sum, `CombinedReward`
+      (`names`, `weights`, `combine`);
       a list of URLs with `replicas=True` is one reward behind several servers;
     - a `Reward`: itself.
 
@@ -576,22 +589,22 @@ def as_reward(given: Any, **options: Any) -> Reward:
             raise ValueError(f"reward: got the option {next(iter(options))!r} beside a finished {type(given).__name__}")
         return given
     if isinstance(given, (list, tuple)):
-        return _combined(list(given), options)
+        return _combine(list(given), options)
     if isinstance(given, Mapping) and not any(_is_lines(value) for value in given.values()):
-        return _combined(list(given.values()), {"names": [str(name) for name in given], **options})
-    kind, source = _kind(given)
+        return _combine(list(given.values()), {"names": [str(name) for name in given], **options})
+    kind, source = _reward_class(given)
     known = list(dict.fromkeys([*_options(kind), *_parameters(source)]))
     odd = next((name for name in options if name not in known), None)
     if odd is not None and not _takes_all(kind):
         meant = _SAME.get(odd, odd)
         raise ValueError(f"reward: option {odd!r} is not one of {kind.__name__}{suggest(meant, known)}")
-    return _made(kind, source, options)
+    return _build(kind, source, options)
 
 
-def _kind(given: Any) -> tuple[Callable[..., Reward], Any]:
+def _reward_class(given: Any) -> tuple[Callable[..., Reward], Any]:
     """The class that a single thing is a reward of, and what to make it from."""
     if isinstance(given, (str, Path)):
-        return _kind_of_text(str(given))
+        return _reward_class_of_text(str(given))
     if _is_module(given) or _is_config(given):
         from rollbook.rewards.models import ModelReward
 
@@ -640,10 +653,10 @@ def _parameters(source: Any) -> list[str]:
     except (TypeError, ValueError):
         return []
     named = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [name for name in named if name not in KNOWN]
+    return [name for name in named if name not in PARAMETER_NAMES]
 
 
-def _made(kind: Callable[..., Reward], source: Any, options: Mapping[str, Any]) -> Reward:
+def _build(kind: Callable[..., Reward], source: Any, options: Mapping[str, Any]) -> Reward:
     """A reward of this class, where a function has its own options fixed."""
     rest = dict(options)
     own = {name: rest.pop(name) for name in _parameters(source) if name in rest}
@@ -667,7 +680,7 @@ def _takes_all(kind: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind).parameters.values())
 
 
-def _kind_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
+def _reward_class_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
     if _is_url(text):
         return RemoteReward, text
     path, _, name = text.rpartition(":")
@@ -686,7 +699,7 @@ def _kind_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
         if not callable(vars(module).get(name)):
             known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
             raise ValueError(f"reward: module {path!r} has no function {name!r}{suggest(name, known)}")
-        return _kind(vars(module)[name])
+        return _reward_class(vars(module)[name])
     expected = "a URL, a .py file, 'module:function', a model's folder or a ready function"
     raise ValueError(f"reward: got {text!r}, expected {expected}{suggest(text, list(READY))}")
 
@@ -695,10 +708,10 @@ def _check_package(name: str) -> None:
     """Refuse a ready function whose package is not installed: it would fail with the first sample."""
     module, package, extra = _PACKAGES.get(name, (None, "", ""))
     if module is not None and importlib.util.find_spec(module) is None:
-        raise MissingExtra(f"{name} needs {package}: pip install 'rollbook[{extra}]'")
+        raise MissingExtraError(f"{name} needs {package}: pip install 'rollbook[{extra}]'")
 
 
-def _combined(given: list[Any], options: Mapping[str, Any]) -> Reward:
+def _combine(given: list[Any], options: Mapping[str, Any]) -> Reward:
     if not given:
         raise ValueError("reward: got an empty list, expected at least one reward")
     own = {name: options[name] for name in ("names", "weights", "combine") if name in options}
@@ -708,36 +721,36 @@ def _combined(given: list[Any], options: Mapping[str, Any]) -> Reward:
             raise ValueError("replicas: got True, expected a list of URLs, and neither names, weights nor combine")
         return RemoteReward(given, **rest)
     used: set[str] = set()
-    parts = [_part(one, rest, used) for one in given]
+    parts = [_build_part(one, rest, used) for one in given]
     unused = next((name for name in rest if name not in used), None)
     if unused is not None:
         raise ValueError(f"reward: got the option {unused!r}, which no part of the list takes")
     if len(parts) == 1 and not own:
         return parts[0]
-    names = own.pop("names", None) or _names(given)
+    names = own.pop("names", None) or _part_names(given)
     if len(names) != len(parts) or len(set(names)) != len(names):
         raise ValueError(f"names: got {list(names)}, expected {len(parts)} that differ, one for each reward")
-    return Combined(dict(zip(names, parts, strict=True)), **own)
+    return CombinedReward(dict(zip(names, parts, strict=True)), **own)
 
 
-def _part(one: Any, options: Mapping[str, Any], used: set[str]) -> Reward:
+def _build_part(one: Any, options: Mapping[str, Any], used: set[str]) -> Reward:
     """One reward of a list, with those of the options that it takes."""
     if is_reward(one) or isinstance(one, (list, tuple)):
         return as_reward(one)
-    kind, source = _kind(one)
+    kind, source = _reward_class(one)
     known = {*_options(kind), *_parameters(source)}
     mine = {name: value for name, value in options.items() if name in known}
     used.update(mine)
-    return _made(kind, source, mine)
+    return _build(kind, source, mine)
 
 
-def _names(given: Sequence[Any]) -> list[str]:
+def _part_names(given: Sequence[Any]) -> list[str]:
     """A name for each reward of a list: its own where that tells them apart, with a number where it does not."""
-    found = [_name(one) for one in given]
+    found = [_part_name(one) for one in given]
     return [name if found.count(name) == 1 else f"{name}{found[:i].count(name)}" for i, name in enumerate(found)]
 
 
-def _name(one: Any) -> str:
+def _part_name(one: Any) -> str:
     if _is_url(one):
         return "remote"
     if isinstance(one, (str, Path)):

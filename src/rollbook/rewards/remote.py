@@ -20,22 +20,22 @@ import xxhash
 
 from rollbook.core.addresses import redacted, without_user
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
-from rollbook.core.images import encoded, load_picture, names_file
+from rollbook.core.images import load_picture, names_file, read_encoded
 from rollbook.core.retry import RETRIED, Backoff, asked_wait
-from rollbook.rewards.functions import MissingExtra, said
+from rollbook.rewards.functions import MissingExtraError, describe_error
 from rollbook.rewards.types import (
     OnError,
     Reward,
     RewardInput,
-    Scores,
-    WrongCount,
+    RewardResult,
+    WrongCountError,
     as_float,
     as_inputs,
     check_on_error,
     failed_score,
+    locate,
+    log_failures,
     run_sync,
-    say_failures,
-    where,
 )
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ _PLAIN = {"jpeg": ("L", "RGB"), "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;1
 """The kinds of pixels that a format keeps; others (a palette or transparency in a JPEG) become RGB."""
 
 
-class Encoder:
+class ImageEncoder:
     """Encodes whatever `rollbook.core.images` reads as base64 text, except for paths that are text.
 
     Images are remembered by object and by content as long as the encoder lives: the samples of a prompt share them.
 
-    >>> Encoder().text("/home/me/photo.png")
+    >>> ImageEncoder().text("/home/me/photo.png")
     Traceback (most recent call last):
         ...
     ValueError: image: got a path or an address as text, expected the image itself or a pathlib.Path
@@ -82,7 +82,7 @@ class Encoder:
     def _text(self, image: Any) -> str:
         if names_file(image):
             raise ValueError("image: got a path or an address as text, expected the image itself or a pathlib.Path")
-        raw = encoded("image", image)
+        raw = read_encoded("image", image)
         picture = load_picture("image", image if raw is None else raw)
         if raw is not None:
             return self._kept(raw, lambda: raw)
@@ -105,7 +105,7 @@ class Encoder:
         return self._by_content[key]
 
 
-class _Failed(Exception):
+class _RequestError(Exception):
     """A request that came to nothing, and whether the same one may succeed."""
 
     def __init__(self, what: str, again: bool = False, wait: float = 0.0) -> None:
@@ -175,20 +175,20 @@ class RemoteReward(Reward):
         self._headers = dict(headers or {})
         self._score_key = score_key
         self._send_responses = check_bool("send_responses", send_responses)
-        Encoder(image_format)  # refuses a format that there is not
+        ImageEncoder(image_format)  # refuses a format that there is not
         self._image_format = image_format
         self._dedupe_images = check_bool("dedupe_images", dedupe_images)
         self.on_error: OnError = check_on_error(on_error)
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples; works inside a running event loop, too, which then waits."""
         return run_sync(lambda: self.score_async(inputs))
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples; the event loop goes on meanwhile."""
         httpx = _httpx()
         inputs = as_inputs(inputs)
-        encoder = Encoder(self._image_format)
+        encoder = ImageEncoder(self._image_format)
         chunks = [range(i, min(i + self.batch_size, len(inputs))) for i in range(0, len(inputs), self.batch_size)]
         free = asyncio.Semaphore(self.concurrency)
         limits = httpx.Limits(max_connections=self.concurrency)
@@ -197,7 +197,7 @@ class RemoteReward(Reward):
             parts = await asyncio.gather(
                 *(self._chunk(client, free, k, [inputs[i] for i in chunk], encoder) for k, chunk in enumerate(chunks))
             )
-        scores = Scores(rewards=[nan] * len(inputs))
+        scores = RewardResult(rewards=[nan] * len(inputs))
         for chunk, part in zip(chunks, parts, strict=True):
             for metric, values in part.metrics.items():
                 column = scores.metrics.setdefault(metric, [nan] * len(inputs))
@@ -206,13 +206,13 @@ class RemoteReward(Reward):
                 scores.rewards[i] = reward
                 if error is not None:
                     scores.errors[i] = f"{self.name}: {error}"
-                    scores.rewards[i] = failed_score(self.on_error, where(inputs[i], i), f"{self.name}: {error}")
-        return say_failures(self.name, scores)
+                    scores.rewards[i] = failed_score(self.on_error, locate(inputs[i], i), f"{self.name}: {error}")
+        return log_failures(self.name, scores)
 
     async def _chunk(
-        self, client: httpx.AsyncClient, free: asyncio.Semaphore, k: int, some: list[RewardInput], encoder: Encoder
-    ) -> Scores:
-        scores = Scores(rewards=[nan] * len(some))
+        self, client: httpx.AsyncClient, free: asyncio.Semaphore, k: int, some: list[RewardInput], encoder: ImageEncoder
+    ) -> RewardResult:
+        scores = RewardResult(rewards=[nan] * len(some))
         async with free:
             try:
                 scores.errors = await asyncio.to_thread(_unsendable, some, encoder)
@@ -221,7 +221,7 @@ class RemoteReward(Reward):
                     return scores
                 body = await asyncio.to_thread(self._body, [some[i] for i in places], encoder)
                 replied = self._read(await self._asked(client, k, body), len(places))
-            except _Failed as failed:
+            except _RequestError as failed:
                 scores.errors = [error or str(failed) for error in scores.errors]
                 return scores
         for i, reward, error in zip(places, replied.rewards, replied.errors, strict=True):
@@ -232,7 +232,7 @@ class RemoteReward(Reward):
                 column[i] = value
         return scores
 
-    def payload(self, some: Sequence[RewardInput], encoder: Encoder | None = None) -> dict[str, Any]:
+    def payload(self, some: Sequence[RewardInput], encoder: ImageEncoder | None = None) -> dict[str, Any]:
         """What is sent for some samples, before it is JSON.
 
         >>> reward = RemoteReward("http://localhost:1/score")
@@ -245,7 +245,7 @@ class RemoteReward(Reward):
         beside = {"references": [one.reference for one in some], "labels": [one.label for one in some]}
         sent |= {key: values for key, values in beside.items() if any(value is not None for value in values)}
         if any(len(one.images) for one in some):
-            encoder = encoder if encoder is not None else Encoder(self._image_format)
+            encoder = encoder if encoder is not None else ImageEncoder(self._image_format)
             nested = [[encoder.text(image) for image in one.images] for one in some]
             if self._dedupe_images:
                 table = {text: place for place, text in enumerate(dict.fromkeys(t for row in nested for t in row))}
@@ -255,11 +255,11 @@ class RemoteReward(Reward):
                 sent["images"] = nested
         return sent
 
-    def _body(self, some: Sequence[RewardInput], encoder: Encoder) -> bytes:
+    def _body(self, some: Sequence[RewardInput], encoder: ImageEncoder) -> bytes:
         try:
             return json.dumps(self.payload(some, encoder), allow_nan=False).encode()
         except (TypeError, ValueError, OSError) as error:
-            raise _Failed(f"cannot be sent ({said(error)})") from None
+            raise _RequestError(f"cannot be sent ({describe_error(error)})") from None
 
     async def _asked(self, client: httpx.AsyncClient, k: int, body: bytes) -> Any:
         """The reply to a request, with as many tries as it takes and is allowed; replicas take turns."""
@@ -270,11 +270,11 @@ class RemoteReward(Reward):
             attempt += 1
             try:
                 return await self._once(client, self.urls[at], self._users[at], body)
-            except _Failed as failed:
+            except _RequestError as failed:
                 wait = next(waits, None) if failed.again else None
                 if wait is None:
                     tries = f" ({attempt} tries)" if attempt > 1 else ""
-                    raise _Failed(f"{redacted(self.urls[at])}: {failed}{tries}") from None
+                    raise _RequestError(f"{redacted(self.urls[at])}: {failed}{tries}") from None
                 await asyncio.sleep(max(wait, failed.wait))
 
     async def _once(self, client: httpx.AsyncClient, url: str, user: tuple[str, str] | None, body: bytes) -> Any:
@@ -284,31 +284,31 @@ class RemoteReward(Reward):
             async with asyncio.timeout(self.timeout):
                 reply = await client.post(url, content=body, headers=headers, auth=user or httpx.USE_CLIENT_DEFAULT)
         except TimeoutError:
-            raise _Failed(f"timed out after {self.timeout:g} s", again=True) from None
+            raise _RequestError(f"timed out after {self.timeout:g} s", again=True) from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.LocalProtocolError) as error:
-            raise _Failed(said(error)) from None
+            raise _RequestError(describe_error(error)) from None
         except httpx.TransportError as error:
-            raise _Failed(said(error), again=True) from None
+            raise _RequestError(describe_error(error), again=True) from None
         if reply.status_code != 200:
             again = reply.status_code in RETRIED
-            said_so = _words(reply.content) or reply.reason_phrase
-            raise _Failed(f"status {reply.status_code}: {said_so}", again, asked_wait(reply.headers))
+            said_so = _error_text(reply.content) or reply.reason_phrase
+            raise _RequestError(f"status {reply.status_code}: {said_so}", again, asked_wait(reply.headers))
         try:
             return json.loads(reply.content)
         except ValueError:
-            raise _Failed(f"gave {len(reply.content)} bytes that are not JSON, expected {self._form()}") from None
+            raise _RequestError(f"gave {len(reply.content)} bytes that are not JSON, expected {self._form()}") from None
 
     def _form(self) -> str:
         return f'{{"{self._score_key}": [numbers]}}'
 
-    def _read(self, reply: Any, n: int) -> Scores:
+    def _read(self, reply: Any, n: int) -> RewardResult:
         """A reply's scores: the count is the request's, the type each sample's."""
         values = reply.get(self._score_key) if isinstance(reply, dict) else None
         if not isinstance(values, list):
-            raise _Failed(f"gave {_outline(reply)}, expected {self._form()}")
+            raise _RequestError(f"gave {_outline(reply)}, expected {self._form()}")
         if len(values) != n:
-            raise WrongCount(f"{self.name}: gave {len(values)} scores, expected {n}, one for each query")
-        scores = Scores(rewards=[nan] * n)
+            raise WrongCountError(f"{self.name}: gave {len(values)} scores, expected {n}, one for each query")
+        scores = RewardResult(rewards=[nan] * n)
         for i, value in enumerate(values):
             try:
                 scores.rewards[i] = as_float(value)
@@ -316,18 +316,18 @@ class RemoteReward(Reward):
                 scores.errors[i] = str(error)
         metrics = reply.get("metrics") or {}
         if not isinstance(metrics, dict):
-            raise _Failed(f"gave metrics as {type(metrics).__name__}, expected {{name: [{n} numbers]}}")
+            raise _RequestError(f"gave metrics as {type(metrics).__name__}, expected {{name: [{n} numbers]}}")
         for name, column in metrics.items():
             if not isinstance(column, list) or len(column) != n:
-                raise _Failed(f"gave the metric {name!r} as {_outline(column)}, expected a list of {n} numbers")
+                raise _RequestError(f"gave the metric {name!r} as {_outline(column)}, expected a list of {n} numbers")
             try:
                 scores.metrics[name] = [nan if value is None else as_float(value) for value in column]
             except ValueError as error:
-                raise _Failed(f"metric {name!r}: {error}") from None
+                raise _RequestError(f"metric {name!r}: {error}") from None
         return scores
 
 
-def _unsendable(some: Sequence[RewardInput], encoder: Encoder) -> list[str | None]:
+def _unsendable(some: Sequence[RewardInput], encoder: ImageEncoder) -> list[str | None]:
     """For each sample, the reason why its images cannot be sent, or `None`."""
     errors: list[str | None] = []
     for sample in some:
@@ -336,14 +336,14 @@ def _unsendable(some: Sequence[RewardInput], encoder: Encoder) -> list[str | Non
                 encoder.text(image)
             errors.append(None)
         except (TypeError, ValueError, OSError) as error:
-            errors.append(f"cannot be sent ({said(error)})")
+            errors.append(f"cannot be sent ({describe_error(error)})")
     return errors
 
 
-def _words(content: bytes) -> str:
+def _error_text(content: bytes) -> str:
     """What a server says went wrong, in a line: its message alone, since a reply may quote all that it was sent.
 
-    >>> _words(b'{"detail": [{"loc": ["body", "query"], "msg": "Field required", "input": {"queries": ["..."]}}]}')
+    >>> _error_text(b'{"detail": [{"loc": ["body", "query"], "msg": "Field required", "input": {"queries": ["..."]}}]}')
     'body.query: Field required'
     """
     try:
@@ -369,5 +369,5 @@ def _httpx() -> Any:
     try:
         import httpx
     except ImportError:
-        raise MissingExtra("remote rewards need httpx: pip install 'rollbook[remote]'") from None
+        raise MissingExtraError("remote rewards need httpx: pip install 'rollbook[remote]'") from None
     return httpx

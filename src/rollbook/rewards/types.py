@@ -1,4 +1,4 @@
-"""What a reward is given and what it gives back: one `RewardInput` for each sample in, `Scores` for all of them out.
+"""Reward types: `RewardInput` (one per sample), `RewardResult` (for all samples) and the `Reward` protocol.
 
 Invariant: a score is a finite float or there is none (NaN, with the sample's error beside it); rewards, errors and
 every metric have one entry for each sample, in the order of the inputs.
@@ -34,7 +34,7 @@ OnError = Literal["exclude", "raise"] | float
 log = logging.getLogger("rollbook.rewards")
 
 
-class WrongCount(ValueError):
+class WrongCountError(ValueError):
     """A reward gave another number of scores than it was asked for: no sample's fault, and raised in any case."""
 
 
@@ -124,7 +124,7 @@ class RewardInput:
             prompt = "\n".join(_content(message) for message in asked.messages or ())
         response = sample.text
         if response is None:
-            response = _decoded(tokenizer, [sample.response_ids], f"sample {sample.eid}")
+            response = _decode_turns(tokenizer, [sample.response_ids], f"sample {sample.eid}")
         return cls(
             prompt=prompt,
             response=response,
@@ -148,7 +148,7 @@ class RewardInput:
             prompt = tokenizer.decode(prompt_ids) if tokenizer is not None and prompt_ids else ""
         if response is None:
             mask = [True] * len(response_ids) if record.action_mask is None else record.action_mask.tolist()
-            response = _decoded(tokenizer, _turns(response_ids, mask), f"experience {record.eid}")
+            response = _decode_turns(tokenizer, _split_turns(response_ids, mask), f"experience {record.eid}")
         messages = record.messages
         if messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]  # that is the response
@@ -160,7 +160,7 @@ class RewardInput:
             reference=info.get("reference"),
             label=info.get("label"),
             messages=messages,
-            images=tuple(map(_no_path, images)) if isinstance(images, (list, tuple)) else (),
+            images=tuple(map(_path_to_text, images)) if isinstance(images, (list, tuple)) else (),
             prompt_ids=prompt_ids,
             response_ids=response_ids,
             eid=record.eid,
@@ -169,11 +169,11 @@ class RewardInput:
         )
 
 
-def _no_path(image: Any) -> Any:
+def _path_to_text(image: Any) -> Any:
     """Turn a path in a record into text."""
-    from rollbook.core.images import inner
+    from rollbook.core.images import unwrap
 
-    content = inner(image)
+    content = unwrap(image)
     return str(content) if isinstance(content, os.PathLike) else image
 
 
@@ -198,13 +198,13 @@ def _content(message: Mapping[str, Any]) -> str:
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 
-def _decoded(tokenizer: Any, turns: Sequence[Sequence[int]], where: str) -> str:
+def _decode_turns(tokenizer: Any, turns: Sequence[Sequence[int]], where: str) -> str:
     if tokenizer is None:
         raise ValueError(f"{where}: got no response text and no tokenizer, expected one of them")
     return "\n".join(tokenizer.decode(list(turn), skip_special_tokens=True) for turn in turns)
 
 
-def _turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
+def _split_turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
     """The ids that count, run by run."""
     runs: list[list[int]] = []
     before = False
@@ -218,7 +218,7 @@ def _turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
 
 
 @dataclass(kw_only=True)
-class Scores:
+class RewardResult:
     """The scores of B samples.
 
     `rewards` [B]: NaN where there is none. `metrics`: by name, [B] each, NaN where a component does not apply to a
@@ -226,10 +226,10 @@ class Scores:
     same, if a fixed one was asked for. `parts`: names of the metrics that the reward is a weighted sum of, where the
     source declares them; all other metrics are only logged.
 
-    >>> scores = Scores(rewards=[1, float("nan")], metrics={"accuracy": [1, float("nan")]}, errors=[None, "timed out"])
-    >>> scores.to_tensors()
+    >>> result = RewardResult(rewards=[1, nan], metrics={"accuracy": [1, nan]}, errors=[None, "timed out"])
+    >>> result.to_tensors()
     (tensor([1., nan]), {'accuracy': tensor([1., nan])})
-    >>> Scores(rewards=[1.0], errors=[None, None])
+    >>> RewardResult(rewards=[1.0], errors=[None, None])
     Traceback (most recent call last):
         ...
     ValueError: errors: got 2 entries, expected 1, one for each reward
@@ -266,7 +266,7 @@ class Reward(Protocol):
 
     >>> class Length(Reward):
     ...     def __call__(self, inputs):
-    ...         return Scores(rewards=[len(one.response) for one in inputs])
+    ...         return RewardResult(rewards=[len(one.response) for one in inputs])
     >>> Length()([RewardInput(prompt="", response="four")]).rewards
     [4.0]
     """
@@ -274,12 +274,12 @@ class Reward(Protocol):
     waits: bool = False
     """Whether its time goes by waiting for somebody else, so that others may run meanwhile."""
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples: one entry for each, in their order. The rewards here take an engine's `Sample`s and
         `Experience`s as well as `RewardInput`s, which is what the maker gives to all."""
         ...
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """The same for an event loop, which goes on meanwhile."""
         return await asyncio.to_thread(self, inputs)
 
@@ -353,12 +353,12 @@ def _short(value: Any, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def where(one: RewardInput, place: int) -> str:
+def locate(one: RewardInput, place: int) -> str:
     """How an error names a sample: by its id, or by its place."""
     return f"sample {place}" if one.eid is None else f"sample {one.eid.uid}"
 
 
-def say_failures(name: str, scores: Scores) -> Scores:
+def log_failures(name: str, scores: RewardResult) -> RewardResult:
     """Tell the log, once a call, how many samples have an error, and the first; never what was sent."""
     failed = [error for error in scores.errors if error is not None]
     if failed:

@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rollbook.core.images import MARKS, data_url, inner, load_image, load_picture, source
+from rollbook.core.images import MAGIC_BYTES, data_url, load_image, load_picture, source_key, unwrap
 from rollbook.core.paths import check_regular
 from rollbook.core.sampling import Prompt
 
@@ -74,22 +74,22 @@ class Drifts(tuple[Drift, ...]):
         return {name: sum(one.outcome == name for one in self) for name in OUTCOMES}
 
 
-def compare(kept: Sequence[int], rendered: Sequence[int], decode: Callable[..., str], **known: Any) -> Drift:
+def compare_tokens(kept: Sequence[int], rendered: Sequence[int], decode: Callable[..., str], **known: Any) -> Drift:
     """How tokens that are kept differ from tokens that were rendered; `decode(ids, special=...)` gives their text.
 
     >>> letters = {1: "a", 2: "b", 3: "ab", 4: "c"}
     >>> def decode(ids, special=True):
     ...     return "".join(letters[i] for i in ids)
-    >>> compare([4, 1, 2, 4], [4, 3, 4], decode)
+    >>> compare_tokens([4, 1, 2, 4], [4, 3, 4], decode)
     Drift(outcome='realigned', what='tokens', kept=2, rendered=1, by='template', policy='keep')
-    >>> compare([4, 1], [4, 2], decode).outcome
+    >>> compare_tokens([4, 1], [4, 2], decode).outcome
     'forked'
     """
     if list(kept) == list(rendered):
         return Drift(outcome="clean", **known)
-    before = _shared(kept, rendered)
+    before = _common_prefix(kept, rendered)
     most = min(len(kept), len(rendered)) - before
-    after = min(_shared(kept[::-1], rendered[::-1]), most)
+    after = min(_common_prefix(kept[::-1], rendered[::-1]), most)
     ours, theirs = kept[before : len(kept) - after], rendered[before : len(rendered) - after]
     outcome: Outcome = "realigned"
     if decode(ours) == decode(theirs):
@@ -101,7 +101,7 @@ def compare(kept: Sequence[int], rendered: Sequence[int], decode: Callable[..., 
     return Drift(outcome=outcome, what=what, kept=len(ours), rendered=len(theirs), **known)
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many tokens, or letters, both begin with alike."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
@@ -159,9 +159,9 @@ class Renderer:
         """[n] The ids of a text, with no special tokens but those it spells; a processor writes a placeholder for
         each of the images as often as the model takes it."""
         if images and self._inner is not self.tokenizer:
-            from rollbook.rollout.transformers import Preparer
+            from rollbook.rollout.transformers import PromptPreparer
 
-            return list(Preparer(self.tokenizer).prepare(Prompt(text=text, images=images)).ids)
+            return list(PromptPreparer(self.tokenizer).prepare(Prompt(text=text, images=images)).ids)
         return list(self._inner(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int], special: bool = True) -> str:
@@ -177,7 +177,7 @@ class Renderer:
     def endings(self, before: str, now: str) -> tuple[list[int], list[int]]:
         """[n], [m] The ids of two texts from the last special token on that both have, in texts that are the same up
         to it: tokenizers cut a text there first, so that what comes before it is the same tokens."""
-        same = len(before) if now.startswith(before) else _shared(before, now)
+        same = len(before) if now.startswith(before) else _common_prefix(before, now)
         cut = max((before.rfind(token, 0, same) for token in self._inner.all_special_tokens), default=0)
         return self.encode(before[max(cut, 0) :]), self.encode(now[max(cut, 0) :])
 
@@ -247,7 +247,7 @@ class Renderer:
             raise ValueError("the template does not write the turn's content once")
         end, rest = (text.partition(mark)[2] for text in (alone, whole))
         if not turn.get("tool_calls"):
-            closing = end[: _shared(end, rest)]
+            closing = end[: _common_prefix(end, rest)]
             return closing, rest[len(closing) :]
         # Calls stand between the content and the turn's end; what ends a turn without calls ends this one too.
         closing = self._turn(context, {"role": "assistant"}, (), False)[0]
@@ -284,11 +284,11 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates take it: servers give no content beside calls, and a call's arguments as JSON text."""
     made = {**message, "content": message.get("content") if message.get("content") is not None else ""}
     if message.get("tool_calls"):
-        made["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        made["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
     return made
 
 
-def _call(call: Any) -> Any:
+def _parse_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -320,41 +320,43 @@ def chat_messages(prompt: Prompt, allow_urls: bool = False) -> list[dict[str, An
     messages = [dict(message) for message in prompt.messages or ()]
     for i, message in enumerate(messages):
         if isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str):
-            message["content"] = [_filled(f"prompt.messages[{i}]", part, allow_urls) for part in message["content"]]
+            message["content"] = [
+                _encode_part(f"prompt.messages[{i}]", part, allow_urls) for part in message["content"]
+            ]
     for kind, media, encode in (("image", prompt.images, image_url), ("video", prompt.videos, video_url)):
         urls = [encode(f"prompt.{kind}s[{i}]", one, allow_urls) for i, one in enumerate(media)]
-        _put(messages, kind, urls)
+        _insert_media(messages, kind, urls)
     return messages
 
 
-def shows(prompt: Prompt) -> bool:
+def has_media_parts(prompt: Prompt) -> bool:
     """Whether parts of a prompt's messages are something else than text.
 
-    >>> shows(Prompt(messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]))
+    >>> has_media_parts(Prompt(messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]))
     False
     """
     contents = [message.get("content") for message in prompt.messages or ()]
     return any(part.get("type") != "text" for parts in contents if isinstance(parts, (list, tuple)) for part in parts)
 
 
-def _part(kind: str, url: str) -> dict[str, Any]:
+def _url_part(kind: str, url: str) -> dict[str, Any]:
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
-def _filled(name: str, part: Mapping[str, Any], allow_urls: bool) -> dict[str, Any]:
+def _encode_part(name: str, part: Mapping[str, Any], allow_urls: bool) -> dict[str, Any]:
     """A message's part, with the image that it holds itself, if any, as a URL; the URLs that it has are checked."""
     for kind, encode in (("image", image_url), ("video", video_url)):
-        if part.get("type") == kind and source(part) is not None:
-            return _part(kind, encode(f"{name}.{kind}", part, allow_urls))
+        if part.get("type") == kind and source_key(part) is not None:
+            return _url_part(kind, encode(f"{name}.{kind}", part, allow_urls))
         held = part.get(f"{kind}_url")
         url = held.get("url") if isinstance(held, Mapping) else held
         if isinstance(url, str):
-            _as_given(f"{name}.{kind}_url", url, allow_urls)
+            _check_url(f"{name}.{kind}_url", url, allow_urls)
     return dict(part)
 
 
-def _put(messages: list[dict[str, Any]], kind: str, urls: list[str]) -> None:
-    parts = [_part(kind, url) for url in urls]
+def _insert_media(messages: list[dict[str, Any]], kind: str, urls: list[str]) -> None:
+    parts = [_url_part(kind, url) for url in urls]
     places = [
         (message["content"], i)
         for message in messages
@@ -385,17 +387,17 @@ def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
     >>> image_url("image", Image.new("L", (1, 1)))[:30]
     'data:image/png;base64,iVBORw0K'
     """
-    image = inner(image)
+    image = unwrap(image)
     if hasattr(image, "convert") or hasattr(image, "__array__"):  # a PIL image; an array or a tensor
         made = io.BytesIO()
         load_image(name, image).save(made, "PNG")
-        return _data("image/png", made.getvalue())
+        return _data_url("image/png", made.getvalue())
     if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
-        return _as_given(name, image, allow_urls)
-    raw = _bytes(name, image, "a PIL image, bytes, a path or a data: URL")
+        return _check_url(name, image, allow_urls)
+    raw = _read_bytes(name, image, "a PIL image, bytes, a path or a data: URL")
     made_of = data_url(raw)
     if made_of is None:
-        raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected a {', '.join(MARKS)} file")
+        raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected a {', '.join(MAGIC_BYTES)} file")
     load_picture(name, raw)
     return made_of
 
@@ -409,19 +411,19 @@ def video_url(name: str, video: Any, allow_urls: bool = False) -> str:
     >>> video_url("video", bytes(4) + b"ftyp")
     'data:video/mp4;base64,AAAAAGZ0eXA='
     """
-    video = inner(video)
+    video = unwrap(video)
     if isinstance(video, str) and video.startswith(("data:", "http://", "https://")):
-        return _as_given(name, video, allow_urls)
-    raw = _bytes(name, video, "a video file's bytes, a path or a data: URL")
+        return _check_url(name, video, allow_urls)
+    raw = _read_bytes(name, video, "a video file's bytes, a path or a data: URL")
     if not _VIDEO.match(raw):
         raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected an MP4, WebM, AVI, Ogg or MPEG file")
-    return _data("video/mp4", raw)
+    return _data_url("video/mp4", raw)
 
 
-def scrubbed(text: str, secrets: Sequence[str] = (), most: int = 500) -> str:
+def redact_secrets(text: str, secrets: Sequence[str] = (), most: int = 500) -> str:
     """A server's words, fit for a record: no secret, no media payload, and not long.
 
-    >>> scrubbed("no image data:image/png;base64," + "A" * 5000 + " for key-1", ["key-1"])
+    >>> redact_secrets("no image data:image/png;base64," + "A" * 5000 + " for key-1", ["key-1"])
     'no image [payload] for [secret]'
     """
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
@@ -430,7 +432,7 @@ def scrubbed(text: str, secrets: Sequence[str] = (), most: int = 500) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _bytes(name: str, given: Any, expected: str) -> bytes:
+def _read_bytes(name: str, given: Any, expected: str) -> bytes:
     if isinstance(given, (bytes, bytearray, memoryview)):
         return bytes(given)
     if isinstance(given, (str, os.PathLike)):
@@ -442,11 +444,11 @@ def _bytes(name: str, given: Any, expected: str) -> bytes:
     raise ValueError(f"{name}: got {type(given).__name__}, expected {expected}")
 
 
-def _data(kind: str, raw: bytes) -> str:
+def _data_url(kind: str, raw: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
 
 
-def _as_given(name: str, url: str, allow_urls: bool) -> str:
+def _check_url(name: str, url: str, allow_urls: bool) -> str:
     if url.startswith("data:") or (allow_urls and url.startswith(("http://", "https://"))):
         return url
     if allow_urls:

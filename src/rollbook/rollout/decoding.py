@@ -28,7 +28,7 @@ from rollbook.models.logprobs import from_logits
 from rollbook.rollout.engine import Request
 
 if TYPE_CHECKING:
-    from rollbook.rollout.transformers import Prepared
+    from rollbook.rollout.transformers import PreparedPrompt
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -85,14 +85,16 @@ class StopTexts:
             window = self._decode(ids[-size:])
         if not any(text in window for text in self.texts):
             return None
-        found = [(place, -len(text), text) for text in self.texts if (place := begin(text, ids, self._decode)) >= 0]
+        found = [
+            (place, -len(text), text) for text in self.texts if (place := find_stop_start(text, ids, self._decode)) >= 0
+        ]
         return min(found)[2] if found else None
 
 
-def begin(text: str, ids: Sequence[int], decode: Decode) -> int:
+def find_stop_start(text: str, ids: Sequence[int], decode: Decode) -> int:
     """Where the occurrence of `text` begins that the last token completes; -1 if there is none.
 
-    >>> begin("aa", [0, 0, 0], lambda ids: "a" * len(ids))
+    >>> find_stop_start("aa", [0, 0, 0], lambda ids: "a" * len(ids))
     1
     """
     whole = decode(ids)
@@ -102,31 +104,31 @@ def begin(text: str, ids: Sequence[int], decode: Decode) -> int:
     return whole.find(text, max(0, before - len(text) + 1))
 
 
-COLDEST = 1e-30
+MIN_TEMPERATURE = 1e-30
 """A temperature below is 0: logits divided by it would overflow."""
-NUCLEUS = 1024
+NUCLEUS_SIZE = 1024
 """So many tokens are sorted for top-p; rows whose nucleus is wider are sorted whole."""
 
 _STEP, _MIX, _MORE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-def uniforms(seeds: Sequence[int], starts: Sequence[int], count: int) -> np.ndarray:
+def uniform_numbers(seeds: Sequence[int], starts: Sequence[int], count: int) -> np.ndarray:
     """(rows, count) numbers from 0 to 1 - 2^-52: entry (i, j) is number starts[i] + j of stream seeds[i].
 
     A number is made from its stream's seed and its index alone (SplitMix64), so that a stream can be taken up anywhere.
 
-    >>> whole = uniforms([7], [0], 5)
-    >>> bool((uniforms([9, 7], [0, 3], 2)[1] == whole[0, 3:]).all())
+    >>> whole = uniform_numbers([7], [0], 5)
+    >>> bool((uniform_numbers([9, 7], [0, 3], 2)[1] == whole[0, 3:]).all())
     True
     """
     index = np.asarray(starts, np.uint64)[:, None] + np.arange(1, count + 1, dtype=np.uint64)
     seed = np.asarray([each % 2**64 for each in seeds], np.uint64)[:, None]
-    bits = _mixed(_mixed(seed + _STEP) + index * _STEP) >> np.uint64(12)
+    bits = _mix(_mix(seed + _STEP) + index * _STEP) >> np.uint64(12)
     made: np.ndarray = bits * 2.0**-52
     return made
 
 
-def _mixed(z: np.ndarray) -> np.ndarray:
+def _mix(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * _MIX
     z = (z ^ (z >> np.uint64(27))) * _MORE
     z ^= z >> np.uint64(31)
@@ -154,7 +156,7 @@ class Rule:
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
-        return self.temperature < COLDEST
+        return self.temperature < MIN_TEMPERATURE
 
 
 class Rules:
@@ -200,10 +202,10 @@ class Rules:
         self.min_p = column([rule.min_p for rule in cut]) if any(r.min_p > 0 for r in cut) else None
 
 
-class Chosen(NamedTuple):
+class TokenChoice(NamedTuple):
     """The next token of each row [rows], int64, and its log-prob, float32: NaN where there was nothing to choose from.
 
-    >>> Chosen(torch.tensor([3]), torch.tensor([-0.5])).ids.tolist()
+    >>> TokenChoice(torch.tensor([3]), torch.tensor([-0.5])).ids.tolist()
     [3]
     """
 
@@ -211,7 +213,7 @@ class Chosen(NamedTuple):
     logprobs: torch.Tensor
 
 
-def choose(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | None = None) -> Chosen:
+def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | None = None) -> TokenChoice:
     """The next token of each row of logits (rows, V); `numbers` [rows] are uniform, float64 (`None`: all are greedy).
 
     Of a token that was taken greedily, the `raw` log-prob is the model's; by `processed` and `tempered` it is 0, since
@@ -219,8 +221,8 @@ def choose(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | None = No
 
     >>> logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
     >>> rules = Rules([Rule(top_k=1), Rule(temperature=0.0, forbidden=(1,), kind="raw")], 3, "cpu")
-    >>> choose(logits, rules, torch.tensor([0.9, 0.0], dtype=torch.float64))
-    Chosen(ids=tensor([1, 2]), logprobs=tensor([ 0.0000, -2.1698]))
+    >>> choose_tokens(logits, rules, torch.tensor([0.9, 0.0], dtype=torch.float64))
+    TokenChoice(ids=tensor([1, 2]), logprobs=tensor([ 0.0000, -2.1698]))
     """
     rows, vocabulary = logits.shape
     if vocabulary != rules.blocks.vocabulary or rows != len(rules.temperature):
@@ -243,8 +245,8 @@ def choose(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | None = No
             raise ValueError("numbers: got None, expected a random number for each row that is not greedy")
         shares = scores.softmax(-1, dtype=torch.float32)
         if rules.truncates:
-            shares.masked_fill_(shares < _floors(shares, rules), 0.0)
-        ids, total = picked(shares, numbers[:, None], rules.blocks)
+            shares.masked_fill_(shares < _truncation_floors(shares, rules), 0.0)
+        ids, total = sample_by_inverse_cdf(shares, numbers[:, None], rules.blocks)
         share = shares.gather(1, ids)
         if rules.truncates:
             share = (share / total).float()
@@ -252,15 +254,17 @@ def choose(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | None = No
         if best is not None and rules.greedy is not None:
             ids, processed = torch.where(rules.greedy[:, None], best, ids), processed.masked_fill(rules.greedy, 0.0)
     if rules.only == "processed" and best is None:
-        return Chosen(ids[:, 0], processed)
+        return TokenChoice(ids[:, 0], processed)
     logprobs = processed
     for kind, those in rules.kinds.items():
-        found = _of_model(kind, logits, ids[:, 0], rules) if kind != "processed" else processed
+        found = _model_logprobs(kind, logits, ids[:, 0], rules) if kind != "processed" else processed
         logprobs = found if rules.only is not None else torch.where(those, found, logprobs)
-    return Chosen(ids[:, 0], logprobs + (sound - sound))  # NaN where there was nothing to choose from, else the same
+    return TokenChoice(
+        ids[:, 0], logprobs + (sound - sound)
+    )  # NaN where there was nothing to choose from, else the same
 
 
-def _of_model(kind: str, logits: torch.Tensor, ids: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _model_logprobs(kind: str, logits: torch.Tensor, ids: torch.Tensor, rules: Rules) -> torch.Tensor:
     """Log-probs [rows] before truncation: `raw`, or `tempered`, where suppressed tokens have no probability, as in
     training."""
     if kind == "tempered" and rules.suppressed is not None:
@@ -273,7 +277,7 @@ def _of_model(kind: str, logits: torch.Tensor, ids: torch.Tensor, rules: Rules) 
 
 
 class Blocks:
-    """How a vocabulary is cut into blocks, each about as long as there are of them, and what `picked` needs of them.
+    """Division of a vocabulary into about as many blocks as each has tokens, for `sample_by_inverse_cdf`.
 
     >>> Blocks(2, 151936, "cpu").size, Blocks(2, 50257, "cpu").size
     (128, 256)
@@ -290,7 +294,9 @@ class Blocks:
         self.steps = torch.arange(self.size, device=device)
 
 
-def picked(shares: torch.Tensor, numbers: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_by_inverse_cdf(
+    shares: torch.Tensor, numbers: torch.Tensor, blocks: Blocks
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (rows, 1) by the inverse of the distribution function, in float64, and the total (rows, 1) of shares
     (rows, V), which need not be 1; `numbers` (rows, 1) are multiples of 2^-52 below 1.
 
@@ -300,7 +306,7 @@ def picked(shares: torch.Tensor, numbers: torch.Tensor, blocks: Blocks) -> tuple
 
     >>> shares = torch.tensor([[0.0, 1.0, 3.0, 0.0]] * 3)
     >>> numbers = torch.tensor([[0.0], [0.25], [0.999]], dtype=torch.float64)
-    >>> picked(shares, numbers, Blocks(3, 4, "cpu"))[0][:, 0]
+    >>> sample_by_inverse_cdf(shares, numbers, Blocks(3, 4, "cpu"))[0][:, 0]
     tensor([1, 2, 2])
     """
     parts = [blocks.zero, shares[:, : blocks.whole].view(len(shares), -1, blocks.size).sum(-1)]
@@ -321,7 +327,7 @@ def picked(shares: torch.Tensor, numbers: torch.Tensor, blocks: Blocks) -> tuple
     return torch.add(torch.minimum(place, last), before, alpha=blocks.size), sums[:, -1:]
 
 
-def _floors(shares: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _truncation_floors(shares: torch.Tensor, rules: Rules) -> torch.Tensor:
     """(rows, 1): the least share that each row keeps."""
     those = shares if rules.cut is None else shares[rules.cut]
     floor = those.new_zeros((len(those), 1))
@@ -336,15 +342,15 @@ def _floors(shares: torch.Tensor, rules: Rules) -> torch.Tensor:
         if rules.top_p is not None:
             total = those.masked_fill(those < last, 0.0).sum(-1, keepdim=True)
     if rules.top_p is not None:
-        floor = torch.maximum(floor, _nucleus(those, rules.top_p[:, None], total))
+        floor = torch.maximum(floor, _nucleus_floors(those, rules.top_p[:, None], total))
     if rules.cut is None:
         return floor
     return shares.new_zeros((len(shares), 1)).index_copy_(0, rules.cut, floor)
 
 
-def _nucleus(shares: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
+def _nucleus_floors(shares: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
     """(rows, 1): the largest share such that those not below it are at least `top_p` of the total together."""
-    many = min(NUCLEUS, shares.shape[1])
+    many = min(NUCLEUS_SIZE, shares.shape[1])
     best = shares.topk(many, sorted=True).values
     wanted = top_p * total
     mass = best.double().cumsum(-1)
@@ -359,7 +365,7 @@ def _nucleus(shares: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor | fl
     return floor
 
 
-def room(cache: Any, most: int, step: int = 1) -> Any:
+def preallocate(cache: Any, most: int, step: int = 1) -> Any:
     """The same cache, still empty, whose plain attention layers have room for up to `most` tokens at last; layers of
     other kinds (sliding windows, linear attention) are left as they are.
 
@@ -367,7 +373,7 @@ def room(cache: Any, most: int, step: int = 1) -> Any:
     must have a mask, by positions, that hides them.
 
     >>> from transformers import DynamicCache, LlamaConfig
-    >>> cache = room(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), 100, step=8)
+    >>> cache = preallocate(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), 100, step=8)
     >>> keys = torch.ones(1, 2, 3, 4)
     >>> for _ in range(3):
     ...     grown, _ = cache.update(keys, keys, 0)
@@ -378,12 +384,12 @@ def room(cache: Any, most: int, step: int = 1) -> Any:
 
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
-            cache.layers[i] = _roomy()(most, step)
+            cache.layers[i] = _preallocated_layer()(most, step)
     return cache
 
 
 @functools.cache
-def _roomy() -> Any:
+def _preallocated_layer() -> Any:
     """The class of such layers, made when transformers is first needed."""
     from transformers.cache_utils import DynamicLayer
 
@@ -421,7 +427,7 @@ def _roomy() -> Any:
             # Whoever selects rows puts other tensors in place of those shown; then the room is gone.
             if self.whole is None or self.keys is not self.shown or self.whole[0].shape[-2] < show:
                 size = max(show, self._rounded(min(self.most, 2 * self.length)))
-                self.whole = (_extended(self.keys, old, size), _extended(self.values, old, size))
+                self.whole = (_extend(self.keys, old, size), _extend(self.values, old, size))
             for kept, states in zip(self.whole, (key_states, value_states), strict=True):
                 kept[..., old : self.length, :] = states
             self.keys, self.values = (kept[..., :show, :] for kept in self.whole)
@@ -434,7 +440,7 @@ def _roomy() -> Any:
     return RoomyLayer
 
 
-def _extended(states: torch.Tensor, length: int, size: int) -> torch.Tensor:
+def _extend(states: torch.Tensor, length: int, size: int) -> torch.Tensor:
     """The first `length` states in a larger tensor, with zeros after them: what is masked must not be NaN."""
     made = states.new_zeros((*states.shape[:-2], size, states.shape[-1]))
     made[..., :length, :] = states[..., :length, :]
@@ -448,10 +454,10 @@ _SPARE = 8
 
 
 @dataclass
-class Work:
+class DecodingStats:
     """What an engine has done so far, in numbers: how often it called the model, and for how much.
 
-    >>> Work().steps
+    >>> DecodingStats().steps
     0
     """
 
@@ -469,10 +475,10 @@ class Work:
 
 
 @dataclass(eq=False, kw_only=True)
-class Row:
+class DecodingRow:
     """One sample on its way: `ids`, `logprobs` and `versions` of the response as far as it got.
 
-    `limit`: how many tokens it may have when this call is over; `room`: how many the model has positions for.
+    `limit`: how many tokens it may have when this call is over; `preallocate`: how many the model has positions for.
     `suppress` is never sampled; `ends` (the model's own)
     and `stop_ids` (asked for) end it, and so do `texts`.
     """
@@ -480,7 +486,7 @@ class Row:
     request: Request
     k: int
     run_id: str
-    prepared: Prepared
+    prepared: PreparedPrompt
     ids: list[int]
     logprobs: list[float]
     versions: list[int]
@@ -560,14 +566,14 @@ class Row:
         return min(turns)
 
 
-Finished = tuple[Row, FinishReason, str | int | Exception | None]
+Finished = tuple[DecodingRow, FinishReason, str | int | Exception | None]
 
 
-class Runner:
+class ModelRunner:
     """How a model is called: what its `forward` takes, where its inputs go, how far its ids and positions reach.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> runner = Runner(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
+    >>> runner = ModelRunner(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
     >>> runner.vocabulary, runner.positions, runner.suppressed
     (9, 16, ())
     """
@@ -576,7 +582,7 @@ class Runner:
         self.model = model
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.config = model.config
-        self.work = Work()
+        self.work = DecodingStats()
         self._device = torch.device(device) if device is not None else None
         parameters = inspect.signature(self.base.forward).parameters
         self.takes = frozenset(parameters)
@@ -622,7 +628,7 @@ class Runner:
         logits: torch.Tensor = self.model(**inputs, return_dict=True).logits
         return logits[:, -1]
 
-    def media(self, rows: list[Row], width: int) -> dict[str, torch.Tensor]:
+    def media(self, rows: list[DecodingRow], width: int) -> dict[str, torch.Tensor]:
         """The media of all rows under the model's names: end to end, or by token and padded as the tokens are."""
         names = {name: None for row in rows for name in row.prepared.media or ()}
         inputs: dict[str, torch.Tensor] = {}
@@ -643,7 +649,7 @@ class Runner:
             inputs[name] = made.to(self.device)
         return inputs
 
-    def places(self, rows: list[Row], width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, rows: list[DecodingRow], width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions of left-padded rows, (rows, width), or in space, (3, rows, width); and the next of each [rows]."""
         rope = self.rope
         positions = torch.zeros((3, len(rows), width), dtype=torch.int64)
@@ -670,14 +676,14 @@ class Runner:
         return (positions if rope is not None else positions[0]), torch.tensor(following)
 
 
-class Batch:
+class DecodingBatch:
     """Rows that are decoded together; `version` is asked for the policy's number at each token.
 
     A prompt is run through the model once for all of its rows that have no token yet; then its cache is repeated.
     Rows get their tokens many at a time, as lists are slow; those that are finished, or given back, have all of them.
     """
 
-    def __init__(self, runner: Runner, rows: list[Row], version: Callable[[], int]) -> None:
+    def __init__(self, runner: ModelRunner, rows: list[DecodingRow], version: Callable[[], int]) -> None:
         self.runner = runner
         self.version = version
         self.cache: Any = None
@@ -687,7 +693,7 @@ class Batch:
         self.stride = runner.stride if self.padded else 1
         self._take(rows)
 
-    def _take(self, rows: list[Row]) -> None:
+    def _take(self, rows: list[DecodingRow]) -> None:
         self.rows = rows
         self.alive = np.ones(len(rows), bool)
         self.waiting: list[tuple[np.ndarray, np.ndarray, int]] = []
@@ -706,7 +712,7 @@ class Batch:
         self.watched: list[tuple[StopTexts, np.ndarray]] = []
 
     @property
-    def unfinished(self) -> list[Row]:
+    def unfinished(self) -> list[DecodingRow]:
         """The rows that are to go on."""
         self._give_all()
         return [self.rows[i] for i in self.alive.nonzero()[0]]
@@ -721,7 +727,7 @@ class Batch:
             # An output layer may be wider than the tokens that the model takes.
             self.stops = np.append(self.stops, np.zeros(max(0, vocabulary - len(self.stops)), bool))
             self.rules = Rules([row.rule(vocabulary) for row in self.rows], vocabulary, logits.device)
-        chosen = choose(logits, self.rules, self._random(self.rules, logits.device))
+        chosen = choose_tokens(logits, self.rules, self._random(self.rules, logits.device))
         # One transfer for both, bit by bit.
         ids, bits = torch.stack([chosen.ids, chosen.logprobs.double().view(torch.int64)]).cpu().numpy()
         logprobs = bits.view(np.float64)
@@ -792,7 +798,7 @@ class Batch:
         if self.numbers is None or self.column == self.numbers.shape[1]:
             self._give_all()
             seeds = [row.request.seeds[row.k] for row in self.rows]
-            made = uniforms(seeds, [len(row.ids) for row in self.rows], _AHEAD)
+            made = uniform_numbers(seeds, [len(row.ids) for row in self.rows], _AHEAD)
             self.numbers, self.column = torch.from_numpy(made).to(device), 0
         self.column += 1
         return self.numbers[:, self.column - 1]
@@ -804,7 +810,7 @@ class Batch:
         runner = self.runner
         places: dict[Any, int] = {}
         which: list[int] = []
-        unlike: list[Row] = []
+        unlike: list[DecodingRow] = []
         for row in self.rows:
             key = id(row) if row.ids else id(row.prepared)
             if key not in places:
@@ -819,7 +825,7 @@ class Batch:
         media = runner.media(unlike, width)
         mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
         self.mask = mask.to(device) if self.padded else None
-        self.cache = room(DynamicCache(config=runner.config), max(row.longest for row in self.rows), self.stride)
+        self.cache = preallocate(DynamicCache(config=runner.config), max(row.longest for row in self.rows), self.stride)
         logits = runner.logits(torch.tensor(ids).to(device), self.mask, positions.to(device), self.cache, media)
         runner.work.prompts += len(unlike)
         runner.work.prompt_tokens += sum(lengths)

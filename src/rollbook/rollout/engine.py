@@ -246,22 +246,22 @@ class Engine(ABC):
         """A call's prompts with options, ids and random streams of their own, all checked before any is answered."""
         if pause_after is not None:
             check_int("pause_after", pause_after, 1)
-        many = _listed(prompts)
+        many = _as_list(prompts)
         given = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(many)
         if len(given) != len(many):
             raise ValueError(f"sampling: got {len(given)} entries, expected {len(many)}, one for each prompt")
-        fresh = made_up_batch() if batch is None else batch
+        fresh = random_batch_id() if batch is None else batch
         made: list[Request] = []
         position = 0
         for task, (one, how) in enumerate(zip(many, given, strict=True)):
             if isinstance(one, Sample):
-                request = _continued(one, how, options, pause_after, position)
+                request = _continue_request(one, how, options, pause_after, position)
             else:
                 prompt = Prompt.of(one)
                 settings = Sampling.of(how, **options)
                 eid = prompt.eid if prompt.eid is not None else EID(batch=fresh, task=task, suffix="")
                 root = settings.seed if settings.seed is not None else int.from_bytes(os.urandom(8), "big")
-                eids, seeds = _runs(eid, settings.n, root, settings.seed is not None)
+                eids, seeds = _run_ids(eid, settings.n, root, settings.seed is not None)
                 request = Request(
                     prompt=prompt,
                     sampling=settings,
@@ -272,7 +272,7 @@ class Engine(ABC):
                 )
             made.append(request)
             position += len(request.eids)
-        _unlike(made)
+        _check_distinct_runs(made)
         return made
 
     def _whole(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
@@ -331,7 +331,7 @@ class Engine(ABC):
                 cancel.request()
 
 
-def _listed(prompts: Any) -> list[Any]:
+def _as_list(prompts: Any) -> list[Any]:
     """A list of prompts, however a single one was written."""
     if isinstance(prompts, (str, Prompt, Sample)) or hasattr(prompts, "tolist"):
         return [prompts]
@@ -347,7 +347,9 @@ def _listed(prompts: Any) -> list[Any]:
     return many
 
 
-def _continued(one: Sample, how: Any, options: dict[str, Any], pause_after: int | None, position: int) -> Request:
+def _continue_request(
+    one: Sample, how: Any, options: dict[str, Any], pause_after: int | None, position: int
+) -> Request:
     if not one.unfinished:
         raise ValueError(
             f"sample {one.eid}: got one that is finished ({one.finish_reason}), expected an unfinished one"
@@ -363,7 +365,7 @@ def _continued(one: Sample, how: Any, options: dict[str, Any], pause_after: int 
         )
     seed, asked = one.sampling.get("seed"), one.sampling.get("asked_seed")
     if settings.seed not in (None, seed, asked):
-        seed = _runs(one.eid, 1, settings.seed, True)[1][0]  # another stream from here on
+        seed = _run_ids(one.eid, 1, settings.seed, True)[1][0]  # another stream from here on
     return Request(
         prompt=one.prompt,
         sampling=settings,
@@ -375,12 +377,12 @@ def _continued(one: Sample, how: Any, options: dict[str, Any], pause_after: int 
     )
 
 
-def made_up_batch() -> str:
+def random_batch_id() -> str:
     """A batch id for prompts that nobody gave one: random, and marked as such."""
     return "~" + os.urandom(8).hex()
 
 
-def _runs(eid: EID, n: int, root: int, repeatable: bool) -> tuple[tuple[EID, ...], tuple[int, ...]]:
+def _run_ids(eid: EID, n: int, root: int, repeatable: bool) -> tuple[tuple[EID, ...], tuple[int, ...]]:
     """The ids and random streams of a task's n runs; with a seed they come out the same another time."""
     eids, seeds = [], []
     named = not str(eid.batch).startswith("~")
@@ -395,17 +397,17 @@ def _runs(eid: EID, n: int, root: int, repeatable: bool) -> tuple[tuple[EID, ...
     return tuple(eids), tuple(seeds)
 
 
-def derived(seed: int, what: object) -> int:
+def derive_seed(seed: int, what: object) -> int:
     """A seed of another stream of random numbers, for one part of what `seed` is for.
 
-    >>> derived(1, "turn 2") == derived(1, "turn 2") != derived(1, "turn 3")
+    >>> derive_seed(1, "turn 2") == derive_seed(1, "turn 2") != derive_seed(1, "turn 3")
     True
     """
     digest = hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def _unlike(requests: Sequence[Request]) -> None:
+def _check_distinct_runs(requests: Sequence[Request]) -> None:
     """No two samples of a call may be the same run: they would be one in every statistic."""
     seen: dict[str, int] = {}
     for i, request in enumerate(requests):

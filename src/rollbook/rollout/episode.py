@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rollbook.core.checks import check_choice, check_float, check_int
 from rollbook.core.ids import EID
-from rollbook.core.images import recorded
+from rollbook.core.images import encode_for_record
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, Sample, Sampling, as_media, token_ids
 from rollbook.rollout.chat import Drifts
-from rollbook.rollout.engine import Cancel, Engine, made_up_batch
+from rollbook.rollout.engine import Cancel, Engine, random_batch_id
 from rollbook.rollout.tree import (
-    Asked,
     Branch,
-    Next,
-    Observed,
+    DriftPolicy,
+    NextTokens,
     Parse,
-    Policy,
+    PendingObservation,
     Span,
     Tree,
     Turn,
-    drifts,
-    messages_of,
-    observed,
-    of_one,
-    placed_media,
-    renderer_for,
-    rows,
+    TurnRequest,
+    check_single,
+    collect_drifts,
+    extract_images,
+    full_conversation,
+    make_renderer,
+    place_media,
+    recorded_branches,
     sampled_text,
 )
 
@@ -53,7 +53,7 @@ class Recorder:
 
     def records(self, outcome: Callable[[Branch], float | None]) -> list[Experience]:
         """One record for each branch that is not a part of another; each sampled token is trained in the first."""
-        found = rows(self.tree.branches)
+        found = recorded_branches(self.tree.branches)
         trained: set[int] = set()
         made = []
         for branch in found:
@@ -110,7 +110,7 @@ class Recorder:
             info["errors"] = [dict(error) for error in branch.errors]
         if branch.failed is not None and branch.continued_as is None:
             info["error"] = branch.failed
-        if "images" not in info and (images := recorded(branch.images)):
+        if "images" not in info and (images := encode_for_record(branch.images)):
             info["images"] = images
         reward, by_token = self._rewards(branch, end, response, mask, outcome)
         renderer, tools = self.tree.renderer, self.tree.prompt.tools
@@ -119,8 +119,8 @@ class Recorder:
             tokens=[one for span in spans for one in span.ids],
             prompt_length=prompt,
             action_mask=mask,
-            logprobs=_filled(response, "logprobs"),
-            policy_versions=_filled(response, "versions"),
+            logprobs=_per_token(response, "logprobs"),
+            policy_versions=_per_token(response, "versions"),
             routed_experts=_experts(response),
             reward=reward,
             token_level_reward=by_token,
@@ -128,9 +128,9 @@ class Recorder:
             truncate_status="response_truncated" if reason == "length" else None,
             prompt_text=None if renderer is None or not spans else renderer.decode(spans[0].ids),
             response_text=sampled_text(turns),
-            messages=[dict(one) for one in messages_of(branch)] if self.tree.chat else None,
+            messages=[dict(one) for one in full_conversation(branch)] if self.tree.chat else None,
             tools=None if tools is None else [dict(tool) for tool in tools],
-            multi_modal_inputs=branch.engine_media if branch.engine_media is not None else joined_media(branch.media),
+            multi_modal_inputs=branch.engine_media if branch.engine_media is not None else join_media(branch.media),
             sampling=_sampling(turns),
             parent=parent,
             group_size=self.tree.group_size,
@@ -188,11 +188,11 @@ class Recorder:
         return total, by_token
 
 
-def joined_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def join_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Join the tensors of several observations by key, in order.
 
     Args:
-        media: Of each observation, as `placed_media` gives it.
+        media: Of each observation, as `place_media` gives it.
 
     Returns:
         Tensors joined along their first axis; by-token ones, (1, n) from the first token on, laid over each other, and
@@ -201,7 +201,7 @@ def joined_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     >>> import torch
     >>> first = {"pixel_values": torch.zeros(2, 3), "mm_token_type_ids": torch.tensor([[0, 1]])}
     >>> second = {"pixel_values": torch.ones(1, 3), "mm_token_type_ids": torch.tensor([[0, 0, 0, 1]])}
-    >>> joined = joined_media([first, second])
+    >>> joined = join_media([first, second])
     >>> joined["pixel_values"].shape, joined["mm_token_type_ids"]
     (torch.Size([3, 3]), tensor([[0, 1, 0, 1]]))
     """
@@ -222,7 +222,7 @@ def joined_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return joined or None
 
 
-def _filled(response: Sequence[Span], name: Literal["logprobs", "versions"]) -> list[Any] | None:
+def _per_token(response: Sequence[Span], name: Literal["logprobs", "versions"]) -> list[Any] | None:
     """[R] What sampled tokens have. On observed ones a log-prob is 0, a version that of the token sampled last, so
     that the oldest and the newest version of a record are those of what was sampled."""
     if any(getattr(span, name) is None for span in response if span.kind == "model"):
@@ -277,10 +277,10 @@ def _metrics(branch: Branch, spans: Sequence[Span], turns: Sequence[Turn], train
         "trained_tokens": trained,
         "observed_tokens": counts["observation"],
         "tool_calls": sum(len(one) for one in calls),
-        "tool_messages": sum(one.get("role") == "tool" for one in messages_of(branch)),
+        "tool_messages": sum(one.get("role") == "tool" for one in full_conversation(branch)),
         "errors": len(branch.errors),
     }
-    return found | {f"drift/{name}": count for name, count in drifts(turns).counts.items()}
+    return found | {f"drift/{name}": count for name, count in collect_drifts(turns).counts.items()}
 
 
 POLICIES = ("keep", "fork")
@@ -332,8 +332,8 @@ class Episode:
         sampling: Sampling | Mapping[str, Any] | None = None,
         context_limit: int | None = None,
         group_size: int | None = None,
-        on_realign: Policy = "keep",
-        on_fork: Policy = "keep",
+        on_realign: DriftPolicy = "keep",
+        on_fork: DriftPolicy = "keep",
         parse: Parse | None = None,
         template_options: Mapping[str, Any] | None = None,
         media: Mapping[str, Any] | None = None,
@@ -349,10 +349,10 @@ class Episode:
         check_choice("on_fork", on_fork, POLICIES)
         self.engine = engine
         self._tree = Tree(
-            renderer=renderer_for(tokenizer, asked, template_options),
+            renderer=make_renderer(tokenizer, asked, template_options),
             prompt=asked,
-            eid=_own_id(eid if eid is not None else asked.eid),
-            sampling=of_one(Sampling.of(sampling)),
+            eid=_with_batch(eid if eid is not None else asked.eid),
+            sampling=check_single(Sampling.of(sampling)),
             context_limit=None if context_limit is None else check_int("context_limit", context_limit, 1),
             group_size=None if group_size is None else check_int("group_size", group_size, 1),
             policies={"realigned": on_realign, "forked": on_fork},
@@ -360,7 +360,7 @@ class Episode:
         )
         self._branch = Branch(number=0)
         self._tree.branches.append(self._branch)
-        self._known: tuple[tuple[int, int, int], Next] | None = None
+        self._known: tuple[tuple[int, int, int], NextTokens] | None = None
         if asked.token_ids is not None:
             self.observe_tokens(asked.token_ids, images=asked.images, media=media)
         else:
@@ -375,7 +375,7 @@ class Episode:
         """
         check_int("n", n, 1)
         prompt = given[2] if len(given) > 2 else options.get("prompt")
-        first = _own_id(eid if eid is not None else prompt.eid if isinstance(prompt, Prompt) else None)
+        first = _with_batch(eid if eid is not None else prompt.eid if isinstance(prompt, Prompt) else None)
         ids = [first, *(first.replace(run=first.run + k, suffix=os.urandom(8).hex()) for k in range(1, n))]
         return [cls(*given, **{"group_size": n, **options}, eid=one) for one in ids]
 
@@ -410,7 +410,7 @@ class Episode:
     @property
     def messages(self) -> list[Mapping[str, Any]]:
         """The conversation, where it is one of messages."""
-        return messages_of(self._branch) if self._tree.chat else []
+        return full_conversation(self._branch) if self._tree.chat else []
 
     @property
     def turns(self) -> list[Turn]:
@@ -435,7 +435,7 @@ class Episode:
     @property
     def drift(self) -> Drifts:
         """What templates and tokenizers would have done to earlier tokens, in all branches; see `Drifts.counts`."""
-        return drifts(turn for branch in self._tree.branches for turn in branch.turns)
+        return collect_drifts(turn for branch in self._tree.branches for turn in branch.turns)
 
     @property
     def errors(self) -> list[dict[str, Any]]:
@@ -449,7 +449,7 @@ class Episode:
 
     @reward.setter
     def reward(self, value: float | None) -> None:
-        self._branch.reward = None if value is None else _reward(value)
+        self._branch.reward = None if value is None else _check_reward(value)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -470,7 +470,7 @@ class Episode:
             raise ValueError(f"turn: got {turn}, expected one of the {len(turns)} there are")
         if turns[turn] is self._branch.open:
             raise ValueError(f"turn: got {turn}, which is unfinished, expected one that ended")
-        self._tree.turn_rewards[turns[turn].key] = _reward(reward)
+        self._tree.turn_rewards[turns[turn].key] = _check_reward(reward)
 
     # --- the model's turns ------------------------------------------------------------------------------------------
 
@@ -530,13 +530,13 @@ class Episode:
         """
         self._branch = self._tree.append(self._branch, sample)
 
-    def _next(self) -> Next:
+    def _next(self) -> NextTokens:
         """What `Tree.next` gives, rendered once."""
         if self._known is None or self._known[0] != self._branch.state:
             self._known = self._branch.state, self._tree.next(self._branch)
         return self._known[1]
 
-    def _answered(self, asked: Asked, sample: Sample) -> Sample:
+    def _answered(self, asked: TurnRequest, sample: Sample) -> Sample:
         if asked.state != self._branch.state:
             raise ValueError("act: the branch was changed while the engine was at work, expected it to be left alone")
         self._branch = self._tree.append(self._branch, sample, asked.next)
@@ -565,7 +565,7 @@ class Episode:
             if any(one.ids is not None for one in row.pending):
                 raise ValueError("what: got a message after token ids, expected a turn between them, or more ids")
             beside = iter(pictures)
-            found = [observed(one, beside) for one in many]
+            found = [extract_images(one, beside) for one in many]
             left = tuple(beside)  # their places are marked in the messages' text
             if left and found:
                 found[-1] = replace(found[-1], images=(*found[-1].images, *left))
@@ -575,10 +575,10 @@ class Episode:
             raise ValueError("what: got text, expected token ids (observe_tokens): the episode has no tokenizer")
         elif row.unchecked or any(one.ids is not None for one in row.pending):
             ids = tuple(renderer.encode_after("", what, pictures))
-            found = [Observed(ids=ids, images=tuple(pictures))]
+            found = [PendingObservation(ids=ids, images=tuple(pictures))]
         else:
             role = "observation" if row.turns else "prompt"
-            found = [Observed(message={"role": role, "content": what}, images=tuple(pictures))]
+            found = [PendingObservation(message={"role": role, "content": what}, images=tuple(pictures))]
         self._observe(found, media)
 
     def observe_tokens(
@@ -596,12 +596,12 @@ class Episode:
         each token (`mm_token_type_ids`) have one for each of the ids.
         """
         given = None if message is None else dict(message)
-        found = Observed(ids=token_ids("ids", list(ids)), message=given, images=as_media("images", images))
+        found = PendingObservation(ids=token_ids("ids", list(ids)), message=given, images=as_media("images", images))
         self._observe([found], media)
 
-    def _observe(self, found: list[Observed], media: Mapping[str, Any] | None) -> None:
+    def _observe(self, found: list[PendingObservation], media: Mapping[str, Any] | None) -> None:
         row = self._branch
-        placed = placed_media(media, row, found) if media else None
+        placed = place_media(media, row, found) if media else None
         row.pending += found
         row.images += [image for one in found for image in one.images]
         try:
@@ -648,7 +648,7 @@ class Episode:
             if branch.reward is not None or reward is None:
                 return branch.reward
             given = reward(self._beside(branch)) if callable(reward) else reward
-            return None if given is None else _reward(given)
+            return None if given is None else _check_reward(given)
 
         given = {"reference": prompt.reference, "label": prompt.label}
         recorder = Recorder(
@@ -698,7 +698,7 @@ def act_all(
     asked = [(one, one._tree.ask(one._branch, one._next(), options)) for one in episodes if _engine(one)]
     if any(one.engine is not episodes[0].engine for one in episodes):
         raise ValueError("episodes: got several engines, expected one that all of them share")
-    waiting = [question for _, question in asked if isinstance(question, Asked)]
+    waiting = [question for _, question in asked if isinstance(question, TurnRequest)]
     found: Iterator[Sample] = iter(())
     if waiting:
         prompts, samplings = [one.prompt for one in waiting], [one.sampling for one in waiting]
@@ -715,12 +715,12 @@ def _engine(episode: Episode) -> Engine:
     return episode.engine
 
 
-def _own_id(eid: EID | None) -> EID:
+def _with_batch(eid: EID | None) -> EID:
     """An id whose branches are one run: without a batch and a task every record would be a run of its own."""
     made = eid if eid is not None else EID()
-    return made if made.batch != "" or made.task != "" else made.replace(batch=made_up_batch(), task=0)
+    return made if made.batch != "" or made.task != "" else made.replace(batch=random_batch_id(), task=0)
 
 
-def _reward(value: Any) -> float:
+def _check_reward(value: Any) -> float:
     """A reward; NaN is one that could not be had."""
     return float(value) if value != value else check_float("reward", value)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rollbook.core.sampling import LogprobsKind, Sampling
-from rollbook.rollout.server import Ask, BadReply, Dialect, Json, Piece
+from rollbook.rollout.server import BadReplyError, Dialect, Json, PartialSample, ServerRequest
 
 
 class LlamaCpp(Dialect):
@@ -39,10 +39,10 @@ class LlamaCpp(Dialect):
     def together(self, sampling: Sampling) -> bool:
         return False
 
-    def path(self, ask: Ask) -> str:
+    def path(self, ask: ServerRequest) -> str:
         return "/completion" if ask.messages is None else "/v1/chat/completions"
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: ServerRequest) -> dict[str, Any]:
         how = ask.sampling
         made: dict[str, Any] = {
             "temperature": ask.temperature,
@@ -76,21 +76,21 @@ class LlamaCpp(Dialect):
             text = (await json("/apply-template", chat)).get("prompt")
         return (await json("/tokenize", {"content": text, "add_special": False, "parse_special": True})).get("tokens")
 
-    def read(self, reply: Any, pieces: Sequence[Piece]) -> None:
+    def read(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
         if isinstance(reply, dict) and "choices" in reply:
             super().read(reply, pieces)
             return
         self.fold(reply, pieces)
         if pieces[0].finish is None:
-            raise BadReply("stop_type: got none, expected one")
+            raise BadReplyError("stop_type: got none, expected one")
 
-    def fold(self, event: Any, pieces: Sequence[Piece]) -> None:
+    def fold(self, event: Any, pieces: Sequence[PartialSample]) -> None:
         (piece,) = pieces
         if isinstance(event, dict) and "choices" in event:
             super().fold(event, pieces)
             return
         if not isinstance(event, dict) or "content" not in event:
-            raise BadReply(f"the reply has no content: {str(event)[:200]}")
+            raise BadReplyError(f"the reply has no content: {str(event)[:200]}")
         entries = event.get("completion_probabilities")
         piece.more(event.get("tokens"), [e.get("logprob") for e in entries] if entries else None, event["content"])
         if event.get("stop"):

@@ -19,21 +19,21 @@ from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.core.retry import RETRIED, Backoff
 from rollbook.core.sampling import KINDS, FinishReason, LogprobsKind, Prompt, RunInfo, Sample
-from rollbook.rollout.chat import chat_messages, shows
-from rollbook.rollout.engine import Cancel, Engine, Request, derived
+from rollbook.rollout.chat import chat_messages, has_media_parts
+from rollbook.rollout.engine import Cancel, Engine, Request, derive_seed
 from rollbook.rollout.llama_cpp import LlamaCpp
 from rollbook.rollout.server import (
-    Again,
-    Ask,
-    BadReply,
+    BadReplyError,
     Connection,
     Dialect,
-    Piece,
+    PartialSample,
+    RetryableError,
     ServerError,
+    ServerRequest,
     TransformersServe,
-    events,
-    kind_of,
-    parsed,
+    parse_json,
+    read_events,
+    resolve_logprobs_kind,
 )
 from rollbook.rollout.sglang import SGLang
 from rollbook.rollout.vllm import VLLM
@@ -51,7 +51,7 @@ class Server:
     version: str
 
 
-async def find(connection: Connection, name: str, model: str | None, again: Callable[[], None]) -> Server:
+async def detect_server(connection: Connection, name: str, model: str | None, again: Callable[[], None]) -> Server:
     """Which server this is, by what only its kind answers; `name` says it unless it is `auto`. `again` is called before
     each further try."""
 
@@ -67,7 +67,7 @@ async def find(connection: Connection, name: str, model: str | None, again: Call
     except ServerError as error:
         # A server whose model is named need not list it; some cannot. But of one that is not there, or not yet, nothing
         # is known, and it must not be taken for a plain one from now on.
-        absent = not isinstance(error, BadReply) and error.status in (None, *RETRIED - {500})
+        absent = not isinstance(error, BadReplyError) and error.status in (None, *RETRIED - {500})
         if model is None or absent:
             raise
         listed = {}
@@ -75,7 +75,7 @@ async def find(connection: Connection, name: str, model: str | None, again: Call
     first = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
     model = model or first.get("id")
     if not isinstance(model, str):
-        raise BadReply("/v1/models: got no model, expected one, or model= to name it")
+        raise BadReplyError("/v1/models: got no model, expected one, or model= to name it")
     owner, version = first.get("owned_by"), "unknown"
     signs = {
         "vllm": ("/version", "version", "vllm"),
@@ -96,7 +96,7 @@ async def find(connection: Connection, name: str, model: str | None, again: Call
     return Server(DIALECTS[name], model, version)
 
 
-REASONS: dict[str, FinishReason] = {
+FINISH_REASONS: dict[str, FinishReason] = {
     "stop": "stop",
     "length": "length",
     "tool_calls": "tool_calls",
@@ -107,7 +107,7 @@ REASONS: dict[str, FinishReason] = {
 
 
 @dataclass(frozen=True)
-class Opening:
+class PromptForm:
     """How a prompt goes to the server: as `text`, `ids` or `messages`. `prompt_ids`: those that are known before;
     `made_here`: by our tokenizer, though messages are sent. `uncut`: why it could not be counted and cut before."""
 
@@ -121,7 +121,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Terms:
+class EngineContext:
     """What an engine's samples have in common: its server's dialect, and what its user said."""
 
     dialect: Dialect
@@ -132,16 +132,16 @@ class Terms:
     clean: Callable[[str], str]
 
 
-class Job:
+class PromptJob:
     """A prompt and its samples. `parts` [k] are what came in of sample k, request by request; `owed`, the samples that
     were not given yet, each of which is given once."""
 
-    def __init__(self, request: Request, terms: Terms, emit: Callable[[Any], Any], stream: bool) -> None:
+    def __init__(self, request: Request, terms: EngineContext, emit: Callable[[Any], Any], stream: bool) -> None:
         self.request = request
         self.terms = terms
         self.stream = stream
-        self.opening = Opening()
-        self.parts: list[list[Piece]] = [[] for _ in request.eids]
+        self.opening = PromptForm()
+        self.parts: list[list[PartialSample]] = [[] for _ in request.eids]
         seeded = request.sampling.seed is not None
         self.seeds: list[int | None] = [seed if seeded else None for seed in request.seeds]  # those that are sent
         self.owed = set(range(len(request.eids)))
@@ -196,7 +196,7 @@ class Job:
         counted = next((piece.prompt_count for piece in firsts if piece.prompt_count is not None), None)
         if opening.ids is not None and opening.prompt_ids is not None:
             if said is not None and said != opening.ids:
-                raise BadReply(
+                raise BadReplyError(
                     f"prompt_token_ids: got {len(said)}, other ids than the {len(opening.ids)} that were sent"
                 )
             return opening.prompt_ids
@@ -205,19 +205,19 @@ class Job:
         if opening.prompt_ids is not None:
             if counted is not None and counted != len(opening.prompt_ids):
                 whose = "the tokenizer's" if opening.made_here else "the server's"
-                raise BadReply(f"prompt_tokens: got {counted}, but {whose} template has {len(opening.prompt_ids)}")
+                raise BadReplyError(f"prompt_tokens: got {counted}, but {whose} template has {len(opening.prompt_ids)}")
             self._prompt_made = opening.made_here
             return opening.prompt_ids
         if self.terms.retokenize:
             self._prompt_made = True
-            return rendered(self.terms, self.request.prompt)
-        raise BadReply(self._no_ids("prompt's token ids"))
+            return render_prompt(self.terms, self.request.prompt)
+        raise BadReplyError(self._no_ids("prompt's token ids"))
 
-    def ids(self, piece: Piece) -> list[int]:
+    def ids(self, piece: PartialSample) -> list[int]:
         """A piece's ids, made from its texts only where that is allowed and needed."""
         if piece.ids is None:
             if not self.terms.retokenize:
-                raise BadReply(self._no_ids("token ids of the response"))
+                raise BadReplyError(self._no_ids("token ids of the response"))
             piece.retokenized = True
             piece.ids = self._encoded(piece.text)
             if piece.tokens:
@@ -225,7 +225,9 @@ class Job:
                 told = [self.terms.tokenizer.decode([one]) for one in piece.ids]
                 if told != piece.tokens:
                     odd = next((i for i, one in enumerate(told) if piece.tokens[i] != one), len(told))
-                    raise BadReply(f"tokens[{odd}]: got {piece.tokens[odd]!r}, expected one token of the tokenizer")
+                    raise BadReplyError(
+                        f"tokens[{odd}]: got {piece.tokens[odd]!r}, expected one token of the tokenizer"
+                    )
         return piece.ids
 
     def _encoded(self, text: str) -> list[int]:
@@ -252,21 +254,23 @@ class Job:
             if how.logprobs is not None:
                 if piece.logprobs is None and new:
                     name, hint = self.terms.dialect.name, self.terms.dialect.logprobs_from
-                    raise BadReply(f"{name} did not give the log-probs (logprobs=None asks for none): {hint}")
+                    raise BadReplyError(f"{name} did not give the log-probs (logprobs=None asks for none): {hint}")
                 if len(piece.logprobs or ()) != len(new):
-                    raise BadReply(f"logprobs: got {len(piece.logprobs or ())}, expected {len(new)}, one for each id")
+                    raise BadReplyError(
+                        f"logprobs: got {len(piece.logprobs or ())}, expected {len(new)}, one for each id"
+                    )
                 logprobs += piece.logprobs or ()
             barred = next((one for one in new if one in how.suppress), None)
             if barred is not None:
-                raise BadReply(f"suppress: the server sampled {barred}, which it was told not to")
+                raise BadReplyError(f"suppress: the server sampled {barred}, which it was told not to")
             ids += new
             versions += piece.versions()
-        last = pieces[-1] if pieces else Piece()
+        last = pieces[-1] if pieces else PartialSample()
         reason: FinishReason = "abort"
         if last.finish is not None or not aborted:
-            if last.finish not in REASONS:
-                raise BadReply(f"finish_reason: got {last.finish!r}, expected one of {', '.join(REASONS)}")
-            reason = REASONS[last.finish]
+            if last.finish not in FINISH_REASONS:
+                raise BadReplyError(f"finish_reason: got {last.finish!r}, expected one of {', '.join(FINISH_REASONS)}")
+            reason = FINISH_REASONS[last.finish]
         if reason == "stop" and (last.message or {}).get("tool_calls"):
             reason = "tool_calls"  # of a call that was asked for by name servers say "stop"
         if reason == "length" and request.pauses and len(ids) - self.done >= request.budget:
@@ -292,7 +296,9 @@ class Job:
         if message is None and request.prompt.messages is not None:
             message = {"role": "assistant", "content": text}
         known = len(logprobs) == len(ids) and how.logprobs is not None
-        kind = kind_of(self.terms.logprobs_kind or self.terms.dialect.kind, how, self.terms.dialect.constrained(how))
+        kind = resolve_logprobs_kind(
+            self.terms.logprobs_kind or self.terms.dialect.kind, how, self.terms.dialect.constrained(how)
+        )
         if known and before is not None and before.logprobs and before.logprobs_kind != kind:
             raise ValueError(f"logprobs: the sample began with {before.logprobs_kind!r} ones, and these are {kind!r}")
         return Sample(
@@ -334,7 +340,7 @@ class Job:
         return text + stop if trimmed and isinstance(stop, str) else text
 
 
-def rendered(terms: Terms, prompt: Prompt) -> list[int]:
+def render_prompt(terms: EngineContext, prompt: Prompt) -> list[int]:
     """A text's or a chat's ids by the tokenizer here."""
     if terms.tokenizer is None:
         raise ValueError(f"tokenizer: got None, expected one: {terms.dialect.name} does not say which ids a prompt has")
@@ -349,7 +355,7 @@ def rendered(terms: Terms, prompt: Prompt) -> list[int]:
     return list(terms.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-GRACE = 0.1
+CANCEL_GRACE = 0.1
 """Seconds between a cancel and the end of connections: tokens that are under way were sampled, and are kept."""
 
 
@@ -501,7 +507,7 @@ class OpenAIEngine(Engine):
             self._finding = asyncio.Lock()
         async with self._finding:
             if self._known is None:
-                self._known = await find(self._connection, self.dialect, self.model, again)
+                self._known = await detect_server(self._connection, self.dialect, self.model, again)
         return self._known
 
     def close(self) -> None:
@@ -538,7 +544,7 @@ class OpenAIEngine(Engine):
 
     async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Callable[[Any], Any]) -> None:
         """Answer all requests; each (place, sample) is emitted as it finishes."""
-        jobs = [Job(request, self._terms(), emit, cancel.held) for request in requests]
+        jobs = [PromptJob(request, self._terms(), emit, cancel.held) for request in requests]
 
         def again() -> None:
             for job in jobs:
@@ -546,18 +552,20 @@ class OpenAIEngine(Engine):
 
         server = asyncio.ensure_future(self._server(again))  # found once, or not, for all
         tasks = [asyncio.ensure_future(self._one(job, server)) for job in jobs]
-        watch = asyncio.ensure_future(_watch(cancel, tasks))
+        watch = asyncio.ensure_future(_watch_cancel(cancel, tasks))
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            await _ended([*tasks, watch, server])
+            await _cancel_all([*tasks, watch, server])
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> EngineContext:
         dialect = self._known.dialect if self._known is not None else Dialect()
         run_id = self._info().id
-        return Terms(dialect, run_id, self.tokenizer, self.retokenize, self.logprobs_kind, self._connection.clean)
+        return EngineContext(
+            dialect, run_id, self.tokenizer, self.retokenize, self.logprobs_kind, self._connection.clean
+        )
 
-    async def _one(self, job: Job, finding: asyncio.Future[Server]) -> None:
+    async def _one(self, job: PromptJob, finding: asyncio.Future[Server]) -> None:
         """All samples of a prompt, whatever becomes of them."""
         try:
             server = await asyncio.shield(finding)
@@ -570,7 +578,7 @@ class OpenAIEngine(Engine):
         except Exception as error:  # of a reply of a shape that nobody thought of, too
             job.fail(error, sorted(job.owed))
 
-    async def _answer(self, server: Server, job: Job) -> None:
+    async def _answer(self, server: Server, job: PromptJob) -> None:
         request, dialect, how = job.request, server.dialect, job.request.sampling
         dialect.check(how)
         count = len(request.eids)
@@ -582,14 +590,14 @@ class OpenAIEngine(Engine):
         job.opening = await self._opening(server, job)
         work = self._warm if how.first_temperature is not None and not job.done else self._plain
         strands = [list(range(count))] if together else [[k] for k in range(count)]
-        await _all(_guarded(job, ks, partial(work, server, job, ks)) for ks in strands)
+        await _gather(_run_guarded(job, ks, partial(work, server, job, ks)) for ks in strands)
 
-    async def _plain(self, server: Server, job: Job, ks: list[int]) -> None:
+    async def _plain(self, server: Server, job: PromptJob, ks: list[int]) -> None:
         how = job.request.sampling
         ask = self._ask(server, job, ks, job.opening, job.request.budget, how.temperature, job.done)
         await self._exchange(server, job, ks, ask, job.finish)
 
-    async def _warm(self, server: Server, job: Job, ks: list[int]) -> None:
+    async def _warm(self, server: Server, job: PromptJob, ks: list[int]) -> None:
         """A first token at a temperature of its own, and then, unless that was the last, the others."""
         how, budget = job.request.sampling, job.request.budget
         self._sends_ids(server.dialect, "first_temperature")
@@ -598,23 +606,30 @@ class OpenAIEngine(Engine):
             first = job.parts[k][0]
             if first.finish == "length" and budget > 1:
                 first.finish = None
-                so_far = Opening(ids=[*job.prompt_ids(), *job.ids(first)])
+                so_far = PromptForm(ids=[*job.prompt_ids(), *job.ids(first)])
                 ask = self._ask(server, job, [k], so_far, budget - 1, how.temperature, 1)
                 await self._exchange(server, job, [k], ask, lambda k: None)
             job.finish(k)
 
         ask = self._ask(server, job, ks, job.opening, 1, how.first_temperature or 0.0, 0)
         await self._exchange(server, job, ks, ask, lambda k: None)
-        await _all(_guarded(job, [k], partial(follow, k)) for k in ks)
+        await _gather(_run_guarded(job, [k], partial(follow, k)) for k in ks)
 
     def _ask(
-        self, server: Server, job: Job, ks: list[int], opening: Opening, length: int, temperature: float, at: int
-    ) -> Ask:
+        self,
+        server: Server,
+        job: PromptJob,
+        ks: list[int],
+        opening: PromptForm,
+        length: int,
+        temperature: float,
+        at: int,
+    ) -> ServerRequest:
         """A request for samples `ks`, which have `at` tokens so far."""
         seed = job.seeds[ks[0]]
         if seed is not None and at:  # other random numbers than those that were used for the tokens so far
-            seed = derived(seed, at) % (server.dialect.largest_seed + 1)
-        return Ask(
+            seed = derive_seed(seed, at) % (server.dialect.largest_seed + 1)
+        return ServerRequest(
             model=server.model,
             sampling=job.request.sampling,
             max_tokens=length,
@@ -630,16 +645,16 @@ class OpenAIEngine(Engine):
         )
 
     async def _exchange(
-        self, server: Server, job: Job, ks: list[int], ask: Ask, finished: Callable[[int], None]
+        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
     ) -> None:
         """One request for samples `ks`, tried again where that is right; each is finished at most once."""
         dialect, told = server.dialect, set[int]()
         body = {name: v for name, v in (dialect.body(ask) | dict(ask.sampling.extra)).items() if v is not None}
         for k in ks:
-            job.parts[k].append(Piece())
+            job.parts[k].append(PartialSample())
 
         async def attempt() -> None:
-            pieces = [Piece(version=self.version) for _ in ks]
+            pieces = [PartialSample(version=self.version) for _ in ks]
             for k, piece in zip(ks, pieces, strict=True):
                 job.parts[k][-1] = piece
 
@@ -653,37 +668,37 @@ class OpenAIEngine(Engine):
                 # Some servers, and proxies, answer in whole whatever was asked.
                 whole = response.headers.get("content-type", "").startswith("application/json")
                 if body.get("stream") and not whole:
-                    async for event in events(response):
+                    async for event in read_events(response):
                         dialect.fold(event, pieces)
                         tell()
                 else:
-                    dialect.read(parsed(await response.aread()), pieces)
+                    dialect.read(parse_json(await response.aread()), pieces)
                     tell()
                 if any(piece.finish is None for piece in pieces):
-                    raise Again("the reply broke off before its end")
+                    raise RetryableError("the reply broke off before its end")
 
         await self._connection.tried(attempt, lambda: job.tried_again(ks))
 
     # --- from a prompt to what is sent --------------------------------------------------------------------------------
 
-    async def _opening(self, server: Server, job: Job) -> Opening:
+    async def _opening(self, server: Server, job: PromptJob) -> PromptForm:
         prompt, how, dialect, before = job.request.prompt, job.request.sampling, server.dialect, job.request.started
-        pictured = bool(prompt.images or prompt.videos) or shows(prompt)
+        pictured = bool(prompt.images or prompt.videos) or has_media_parts(prompt)
         if before is not None and job.done:
             if pictured:
                 raise ValueError("prompt.images: got an unfinished sample with images, of which only ids can be sent")
             self._sends_ids(dialect, "an unfinished sample")
-            return Opening(ids=[*before.prompt_ids, *before.response_ids], prompt_ids=list(before.prompt_ids))
+            return PromptForm(ids=[*before.prompt_ids, *before.response_ids], prompt_ids=list(before.prompt_ids))
         if pictured:
             if prompt.messages is None:
                 raise ValueError("prompt.images: got them beside text or token ids, expected messages, which hold them")
             if not dialect.media:
                 raise ValueError(f"prompt.images: {dialect.name} does not say which prompt ids it made of images")
-            return Opening(messages=chat_messages(prompt, self.allow_urls))
+            return PromptForm(messages=chat_messages(prompt, self.allow_urls))
         chat = prompt.messages is not None
         ids = None if prompt.token_ids is None else list(prompt.token_ids)
         if ids is None and (self.render == "local" or (chat and dialect.chats == "local")):
-            ids = rendered(job.terms, prompt)
+            ids = render_prompt(job.terms, prompt)
         ours = ids is not None
         made_here, uncut = False, ""
         if ours:
@@ -691,7 +706,7 @@ class OpenAIEngine(Engine):
         elif how.max_prompt_tokens is not None or dialect.tokenizes:
             # Where it goes as ids in any case, they are the server's.
             made_here = not dialect.tokenizes and self._renders(chat)
-            ids = rendered(job.terms, prompt) if made_here else await self._tokenized(server, job)
+            ids = render_prompt(job.terms, prompt) if made_here else await self._tokenized(server, job)
             ours = made_here and not chat and dialect.takes_ids
             if ids is None:
                 uncut = f": to cut it, max_prompt_tokens needs a tokenizer or a server with /tokenize ({self._untold})"
@@ -707,10 +722,10 @@ class OpenAIEngine(Engine):
         if chat and by_chat and not ours and cut is None:
             known = ids if self.retokenize or not made_here else None
             messages = chat_messages(prompt, self.allow_urls)
-            return Opening(messages=messages, prompt_ids=known, made_here=made_here, uncut=uncut)
+            return PromptForm(messages=messages, prompt_ids=known, made_here=made_here, uncut=uncut)
         if ids is None or not (ours or cut or dialect.tokenizes):
-            return Opening(text=prompt.text, uncut=uncut)
-        return Opening(ids=ids, prompt_ids=ids, truncated_from=cut)
+            return PromptForm(text=prompt.text, uncut=uncut)
+        return PromptForm(ids=ids, prompt_ids=ids, truncated_from=cut)
 
     def _sends_ids(self, dialect: Dialect, what: str) -> None:
         if not dialect.takes_ids:
@@ -720,7 +735,7 @@ class OpenAIEngine(Engine):
         """Whether the tokenizer can make a prompt's ids; of a chat it needs a template."""
         return self.tokenizer is not None and (not chat or bool(getattr(self.tokenizer, "chat_template", None)))
 
-    async def _tokenized(self, server: Server, job: Job) -> list[int] | None:
+    async def _tokenized(self, server: Server, job: PromptJob) -> list[int] | None:
         """The ids of a text or a chat by the server's own word; `None` if it has none to say, and can do without."""
         prompt, dialect = job.request.prompt, server.dialect
         if not dialect.gives_ids:
@@ -747,41 +762,41 @@ class OpenAIEngine(Engine):
             if not dialect.tokenizes:
                 return None
             if self._renders(bool(chat)):
-                return rendered(job.terms, prompt)
+                return render_prompt(job.terms, prompt)
             raise ServerError(f"{error}; {dialect.name} takes ids: a tokenizer can make them here") from None
         if not isinstance(tokens, list) or any(not isinstance(one, int) for one in tokens):
-            raise BadReply(f"/tokenize: got {str(tokens)[:80]}, expected a list of token ids")
+            raise BadReplyError(f"/tokenize: got {str(tokens)[:80]}, expected a list of token ids")
         return tokens
 
 
-async def _watch(cancel: Cancel, tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _watch_cancel(cancel: Cancel, tasks: Sequence[asyncio.Task[None]]) -> None:
     """Cancel a call's tasks when somebody asks for it, once they have taken in what has arrived already."""
     begun = not cancel.requested
     while not cancel.requested:
         await asyncio.sleep(0.02)
     if begun:
-        await asyncio.sleep(GRACE)
+        await asyncio.sleep(CANCEL_GRACE)
     for task in tasks:
         task.cancel()
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _gather(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Everything at once; if this is cancelled, all of it is, and has ended when this ends."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)
     finally:
-        await _ended(tasks)
+        await _cancel_all(tasks)
 
 
-async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel what has not ended, and wait for it."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _guarded(job: Job, ks: list[int], work: Callable[[], Awaitable[None]]) -> None:
+async def _run_guarded(job: PromptJob, ks: list[int], work: Callable[[], Awaitable[None]]) -> None:
     """Work on samples `ks`, whose failure is theirs alone."""
     try:
         await work()  # made here: a coroutine that is cancelled before it begins would be one that nobody awaited

@@ -23,13 +23,13 @@ from rollbook.core.addresses import redacted, without_user
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.core.sampling import LogprobsKind, Sampling
-from rollbook.rollout.chat import scrubbed
+from rollbook.rollout.chat import redact_secrets
 
 if TYPE_CHECKING:
     import httpx
 
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 class ServerError(RuntimeError):
@@ -40,11 +40,11 @@ class ServerError(RuntimeError):
         self.status = status
 
 
-class BadReply(ServerError):
+class BadReplyError(ServerError):
     """A reply that is not what was asked for; asking again would give the same."""
 
 
-class Again(Exception):
+class RetryableError(Exception):
     """What may succeed when it is asked again, and how long the server asks to wait."""
 
     def __init__(self, text: str, wait: float = 0.0, status: int | None = None) -> None:
@@ -97,7 +97,7 @@ class Connection:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def submit(self, work: Coroutine[Any, Any, Found]) -> concurrent.futures.Future[Found]:
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start something in the loop, from any thread."""
         with self._lock:
             if self._closed:
@@ -105,11 +105,11 @@ class Connection:
                 raise ValueError("engine: got a call after close(), expected a new engine")
             if self._loop is None or self._thread is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_running, args=(self._loop,), name="rollbook-http", daemon=True)
+                self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="rollbook-http", daemon=True)
                 self._thread.start()
                 # Not a method: it must not keep this alive. It runs before modules are taken apart at the end of the
                 # program, when what is under way could no longer be ended.
-                self._ended = weakref.finalize(self, _end, self._loop, self._thread, self._clients)
+                self._ended = weakref.finalize(self, _close_loop, self._loop, self._thread, self._clients)
             elif not self._thread.is_alive():
                 work.close()
                 raise ValueError("engine: got a call in a forked process or at its end, expected an engine made there")
@@ -126,7 +126,7 @@ class Connection:
 
     def clean(self, text: str) -> str:
         """Words that may be recorded."""
-        return scrubbed(text, self._secrets)
+        return redact_secrets(text, self._secrets)
 
     async def json(
         self,
@@ -139,7 +139,7 @@ class Connection:
 
         async def attempt() -> Any:
             async with self.opened(path, body) as response:
-                return parsed(await response.aread())
+                return parse_json(await response.aread())
 
         return await self.tried(attempt, again, once)
 
@@ -165,17 +165,17 @@ class Connection:
                         said: Any = json.loads(raw)
                     except ValueError:
                         said = raw.decode("utf-8", "replace")
-                    raise refused(response.status_code, said, asked_wait(response.headers))
+                    raise status_error(response.status_code, said, asked_wait(response.headers))
                 yield response
         except httpx.RequestError as error:
-            raise Again(f"{where}: {type(error).__name__}: {error}".rstrip(": ")) from None
-        except (Again, ServerError) as error:
+            raise RetryableError(f"{where}: {type(error).__name__}: {error}".rstrip(": ")) from None
+        except (RetryableError, ServerError) as error:
             error.args = (f"{where}: {error}",)
             raise
 
     async def tried(
-        self, attempt: Callable[[], Awaitable[Found]], again: Callable[[], None] = lambda: None, once: bool = False
-    ) -> Found:
+        self, attempt: Callable[[], Awaitable[T]], again: Callable[[], None] = lambda: None, once: bool = False
+    ) -> T:
         """What `attempt` gives, if need be after several tries; `again` is called before each further one. `once`:
         after one."""
         if self._slots is None:
@@ -186,7 +186,7 @@ class Connection:
             try:
                 async with self._slots:
                     return await attempt()
-            except Again as error:
+            except RetryableError as error:
                 passing = error
             wait = next(waits, None)
             if wait is None:
@@ -212,7 +212,7 @@ class Connection:
         return self._clients[0]
 
 
-def _running(loop: asyncio.AbstractEventLoop) -> None:
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     """A connection's thread."""
     try:
         loop.run_forever()
@@ -220,7 +220,7 @@ def _running(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, clients: list[httpx.AsyncClient]) -> None:
+def _close_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, clients: list[httpx.AsyncClient]) -> None:
     """End what is under way in a loop, close its connections, and wait for its thread."""
     if not thread.is_alive():  # in a forked process, where it never ran
         return
@@ -242,22 +242,22 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, clients: lis
         thread.join()
 
 
-async def events(response: httpx.Response) -> AsyncIterator[Any]:
+async def read_events(response: httpx.Response) -> AsyncIterator[Any]:
     """The events of a streamed reply; one that tells an error is raised.
 
     The reply is read to its end, past its `[DONE]`, so that the connection can be used again.
     """
-    async for line in _lines(response):
+    async for line in _read_lines(response):
         data = line[5:].strip() if line.startswith(b"data:") else b""
         if data and data != b"[DONE]":
-            event = parsed(data)
+            event = parse_json(data)
             if isinstance(event, dict) and event.get("error"):
                 error = event["error"]
-                raise refused(error.get("code") if isinstance(error, dict) else None, event, 0.0)
+                raise status_error(error.get("code") if isinstance(error, dict) else None, event, 0.0)
             yield event
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+async def _read_lines(response: httpx.Response) -> AsyncIterator[bytes]:
     """Lines that end in a line feed and nothing else: a model's text may hold other characters that count as the end of
     a line (U+0085, U+2028), which httpx's own lines would be cut at."""
     rest = b""
@@ -268,26 +268,26 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
     yield rest
 
 
-def refused(status: Any, said: Any, wait: float) -> Exception:
+def status_error(status: Any, said: Any, wait: float) -> Exception:
     """The error for a status that is not 200 (`None`: a reply that does not say it): one to try again, or final."""
     for _ in range(3):  # servers put their words at various depths
         if isinstance(said, Mapping):
             said = next((said[key] for key in ("error", "message", "detail") if said.get(key)), str(dict(said)))
     known = status if isinstance(status, int) else None
     text = str(said) if status is None else f"status {status}: {said}"
-    return Again(text, wait, known) if status in RETRIED else ServerError(text, known)
+    return RetryableError(text, wait, known) if status in RETRIED else ServerError(text, known)
 
 
-def parsed(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
     """JSON, or an error that shows how it begins.
 
-    >>> parsed(b'{"a": 1}')
+    >>> parse_json(b'{"a": 1}')
     {'a': 1}
     """
     try:
         return json.loads(data)
     except ValueError:
-        raise BadReply(f"the reply is not JSON: {data[:80].decode('utf-8', 'replace')!r}") from None
+        raise BadReplyError(f"the reply is not JSON: {data[:80].decode('utf-8', 'replace')!r}") from None
 
 
 Json = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
@@ -295,7 +295,7 @@ Json = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class ServerRequest:
     """One request to a server: exactly one of `text`, `ids` and `messages`, for `n` samples of up to `max_tokens`."""
 
     model: str
@@ -313,7 +313,7 @@ class Ask:
 
 
 @dataclass
-class Piece:
+class PartialSample:
     """What has come in of one sample. R tokens so far: `ids` [R] and `logprobs` [R], or none; `tokens` are their texts,
     which name them only where a server gives no ids; `retokenized` says that `ids` were made from texts. `spans`:
     (version, start, end) of the policies that sampled them.
@@ -335,12 +335,12 @@ class Piece:
     def more(self, ids: Any, logprobs: Any, text: Any) -> None:
         """Take in further tokens."""
         if ids is not None:
-            self.ids = [*(self.ids or ()), *_whole_numbers("token_ids", ids)]
+            self.ids = [*(self.ids or ()), *_check_ids("token_ids", ids)]
         if logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *_logprobs(logprobs)]
+            self.logprobs = [*(self.logprobs or ()), *_check_logprobs(logprobs)]
         if text is not None and not isinstance(text, str):
             # Parts could name files of this machine, which the next turn would send.
-            raise BadReply(f"content: got {type(text).__name__}, expected text")
+            raise BadReplyError(f"content: got {type(text).__name__}, expected text")
         self.text += text or ""
 
     def versions(self) -> list[int]:
@@ -351,27 +351,27 @@ class Piece:
         return found
 
 
-def _whole_numbers(name: str, given: Any) -> list[int]:
+def _check_ids(name: str, given: Any) -> list[int]:
     if not isinstance(given, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in given):
-        raise BadReply(f"{name}: got {str(given)[:80]}, expected a list of token ids")
+        raise BadReplyError(f"{name}: got {str(given)[:80]}, expected a list of token ids")
     return given
 
 
-def _logprobs(given: Any) -> list[float]:
+def _check_logprobs(given: Any) -> list[float]:
     if not isinstance(given, list):
-        raise BadReply(f"logprobs: got {str(given)[:80]}, expected a list of numbers")
+        raise BadReplyError(f"logprobs: got {str(given)[:80]}, expected a list of numbers")
     for i, one in enumerate(given):
         number = isinstance(one, (int, float)) and not isinstance(one, bool)
         # A server's float32 sums may end a hair above 0.
         if not number or not math.isfinite(one) or one > 1e-3:
-            raise BadReply(f"logprobs[{i}]: got {one!r}, expected a log-probability")
+            raise BadReplyError(f"logprobs[{i}]: got {one!r}, expected a log-probability")
     return [min(float(one), 0.0) for one in given]
 
 
-def whole(text: Any) -> int | None:
+def parse_version(text: Any) -> int | None:
     """A weight version as a number, if it is one.
 
-    >>> whole("12"), whole("default")
+    >>> parse_version("12"), parse_version("default")
     (12, None)
     """
     try:
@@ -435,18 +435,18 @@ class Dialect:
             if value is not None
         ) or (sampling.extra.get("tool_choice") not in free)
 
-    def path(self, ask: Ask) -> str:
+    def path(self, ask: ServerRequest) -> str:
         """Where a request goes."""
         return "/v1/completions" if ask.messages is None else "/v1/chat/completions"
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: ServerRequest) -> dict[str, Any]:
         """A request's JSON."""
         made = self._shared(ask)
         if ask.sampling.logprobs is not None:
             made |= {"logprobs": 1} if ask.messages is None else {"logprobs": True}
         return made
 
-    def _shared(self, ask: Ask) -> dict[str, Any]:
+    def _shared(self, ask: ServerRequest) -> dict[str, Any]:
         how = ask.sampling
         made: dict[str, Any] = {
             "model": ask.model,
@@ -472,33 +472,35 @@ class Dialect:
             made["logit_bias"] = {str(one): -100 for one in how.suppress}
         return made
 
-    def read(self, reply: Any, pieces: Sequence[Piece]) -> None:
+    def read(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
         """Take in a whole reply."""
         choices = reply.get("choices") if isinstance(reply, dict) else None
         if not isinstance(choices, list):
-            raise BadReply(f"the reply has no choices: {str(reply)[:200]}")
+            raise BadReplyError(f"the reply has no choices: {str(reply)[:200]}")
         if len(choices) != len(pieces):
-            raise BadReply(f"choices: got {len(choices)}, expected {len(pieces)}")
+            raise BadReplyError(f"choices: got {len(choices)}, expected {len(pieces)}")
         for place, choice in enumerate(choices):
             self._choice(reply, choice, pieces[self._index(choice, place, pieces)], "message")
         if sum(piece.finish is not None for piece in pieces) != len(pieces):
-            raise BadReply("choices: got some without a finish_reason or with the same index, expected one of each")
+            raise BadReplyError(
+                "choices: got some without a finish_reason or with the same index, expected one of each"
+            )
 
-    def fold(self, event: Any, pieces: Sequence[Piece]) -> None:
+    def fold(self, event: Any, pieces: Sequence[PartialSample]) -> None:
         """Take in one event of a streamed reply."""
         choices = event.get("choices") if isinstance(event, dict) else None
         if not isinstance(choices, list):
-            raise BadReply(f"the event has no choices: {str(event)[:200]}")
+            raise BadReplyError(f"the event has no choices: {str(event)[:200]}")
         for choice in choices:
             self._choice(event, choice, pieces[self._index(choice, 0, pieces)], "delta")
 
-    def _index(self, choice: Any, place: int, pieces: Sequence[Piece]) -> int:
+    def _index(self, choice: Any, place: int, pieces: Sequence[PartialSample]) -> int:
         index = choice.get("index", place) if isinstance(choice, dict) else None
         if not isinstance(index, int) or not 0 <= index < len(pieces):
-            raise BadReply(f"choices: got index {index!r}, expected 0 to {len(pieces) - 1}")
+            raise BadReplyError(f"choices: got index {index!r}, expected 0 to {len(pieces) - 1}")
         return index
 
-    def _choice(self, reply: dict[str, Any], choice: dict[str, Any], piece: Piece, inner: str) -> None:
+    def _choice(self, reply: dict[str, Any], choice: dict[str, Any], piece: PartialSample, inner: str) -> None:
         said = choice.get(inner)
         logprobs = choice.get("logprobs") or {}
         values: Any
@@ -515,14 +517,14 @@ class Dialect:
         piece.more(given if given is not None else ids, values, text)
         piece.tokens += tokens
         if said is not None:
-            piece.message = _joined(piece.message, said) if inner == "delta" else dict(said)
+            piece.message = _join_delta(piece.message, said) if inner == "delta" else dict(said)
         prompt_ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
         if prompt_ids is not None:
-            piece.prompt_ids = _whole_numbers("prompt_token_ids", prompt_ids)
+            piece.prompt_ids = _check_ids("prompt_token_ids", prompt_ids)
         count = (reply.get("usage") or {}).get("prompt_tokens")
         piece.prompt_count = count if isinstance(count, int) else piece.prompt_count
         for span in choice.get("weight_versions") or ():
-            version = whole(span.get("version"))
+            version = parse_version(span.get("version"))
             if version is not None:
                 piece.spans.append((version, span["start"], span["end"]))
         piece.finish = choice.get("finish_reason") or piece.finish
@@ -530,7 +532,7 @@ class Dialect:
         piece.stop = piece.stop if stop is None else stop
 
 
-def _joined(message: dict[str, Any] | None, delta: Mapping[str, Any]) -> dict[str, Any]:
+def _join_delta(message: dict[str, Any] | None, delta: Mapping[str, Any]) -> dict[str, Any]:
     """A chat message with a further part of it: texts grow, tool calls by their index."""
     made = dict(message or {"role": "assistant", "content": ""})
     for name, value in delta.items():
@@ -570,23 +572,25 @@ class TransformersServe(Dialect):
     def together(self, sampling: Sampling) -> bool:
         return False
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: ServerRequest) -> dict[str, Any]:
         # It refuses words that it does not know, and ignores a few that it does.
         left_out = {"n", "presence_penalty", "frequency_penalty"}
         return {name: value for name, value in self._shared(ask).items() if name not in left_out}
 
 
-def kind_of(true: LogprobsKind | None, sampling: Sampling, constrained: bool = False) -> LogprobsKind | None:
+def resolve_logprobs_kind(
+    true: LogprobsKind | None, sampling: Sampling, constrained: bool = False
+) -> LogprobsKind | None:
     """Which kind a server's log-probs are of: the one asked for where that is the same thing, else what they truly are.
 
     Without truncation, and at temperature 1, there is no difference; at temperature 0 servers give the model's own.
     `constrained`: a grammar rules tokens out before any of them is taken, which makes them `processed` or nothing.
 
-    >>> kind_of("raw", Sampling(logprobs="processed"))
+    >>> resolve_logprobs_kind("raw", Sampling(logprobs="processed"))
     'processed'
-    >>> kind_of("raw", Sampling(logprobs="processed", temperature=0.5))
+    >>> resolve_logprobs_kind("raw", Sampling(logprobs="processed", temperature=0.5))
     'raw'
-    >>> kind_of("tempered", Sampling(logprobs="processed", temperature=0.5))
+    >>> resolve_logprobs_kind("tempered", Sampling(logprobs="processed", temperature=0.5))
     'processed'
     """
     wanted = sampling.logprobs

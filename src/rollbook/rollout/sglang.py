@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from rollbook.core.sampling import LogprobsKind, Sampling
-from rollbook.rollout.server import Ask, BadReply, Dialect, Piece, whole
+from rollbook.rollout.server import BadReplyError, Dialect, PartialSample, ServerRequest, parse_version
 
 
 class SGLang(Dialect):
@@ -40,10 +40,10 @@ class SGLang(Dialect):
     def together(self, sampling: Sampling) -> bool:
         return False
 
-    def path(self, ask: Ask) -> str:
+    def path(self, ask: ServerRequest) -> str:
         return "/generate"
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: ServerRequest) -> dict[str, Any]:
         how = ask.sampling
         sampling: dict[str, Any] = {
             "max_new_tokens": ask.max_tokens,
@@ -71,26 +71,26 @@ class SGLang(Dialect):
             "stream": ask.stream,
         }
 
-    def read(self, reply: Any, pieces: Sequence[Piece]) -> None:
+    def read(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
         self.fold(reply, pieces)
         if pieces[0].finish is None:
-            raise BadReply("finish_reason: got none, expected one")
+            raise BadReplyError("finish_reason: got none, expected one")
 
-    def fold(self, event: Any, pieces: Sequence[Piece]) -> None:
+    def fold(self, event: Any, pieces: Sequence[PartialSample]) -> None:
         (piece,) = pieces
         meta = event.get("meta_info") if isinstance(event, dict) else None
         if not isinstance(meta, dict):
-            raise BadReply(f"the reply has no meta_info: {str(event)[:200]}")
+            raise BadReplyError(f"the reply has no meta_info: {str(event)[:200]}")
         pairs, ids, text = meta.get("output_token_logprobs"), event.get("output_ids"), event.get("text") or ""
         if pairs is not None:
             if any(not isinstance(pair, list) or len(pair) < 2 for pair in pairs):
-                raise BadReply(f"output_token_logprobs: got {str(pairs)[:80]}, expected [log-prob, id, text] each")
+                raise BadReplyError(f"output_token_logprobs: got {str(pairs)[:80]}, expected [log-prob, id, text] each")
             ids = [pair[1] for pair in pairs]
         done = meta.get("completion_tokens")
         if len(ids or ()) == done:  # all so far; else, by the server's choice, only what is new
             piece.ids, piece.logprobs, piece.text = None, None, ""
         piece.more(ids, None if pairs is None else [pair[0] for pair in pairs], text)
-        version = whole(meta.get("weight_version"))
+        version = parse_version(meta.get("weight_version"))
         if version is not None and piece.ids:
             start = piece.spans[-1][2] if piece.spans else 0
             piece.spans.append((version, start, max(start, len(piece.ids))))
@@ -99,4 +99,4 @@ class SGLang(Dialect):
             piece.finish = finish.get("type")
             piece.stop = finish.get("matched")
             if piece.finish == "abort" and finish.get("status_code"):
-                raise BadReply(f"the server gave up: {str(finish.get('message'))[:300]}")
+                raise BadReplyError(f"the server gave up: {str(finish.get('message'))[:300]}")

@@ -30,24 +30,33 @@ import torch
 from rollbook.batch.vision import BY_TOKEN, GRIDS, TYPES, placeholders, token_types
 from rollbook.core.checks import check_int
 from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
-from rollbook.core.images import load_image, source
+from rollbook.core.images import load_image, source_key
 from rollbook.core.media import SHARED
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, Sample, Sampling
 from rollbook.models.heads import scoring
-from rollbook.rollout.decoding import COLDEST, Batch, Finished, Row, Runner, StopTexts, Work, begin
+from rollbook.rollout.decoding import (
+    MIN_TEMPERATURE,
+    DecodingBatch,
+    DecodingRow,
+    DecodingStats,
+    Finished,
+    ModelRunner,
+    StopTexts,
+    find_stop_start,
+)
 from rollbook.rollout.engine import Cancel, Engine, Request
 
 _TOKENS = ("input_ids", "attention_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedPrompt:
     """A prompt as a model takes it.
 
     `ids`: with placeholders expanded. `media`: the processor's tensors under the model's names, `None` without any.
     `text`: what was tokenized. `truncated_from`: how many ids there were, if some were cut.
 
-    >>> Prepared(ids=(5, 6)).media is None
+    >>> PreparedPrompt(ids=(5, 6)).media is None
     True
     """
 
@@ -57,13 +66,13 @@ class Prepared:
     truncated_from: int | None = None
 
 
-class Preparer:
+class PromptPreparer:
     """Makes prompts ready with a tokenizer, or a processor that has one; `config` is the model's, if it is known.
 
     `add_special_tokens` is for plain text; the text of a chat has its special tokens from the template.
 
-    >>> Preparer().prepare(Prompt(token_ids=[5, 6, 7]), Sampling(max_prompt_tokens=2, prompt_overflow="left"))
-    Prepared(ids=(6, 7), media=None, text=None, truncated_from=3)
+    >>> PromptPreparer().prepare(Prompt(token_ids=[5, 6, 7]), Sampling(max_prompt_tokens=2, prompt_overflow="left"))
+    PreparedPrompt(ids=(6, 7), media=None, text=None, truncated_from=3)
     """
 
     def __init__(
@@ -76,14 +85,14 @@ class Preparer:
         self.config = config
         self.add_special_tokens = add_special_tokens
 
-    def prepare(self, prompt: Prompt, sampling: Sampling | None = None) -> Prepared:
+    def prepare(self, prompt: Prompt, sampling: Sampling | None = None) -> PreparedPrompt:
         """One prompt's ids, media and text; a `ValueError` says what is wrong with it."""
         how = sampling if sampling is not None else Sampling()
-        ready = _ready(prompt)
+        ready = _processed_media(prompt)
         if ready is not None:
             made = self._with_ready(prompt, ready)
         elif prompt.messages is not None:
-            messages, images, videos = _parts(prompt)
+            messages, images, videos = _split_media(prompt)
             made = self._tokenized(self._templated(prompt, messages), images, videos, special=False)
         elif prompt.token_ids is not None:
             made = self._with_ids(prompt)
@@ -106,17 +115,17 @@ class Preparer:
         made = maker.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         return str(made)
 
-    def _tokenized(self, text: str, images: list[Any], videos: list[Any], special: bool) -> Prepared:
+    def _tokenized(self, text: str, images: list[Any], videos: list[Any], special: bool) -> PreparedPrompt:
         if self.tokenizer is None:
             raise ValueError(f"prompt.text: got text ({text[:40]!r}), expected token ids: there is no tokenizer")
         if not images and not videos:
             ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
-            return Prepared(ids=tuple(ids), text=text)
+            return PreparedPrompt(ids=tuple(ids), text=text)
         features = self._processed(text, images, videos, special)
         ids = tuple(features["input_ids"].reshape(-1).tolist())
-        return Prepared(ids=ids, media=self._media(features, ids, len(images), len(videos)), text=text)
+        return PreparedPrompt(ids=ids, media=self._media(features, ids, len(images), len(videos)), text=text)
 
-    def _fitted(self, made: Prepared, how: Sampling) -> Prepared:
+    def _fitted(self, made: PreparedPrompt, how: Sampling) -> PreparedPrompt:
         most, length = how.max_prompt_tokens, len(made.ids)
         if most is None or length <= most:
             return made
@@ -128,7 +137,7 @@ class Preparer:
             raise ValueError(f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens)")
         ids = made.ids[-most:] if how.prompt_overflow == "left" else made.ids[:most]
         text = None if self.tokenizer is None else self.tokenizer.decode(list(ids), skip_special_tokens=False)
-        return Prepared(ids=ids, text=text, truncated_from=length)
+        return PreparedPrompt(ids=ids, text=text, truncated_from=length)
 
     # --- media --------------------------------------------------------------------------------------------------------
 
@@ -182,18 +191,18 @@ class Preparer:
             media[TYPES] = token_types(torch.tensor([list(ids)]), holder)
         return {name: SHARED.keep(value) for name, value in media.items()}
 
-    def _with_ready(self, prompt: Prompt, ready: Mapping[str, Any]) -> Prepared:
+    def _with_ready(self, prompt: Prompt, ready: Mapping[str, Any]) -> PreparedPrompt:
         if prompt.token_ids is None:
             raise ValueError("prompt.images: got processed media, expected them beside token_ids with placeholders")
         tensors = {name: torch.as_tensor(value) for name, value in ready.items()}
         ids = tuple(prompt.token_ids)
-        return Prepared(ids=ids, media=self._media(tensors, ids), text=self._decoded(ids))
+        return PreparedPrompt(ids=ids, media=self._media(tensors, ids), text=self._decoded(ids))
 
-    def _with_ids(self, prompt: Prompt) -> Prepared:
+    def _with_ids(self, prompt: Prompt) -> PreparedPrompt:
         """Token ids that hold the expanded placeholders of the images beside them."""
         ids = tuple(prompt.token_ids or ())
         if not prompt.images and not prompt.videos:
-            return Prepared(ids=ids, text=self._decoded(ids))
+            return PreparedPrompt(ids=ids, text=self._decoded(ids))
         marks = [
             str(getattr(self.processor, f"{what}_token", "")) * len(getattr(prompt, f"{what}s"))
             for what in ("image", "video")
@@ -208,16 +217,16 @@ class Preparer:
                 )
         # By-token entries are of the placeholders alone, without the text.
         features = {name: value for name, value in features.items() if name not in BY_TOKEN}
-        return Prepared(ids=ids, media=self._media(features, ids), text=self._decoded(ids))
+        return PreparedPrompt(ids=ids, media=self._media(features, ids), text=self._decoded(ids))
 
     def _decoded(self, ids: Sequence[int]) -> str | None:
         return None if self.tokenizer is None else str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def _ready(prompt: Prompt) -> Mapping[str, Any] | None:
+def _processed_media(prompt: Prompt) -> Mapping[str, Any] | None:
     """Media that are processed already, of images and of videos, or `None`."""
     ready = [
-        each for each in (*prompt.images, *prompt.videos) if isinstance(each, Mapping) and not source(each) and each
+        each for each in (*prompt.images, *prompt.videos) if isinstance(each, Mapping) and not source_key(each) and each
     ]
     if not ready:
         return None
@@ -226,7 +235,7 @@ def _ready(prompt: Prompt) -> Mapping[str, Any] | None:
     return {name: value for each in ready for name, value in each.items()}
 
 
-def _parts(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """A chat's messages with bare image and video parts, and the images and videos of these parts in their order."""
     beside = {"image": iter(prompt.images), "video": iter(prompt.videos)}
     inside: dict[str, list[Any]] = {"image": [], "video": []}
@@ -237,7 +246,7 @@ def _parts(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
         what = {"image": "image", "image_url": "image", "video": "video"}.get(kind or "")
         if what is None:
             return part
-        key = source(part)
+        key = source_key(part)
         if key is None:
             bare[what] += 1
             image = next(beside[what], None)
@@ -302,24 +311,24 @@ class TransformersEngine(Engine):
         device: torch.device | str | None = None,
         add_special_tokens: bool = False,
     ) -> None:
-        self.model = _model_of(model)
+        self.model = _unwrap_model(model)
         self.config = self.model.config
         if getattr(self.config, "is_encoder_decoder", False):
             raise ValueError(f"model: got {type(self.model).__name__}, expected one that decodes without an encoder")
         self.max_batch_rows = check_int("max_batch_rows", max_batch_rows, 1)
         self.max_batch_tokens = check_int("max_batch_tokens", max_batch_tokens, 1)
         self.version = check_int("version", version)
-        self.preparer = Preparer(tokenizer, processor, self.config, add_special_tokens=add_special_tokens)
+        self.preparer = PromptPreparer(tokenizer, processor, self.config, add_special_tokens=add_special_tokens)
         self.tokenizer: Any = self.preparer.tokenizer
         self.processor = self.preparer.processor
-        self.runner = Runner(self.model, device)
+        self.runner = ModelRunner(self.model, device)
         self._placeholders = frozenset(self.runner.suppressed)  # an actor may suppress more, which prompts may have
         self.ends = _end_ids(self.runner.base, self.tokenizer)
         """The ids that end a response."""
         self._turns = threading.Lock()
 
     @property
-    def work(self) -> Work:
+    def work(self) -> DecodingStats:
         """What it has done so far, in numbers."""
         return self.runner.work
 
@@ -351,7 +360,7 @@ class TransformersEngine(Engine):
         run_id = self.run.id
         stops: dict[tuple[str, ...], StopTexts] = {}
         for window in self._windows(requests):
-            rows: list[Row] = []
+            rows: list[DecodingRow] = []
             for request in window:
                 try:
                     rows += self._rows(request, stops, run_id, ready=not cancel.requested)
@@ -362,9 +371,11 @@ class TransformersEngine(Engine):
             while waiting:
                 yield from self._batch(waiting.popleft(), waiting, cancel)
 
-    def _batch(self, rows: list[Row], waiting: deque[list[Row]], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+    def _batch(
+        self, rows: list[DecodingRow], waiting: deque[list[DecodingRow]], cancel: Cancel
+    ) -> Iterator[tuple[int, Sample]]:
         """Run one batch to its end; if it fails, its halves wait, and a single row is given up."""
-        batch = Batch(self.runner, rows, lambda: self.version)
+        batch = DecodingBatch(self.runner, rows, lambda: self.version)
         while batch.count:
             if cancel.requested:
                 for row in batch.unfinished:
@@ -391,7 +402,7 @@ class TransformersEngine(Engine):
                 waiting.extendleft((left[half:], left[:half]))
             return
 
-    def _advance(self, batch: Batch, cancel: Cancel) -> list[Finished]:
+    def _advance(self, batch: DecodingBatch, cancel: Cancel) -> list[Finished]:
         """Sample tokens until rows finish, or others should have a turn. Nobody else uses the model meanwhile."""
         with self._turns, scoring(self.model), _attention(batch):
             for _ in range(_TURN):
@@ -414,13 +425,17 @@ class TransformersEngine(Engine):
         if window:
             yield window
 
-    def _rows(self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, ready: bool) -> list[Row]:
+    def _rows(
+        self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, ready: bool
+    ) -> list[DecodingRow]:
         how, before = request.sampling, request.started
         if ready or before is not None:
             prepared = self._prepared(request)
         else:  # cancelled already: they come back as they are, to be made ready when they go on
-            prepared = Prepared(ids=tuple(request.prompt.token_ids or ()))
-        kind: LogprobsKind | None = "raw" if how.logprobs is not None and how.temperature < COLDEST else how.logprobs
+            prepared = PreparedPrompt(ids=tuple(request.prompt.token_ids or ()))
+        kind: LogprobsKind | None = (
+            "raw" if how.logprobs is not None and how.temperature < MIN_TEMPERATURE else how.logprobs
+        )
         if before is not None and before.response_ids:
             known = before.logprobs_kind if before.logprobs is not None else None
             if known != kind:
@@ -442,7 +457,7 @@ class TransformersEngine(Engine):
         if before is not None and len(before.response_ids) >= room:
             raise ValueError(f"sample {before.eid}: got one that fills the model's {positions} positions")
         return [
-            Row(
+            DecodingRow(
                 request=request,
                 k=k,
                 run_id=run_id,
@@ -461,12 +476,12 @@ class TransformersEngine(Engine):
             for k in range(len(request.eids))
         ]
 
-    def _prepared(self, request: Request) -> Prepared:
+    def _prepared(self, request: Request) -> PreparedPrompt:
         """The prompt's tokens and media: of a sample that goes on exactly those that it has."""
         prompt, how, before = request.prompt, request.sampling, request.started
         known = before is not None and before.prompt_ids
         if before is not None and known and (before.media is not None or not _has_media(prompt)):
-            prepared = Prepared(ids=tuple(before.prompt_ids), media=before.media, text=before.prompt_text)
+            prepared = PreparedPrompt(ids=tuple(before.prompt_ids), media=before.media, text=before.prompt_text)
         else:
             prepared = self.preparer.prepare(prompt, how)
             if before is not None and known and prepared.ids != tuple(before.prompt_ids):
@@ -486,13 +501,13 @@ class TransformersEngine(Engine):
             )
         return prepared
 
-    def _planned(self, rows: list[Row]) -> Iterator[list[Row]]:
+    def _planned(self, rows: list[DecodingRow]) -> Iterator[list[DecodingRow]]:
         """Rows in batches: those of a prompt together, the longest first where there are several batches."""
         if len(rows) > self.max_batch_rows or len(rows) * max((row.longest for row in rows), default=0) > (
             self.max_batch_tokens
         ):
             rows = sorted(rows, key=lambda row: row.longest, reverse=True)
-        batch: list[Row] = []
+        batch: list[DecodingRow] = []
         longest, shape = 0, None
         for row in rows:
             longest = max(longest, row.longest)
@@ -513,18 +528,18 @@ class TransformersEngine(Engine):
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _text(self, row: Row, stopped: bool, what: str | int | None) -> str | None:
+    def _text(self, row: DecodingRow, stopped: bool, what: str | int | None) -> str | None:
         if self.tokenizer is None:
             return None
         text = self._decode(row.ids)
         if not stopped or row.request.sampling.include_stop:
             return text
         if isinstance(what, str):
-            cut = begin(what, row.ids, self._decode)
+            cut = find_stop_start(what, row.ids, self._decode)
             return text if cut < 0 else text[:cut]  # a stop text of special tokens is not in it
         return self._decode(row.ids[:-1])
 
-    def _sample(self, row: Row, reason: FinishReason, what: str | int | Exception | None = None) -> Sample:
+    def _sample(self, row: DecodingRow, reason: FinishReason, what: str | int | Exception | None = None) -> Sample:
         request, before, prepared = row.request, row.request.started, row.prepared
         made: dict[str, Any] = {
             "prompt_ids": list(prepared.ids),
@@ -564,7 +579,7 @@ def _has_media(prompt: Prompt) -> bool:
     )
 
 
-def _attention(batch: Batch) -> AbstractContextManager[None]:
+def _attention(batch: DecodingBatch) -> AbstractContextManager[None]:
     """Attention for sequences that grow by a token. cuDNN plans its kernels for each length, which takes longer than
     the model's forward pass: not without a mask, where flash attention does as well; with one, lengths are rounded."""
     if batch.padded or batch.runner.device.type != "cuda":
@@ -577,7 +592,7 @@ def _attention(batch: Batch) -> AbstractContextManager[None]:
     return made
 
 
-def _model_of(given: Any) -> Any:
+def _unwrap_model(given: Any) -> Any:
     """The transformers model itself, or the one inside: of an object with `.model`, compiled, or run in parallel."""
     from transformers import PreTrainedModel
 

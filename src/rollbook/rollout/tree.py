@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from rollbook.core.fingerprints import template_fingerprint
 from rollbook.core.ids import EID
-from rollbook.core.images import source
+from rollbook.core.images import source_key
 from rollbook.core.sampling import LogprobsKind, Prompt, Sample, Sampling
-from rollbook.rollout.chat import Drift, Drifts, Renderer, compare
-from rollbook.rollout.engine import derived
+from rollbook.rollout.chat import Drift, Drifts, Renderer, compare_tokens
+from rollbook.rollout.engine import derive_seed
 
 SpanKind = Literal["prompt", "model", "observation"]
 
@@ -77,7 +77,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
+class PendingObservation:
     """Something observed that no turn was sampled after yet: a message, or token ids (and the message they are)."""
 
     message: Mapping[str, Any] | None = None
@@ -85,23 +85,23 @@ class Observed:
     images: tuple[Any, ...] = ()
 
 
-def observed(message: Mapping[str, Any], beside: Iterator[Any]) -> Observed:
+def extract_images(message: Mapping[str, Any], beside: Iterator[Any]) -> PendingObservation:
     """A message with bare image parts, and their images: their own, else the next of those beside it."""
     images: list[Any] = []
     content = message.get("content")
     if not isinstance(content, (list, tuple)):
-        return Observed(message=dict(message))
+        return PendingObservation(message=dict(message))
     bare = []
     for part in content:
         if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
-            key = source(part)
+            key = source_key(part)
             image = part[key] if key is not None else next(beside, None)
             if image is None:
                 raise ValueError("images: got fewer than the messages have image parts, expected one for each")
             images.append(image)
             part = {"type": "image"}
         bare.append(part)
-    return Observed(message={**message, "content": bare}, images=tuple(images))
+    return PendingObservation(message={**message, "content": bare}, images=tuple(images))
 
 
 @dataclass(kw_only=True)
@@ -116,7 +116,7 @@ class Branch:
     turns: list[Turn] = field(default_factory=list)
     """All of the conversation's, those before a fork too, whose tokens are in the branch that was forked from."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
-    pending: list[Observed] = field(default_factory=list)
+    pending: list[PendingObservation] = field(default_factory=list)
     unchecked: str = ""
     """Why the conversation cannot be rendered as a whole."""
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Branch:
         return replace(self, number=number, parent=self.number, reward=None, info=dict(self.info), **own)
 
 
-def rows(branches: Sequence[Branch]) -> list[Branch]:
+def recorded_branches(branches: Sequence[Branch]) -> list[Branch]:
     """The branches that become records: those that another does not go on from, or that were given a reward."""
     paths = [branch.numbers for branch in branches]
     found = []
@@ -177,10 +177,10 @@ def rows(branches: Sequence[Branch]) -> list[Branch]:
     return found
 
 
-def row_id(eid: EID, number: int) -> EID:
+def branch_eid(eid: EID, number: int) -> EID:
     """A branch's id: the same run, the branch's number for a step; branch 0 has the id that was given.
 
-    >>> row_id(EID(batch=0, task=7, run=2, suffix="a"), 0).uid, row_id(EID(0, 7, 2, 0, "a"), 3).rid
+    >>> branch_eid(EID(batch=0, task=7, run=2, suffix="a"), 0).uid, branch_eid(EID(0, 7, 2, 0, "a"), 3).rid
     ('0/7/2/0/a', '0/7/2')
     """
     if not number:
@@ -189,7 +189,7 @@ def row_id(eid: EID, number: int) -> EID:
     return eid.replace(step=eid.step + number, suffix=digest)
 
 
-def messages_of(branch: Branch) -> list[Mapping[str, Any]]:
+def full_conversation(branch: Branch) -> list[Mapping[str, Any]]:
     """The conversation, with what is pending."""
     return [*branch.messages, *(one.message for one in branch.pending if one.message is not None)]
 
@@ -200,13 +200,13 @@ def sampled_text(turns: Iterable[Turn]) -> str | None:
     return None if None in texts else "\n".join(text for text in texts if text is not None)
 
 
-def drifts(turns: Iterable[Turn]) -> Drifts:
+def collect_drifts(turns: Iterable[Turn]) -> Drifts:
     """The comparisons before these turns, each once."""
     made = {turn.pieces[0].number: turn.drift for turn in turns if turn.drift is not None}
     return Drifts(made[number] for number in sorted(made))
 
 
-def placed_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[Observed]) -> dict[str, Any]:
+def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[PendingObservation]) -> dict[str, Any]:
     """Media of an observation, whose by-token entries count from the branch's first token on.
 
     By-token entries of messages that follow other tokens are left out: which tokens are theirs is not known until the
@@ -232,7 +232,7 @@ def placed_media(media: Mapping[str, Any], branch: Branch, observation: Sequence
     return placed
 
 
-def without_types(media: Mapping[str, Any]) -> dict[str, Any]:
+def drop_token_types(media: Mapping[str, Any]) -> dict[str, Any]:
     """Media without by-token entries."""
     from rollbook.batch.vision import BY_TOKEN
 
@@ -245,15 +245,15 @@ _AS_THEY_ARE = ("number", "parent", "continued_as", "unchecked", "failed", "full
 _LISTS = ("errors", "images", "media", "messages")
 
 
-def plain(branches: Sequence[Branch]) -> dict[str, Any]:
+def branches_to_dict(branches: Sequence[Branch]) -> dict[str, Any]:
     """Branches as plain values: each span and each turn once, however many branches hold it."""
     spans = {span.number: span for branch in branches for span in branch.spans}
     # By identity: a turn that one branch left unfinished may have ended in another without a further token.
     turns = list({id(turn): turn for branch in branches for turn in branch.turns}.values())
     places = {id(turn): i for i, turn in enumerate(turns)}
     return {
-        "spans": [_plain_span(span) for _, span in sorted(spans.items())],
-        "turns": [_plain_turn(turn) for turn in turns],
+        "spans": [_span_to_dict(span) for _, span in sorted(spans.items())],
+        "turns": [_turn_to_dict(turn) for turn in turns],
         "branches": [
             {
                 **{name: getattr(branch, name) for name in _AS_THEY_ARE},
@@ -271,21 +271,21 @@ def plain(branches: Sequence[Branch]) -> dict[str, Any]:
     }
 
 
-def _plain_span(span: Span) -> dict[str, Any]:
+def _span_to_dict(span: Span) -> dict[str, Any]:
     found = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(span).items()}
     return {**found, "experts": span.experts.tolist() if hasattr(span.experts, "tolist") else span.experts}
 
 
-def _plain_turn(turn: Turn) -> dict[str, Any]:
+def _turn_to_dict(turn: Turn) -> dict[str, Any]:
     found = {**vars(turn), "pieces": [piece.number for piece in turn.pieces], "sampling": dict(turn.sampling)}
     return {**found, "drift": None if turn.drift is None else turn.drift.to_dict()}
 
 
-def from_plain(given: Mapping[str, Any]) -> list[Branch]:
-    """The branches that `plain` was given.
+def branches_from_dict(given: Mapping[str, Any]) -> list[Branch]:
+    """The branches that `branches_to_dict` was given.
 
     >>> span = Span(number=0, kind="prompt", ids=(1, 2))
-    >>> from_plain(plain([Branch(number=0, spans=[span])])) == [Branch(number=0, spans=[span])]
+    >>> branches_from_dict(branches_to_dict([Branch(number=0, spans=[span])])) == [Branch(number=0, spans=[span])]
     True
     """
     spans: dict[int, Span] = {}
@@ -299,7 +299,7 @@ def from_plain(given: Mapping[str, Any]) -> list[Branch]:
     found = []
     for one in given["branches"]:
         pending = [
-            Observed(
+            PendingObservation(
                 message=each["message"],
                 ids=None if each["ids"] is None else tuple(each["ids"]),
                 images=tuple(each["images"]),
@@ -312,8 +312,8 @@ def from_plain(given: Mapping[str, Any]) -> list[Branch]:
     return found
 
 
-Policy = Literal["keep", "fork"]
-Next = tuple[list[int], Drift | None]
+DriftPolicy = Literal["keep", "fork"]
+NextTokens = tuple[list[int], Drift | None]
 """The tokens that a turn comes after, and what rendering the conversation anew says of them."""
 Parse = Callable[[str], Mapping[str, Any] | None]
 FORMAT = 1
@@ -323,13 +323,13 @@ _OPAQUE = "token ids were put in without a message"
 
 
 @dataclass(frozen=True)
-class Asked:
+class TurnRequest:
     """What an engine is asked, and the state of the branch that its answer is for."""
 
     prompt: Prompt | Sample
     sampling: Sampling
     state: tuple[int, int, int]
-    next: Next
+    next: NextTokens
 
 
 @dataclass(kw_only=True)
@@ -342,7 +342,7 @@ class Tree:
     sampling: Sampling
     context_limit: int | None
     group_size: int | None
-    policies: Mapping[str, Policy]
+    policies: Mapping[str, DriftPolicy]
     """What to do about `realigned` and about `forked`."""
     parse: Parse | None
     branches: list[Branch] = field(default_factory=list)
@@ -357,7 +357,7 @@ class Tree:
 
     def id_of(self, branch: Branch) -> EID:
         """The id of a branch's record."""
-        return row_id(self.eid, branch.number)
+        return branch_eid(self.eid, branch.number)
 
     def tail(self, branch: Branch, generation: bool) -> list[int]:
         """What is pending, as the tokens that come after those that are kept."""
@@ -375,9 +375,9 @@ class Tree:
         rendered = self.renderer.after(context[:-1], context[-1], turn.ids, turn.ended, messages, generation, images)
         return rendered + raw
 
-    def next(self, branch: Branch) -> Next:
+    def next(self, branch: Branch) -> NextTokens:
         """What the next turn would come after."""
-        renderer, conversation = self.renderer, messages_of(branch)
+        renderer, conversation = self.renderer, full_conversation(branch)
         try:
             kept = branch.ids + self.tail(branch, True)
         except ValueError:
@@ -388,7 +388,7 @@ class Tree:
             return anew, Drift(outcome="forked", what="text", kept=len(branch.ids), rendered=len(anew), policy="fork")
         if not branch.turns or not branch.pending:
             return kept, None
-        reason = branch.unchecked or (_OPAQUE if _opaque(branch) else "")
+        reason = branch.unchecked or (_OPAQUE if _has_raw_ids(branch) else "")
         if renderer is None or reason:
             return kept, Drift(outcome="unchecked", what=reason or "there is no tokenizer")
         try:
@@ -400,7 +400,7 @@ class Tree:
         pictured = any(one.images for one in branch.pending)
         tail = self._tail(branch, True, ()) if pictured else kept[len(branch.ids) :]
         start, rendered = renderer.endings(before, now)
-        found = compare([*start, *branch.turns[-1].ids, *tail], rendered, renderer.decode)
+        found = compare_tokens([*start, *branch.turns[-1].ids, *tail], rendered, renderer.decode)
         policy = self.policies.get(found.outcome, "keep")
         if policy == "fork":
             kept = renderer.prompt(conversation, True, branch.images)
@@ -408,14 +408,14 @@ class Tree:
 
     # --- asking an engine -------------------------------------------------------------------------------------------
 
-    def ask(self, branch: Branch, following: Next, options: Mapping[str, Any]) -> Asked | Sample:
+    def ask(self, branch: Branch, following: NextTokens, options: Mapping[str, Any]) -> TurnRequest | Sample:
         """What to ask an engine for a turn after `following`; where the context is full, the sample that says so."""
         begun = branch.open
         if begun is None and branch.turns and not branch.pending:
             raise ValueError(f"act: the last turn ended ({branch.turns[-1].finish_reason}), {_OBSERVE}")
         known = {} if begun is None else begun.sampling
         known = {name: value for name, value in known.items() if name in Sampling.__dataclass_fields__}
-        settings = of_one(Sampling.of(known or self.sampling, **options))
+        settings = check_single(Sampling.of(known or self.sampling, **options))
         tokens, done = following[0], () if begun is None else begun.ids
         prompt = self.prompt.replace(
             text=None,
@@ -432,11 +432,11 @@ class Tree:
             most = min(settings.max_tokens, room)
             settings = replace(settings, max_tokens=most, min_tokens=min(settings.min_tokens, most))
         if begun is not None:
-            return Asked(self._unfinished(branch, begun, prompt), settings, branch.state, following)
+            return TurnRequest(self._unfinished(branch, begun, prompt), settings, branch.state, following)
         if settings.seed is not None:
             # A stream for each turn (and by their ids each branch): one for all would draw the same numbers in each.
-            settings = replace(settings, seed=derived(settings.seed, len(branch.turns)))
-        return Asked(prompt, settings, branch.state, following)
+            settings = replace(settings, seed=derive_seed(settings.seed, len(branch.turns)))
+        return TurnRequest(prompt, settings, branch.state, following)
 
     def _no_room(self, branch: Branch, prompt: Prompt, settings: Sampling) -> Sample:
         if branch.open is not None:
@@ -470,7 +470,7 @@ class Tree:
 
     # --- appending its answer ---------------------------------------------------------------------------------------
 
-    def append(self, branch: Branch, sample: Sample, asked: Next | None = None) -> Branch:
+    def append(self, branch: Branch, sample: Sample, asked: NextTokens | None = None) -> Branch:
         """Append a turn; gives the branch that has it: this one, or a fork. `asked` is what `next` gave for it."""
         if sample.failed:
             branch.failed = sample.error
@@ -488,22 +488,22 @@ class Tree:
             # was not, and a turn that followed something else is in another branch.
             drift = None
             if given[: len(kept)] != kept:
-                decode = _spelled if self.renderer is None else self.renderer.decode
-                drift = replace(compare(tokens, given, decode, by="engine"), policy="fork")
+                decode = _spell_ids if self.renderer is None else self.renderer.decode
+                drift = replace(compare_tokens(tokens, given, decode, by="engine"), policy="fork")
             elif branch.turns:
                 drift = Drift(outcome="clean", by="engine")
-            branch.media = [without_types(media) for media in branch.media]
+            branch.media = [drop_token_types(media) for media in branch.media]
             tokens = given
         return self._append(branch, sample, tokens, drift, "an engine was given what was not observed" if ended else "")
 
     def _append(self, branch: Branch, sample: Sample, tokens: list[int], drift: Drift | None, unchecked: str) -> Branch:
         piece = self._piece(branch, sample, 0)  # refused before anything is changed
-        unchecked = branch.unchecked or unchecked or (_OPAQUE if _opaque(branch) else "")
+        unchecked = branch.unchecked or unchecked or (_OPAQUE if _has_raw_ids(branch) else "")
         if drift is not None and drift.policy == "fork":
             branch = self._fork(branch)
         branch.unchecked = unchecked
         before = self._span("observation" if branch.spans else "prompt", tokens[len(branch.ids) :])
-        branch.messages = [*messages_of(branch), {}]  # the turn's own is put there when it is known
+        branch.messages = [*full_conversation(branch), {}]  # the turn's own is put there when it is known
         branch.pending = []
         branch.turns.append(Turn(pieces=(piece,), text=None, message=None, finish_reason="abort", drift=drift))
         branch.spans += [before] if before.ids or before.kind == "prompt" else []
@@ -515,7 +515,7 @@ class Tree:
         """A branch that goes on with this one's conversation, rendered anew; this one is over."""
         fork = branch.copy(len(self.branches))
         fork.spans, fork.reward = [], branch.reward
-        fork.media = [without_types(media) for media in fork.media]  # its tokens lie elsewhere
+        fork.media = [drop_token_types(media) for media in fork.media]  # its tokens lie elsewhere
         now = len(branch.turns)
         fork.errors = [error for error in branch.errors if error["turn"] == now]
         branch.errors = [error for error in branch.errors if error["turn"] != now]
@@ -612,7 +612,7 @@ class Tree:
             "template": _template(self.renderer),
             "turn_rewards": [[key, value] for key, value in self.turn_rewards.items()],
             "made_spans": self.spans,
-            **plain(self.branches),
+            **branches_to_dict(self.branches),
         }
 
     @classmethod
@@ -621,7 +621,7 @@ class Tree:
         if given.get("format") != FORMAT:
             raise ValueError(f"format: got {given.get('format')!r}, expected {FORMAT}")
         prompt = Prompt(**given["prompt"])
-        renderer = renderer_for(tokenizer, prompt, given["template_options"])
+        renderer = make_renderer(tokenizer, prompt, given["template_options"])
         if _template(renderer) != given["template"]:
             raise ValueError(
                 f"tokenizer: got one with the chat template {_template(renderer)}, expected {given['template']}"
@@ -635,7 +635,7 @@ class Tree:
             group_size=given["group_size"],
             policies=dict(given["policies"]),
             parse=parse,
-            branches=from_plain(given),
+            branches=branches_from_dict(given),
             turn_rewards=dict(given["turn_rewards"]),
             spans=given["made_spans"],
         )
@@ -645,7 +645,7 @@ def _template(renderer: Renderer | None) -> str | None:
     return template_fingerprint(renderer.tokenizer) if renderer is not None and renderer.chat else None
 
 
-def renderer_for(tokenizer: Any, prompt: Prompt, options: Mapping[str, Any] | None) -> Renderer | None:
+def make_renderer(tokenizer: Any, prompt: Prompt, options: Mapping[str, Any] | None) -> Renderer | None:
     """What renders a prompt of this form; `None` where all is token ids."""
     if tokenizer is None:
         if prompt.token_ids is None:
@@ -654,7 +654,7 @@ def renderer_for(tokenizer: Any, prompt: Prompt, options: Mapping[str, Any] | No
     return Renderer(tokenizer, chat=prompt.messages is not None, tools=prompt.tools, options=options)
 
 
-def of_one(settings: Sampling) -> Sampling:
+def check_single(settings: Sampling) -> Sampling:
     """Options that ask for a single sample, else an error that says how to have several."""
     if settings.n != 1:
         raise ValueError(
@@ -663,10 +663,10 @@ def of_one(settings: Sampling) -> Sampling:
     return settings
 
 
-def _opaque(branch: Branch) -> bool:
+def _has_raw_ids(branch: Branch) -> bool:
     return any(one.ids is not None and one.message is None for one in branch.pending)
 
 
-def _spelled(ids: Sequence[int], special: bool = True) -> str:
+def _spell_ids(ids: Sequence[int], special: bool = True) -> str:
     """Ids as a text, where there is no tokenizer: other ids are another text."""
     return " ".join(map(str, ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from rollbook.core.sampling import LogprobsKind, Sampling
-from rollbook.rollout.server import Ask, Dialect
+from rollbook.rollout.server import Dialect, ServerRequest
 
 
 class VLLM(Dialect):
@@ -35,7 +35,7 @@ class VLLM(Dialect):
     def seed_of(self, seed: int, k: int) -> int:
         return seed + k
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: ServerRequest) -> dict[str, Any]:
         how = ask.sampling
         made = self._shared(ask) | {
             "top_k": how.top_k,

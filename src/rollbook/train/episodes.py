@@ -27,7 +27,7 @@ from rollbook.core.ids import EID
 from rollbook.core.metrics import Stages, advise
 from rollbook.core.sampling import Prompt, Sample, Sampling
 from rollbook.rewards.recipes import as_reward
-from rollbook.rewards.types import RewardInput, Scores
+from rollbook.rewards.types import RewardInput, RewardResult
 from rollbook.rollout.engine import Engine
 from rollbook.rollout.episode import Episode, act_all
 from rollbook.rollout.transformers import TransformersEngine
@@ -477,12 +477,12 @@ class EpisodeMaker(NaiveExperienceMaker):
         batch.info = {**(batch.info or {}), "finish_reason": [row.finish_reason for row in rows]}
         return batch.to_device(self.passes.device)
 
-    def _scores(self, runs: Sequence[_Run]) -> Scores:
+    def _scores(self, runs: Sequence[_Run]) -> RewardResult:
         """What each row is worth: what the environment gave its run, and what the source says of it."""
         own = [float("nan") if row.reward is None else float(row.reward) for run in runs for row in run.rows]
         failed = [None if run.error is None else f"no reward: {run.error}" for run in runs for _ in run.rows]
         if self.scorer.source is None:
-            return Scores(rewards=own, errors=failed)
+            return RewardResult(rewards=own, errors=failed)
         asked = [run for run in runs if run.error is None]
         # The rows of a run are one conversation: its last one is asked about, and all have its reward.
         found = self.scorer.rewards([RewardInput.of(run.rows[-1], self.tokenizer) for run in asked])
@@ -495,7 +495,7 @@ class EpisodeMaker(NaiveExperienceMaker):
         }
         metrics |= {"environment": own, "source": source}
         total = [a + b for a, b in zip(own, source, strict=True)]
-        return Scores(rewards=total, metrics=metrics, errors=errors, parts=("environment", "source"))
+        return RewardResult(rewards=total, metrics=metrics, errors=errors, parts=("environment", "source"))
 
     def _counts(self, runs: Sequence[_Run]) -> dict[str, float]:
         """Of the episodes: how many turns they have, and how they end."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.sampling import Prompt, Sample, Sampling
-    from rollbook.rewards.types import Scores
+    from rollbook.rewards.types import RewardResult
     from rollbook.rollout.engine import Engine
 
 Answer = Callable[["Experience"], str | None]
@@ -306,9 +306,9 @@ def _asked(prompts: Any, batch: str) -> list[Prompt]:
     return made
 
 
-def _scored(source: Any, samples: Sequence[Sample], tokenizer: Any) -> Scores:
+def _scored(source: Any, samples: Sequence[Sample], tokenizer: Any) -> RewardResult:
     """Scores of all samples; of those that failed there are none."""
-    from rollbook.rewards.types import RewardInput, Scores
+    from rollbook.rewards.types import RewardInput, RewardResult
 
     answered = [i for i, one in enumerate(samples) if not one.failed]
     inputs = []
@@ -316,7 +316,7 @@ def _scored(source: Any, samples: Sequence[Sample], tokenizer: Any) -> Scores:
         # Without a tokenizer nobody can read it, and a reward may look at ids alone.
         unread = samples[i].text is None and tokenizer is None
         inputs.append(RewardInput.of(samples[i].replace(text="") if unread else samples[i], tokenizer))
-    found = source(inputs) if inputs else Scores(rewards=[])
+    found = source(inputs) if inputs else RewardResult(rewards=[])
     if len(found) != len(inputs):
         raise ValueError(f"reward: got {len(found)} scores back, expected {len(inputs)}, one for each sample")
     rewards = [math.nan] * len(samples)
@@ -326,10 +326,10 @@ def _scored(source: Any, samples: Sequence[Sample], tokenizer: Any) -> Scores:
         rewards[i], errors[i] = found.rewards[place], found.errors[place]
         for name, values in found.metrics.items():
             metrics[name][i] = values[place]
-    return Scores(rewards=rewards, errors=errors, metrics=metrics, parts=found.parts)
+    return RewardResult(rewards=rewards, errors=errors, metrics=metrics, parts=found.parts)
 
 
-def _record(i: int, sample: Sample, scores: Scores) -> Experience:
+def _record(i: int, sample: Sample, scores: RewardResult) -> Experience:
     """Sample i with its reward; none, rather than NaN, where there is none: SQL's averages leave it out."""
     row = sample.to_experience()
     reward, error = scores.rewards[i], scores.errors[i]
@@ -374,7 +374,7 @@ def _check_success(success: float | str | None) -> None:
         check_float("success", success, -1e30, 1e30, "a reward that counts as success, or the name of a part of it")
 
 
-def _check_part(success: float | str | None, scores: Scores) -> None:
+def _check_part(success: float | str | None, scores: RewardResult) -> None:
     """A part that the reward does not have is a mistake; where nothing was scored, nobody can tell."""
     scored = any(not math.isnan(one) for one in scores.rewards)
     if isinstance(success, str) and success not in scores.metrics and scored:

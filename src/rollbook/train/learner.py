@@ -21,7 +21,7 @@ from rollbook.batch.plan import MicroBatch, plan
 from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.metrics import advise
 from rollbook.models.forward import reference_log_probs
-from rollbook.rollout.engine import derived
+from rollbook.rollout.engine import derive_seed
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.material import Material
 from rollbook.train.objective import Flags, Whole, critic_loss, policy_loss
@@ -213,7 +213,7 @@ class Learner:
             units.setdefault(name, []).append(i)
         order = list(units.values())
         if self.batching.shuffle:
-            random.Random(derived(self.seed, f"minibatches/{step}/{epoch}")).shuffle(order)
+            random.Random(derive_seed(self.seed, f"minibatches/{step}/{epoch}")).shuffle(order)
         count = min(self.batching.minibatches, len(order))
         cuts = [len(order) * k // count for k in range(count + 1)] if count else []
         return [sorted(row for unit in order[begin:end] for row in unit) for begin, end in itertools.pairwise(cuts)]

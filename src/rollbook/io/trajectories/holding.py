@@ -279,7 +279,7 @@ def parts_of(metrics: Any, plain: Plain) -> dict[str, Any]:
 
 
 def recorded(info: Mapping[Any, Any]) -> list[bytes]:
-    """The images of a prompt that its record has in `info["images"]`; see `rollbook.core.images.recorded`."""
+    """The images of a prompt that its record has in `info["images"]`; see `rollbook.core.images.encode_for_record`."""
     found = info.get("images")
     return [one for one in found if isinstance(one, bytes)] if isinstance(found, (list, tuple)) else []
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.core.images import encoded, inner, load_picture, pixels_key, source
+from rollbook.core.images import load_picture, pixels_key, read_encoded, source_key, unwrap
 
 _KEPT_MODES = frozenset(("1", "L", "LA", "RGB", "RGBA"))
 """The kinds of pixels that PNG holds and that can be made smaller; others become RGB, or RGBA."""
@@ -52,7 +52,7 @@ class Pictures:
 
     def of(self, given: Any) -> Picture:
         """The picture of an image; `ValueError` for what is none, or cannot be read."""
-        raw = encoded("image", given)
+        raw = read_encoded("image", given)
         image = None if raw is not None else load_picture("image", given)
         key: Any = hashlib.sha256(raw).digest() if raw is not None else _content(image)
         if key not in self._by_content:
@@ -119,11 +119,11 @@ def shown(messages: Iterable[Any] | None) -> list[Mapping[str, Any]]:
         part
         for content in contents
         for part in (content if isinstance(content, (list, tuple)) else ())
-        if isinstance(part, Mapping) and "image" in str(part.get("type", "")) and source(part) is not None
+        if isinstance(part, Mapping) and "image" in str(part.get("type", "")) and source_key(part) is not None
     ]
 
 
 def remote(given: Any) -> bool:
     """Whether an image is an address on the network, which is never fetched."""
-    given = inner(given)
+    given = unwrap(given)
     return isinstance(given, str) and given.startswith(("http://", "https://"))

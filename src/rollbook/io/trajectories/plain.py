@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.core.images import source
+from rollbook.core.images import source_key
 from rollbook.core.media import is_picture
 
 _DEEPEST = 32
@@ -63,7 +63,7 @@ class Plain:
 
     def _of(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, Mapping):
-            image = source(value) if id(value) in self.references else None
+            image = source_key(value) if id(value) in self.references else None
             found = {}
             for name, item in value.items():
                 shown = self.text(name if isinstance(name, str) else str(name))
