@@ -30,6 +30,7 @@ import rollbook
 from benchmarks.bench_making import GIB, model
 from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
+from rollbook.rollout import TransformersEngine
 from rollbook.train import Algorithm, Batching, Optimizing, Prompts, Trainer, maker_config
 
 GROUP, LONGEST, ENDS = 8, 512, 200
@@ -131,7 +132,7 @@ class Ours:
             reward_fn=lambda response_ids: float(sum(response_ids) % 7),
             config=maker_config(how, seed=7, token_budget=options.budget, progress=False),
         )
-        self.actor.engine.max_batch_rows = options.prompts * GROUP
+        TransformersEngine(self.actor).max_batch_rows = options.prompts * GROUP
         self.trainer = Trainer(
             self.actor,
             self.maker,

@@ -40,6 +40,7 @@ import rollbook
 from rollbook import EID
 from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
+from rollbook.rollout import TransformersEngine
 from rollbook.train import (
     Algorithm,
     Batching,
@@ -152,7 +153,8 @@ def warm_up(actor: Actor, checked: Prompts, *, seed: int, until: float, pictures
     for step in range(1, most + 1):
         learner.learn(records.take(rng.choice(len(records), 64, replace=False)), step=step)
         if step % 5 == 0 and right < until:
-            right = evaluate(actor.engine, checked, reward, sampling=SAMPLING, seed=seed, success="exact").success
+            engine = TransformersEngine(actor)
+            right = evaluate(engine, checked, reward, sampling=SAMPLING, seed=seed, success="exact").success
         if right >= until:
             print(f"warm-up: {step} steps, then {right:.2f} of the sampled answers are right")
             return right

@@ -18,6 +18,7 @@ import torch
 import rollbook
 from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
+from rollbook.rollout import TransformersEngine
 from rollbook.train import Algorithm, Batching, Learner, Optimizing, Prompts, complete, evaluate, maker_config
 from rollbook.train.evaluating import Evaluation, difference
 from rollbook.train.recipes import letters
@@ -61,7 +62,7 @@ def train(
 
         def judge(step: int) -> Evaluation:
             options = {"sampling": SAMPLING, "step": step, "seed": seed, "book": book}
-            found = evaluate(actor.engine, held_out, letters.reward, **options)
+            found = evaluate(TransformersEngine(actor), held_out, letters.reward, **options)
             book.log(step, found.metrics())
             return found
 

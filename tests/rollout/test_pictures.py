@@ -115,7 +115,7 @@ def test_what_cannot_be_had_costs_no_record(tmp_path: Path, monkeypatch: pytest.
     given: list[Any] = [missing, str(missing), folder, b"no picture", 7, "https://host/a.png", processed]
     expected = [str(missing), str(missing), str(folder), None, None, "https://host/a.png"]
     assert encode_for_record(given) == expected
-    monkeypatch.setattr(under_test, "MOST", 50)
+    monkeypatch.setattr(under_test, "MAX_IMAGE_BYTES", 50)
     large = tmp_path / "large.png"
     large.write_bytes(file_of(noise(size=(30, 30))))
     assert encode_for_record([large, large.read_bytes(), noise(size=(30, 30))]) == [str(large), None, None]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +18,7 @@ from peft import LoraConfig, get_peft_model
 
 from rollbook.core.ids import EID
 from rollbook.core.sampling import Prompt, Sample, Sampling
+from rollbook.models import Actor
 from rollbook.rollout.engine import Cancel
 from rollbook.rollout.transformers import TransformersEngine
 from tests import tiny
@@ -911,3 +915,18 @@ def test_greedy_with_images_is_what_generate_gives(qwen_vl: Any) -> None:
     )
     qwen_vl.model.rope_deltas = None
     assert sample.response_ids == want[0, ids.shape[1] :].tolist()
+
+
+def test_an_actor_has_one_engine() -> None:
+    actor = Actor(tiny.llama(), tokenizer=tiny.words(), suppress=[7])
+    shared = TransformersEngine(actor)
+    shared.version = 4
+    assert TransformersEngine(actor) is shared and TransformersEngine(actor).version == 4
+    assert shared.tokenizer is actor.tokenizer and shared.model is actor.model and 7 in shared.runner.suppressed
+    other = TransformersEngine(actor, max_batch_rows=2)
+    assert other is not shared and other.tokenizer is actor.tokenizer and 7 in other.runner.suppressed
+    assert TransformersEngine(copy.deepcopy(actor)) is not shared
+    gone = weakref.ref(actor)
+    del actor, shared, other
+    gc.collect()
+    assert gone() is None

@@ -15,7 +15,7 @@ from rollbook import EID, Experience
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.models import Actor, Critic
 from rollbook.rollout import Line, Prompt, ScriptedEngine
-from rollbook.rollout.engine import Engine
+from rollbook.rollout.engine import BaseEngine
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import complete
 from rollbook.train.episodes import EpisodeMaker, Reply
@@ -55,7 +55,7 @@ class Game:
         self.closed = True
 
 
-class Counting(Engine):
+class Counting(BaseEngine):
     """A scripted engine that says how many samples each call asked for."""
 
     def __init__(self, script: Any) -> None:
@@ -76,7 +76,7 @@ class Counting(Engine):
 
 def scripted(script: Any, environment: Any = Game, **options: Any) -> EpisodeMaker:
     config = {"n_samples_per_prompt": 2, "seed": 3, **options.pop("config", {})}
-    engine = script if isinstance(script, Engine) else ScriptedEngine(script, TOKENIZER)
+    engine = script if isinstance(script, BaseEngine) else ScriptedEngine(script, TOKENIZER)
     return EpisodeMaker(None, environment, engine=engine, config=MakerConfig(**config), **options)
 
 

@@ -13,7 +13,17 @@ import rollbook
 from rollbook import EID, Experience
 from rollbook.rewards import RewardInput, RewardResult
 from rollbook.rewards.types import Reward
-from rollbook.rollout import Cancel, Engine, Line, Prompt, Request, RunInfo, Sample, ScriptedEngine, TransformersEngine
+from rollbook.rollout import (
+    BaseEngine,
+    Cancel,
+    Line,
+    Prompt,
+    Request,
+    RunInfo,
+    Sample,
+    ScriptedEngine,
+    TransformersEngine,
+)
 from rollbook.train.evaluating import Evaluation, difference, evaluate, evaluated
 from rollbook.train.statistics import share
 from tests.tiny import bytes_, llama
@@ -137,7 +147,7 @@ def test_samples_that_fail_or_have_no_reward_count_as_not_successful() -> None:
 
 
 def test_an_engine_that_breaks_off_loses_only_what_it_owed() -> None:
-    class Breaking(Engine):
+    class Breaking(BaseEngine):
         run = RunInfo(engine="breaking", engine_version="1", model="none")
 
         def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:

@@ -82,7 +82,6 @@ class Actor(Wrapper):
         self.processor = processor
         self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
         self._head: Head | None = None
-        self._engine: Any = None
         if not self.trainable:
             self.requires_grad_(False).eval()
 
@@ -170,25 +169,12 @@ class Actor(Wrapper):
         return TokenStats(*made)
 
     def __getstate__(self) -> dict[str, Any]:
-        # An engine has locks, which a copy or another process cannot have; both are made again when they are needed.
-        return {**self.__dict__, "_engine": None, "_head": None}
+        return {**self.__dict__, "_head": None}  # made again when it is needed
 
     def _tempered(self, asked: float | None) -> float:
         return self.temperature if asked is None else positive("temperature", asked, torch.float32)
 
     # --- generating ---------------------------------------------------------------------------------------------------
-
-    @property
-    def engine(self) -> Any:
-        """The rollout engine over this actor's own weights; one for each actor."""
-        if self._engine is None:
-            from rollbook.rollout.transformers import TransformersEngine
-
-            made = TransformersEngine(self.model, self.tokenizer, self.processor)
-            # Whoever asks it, and for what: what has no probability in training is not sampled.
-            made.runner.suppressed = tuple(sorted({*made.runner.suppressed, *self.suppress}))
-            self._engine = made
-        return self._engine
 
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
@@ -200,8 +186,8 @@ class Actor(Wrapper):
         are transformers' (`max_new_tokens`, `max_length`, `min_new_tokens`, `do_sample`, `temperature`, `top_p`,
         `top_k`, `eos_token_id`, `pad_token_id`, `num_return_sequences`, ...), those of `rollbook.rollout.Sampling`, and
         what a processor made of media, all prompts together (`pixel_values`, `image_grid_thw`, ...); what would change
-        nothing is taken (`num_beams=1`), what is not known refused. `engine` gives log-probs, versions and finish
-        reasons, too.
+        nothing is taken (`num_beams=1`), what is not known refused. `TransformersEngine(actor)` gives log-probs,
+        versions and finish reasons, too.
         """
         check_matrix("input_ids", input_ids, "(B, P)")
         pad = kwargs.pop("pad_token_id", None)
@@ -217,7 +203,9 @@ class Actor(Wrapper):
         given = media_of_rows(rows, masks, media, self.config) if media else [{} for _ in rows]
         prompts = [Prompt(token_ids=row, images=[one] if one else ()) for row, one in zip(rows, given, strict=True)]
         # One batch id for all calls: with a seed, the same is sampled another time.
-        return laid_out(self.engine.generate(prompts, sampling, batch="generate"), pad, self.device)
+        from rollbook.rollout.transformers import TransformersEngine
+
+        return laid_out(TransformersEngine(self).generate(prompts, sampling, batch="generate"), pad, self.device)
 
     def process_sequences(
         self, sequences: torch.Tensor, input_len: int, eos_token_id: Any, pad_token_id: int

@@ -85,88 +85,122 @@ class RewardInput:
         return self.prompt + self.response
 
     @classmethod
-    def of(cls, given: RewardInput | Sample | Experience, tokenizer: Any = None) -> RewardInput:
-        """From an engine's `Sample` or an `Experience`; the tokenizer is asked only for texts that they do not carry.
+    def of(cls, source: RewardInput | Sample | Experience, tokenizer: Any = None) -> RewardInput:
+        """Make the input of an engine's `Sample` or of a record; a `RewardInput` is returned unchanged.
 
-        Of a multi-turn record without a text, the response is what its mask says the model wrote, turns on lines of
-        their own: what a tool answered is not the model's.
+        Args:
+            source: The sample or record.
+            tokenizer: Decodes texts that it does not carry.
+
+        Raises:
+            ValueError: It has no response text, and there is no tokenizer.
 
         >>> from rollbook.core.ids import EID
         >>> from rollbook.rollout import Prompt, Sample
         >>> sample = Sample(prompt=Prompt(text="2+2=", reference="4"), eid=EID(0, 1), prompt_ids=[5], response_ids=[6],
         ...                 text="4", finish_reason="stop")
-        >>> one = RewardInput.of(sample)
-        >>> one.prompt, one.response, one.reference, one.response_ids
+        >>> scored = RewardInput.of(sample)
+        >>> scored.prompt, scored.response, scored.reference, scored.response_ids
         ('2+2=', '4', '4', [6])
         """
-        if isinstance(given, cls):
-            return given
         from rollbook.core.sampling import Sample
 
-        # A record comes from whoever wrote it: what it names is text, and stays text.
-        if isinstance(given, Sample):
-            return cls._of_sample(given, tokenizer)
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, Sample):
+            return cls._from_sample(source, tokenizer)
         from rollbook.core.experience import Experience
 
-        if isinstance(given, Experience):
-            return cls._of_experience(given, tokenizer)
-        raise ValueError(f"sample: got {type(given).__name__}, expected a Sample, an Experience or a RewardInput")
+        if not isinstance(source, Experience):
+            raise ValueError(f"sample: got {type(source).__name__}, expected a Sample, an Experience or a RewardInput")
+        if source.response_text is None and tokenizer is None:
+            raise ValueError(f"experience {source.eid}: got no response text and no tokenizer, expected one of them")
+        return cls.from_record(source, tokenizer)
 
     @classmethod
-    def _of_sample(cls, sample: Sample, tokenizer: Any) -> RewardInput:
-        from rollbook.core.images import as_path
+    def from_record(cls, record: Experience, tokenizer: Any = None) -> RewardInput:
+        """Make the input of a record. It equals the input of the `Sample` that the record was made from.
 
-        asked = sample.prompt
-        prompt = sample.prompt_text if sample.prompt_text is not None else asked.text
-        if prompt is None and tokenizer is not None and len(sample.prompt_ids):
-            prompt = tokenizer.decode(list(sample.prompt_ids))
-        if prompt is None:
-            prompt = "\n".join(_content(message) for message in asked.messages or ())
-        response = sample.text
-        if response is None:
-            response = _decode_turns(tokenizer, [sample.response_ids], f"sample {sample.eid}")
-        return cls(
-            prompt=prompt,
-            response=response,
-            reference=asked.reference,
-            label=asked.label,
-            messages=asked.messages,
-            images=tuple(map(as_path, asked.images)),
-            prompt_ids=list(sample.prompt_ids),
-            response_ids=list(sample.response_ids),
-            eid=sample.eid,
-            finish_reason=sample.finish_reason,
-            info={**asked.info, **sample.info},
-        )
+        Images are those that the record keeps, with the same pixels; a path in a record stays text and is not opened.
+        If a multi-turn record has no response text, the response is what its mask marks as written by the model, one
+        turn per line, without the observations.
 
-    @classmethod
-    def _of_experience(cls, record: Experience, tokenizer: Any) -> RewardInput:
+        Args:
+            record: The record.
+            tokenizer: Decodes texts that the record does not carry. Without one, such a text is "", for rewards that
+                do not read it.
+
+        >>> from rollbook.core.experience import Experience
+        >>> record = Experience(tokens=[5, 6], prompt_length=1, prompt_text="2+2=", info={"reference": "4", "level": 1})
+        >>> scored = RewardInput.from_record(record)
+        >>> scored.query, scored.reference, scored.info
+        ('2+2=', '4', {'level': 1})
+        """
         ids = record.tokens.tolist()
         prompt_ids, response_ids = ids[: record.prompt_length], ids[record.prompt_length :]
-        prompt, response = record.prompt_text, record.response_text
-        if prompt is None:
-            prompt = tokenizer.decode(prompt_ids) if tokenizer is not None and prompt_ids else ""
-        if response is None:
-            mask = [True] * len(response_ids) if record.action_mask is None else record.action_mask.tolist()
-            response = _decode_turns(tokenizer, _split_turns(response_ids, mask), f"experience {record.eid}")
         messages = record.messages
         if messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]  # that is the response
-        info = dict(record.info or {})
-        images = info.get("images")  # as a prompt's record keeps them
+        response = record.response_text
+        if response is None:
+            mask = [True] * len(response_ids) if record.action_mask is None else record.action_mask.tolist()
+            response = "" if tokenizer is None else _decode_turns(tokenizer, _split_turns(response_ids, mask))
+        info = {name: value for name, value in (record.info or {}).items() if name not in _PROMPT_FIELDS}
+        images = info.get("images")
+        if isinstance(images, (list, tuple)):
+            del info["images"]
+        else:
+            images = ()
         return cls(
-            prompt=prompt,
+            prompt=_prompt_text(record.prompt_text, prompt_ids, messages, tokenizer),
             response=response,
-            reference=info.get("reference"),
-            label=info.get("label"),
+            reference=(record.info or {}).get("reference"),
+            label=(record.info or {}).get("label"),
             messages=messages,
-            images=tuple(map(_path_to_text, images)) if isinstance(images, (list, tuple)) else (),
+            images=tuple(map(_path_to_text, images)),
             prompt_ids=prompt_ids,
             response_ids=response_ids,
             eid=record.eid,
             finish_reason=record.finish_reason,
             info=info,
         )
+
+    @classmethod
+    def _from_sample(cls, sample: Sample, tokenizer: Any) -> RewardInput:
+        from rollbook.core.images import as_path
+
+        prompt, response = sample.prompt, sample.text
+        if response is None:
+            if tokenizer is None:
+                raise ValueError(f"sample {sample.eid}: got no response text and no tokenizer, expected one of them")
+            response = _decode_turns(tokenizer, [sample.response_ids])
+        text = sample.prompt_text if sample.prompt_text is not None else prompt.text
+        return cls(
+            prompt=_prompt_text(text, sample.prompt_ids, prompt.messages, tokenizer),
+            response=response,
+            reference=prompt.reference,
+            label=prompt.label,
+            messages=prompt.messages,
+            images=tuple(map(as_path, prompt.images)),
+            prompt_ids=list(sample.prompt_ids),
+            response_ids=list(sample.response_ids),
+            eid=sample.eid,
+            finish_reason=sample.finish_reason,
+            info={**prompt.info, **sample.info},
+        )
+
+
+_PROMPT_FIELDS = ("reference", "label", "error")
+"""Keys that `Sample.to_experience` adds to the `info` of a record."""
+
+
+def _prompt_text(
+    text: str | None, ids: Sequence[int], messages: Sequence[Mapping[str, Any]] | None, tokenizer: Any
+) -> str:
+    """The text of a prompt: as recorded, else decoded, else the contents of its messages."""
+    if text is None and tokenizer is not None and len(ids):
+        return str(tokenizer.decode(list(ids)))
+    return text if text is not None else "\n".join(_content(message) for message in messages or ())
 
 
 def _path_to_text(image: Any) -> Any:
@@ -198,9 +232,7 @@ def _content(message: Mapping[str, Any]) -> str:
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 
-def _decode_turns(tokenizer: Any, turns: Sequence[Sequence[int]], where: str) -> str:
-    if tokenizer is None:
-        raise ValueError(f"{where}: got no response text and no tokenizer, expected one of them")
+def _decode_turns(tokenizer: Any, turns: Sequence[Sequence[int]]) -> str:
     return "\n".join(tokenizer.decode(list(turn), skip_special_tokens=True) for turn in turns)
 
 

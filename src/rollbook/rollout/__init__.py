@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollbook.rollout.chat import Drift as Drift
     from rollbook.rollout.chat import Drifts as Drifts
     from rollbook.rollout.chat import Renderer as Renderer
+    from rollbook.rollout.engine import BaseEngine as BaseEngine
     from rollbook.rollout.engine import Cancel as Cancel
     from rollbook.rollout.engine import Engine as Engine
     from rollbook.rollout.engine import Request as Request
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rollbook.rollout.transformers import TransformersEngine as TransformersEngine
 
 _HOMES = {
+    "BaseEngine": "rollbook.rollout.engine",
     "Cancel": "rollbook.rollout.engine",
     "Drift": "rollbook.rollout.chat",
     "Drifts": "rollbook.rollout.chat",

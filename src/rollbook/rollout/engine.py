@@ -1,7 +1,7 @@
-"""`Engine`: the one protocol that all rollout engines keep, sync and async, in whole or as samples finish.
+"""The `Engine` protocol of rollout engines, and `BaseEngine`, which implements it on top of one method.
 
-Invariant: a call gives exactly n samples for each prompt, prompt by prompt, each with an id of its own; what goes wrong
-with one of them is recorded on it, and the others are what they would have been.
+Invariant: a call returns exactly n samples per prompt, in the order of the prompts, each with its own id. A failure is
+recorded on its sample and does not change the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, M
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rollbook.core.checks import check_int
 from rollbook.core.ids import EID
@@ -127,12 +127,39 @@ class Request:
         )
 
 
-class Engine(ABC):
-    """Something that answers prompts. `version` is the policy's number, set by whoever changes the weights.
+class Engine(Protocol):
+    """Protocol of rollout engines: what `rollbook.train` needs of one.
 
-    An engine of one's own has `run` and `_run`, which yields (place, sample) as samples finish; the rest follows.
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> engine: Engine = ScriptedEngine([[7, 8]])
+    >>> [sample.response_ids for sample in engine.generate([Prompt(token_ids=[5])], Sampling(n=2))]
+    [[7, 8], [7, 8]]
+    """
 
-    >>> class Echo(Engine):
+    version: int
+    """Number of the policy that samples, set by the caller when the weights change."""
+
+    @property
+    def run(self) -> RunInfo:
+        """What all samples of the engine have in common."""
+        ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
+        """Sample `sampling.n` responses per prompt.
+
+        Returns:
+            The samples, in the order of the prompts. A failure becomes a sample with an `error`, not an exception.
+        """
+        ...
+
+
+class BaseEngine(ABC):
+    """Base class of the engines: synchronous, asynchronous and streaming generation from one method.
+
+    A subclass defines `run`, and `_run`, which yields (place, sample) as samples finish. `version` is the number of
+    the policy, set by the caller when the weights change.
+
+    >>> class Echo(BaseEngine):
     ...     run = RunInfo(engine="echo", engine_version="1", model="none")
     ...     def _run(self, requests, cancel):
     ...         for request in requests:
@@ -176,13 +203,19 @@ class Engine(ABC):
         batch: int | str | None = None,
         **options: Any,
     ) -> list[Sample]:
-        """All samples, prompt by prompt: those of prompt i are [i * n, (i + 1) * n) if all have the same n.
+        """Sample n responses per prompt and return when all are finished.
 
-        prompts: a prompt or a list of them (text, messages, token ids, `Prompt`, or an unfinished `Sample` to go on
-        with). sampling: a `Sampling`, a mapping, or a list of them, one for each prompt; `options` change it.
-        `pause_after` bounds the tokens of this call: what is unfinished then has finish reason `abort`, and goes on
-        when it is given to an engine again. `batch` is the batch id of prompts that have no id; their tasks are
-        numbered by place.
+        Args:
+            prompts: A prompt or a list of them: text, messages, token ids, a `Prompt`, or an unfinished `Sample` to
+                continue.
+            sampling: A `Sampling`, a mapping, or a list of them, one per prompt; `options` override it.
+            cancel: Stops the call from another thread.
+            pause_after: Limit on the tokens of this call. Samples that are unfinished then have finish reason `abort`
+                and can be passed to an engine again.
+            batch: Batch id of prompts that have no id; their tasks are numbered by position.
+
+        Returns:
+            The samples: those of prompt i are [i * n, (i + 1) * n) if all prompts have the same n.
         """
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
         found: dict[int, Sample] = dict(self._whole(requests, cancel or Cancel(held=False)))

@@ -18,7 +18,7 @@ from rollbook.core.ids import EID
 from rollbook.core.images import encode_for_record
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, Sample, Sampling, as_media, token_ids
 from rollbook.rollout.chat import Drifts
-from rollbook.rollout.engine import Cancel, Engine, random_batch_id
+from rollbook.rollout.engine import BaseEngine, Cancel, random_batch_id
 from rollbook.rollout.tree import (
     Branch,
     DriftPolicy,
@@ -322,7 +322,7 @@ class Episode:
 
     def __init__(
         self,
-        engine: Engine | None = None,
+        engine: BaseEngine | None = None,
         tokenizer: Any = None,
         prompt: Any = None,
         *,
@@ -672,7 +672,7 @@ class Episode:
     def from_dict(
         cls,
         plain: Mapping[str, Any],
-        engine: Engine | None = None,
+        engine: BaseEngine | None = None,
         tokenizer: Any = None,
         *,
         parse: Parse | None = None,
@@ -709,7 +709,7 @@ def act_all(
     ]
 
 
-def _engine(episode: Episode) -> Engine:
+def _engine(episode: Episode) -> BaseEngine:
     if episode.engine is None:
         raise ValueError("engine: got None, expected one to act with; append_turn takes what was sampled elsewhere")
     return episode.engine

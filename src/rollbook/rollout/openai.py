@@ -20,7 +20,7 @@ from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerpri
 from rollbook.core.retry import RETRIED, Backoff
 from rollbook.core.sampling import KINDS, FinishReason, LogprobsKind, Prompt, RunInfo, Sample
 from rollbook.rollout.chat import chat_messages, has_media_parts
-from rollbook.rollout.engine import Cancel, Engine, Request, derive_seed
+from rollbook.rollout.engine import BaseEngine, Cancel, Request, derive_seed
 from rollbook.rollout.llama_cpp import LlamaCpp
 from rollbook.rollout.server import (
     BadReplyError,
@@ -359,7 +359,7 @@ CANCEL_GRACE = 0.1
 """Seconds between a cancel and the end of connections: tokens that are under way were sampled, and are kept."""
 
 
-class OpenAIEngine(Engine):
+class OpenAIEngine(BaseEngine):
     """Samples from a server at `url`, such as `http://127.0.0.1:8000` (with or without a `/v1`).
 
     - Which kind of server it is, it finds out at first use; `dialect` (`vllm`, `sglang`, `llama.cpp`,

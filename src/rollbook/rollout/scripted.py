@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.core.sampling import FinishReason, Prompt, RunInfo, Sample, token_ids
-from rollbook.rollout.engine import Cancel, Engine, Request
+from rollbook.rollout.engine import BaseEngine, Cancel, Request
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -39,7 +39,7 @@ class Line:
 Script = Callable[[Prompt, int], Any] | Sequence[Any] | Mapping[Any, Any]
 
 
-class ScriptedEngine(Engine):
+class ScriptedEngine(BaseEngine):
     """Plays a script: answers by prompt text or task, in turn, or from a function `(prompt, run) -> answer`.
 
     An answer is a text, token ids, a `Line` or an exception (which becomes that sample's error). A mapping is looked up

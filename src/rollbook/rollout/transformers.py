@@ -23,7 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -33,6 +34,7 @@ from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerpri
 from rollbook.core.images import load_image, source_key
 from rollbook.core.media import SHARED
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, Sample, Sampling
+from rollbook.models.actor import Actor
 from rollbook.models.heads import scoring
 from rollbook.rollout.decoding import (
     MIN_TEMPERATURE,
@@ -44,7 +46,7 @@ from rollbook.rollout.decoding import (
     StopTexts,
     find_stop_start,
 )
-from rollbook.rollout.engine import Cancel, Engine, Request
+from rollbook.rollout.engine import BaseEngine, Cancel, Request
 
 _TOKENS = ("input_ids", "attention_mask")
 
@@ -282,13 +284,26 @@ _WINDOW = 4
 """So many batches' prompts are made ready, and sorted by length, before the first of them is run."""
 
 
-class TransformersEngine(Engine):
-    """Generates with a transformers model: any causal or vision-language one, on any device, PEFT adapters and all.
+_actor_engines: WeakKeyDictionary[Actor, TransformersEngine] = WeakKeyDictionary()
 
-    model: the model, or an object that has it as `.model`. tokenizer, or processor (which has one) for images; without
-    either, prompts are token ids. A batch has at most `max_batch_rows` samples, and at most `max_batch_tokens` tokens
-    if each becomes as long as it may; what does not fit in memory is halved. `version` is the policy's number, to be
-    set when weights change; inputs are put on `device`, by default where the model's input embeddings are.
+
+class TransformersEngine(BaseEngine):
+    """Rollout engine over a transformers model: any causal or vision-language model, on any device, with PEFT adapters.
+
+    `TransformersEngine(actor)` samples from the weights of an `Actor`, with its tokenizer, and never samples the tokens
+    that the actor suppresses. Without further arguments, all calls for an actor return the same engine, so that it has
+    one `version`.
+
+    Args:
+        model: An `Actor`, a transformers model, or an object that has one as `.model`.
+        tokenizer: Tokenizer, or a processor. Without one, prompts are token ids.
+        processor: Processor for images and videos; it has the tokenizer too.
+        max_batch_rows: Largest number of samples per batch.
+        max_batch_tokens: Largest number of tokens per batch, if every sample becomes as long as it may. A batch that
+            does not fit in memory is split in halves.
+        version: Number of the policy, to be set when the weights change.
+        device: Device of the inputs; by default that of the model's input embeddings.
+        add_special_tokens: Whether the tokenizer adds special tokens to a prompt of plain text.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -298,6 +313,14 @@ class TransformersEngine(Engine):
     >>> [len(sample.response_ids) for sample in samples], samples[0].versions, samples[0].finish_reason
     ([4, 4, 4, 4], [3, 3, 3, 3], 'length')
     """
+
+    def __new__(cls, model: Any, *arguments: Any, **options: Any) -> Self:
+        if not isinstance(model, Actor) or arguments or options:
+            return super().__new__(cls)
+        engine = _actor_engines.get(model)
+        if not isinstance(engine, cls):
+            engine = _actor_engines[model] = super().__new__(cls)
+        return engine
 
     def __init__(
         self,
@@ -311,6 +334,13 @@ class TransformersEngine(Engine):
         device: torch.device | str | None = None,
         add_special_tokens: bool = False,
     ) -> None:
+        if hasattr(self, "runner"):
+            return  # the engine that an actor has already
+        suppress: tuple[int, ...] = ()
+        if isinstance(model, Actor):
+            suppress = tuple(model.suppress)
+            if tokenizer is None and processor is None:
+                tokenizer, processor = model.tokenizer, model.processor
         self.model = _unwrap_model(model)
         self.config = self.model.config
         if getattr(self.config, "is_encoder_decoder", False):
@@ -322,7 +352,9 @@ class TransformersEngine(Engine):
         self.tokenizer: Any = self.preparer.tokenizer
         self.processor = self.preparer.processor
         self.runner = ModelRunner(self.model, device)
-        self._placeholders = frozenset(self.runner.suppressed)  # an actor may suppress more, which prompts may have
+        self._placeholders = frozenset(self.runner.suppressed)
+        # Tokens that have no probability in training are not sampled; prompts may contain them.
+        self.runner.suppressed = tuple(sorted({*self.runner.suppressed, *suppress}))
         self.ends = _end_ids(self.runner.base, self.tokenizer)
         """The ids that end a response."""
         self._turns = threading.Lock()

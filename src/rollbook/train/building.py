@@ -22,6 +22,7 @@ from rollbook.core.metrics import advise
 from rollbook.models import Actor
 from rollbook.models.heads import text_config
 from rollbook.rewards.recipes import as_reward
+from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train.asking import check_readable, prompts_of, reward_of, unrewarded
 from rollbook.train.completing import maker_config
 from rollbook.train.config.kinds import ConfigError
@@ -71,7 +72,7 @@ def engine_of(config: Config, actor: Actor) -> Any:
     """Who samples."""
     given = config.engine
     if given.kind == "transformers":
-        return actor.engine
+        return TransformersEngine(actor)
     from rollbook.rollout import OpenAIEngine
 
     key = None if given.api_key_env is None else os.environ.get(given.api_key_env)

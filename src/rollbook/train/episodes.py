@@ -28,7 +28,7 @@ from rollbook.core.metrics import Stages, advise
 from rollbook.core.sampling import Prompt, Sample, Sampling
 from rollbook.rewards.recipes import as_reward
 from rollbook.rewards.types import RewardInput, RewardResult
-from rollbook.rollout.engine import Engine
+from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.episode import Episode, act_all
 from rollbook.rollout.transformers import TransformersEngine
 
@@ -213,7 +213,7 @@ class EpisodeMaker(NaiveExperienceMaker):
         *,
         config: MakerConfig | None = None,
         tokenizer: Any = None,
-        engine: Engine | None = None,
+        engine: BaseEngine | None = None,
         critic: Any = None,
         initial_model: Any = None,
         teacher: Any = None,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
     from rollbook.core.sampling import Prompt, Sample, Sampling
     from rollbook.rewards.types import RewardResult
-    from rollbook.rollout.engine import Engine
+    from rollbook.rollout.engine import BaseEngine
 
 Answer = Callable[["Experience"], str | None]
 """What a sample answers, for a vote among samples; `None`: it does not vote."""
@@ -137,7 +137,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine,
+    engine: BaseEngine,
     prompts: Any,
     reward: Any,
     *,
