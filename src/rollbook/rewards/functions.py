@@ -37,6 +37,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 from rollbook.core.checks import check_choice, check_float, check_int, suggest
+from rollbook.core.errors import RollbookError
 from rollbook.core.fingerprints import load_module_file, source_fingerprint
 from rollbook.rewards.types import (
     OnError,
@@ -65,11 +66,11 @@ class CallOutcome:
     stopped: bool = False
 
 
-class PoolError(RuntimeError):
+class PoolError(RollbookError, RuntimeError):
     """A process does not start, or cannot load the function it is for."""
 
 
-class MissingExtraError(ImportError):
+class MissingExtraError(RollbookError, ImportError):
     """A ready function needs a package that is not installed."""
 
 

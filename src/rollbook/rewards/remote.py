@@ -20,6 +20,7 @@ import xxhash
 
 from rollbook.core.addresses import redacted, without_user
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
+from rollbook.core.errors import RollbookError
 from rollbook.core.images import load_picture, names_file, read_encoded
 from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.rewards.functions import MissingExtraError, describe_error
@@ -105,7 +106,7 @@ class ImageEncoder:
         return self._by_content[key]
 
 
-class _RequestError(Exception):
+class _RequestError(RollbookError):
     """A request that came to nothing, and whether the same one may succeed."""
 
     def __init__(self, what: str, again: bool = False, wait: float = 0.0) -> None:

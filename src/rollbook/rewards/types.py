@@ -17,6 +17,7 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from rollbook.core.checks import check_float
+from rollbook.core.errors import RollbookError
 from rollbook.core.fingerprints import source_fingerprint
 from rollbook.core.ids import EID
 
@@ -34,11 +35,11 @@ OnError = Literal["exclude", "raise"] | float
 log = logging.getLogger("rollbook.rewards")
 
 
-class WrongCountError(ValueError):
+class WrongCountError(RollbookError, ValueError):
     """A reward gave another number of scores than it was asked for: no sample's fault, and raised in any case."""
 
 
-class RewardError(RuntimeError):
+class RewardError(RollbookError, RuntimeError):
     """A sample could not be scored, and `on_error="raise"` was asked for.
 
     >>> from rollbook.rewards import as_reward

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rollbook.core.addresses import redacted, without_user
 from rollbook.core.checks import check_float, check_int
+from rollbook.core.errors import RollbookError
 from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.core.sampling import LogprobsKind, Sampling
 from rollbook.rollout.chat import redact_secrets
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class ServerError(RuntimeError):
+class ServerError(RollbookError, RuntimeError):
     """A server's refusal, with its HTTP `status`, or its silence after all tries."""
 
     def __init__(self, text: str, status: int | None = None) -> None:
@@ -44,7 +45,7 @@ class BadReplyError(ServerError):
     """A reply that is not what was asked for; asking again would give the same."""
 
 
-class RetryableError(Exception):
+class RetryableError(RollbookError):
     """What may succeed when it is asked again, and how long the server asks to wait."""
 
     def __init__(self, text: str, wait: float = 0.0, status: int | None = None) -> None:
